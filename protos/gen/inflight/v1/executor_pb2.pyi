@@ -1,0 +1,292 @@
+from inflight.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REJECT_REASON_UNSPECIFIED: _ClassVar[RejectReason]
+    REJECT_REASON_NO_CAPACITY: _ClassVar[RejectReason]
+    REJECT_REASON_STALE_ATTEMPT: _ClassVar[RejectReason]
+    REJECT_REASON_DRAINING: _ClassVar[RejectReason]
+    REJECT_REASON_UNSUPPORTED: _ClassVar[RejectReason]
+    REJECT_REASON_INVALID: _ClassVar[RejectReason]
+REJECT_REASON_UNSPECIFIED: RejectReason
+REJECT_REASON_NO_CAPACITY: RejectReason
+REJECT_REASON_STALE_ATTEMPT: RejectReason
+REJECT_REASON_DRAINING: RejectReason
+REJECT_REASON_UNSUPPORTED: RejectReason
+REJECT_REASON_INVALID: RejectReason
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("executor_id", "generation", "protocol_version", "model", "model_revision", "block_size", "total_blocks", "max_num_sequences", "num_standby_sequences", "max_num_tokens", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "batching", "backend", "dtype", "device")
+    EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_STANDBY_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    BATCHING_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    executor_id: str
+    generation: int
+    protocol_version: int
+    model: str
+    model_revision: str
+    block_size: int
+    total_blocks: int
+    max_num_sequences: int
+    num_standby_sequences: int
+    max_num_tokens: int
+    context_length: int
+    vocabulary_size: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    default_sampling: _types_pb2.SamplingParams
+    batching: _types_pb2.BatchingMode
+    backend: str
+    dtype: str
+    device: str
+    def __init__(self, executor_id: _Optional[str] = ..., generation: _Optional[int] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., num_standby_sequences: _Optional[int] = ..., max_num_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+
+class ServeRequest(_message.Message):
+    __slots__ = ("hello", "submits", "cancels", "attaches", "ack")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBMITS_FIELD_NUMBER: _ClassVar[int]
+    CANCELS_FIELD_NUMBER: _ClassVar[int]
+    ATTACHES_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    submits: _containers.RepeatedCompositeFieldContainer[Submit]
+    cancels: _containers.RepeatedCompositeFieldContainer[CancelSequence]
+    attaches: _containers.RepeatedCompositeFieldContainer[Attach]
+    ack: Ack
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[_Union[CancelSequence, _Mapping]]] = ..., attaches: _Optional[_Iterable[_Union[Attach, _Mapping]]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("router_id", "protocol_version", "generation", "max_unacked_steps")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MAX_UNACKED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    protocol_version: int
+    generation: int
+    max_unacked_steps: int
+    def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., generation: _Optional[int] = ..., max_unacked_steps: _Optional[int] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    PRIOR_OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BYPASS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    prior_output_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _types_pb2.SamplingParams
+    stopping: _types_pb2.StoppingParams
+    reserved_blocks: int
+    cache_salt: bytes
+    cache_bypass: bool
+    priority: _types_pb2.PriorityClass
+    deadline_ms: int
+    num_choices: int
+    num_top_logprobs: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ...) -> None: ...
+
+class CancelSequence(_message.Message):
+    __slots__ = ("request_id", "attempt", "reason")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    reason: _types_pb2.FinishReason
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("request_id", "attempt", "offset")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    offset: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class Ack(_message.Message):
+    __slots__ = ("frame",)
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    frame: int
+    def __init__(self, frame: _Optional[int] = ...) -> None: ...
+
+class ServeResponse(_message.Message):
+    __slots__ = ("generation", "accepted", "rejected", "step", "report")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    accepted: _containers.RepeatedCompositeFieldContainer[SequenceAccepted]
+    rejected: _containers.RepeatedCompositeFieldContainer[SequenceRejected]
+    step: StepFrame
+    report: Report
+    def __init__(self, generation: _Optional[int] = ..., accepted: _Optional[_Iterable[_Union[SequenceAccepted, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[SequenceRejected, _Mapping]]] = ..., step: _Optional[_Union[StepFrame, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
+
+class SequenceAccepted(_message.Message):
+    __slots__ = ("request_id", "attempt", "slots")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SequenceRejected(_message.Message):
+    __slots__ = ("request_id", "attempt", "reason", "detail")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    reason: RejectReason
+    detail: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[RejectReason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class StepFrame(_message.Message):
+    __slots__ = ("frame", "step", "slots", "offsets", "token_ids", "started", "finished", "logprobs")
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    frame: int
+    step: int
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    started: _containers.RepeatedCompositeFieldContainer[SequenceStarted]
+    finished: _containers.RepeatedCompositeFieldContainer[SequenceFinished]
+    logprobs: _containers.RepeatedCompositeFieldContainer[SequenceLogprobs]
+    def __init__(self, frame: _Optional[int] = ..., step: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStarted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ...) -> None: ...
+
+class SequenceStarted(_message.Message):
+    __slots__ = ("slot", "cached_tokens")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    cached_tokens: int
+    def __init__(self, slot: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class SequenceFinished(_message.Message):
+    __slots__ = ("slot", "reason", "stop_token_id", "error")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    reason: _types_pb2.FinishReason
+    stop_token_id: int
+    error: str
+    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class SequenceLogprobs(_message.Message):
+    __slots__ = ("slot", "offset", "values")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    offset: int
+    values: _types_pb2.PositionLogprobs
+    def __init__(self, slot: _Optional[int] = ..., offset: _Optional[int] = ..., values: _Optional[_Union[_types_pb2.PositionLogprobs, _Mapping]] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("seq", "budget_blocks", "total_blocks", "used_blocks", "cached_blocks", "budget_sequences", "num_running", "num_waiting", "waiting_prefill_tokens", "held", "draining", "step_ms", "output_tokens_per_s", "prefill_tokens_per_s", "num_steps")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    budget_blocks: int
+    total_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    budget_sequences: int
+    num_running: int
+    num_waiting: int
+    waiting_prefill_tokens: int
+    held: _containers.RepeatedCompositeFieldContainer[HeldSequence]
+    draining: bool
+    step_ms: float
+    output_tokens_per_s: float
+    prefill_tokens_per_s: float
+    num_steps: int
+    def __init__(self, seq: _Optional[int] = ..., budget_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., budget_sequences: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldSequence, _Mapping]]] = ..., draining: _Optional[bool] = ..., step_ms: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_steps: _Optional[int] = ...) -> None: ...
+
+class HeldSequence(_message.Message):
+    __slots__ = ("request_id", "attempt", "reserved_blocks")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    reserved_blocks: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reserved_blocks: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout_s",)
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: int
+    def __init__(self, timeout_s: _Optional[int] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_held",)
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    num_held: int
+    def __init__(self, num_held: _Optional[int] = ...) -> None: ...

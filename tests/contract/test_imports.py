@@ -1,0 +1,105 @@
+"""Who may import whom. Read from the source, so that an import inside a function counts too."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGES = ("router", "executor", "common", "client", "bench")
+PURE = ("executor.sequence", "executor.blocks", "executor.scheduler")  # and whatever of ours they import
+# The standard library without clocks, randomness and I/O.
+PURE_LIBRARY = frozenset(
+    {"__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"}
+    | {"math", "operator", "struct", "typing"}
+)
+
+
+def sources(*packages: str) -> Iterator[Path]:
+    for package in packages:
+        yield from sorted((REPOSITORY / package).rglob("*.py"))
+
+
+def path_of(module: str) -> Path:
+    return REPOSITORY.joinpath(*module.split(".")).with_suffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Full names of the modules that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.module is not None
+            names.add(node.module)
+    return names
+
+
+def importers(imported: str, *packages: str) -> set[str]:
+    """Files of the packages that import a top-level package."""
+    return {
+        str(path.relative_to(REPOSITORY))
+        for path in sources(*packages)
+        if any(name.split(".")[0] == imported for name in imports_of(path))
+    }
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("router", "executor"),
+        ("executor", "router"),
+        ("common", "router"),
+        ("common", "executor"),
+        ("common", "client"),
+        ("router", "client"),
+        ("executor", "client"),
+        *((package, "tests") for package in PACKAGES),
+    ],
+)
+def test_package_does_not_import(package: str, forbidden: str) -> None:
+    assert not importers(forbidden, package)
+
+
+def test_torch_is_imported_only_under_executor() -> None:
+    assert not importers("torch", *(package for package in PACKAGES if package != "executor"))
+
+
+def test_redis_is_imported_only_by_the_store_and_the_local_stack() -> None:
+    allowed = ("router/store/", "client/stack/")
+    assert not {path for path in importers("redis", *PACKAGES) if not path.startswith(allowed)}
+
+
+def test_scheduler_and_blocks_import_nothing_with_effects() -> None:
+    seen: set[str] = set()
+    waiting = list(PURE)
+    while waiting:
+        module = waiting.pop()
+        seen.add(module)
+        imported = imports_of(path_of(module))
+        ours = {name for name in imported if name.startswith(("executor.", "common."))}
+        assert {name.split(".")[0] for name in imported - ours} <= PURE_LIBRARY, module
+        waiting += ours - seen
+
+
+def test_scheduler_runs_in_an_interpreter_without_torch() -> None:
+    program = f"import sys, {', '.join(PURE)}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "tests"])
+def test_package_files_are_empty(package: str) -> None:
+    filled = [path for path in sources(package) if path.name == "__init__.py" and path.stat().st_size]
+    assert not filled
+
+
+def test_every_folder_of_modules_is_a_package() -> None:
+    folders = {path.parent for path in sources(*PACKAGES, "tests")}
+    assert not [folder for folder in folders if not (folder / "__init__.py").exists()]

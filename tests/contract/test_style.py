@@ -1,0 +1,84 @@
+"""Habits that a reader can rely on: short files and functions, names that say what a thing is, no notes to self."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.contract.test_imports import PACKAGES, REPOSITORY, imports_of, sources
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+EMPTY_NAMES = frozenset(
+    {"manager", "managers", "handler", "handlers", "util", "utils", "helper", "helpers", "data", "info", "job", "jobs"}
+)
+GIVEN_NAMES = frozenset({"handler_call_details"})  # gRPC's own, of an interceptor's parameter
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sources(*PACKAGES, "tests"):
+        yield path.relative_to(REPOSITORY), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def names_given(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Names that a reader meets outside the function that gives them, with their line; locals are left alone."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield node.name, node.lineno
+            case ast.arg():
+                yield node.arg, node.lineno
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.attr, node.lineno
+            case ast.AnnAssign(target=ast.Name() as target):
+                yield target.id, node.lineno
+
+
+def words_of(name: str) -> list[str]:
+    """`KvBlock_pool` → kv, block, pool."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+
+
+def is_empty_name(name: str, imports: set[str]) -> bool:
+    # A task is asyncio's.
+    empty = EMPTY_NAMES if "asyncio" in imports else EMPTY_NAMES | {"task", "tasks"}
+    return not empty.isdisjoint(words_of(name))
+
+
+def test_files_are_short() -> None:
+    lengths = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources(*PACKAGES)}
+    assert lengths
+    assert not {path: length for path, length in lengths.items() if length > MAX_FILE_LINES}
+
+
+def test_functions_are_short() -> None:
+    long = [
+        f"{path}:{node.lineno} {node.name}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or node.lineno) - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert not long
+
+
+def test_names_say_what_a_thing_is() -> None:
+    empty = [
+        f"{path}:{line} {name}"
+        for path, tree in trees()
+        for name, line in names_given(tree)
+        if name not in GIVEN_NAMES and is_empty_name(name, imports_of(REPOSITORY / path))
+    ]
+    empty += [str(path) for path, _ in trees() if is_empty_name(path.stem, set())]
+    assert not empty
+
+
+def test_modules_say_what_they_own() -> None:
+    assert not [str(path) for path, tree in trees() if path.name != "__init__.py" and not ast.get_docstring(tree)]
+
+
+def test_no_note_to_ourselves_is_left() -> None:
+    note = re.compile(r"#.*\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b")
+    assert not [str(path) for path in sources(*PACKAGES, "tests") if note.search(path.read_text(encoding="utf-8"))]

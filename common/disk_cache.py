@@ -1,0 +1,43 @@
+"""Things that are costly to make and the same next time: built once, kept on disk, shared by processes.
+
+Invariants: a path in the cache is complete or not there, because it is built aside and renamed into place; one process
+builds, the others wait for it; nothing in the cache is ever changed. It is always safe to delete the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+CACHE_VARIABLE = "INFLIGHT_CACHE_DIR"
+
+
+def cache_folder() -> Path:
+    """`$INFLIGHT_CACHE_DIR`, or `~/.cache/inflight`."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "inflight"
+
+
+def build_once(target: Path, build: Callable[[Path], None]) -> Path:
+    """Returns `target`, letting `build` make it at the path it is given if it is not there yet.
+
+    What `build` raises goes through and leaves nothing behind, so the next caller tries again. Raises `OSError` where
+    the folder cannot be written.
+    """
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.parent / f".{target.name}.lock"):
+        if not target.exists():
+            scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+            try:
+                build(scratch / target.name)
+                os.replace(scratch / target.name, target)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    return target

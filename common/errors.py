@@ -1,0 +1,91 @@
+"""The errors that a client can be told about, and their gRPC status.
+
+Owns one exception, `RequestError`, and the table from reasons to status codes. Never logs, never sends: the gRPC edge
+(`common.grpc_status`) turns an error into a status with details.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import grpc
+
+
+class Reason(Enum):
+    """Why a request was refused or ended. The name goes into `google.rpc.ErrorInfo.reason`."""
+
+    INVALID_FIELD = "INVALID_FIELD"
+    NOT_IMPLEMENTED = "NOT_IMPLEMENTED"
+    UNKNOWN_MODEL = "UNKNOWN_MODEL"
+    UNKNOWN_REQUEST = "UNKNOWN_REQUEST"
+    DUPLICATE_REQUEST_ID = "DUPLICATE_REQUEST_ID"
+    NEVER_FITS = "NEVER_FITS"
+    NO_EXECUTOR = "NO_EXECUTOR"
+    STORE_UNAVAILABLE = "STORE_UNAVAILABLE"
+    DRAINING = "DRAINING"
+    QUEUE_FULL = "QUEUE_FULL"
+    EXECUTOR_LOST = "EXECUTOR_LOST"
+    ATTEMPTS_EXHAUSTED = "ATTEMPTS_EXHAUSTED"
+    INTERNAL = "INTERNAL"
+
+
+STATUS_OF_REASON: dict[Reason, grpc.StatusCode] = {
+    Reason.INVALID_FIELD: grpc.StatusCode.INVALID_ARGUMENT,
+    Reason.NOT_IMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
+    Reason.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
+    Reason.UNKNOWN_REQUEST: grpc.StatusCode.NOT_FOUND,
+    Reason.DUPLICATE_REQUEST_ID: grpc.StatusCode.ALREADY_EXISTS,
+    Reason.NEVER_FITS: grpc.StatusCode.FAILED_PRECONDITION,
+    Reason.NO_EXECUTOR: grpc.StatusCode.UNAVAILABLE,
+    Reason.STORE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
+    Reason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.EXECUTOR_LOST: grpc.StatusCode.UNAVAILABLE,
+    Reason.ATTEMPTS_EXHAUSTED: grpc.StatusCode.ABORTED,
+    Reason.INTERNAL: grpc.StatusCode.INTERNAL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One field that is wrong: its path in the request (`sampling.temperature`) and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+@dataclass(slots=True)
+class RequestError(Exception):
+    """A refusal with everything its gRPC status needs.
+
+    `violations` becomes `BadRequest`, `retry_after_ms` `RetryInfo`, `quota` (the subject that is exhausted)
+    `QuotaFailure`, `context` the metadata of `ErrorInfo`.
+    """
+
+    reason: Reason
+    description: str
+    violations: tuple[FieldViolation, ...] = ()
+    retry_after_ms: int | None = None
+    quota: str | None = None
+    context: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.description
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        """The gRPC status code."""
+        return STATUS_OF_REASON[self.reason]
+
+
+def invalid(*violations: FieldViolation) -> RequestError:
+    """The error for fields that are wrong; its text names every one."""
+    text = "; ".join(f"{v.field}: {v.description}" for v in violations)
+    return RequestError(Reason.INVALID_FIELD, text, violations)
+
+
+def not_implemented(field_path: str, what: str) -> RequestError:
+    """The error for a field whose function is not built yet."""
+    violation = FieldViolation(field_path, f"{what} not implemented yet")
+    return RequestError(Reason.NOT_IMPLEMENTED, f"{violation.field}: {violation.description}", (violation,))

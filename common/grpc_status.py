@@ -1,0 +1,152 @@
+"""The gRPC edge of errors: `RequestError` to a status with details, for every handler of a server.
+
+`ErrorInterceptor` wraps all handlers of a server, so that services raise `RequestError` and know nothing of statuses.
+Whatever else escapes a handler is logged with its traceback and answered with INTERNAL and no detail of ours. Bytes
+that do not parse as the request's type (invalid UTF-8 in a string field, say) are INVALID_ARGUMENT.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2, message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from common.errors import FieldViolation, Reason, RequestError, invalid
+
+log = logging.getLogger(__name__)
+
+DETAILS_KEY = "grpc-status-details-bin"
+ERROR_DOMAIN = "inflight"
+
+# A gRPC status text travels in an HTTP/2 header; the peer's header limit is 8 KiB by default.
+MAX_STATUS_TEXT_CHARS = 1024
+MAX_VIOLATIONS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Stands for a request that did not parse."""
+
+    reason: str
+
+
+def to_rpc_status(error: RequestError) -> status_pb2.Status:
+    """The `google.rpc.Status` of an error, with the details that apply."""
+    status = status_pb2.Status(
+        code=code_pb2.Code.Value(error.code.name), message=error.description[:MAX_STATUS_TEXT_CHARS]
+    )
+    info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=ERROR_DOMAIN, metadata=error.context)
+    _pack(status, info)
+    if error.violations:
+        bad_request = error_details_pb2.BadRequest()
+        for violation in error.violations[:MAX_VIOLATIONS]:
+            text = violation.description[:MAX_STATUS_TEXT_CHARS]
+            bad_request.field_violations.add(field=violation.field, description=text)
+        _pack(status, bad_request)
+    if error.retry_after_ms is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        _pack(status, error_details_pb2.RetryInfo(retry_delay=delay))
+    if error.quota is not None:
+        quota = error_details_pb2.QuotaFailure()
+        quota.violations.add(subject=error.quota, description=error.description[:MAX_STATUS_TEXT_CHARS])
+        _pack(status, quota)
+    return status
+
+
+def _pack(status: status_pb2.Status, detail: message.Message) -> None:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    status.details.append(packed)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
+    """Ends the RPC with the error's status."""
+    status = to_rpc_status(error)
+    await context.abort(error.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    raise AssertionError("abort returned")
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what handlers raise into statuses; see the module's text."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        parse = _lenient(handler.request_deserializer)
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(
+                _guard_unary(handler.unary_unary), parse, handler.response_serializer
+            )
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(
+                _guard_stream(handler.unary_stream), parse, handler.response_serializer
+            )
+        if handler.stream_stream:
+            return grpc.stream_stream_rpc_method_handler(
+                _guard_stream(handler.stream_stream), handler.request_deserializer, handler.response_serializer
+            )
+        return handler
+
+
+def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parse(serialized: bytes) -> Any:
+        try:
+            return deserialize(serialized)
+        except message.DecodeError as error:
+            return _Malformed(str(error))
+
+    return parse
+
+
+async def _answer(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    if isinstance(error, RequestError):
+        await abort(context, error)
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    log.exception("a handler failed", exc_info=error)
+    await abort(context, RequestError(Reason.INTERNAL, "internal error"))
+
+
+def _check(request: Any) -> None:
+    if isinstance(request, _Malformed):
+        raise invalid(FieldViolation("request", "not a well-formed message; strings must be UTF-8"))
+
+
+def _guard_unary(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            _check(request)
+            return await behavior(request, context)
+        except Exception as error:
+            await _answer(context, error)
+
+    return guarded
+
+
+def _guard_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
+    """A streaming handler is an async generator or a coroutine that writes to its context; it stays what it is."""
+    if not inspect.isasyncgenfunction(behavior):
+        return _guard_unary(behavior)
+
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            _check(request)
+            async for response in behavior(request, context):
+                yield response
+        except Exception as error:
+            await _answer(context, error)
+
+    return guarded

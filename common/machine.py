@@ -1,0 +1,46 @@
+"""What this process may use of its machine: cores and memory, with the limits of its container counted in."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def num_usable_cores(cgroup: Path = CGROUP) -> int:
+    """Cores that this process may run on: its affinity, and the CPU quota of its control group. At least 1."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        num_cores = min(num_cores, math.ceil(int(quota) / int(period)))
+    return max(1, num_cores)
+
+
+def num_available_memory_bytes(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
+    """Bytes that can still be allocated without swapping; None where the system does not say."""
+    limits = [value for value in (_available_on_host(meminfo), _available_in_cgroup(cgroup)) if value is not None]
+    return min(limits, default=None)
+
+
+def _available_on_host(meminfo: Path) -> int | None:
+    for line in _read(meminfo).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _available_in_cgroup(cgroup: Path) -> int | None:
+    limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
+    if not (limit.isdigit() and used.isdigit()):
+        return None
+    return max(0, int(limit) - int(used))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

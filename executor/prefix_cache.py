@@ -1,0 +1,73 @@
+"""Reuse of KV between sequences that start alike.
+
+A full block is named by a hash over its tokens and all tokens before it, rooted in the sequence's salt: equal hashes
+mean equal KV, and without the salt nobody can name, hence read or probe, a block. A sequence without a salt takes no
+part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence as ReadOnlyList
+
+from executor.blocks import BlockPool
+from executor.sequence import Sequence
+
+# 256 bits: finding two prefixes with one hash, and so reading another's KV, is out of reach.
+HASH_BYTES = 32
+
+
+def root_hash(salt: bytes) -> bytes:
+    """The parent of a sequence's first block."""
+    return hashlib.blake2b(salt, digest_size=HASH_BYTES).digest()
+
+
+def block_hash(parent: bytes, token_ids: ReadOnlyList[int]) -> bytes:
+    """The hash of a full block that follows the block `parent`."""
+    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    return hashlib.blake2b(packed, key=parent, digest_size=HASH_BYTES).digest()
+
+
+def chain_hashes(token_ids: ReadOnlyList[int], block_size: int, salt: bytes) -> list[bytes]:
+    """The hashes of all full blocks of `token_ids`."""
+    hashes: list[bytes] = []
+    parent = root_hash(salt)
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        parent = block_hash(parent, token_ids[end - block_size : end])
+        hashes.append(parent)
+    return hashes
+
+
+class PrefixCache:
+    """Gives a boarding sequence the blocks of its prefix, and publishes the blocks that sequences fill."""
+
+    def __init__(self, pool: BlockPool, enabled: bool) -> None:
+        self._pool = pool
+        self._enabled = enabled
+
+    def attach(self, sequence: Sequence) -> None:
+        """Starts the block table with the longest published prefix. At least one token is left to compute: its logits
+        are what the next token comes from."""
+        if not self._enabled or sequence.cache_salt is None:
+            return
+        block_size = self._pool.block_size
+        sequence.block_hashes = chain_hashes(sequence.token_ids, block_size, sequence.cache_salt)
+        num_usable = (sequence.num_tokens - 1) // block_size
+        sequence.block_table = self._pool.share(sequence.block_hashes[:num_usable])
+        sequence.num_cached_tokens = len(sequence.block_table) * block_size
+        sequence.num_computed = sequence.num_cached_tokens
+
+    def publish(self, sequence: Sequence, start: int) -> None:
+        """Publishes the blocks that computing `[start, num_computed)` has filled. The step must be retired: before
+        that a reader could be ordered ahead of the write."""
+        block_size = self._pool.block_size
+        first, end = start // block_size, sequence.num_computed // block_size
+        if first == end or not self._enabled or sequence.cache_salt is None:
+            return
+        for index in range(first, end):
+            if index == len(sequence.block_hashes):
+                parent = sequence.block_hashes[-1] if index else root_hash(sequence.cache_salt)
+                filled = sequence.token_ids[index * block_size : (index + 1) * block_size]
+                sequence.block_hashes.append(block_hash(parent, filled))
+            self._pool.publish(sequence.block_table[index], sequence.block_hashes[index])

@@ -1,0 +1,99 @@
+"""A device for tests of the scheduler: KV blocks as a dictionary and a model that is a hash.
+
+The content of a position depends on the salt and on every token up to it, as real KV does, and is computed from the
+content of the position before it, read through the block table. A block that is shared wrongly, overwritten or read
+before it is written therefore shows, at the latest as a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ReadOnlyList
+
+from executor.blocks import BlockPool
+from executor.sequence import FinishReason, PlanRow, Sequence, StepPlan, Stopping
+
+VOCABULARY_SIZE = 5
+
+
+def root_content(sequence: Sequence) -> int:
+    """What stands before the first position. Without a salt it is the sequence's own."""
+    salt = sequence.cache_salt
+    name = f"{sequence.request_id}/{sequence.attempt}".encode() if salt is None else b"salt:" + salt
+    return int.from_bytes(name, "little")
+
+
+def next_content(previous: int, token_id: int) -> int:
+    """The content of a position, from the one before and the position's token."""
+    return hash((previous, token_id))
+
+
+def sampled_id(content: int) -> int:
+    """The token that follows a position with this content."""
+    return content % VOCABULARY_SIZE
+
+
+class FakeDevice:
+    """Runs plans, and asserts that they read what they should and write only where they may."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._contents: dict[tuple[int, int], int] = {}
+
+    def run(self, plan: StepPlan) -> tuple[int, ...]:
+        """Returns the sampled token ids of the rows that sample, in the order of the plan's rows."""
+        for row in plan.rows:
+            self._write(row)
+        return tuple(sampled_id(self._read(row)) for row in plan.rows if row.samples)
+
+    def corrupt(self, plan: StepPlan) -> None:
+        """Runs a step that fails: what it leaves where it writes is garbage."""
+        for row in plan.rows:
+            for position in range(row.start, row.start + row.num_tokens):
+                self._contents[self._place(row.sequence, position)] = 0
+
+    def _write(self, row: PlanRow) -> None:
+        sequence = row.sequence
+        content = root_content(sequence)
+        if row.start > 0:
+            content = self._contents[self._place(sequence, row.start - 1)]
+        for position in range(row.start, row.start + row.num_tokens):
+            block, offset = self._place(sequence, position)
+            assert block != 0, "the spare block is in a block table"
+            assert self._pool.num_references(block) == 1, f"block {block} is written but shared"
+            assert not self._pool.is_published(block), f"block {block} is written but published"
+            content = next_content(content, sequence.token_ids[position])
+            self._contents[block, offset] = content
+
+    def _read(self, row: PlanRow) -> int:
+        content = root_content(row.sequence)
+        for position in range(row.start + row.num_tokens):
+            content = next_content(content, row.sequence.token_ids[position])
+            assert self._contents[self._place(row.sequence, position)] == content, f"wrong KV at position {position}"
+        return content
+
+    def _place(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        index, offset = divmod(position, self._pool.block_size)
+        return sequence.block_table[index], offset
+
+
+def solo_output(sequence: Sequence, context_length: int) -> tuple[list[int], FinishReason]:
+    """What the sequence brings when it runs alone from here, and why it ends."""
+    token_ids = list(sequence.token_ids)
+    content = root_content(sequence)
+    for token_id in token_ids:
+        content = next_content(content, token_id)
+    while True:
+        token_ids.append(sampled_id(content))
+        content = next_content(content, token_ids[-1])
+        output = token_ids[sequence.num_prompt_tokens :]
+        reason = _end_reason(output, sequence.stopping)
+        if reason is None and len(token_ids) == context_length:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            return output, reason
+
+
+def _end_reason(output: ReadOnlyList[int], stopping: Stopping) -> FinishReason | None:
+    if output[-1] in stopping.stop_token_ids and len(output) >= stopping.min_tokens:
+        return FinishReason.STOP_TOKEN
+    return FinishReason.LENGTH if len(output) == stopping.max_tokens else None

@@ -1,0 +1,99 @@
+"""What the scheduler is tried with, and a plain model of what it promises."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from executor.scheduler import Batching, Refusal, SchedulerLimits
+from executor.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping
+from tests.fake_device import VOCABULARY_SIZE
+
+# Prompts start like one of these, so that prefixes meet.
+COMMON_STARTS = ([0] * 12, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 0] * 6)
+SALTS = (b"", b"", b"", b"other", None)
+
+
+@dataclass(slots=True)
+class Expectation:
+    """What an accepted sequence must bring, and what it has brought."""
+
+    sequence: Sequence
+    output: list[int]
+    reason: FinishReason
+    received: list[int]
+    finished: FinishEvent | None = None
+    cancel_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Promises:
+    """A model of the gate: what the scheduler must answer to an offer."""
+
+    num_blocks: int
+    block_size: int
+    max_held: int
+    context_length: int
+    is_draining: bool = False
+    newest_attempt: dict[str, int] = field(default_factory=dict)
+    # Held and not cancelled, in order of arrival.
+    held: list[Sequence] = field(default_factory=list)
+
+    def find(self, request_id: str) -> Sequence | None:
+        return next((sequence for sequence in self.held if sequence.request_id == request_id), None)
+
+    def answer(self, sequence: Sequence) -> Refusal | None:
+        others = [held for held in self.held if held.request_id != sequence.request_id]
+        num_prompt, num_prior = sequence.num_prompt_tokens, sequence.num_output_tokens
+        most_tokens = min(num_prompt + sequence.stopping.max_tokens, self.context_length)
+        if sequence.attempt <= self.newest_attempt.get(sequence.request_id, 0):
+            return Refusal.STALE_ATTEMPT
+        if self.is_draining:
+            return Refusal.DRAINING
+        if num_prompt + num_prior >= most_tokens:
+            return Refusal.INVALID
+        if sequence.num_reserved_blocks < math.ceil(most_tokens / self.block_size):
+            return Refusal.INVALID
+        if sum(held.num_reserved_blocks for held in [*others, sequence]) > self.num_blocks:
+            return Refusal.NO_CAPACITY
+        return Refusal.NO_CAPACITY if len(others) == self.max_held else None
+
+
+@st.composite
+def limits_strategy(draw: st.DrawFn) -> SchedulerLimits:
+    num_seats = draw(st.integers(1, 5))
+    return SchedulerLimits(
+        max_num_sequences=num_seats,
+        num_standby_sequences=draw(st.integers(0, 3)),
+        max_num_tokens=num_seats + draw(st.integers(0, 8)),
+        context_length=draw(st.sampled_from((16, 40, 40))),
+        enable_chunked_context=draw(st.booleans()),
+        batching=draw(st.sampled_from(Batching)),
+        enable_prefix_cache=draw(st.integers(0, 3)) > 0,
+    )
+
+
+@st.composite
+def sequence_strategy(draw: st.DrawFn, block_size: int, request_id: str, attempt: int) -> Sequence:
+    start = draw(st.sampled_from(COMMON_STARTS))[: draw(st.sampled_from((0, 4, 8, 12)))]
+    prompt = [*start, *draw(st.lists(st.integers(0, VOCABULARY_SIZE - 1), min_size=1, max_size=3))]
+    prior_output = draw(st.sampled_from(([], [], [0], [1, 2], [3, 4, 0])))
+    # Now and then the prior output is all there may be, or the reservation one block short.
+    max_tokens = max(1, len(prior_output) + draw(st.integers(0, 12)))
+    num_extra_blocks = draw(st.sampled_from((0,) * 18 + (1, -1)))
+    return Sequence(
+        request_id=request_id,
+        attempt=attempt,
+        token_ids=[*prompt, *prior_output],
+        num_prompt_tokens=len(prompt),
+        sampling=Sampling(0.0, 0, 1.0, 0),
+        stopping=Stopping(
+            max_tokens=max_tokens,
+            min_tokens=draw(st.integers(0, 3)),
+            stop_token_ids=draw(st.sampled_from((frozenset[int](), frozenset({0}), frozenset({1, 2})))),
+        ),
+        num_reserved_blocks=math.ceil((len(prompt) + max_tokens) / block_size) + num_extra_blocks,
+        cache_salt=draw(st.sampled_from(SALTS)),
+    )

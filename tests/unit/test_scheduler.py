@@ -1,0 +1,288 @@
+"""The scheduler, one behaviour at a time. What must hold under any schedule is in tests/property."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from executor.scheduler import Batching, Refusal
+from executor.sequence import FinishEvent, FinishReason, StepOutcome, StepPlan
+from tests.scheduling import (
+    LIMITS,
+    STOP_ID,
+    ends_of,
+    make_scheduler,
+    make_sequence,
+    retire,
+    rows_of,
+    run_until_idle,
+    step,
+)
+
+
+class TestStep:
+    def test_nothing_to_do_gives_a_plan_without_rows(self) -> None:
+        scheduler = make_scheduler()
+
+        assert scheduler.schedule() == StepPlan((), ())
+        assert scheduler.schedule() == StepPlan((), ())
+
+    def test_prompt_is_computed_and_then_decoded_token_by_token(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", [1, 2, 3]))
+
+        plan = scheduler.schedule()
+        assert rows_of(plan) == [("a", 0, 3, True)]
+        retire(scheduler, plan)
+        assert rows_of(scheduler.schedule()) == [("a", 3, 1, True)]
+
+    def test_long_prompt_is_computed_in_chunks_and_only_the_last_samples(self) -> None:
+        scheduler = make_scheduler()
+        sequence = make_sequence("a", range(19))
+        scheduler.offer(sequence)
+
+        seen = []
+        for _ in range(4):
+            plan = scheduler.schedule()
+            seen.extend(rows_of(plan))
+            retire(scheduler, plan)
+
+        assert seen == [("a", 0, 8, False), ("a", 8, 8, False), ("a", 16, 3, True), ("a", 19, 1, True)]
+
+    def test_decodes_go_before_prefills_in_progress_and_those_before_boarding(self) -> None:
+        scheduler = make_scheduler(replace(LIMITS, max_num_sequences=3))
+        for request_id, length in (("a", 2), ("b", 16), ("c", 2)):
+            scheduler.offer(make_sequence(request_id, range(length), salt=None))
+        step(scheduler)
+
+        plan = scheduler.schedule()
+        assert rows_of(plan) == [("a", 2, 1, True), ("b", 6, 7, False)]
+        retire(scheduler, plan)
+        plan = scheduler.schedule()
+        assert rows_of(plan) == [("a", 3, 1, True), ("b", 13, 3, True), ("c", 0, 2, True)]
+
+    def test_nobody_boards_without_a_seat(self) -> None:
+        scheduler = make_scheduler()
+        for request_id in "abc":
+            scheduler.offer(make_sequence(request_id, [1], max_tokens=2))
+
+        assert [s.request_id for s in scheduler.schedule().boarded] == ["a", "b"]
+
+    def test_freed_seat_is_taken_at_the_next_step(self) -> None:
+        scheduler = make_scheduler()
+        for request_id in "abc":
+            scheduler.offer(make_sequence(request_id, [1], max_tokens=1))
+        step(scheduler)
+
+        plan = scheduler.schedule()
+        assert [sequence.request_id for sequence in plan.boarded] == ["c"]
+        assert rows_of(plan) == [("c", 0, 1, True)]
+
+    def test_who_would_get_no_token_does_not_board(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", range(8)))
+        scheduler.offer(make_sequence("b", range(8)))
+
+        assert [sequence.request_id for sequence in scheduler.schedule().boarded] == ["a"]
+        assert scheduler.num_waiting == 1
+
+    def test_planning_twice_without_retiring_is_a_bug(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", [1]))
+        scheduler.schedule()
+
+        with pytest.raises(AssertionError, match="not retired"):
+            scheduler.schedule()
+
+    def test_retiring_another_plan_is_a_bug(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", [1]))
+        plan = scheduler.schedule()
+
+        with pytest.raises(AssertionError, match="plan in flight"):
+            retire(scheduler, replace(plan))
+
+
+class TestWithoutChunks:
+    limits = replace(LIMITS, enable_chunked_context=False)
+
+    def test_prompt_that_does_not_fit_the_rest_of_the_step_waits_for_the_next_and_nobody_overtakes(self) -> None:
+        scheduler = make_scheduler(replace(self.limits, max_num_sequences=3))
+        for request_id, length in (("a", 5), ("b", 6), ("c", 1)):
+            scheduler.offer(make_sequence(request_id, range(length), salt=None))
+
+        plan = scheduler.schedule()
+        assert rows_of(plan) == [("a", 0, 5, True)]
+        retire(scheduler, plan)
+        assert rows_of(scheduler.schedule()) == [("a", 5, 1, True), ("b", 0, 6, True), ("c", 0, 1, True)]
+
+    def test_prompt_above_the_budget_gets_a_step_of_its_own(self) -> None:
+        scheduler = make_scheduler(self.limits)
+        scheduler.offer(make_sequence("a", range(20), salt=None))
+        scheduler.offer(make_sequence("b", [1], salt=None))
+
+        assert rows_of(scheduler.schedule()) == [("a", 0, 20, True)]
+
+    def test_long_prompt_and_decodes_take_turns(self) -> None:
+        scheduler = make_scheduler(replace(self.limits, max_num_sequences=4))
+        scheduler.offer(make_sequence("a", [1], salt=None, max_tokens=8))
+        step(scheduler)
+        for request_id in "bc":
+            scheduler.offer(make_sequence(request_id, range(20), salt=None, max_tokens=8))
+
+        seen = []
+        for _ in range(4):
+            plan = scheduler.schedule()
+            seen.append([row.sequence.request_id for row in plan.rows])
+            retire(scheduler, plan)
+
+        # Step 1 boards b; it does not fit beside a.
+        assert seen == [["a"], ["b"], ["a", "b"], ["c"]]
+
+
+class TestStatic:
+    limits = replace(LIMITS, batching=Batching.STATIC)
+
+    def test_nobody_boards_until_everyone_has_got_off(self) -> None:
+        scheduler = make_scheduler(self.limits)
+        scheduler.offer(make_sequence("a", [1], max_tokens=3))
+        scheduler.offer(make_sequence("b", [1], max_tokens=1))
+        scheduler.offer(make_sequence("c", [1], max_tokens=1))
+
+        boarded = []
+        for _ in range(4):
+            plan = scheduler.schedule()
+            boarded.append([sequence.request_id for sequence in plan.boarded])
+            retire(scheduler, plan)
+
+        assert boarded == [["a", "b"], [], [], ["c"]]
+
+    def test_batch_fills_its_seats_even_when_its_prompts_take_several_steps(self) -> None:
+        scheduler = make_scheduler(self.limits)
+        scheduler.offer(make_sequence("a", range(8), salt=None))
+        scheduler.offer(make_sequence("b", range(8), salt=None))
+
+        plan = scheduler.schedule()
+        assert [sequence.request_id for sequence in plan.boarded] == ["a", "b"]
+        assert rows_of(plan) == [("a", 0, 8, True)]
+        retire(scheduler, plan)
+        assert rows_of(scheduler.schedule()) == [("a", 8, 1, True), ("b", 0, 7, False)]
+
+
+class TestEnds:
+    def test_tokens_have_consecutive_offsets_and_the_last_comes_with_the_end(self) -> None:
+        scheduler = make_scheduler()
+        sequence = make_sequence("a", [1, 2], max_tokens=3)
+        scheduler.offer(sequence)
+
+        outcomes = [step(scheduler, token_id) for token_id in (5, 6, 7)]
+
+        assert [(t.offset, t.token_id) for o in outcomes for t in o.tokens] == [(0, 5), (1, 6), (2, 7)]
+        assert [ends_of(o) for o in outcomes] == [[], [], [("a", FinishReason.LENGTH)]]
+        assert sequence.token_ids == [1, 2, 5, 6, 7]
+        scheduler.check_when_idle()
+        assert scheduler.pool.num_used == 0
+
+    def test_stop_token_is_part_of_the_output_and_ends_it(self) -> None:
+        scheduler = make_scheduler()
+        sequence = make_sequence("a", [1])
+        scheduler.offer(sequence)
+
+        outcome = step(scheduler, STOP_ID)
+
+        assert [token.token_id for token in outcome.tokens] == [STOP_ID]
+        assert outcome.finished == (FinishEvent(sequence, FinishReason.STOP_TOKEN, STOP_ID),)
+
+    def test_stop_token_before_min_tokens_does_not_end(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", [1], min_tokens=3))
+
+        assert [ends_of(step(scheduler, STOP_ID)) for _ in range(3)] == [[], [], [("a", FinishReason.STOP_TOKEN)]]
+
+    def test_stop_token_as_the_last_allowed_token_counts_as_stop(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", [1], max_tokens=1))
+
+        assert ends_of(step(scheduler, STOP_ID)) == [("a", FinishReason.STOP_TOKEN)]
+
+    def test_stop_token_in_the_prompt_ends_nothing(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", [STOP_ID, STOP_ID]))
+
+        assert ends_of(step(scheduler)) == []
+
+    def test_full_context_ends_by_length(self) -> None:
+        scheduler = make_scheduler(replace(LIMITS, context_length=6))
+        scheduler.offer(make_sequence("a", range(4), max_tokens=50))
+
+        assert [ends_of(step(scheduler)) for _ in range(2)] == [[], [("a", FinishReason.LENGTH)]]
+
+    def test_failed_step_ends_who_was_in_it_and_publishes_nothing(self) -> None:
+        scheduler = make_scheduler(replace(LIMITS, max_num_sequences=1))
+        sequence = make_sequence("a", range(8))
+        scheduler.offer(sequence)
+        scheduler.offer(make_sequence("b", range(8)))
+
+        outcome = scheduler.fail(scheduler.schedule(), "device lost")
+
+        assert outcome == StepOutcome((), (FinishEvent(sequence, FinishReason.ERROR, error="device lost"),))
+        assert (scheduler.pool.num_used, scheduler.pool.num_cached) == (0, 0)
+        assert [event.sequence.request_id for event in run_until_idle(scheduler)] == ["b"]
+
+
+class TestResume:
+    def test_prior_output_is_computed_like_a_prompt_and_offsets_go_on_behind_it(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", [1, 2], prior_output=[7, 8, 9], max_tokens=5))
+
+        plan = scheduler.schedule()
+        assert rows_of(plan) == [("a", 0, 5, True)]
+        assert plan.rows[0].output_index == 3
+        assert [(token.offset, token.token_id) for token in retire(scheduler, plan, 4).tokens] == [(3, 4)]
+        assert ends_of(step(scheduler)) == [("a", FinishReason.LENGTH)]
+
+    def test_min_tokens_counts_prior_output(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", [1], prior_output=[7, 8], min_tokens=3))
+
+        assert ends_of(step(scheduler, STOP_ID)) == [("a", FinishReason.STOP_TOKEN)]
+
+    def test_prior_output_that_reaches_max_tokens_is_invalid(self) -> None:
+        assert make_scheduler().offer(make_sequence("a", [1], prior_output=[1] * 4, max_tokens=4)) is Refusal.INVALID
+
+
+class TestFigures:
+    def test_they_count_seats_standby_and_tokens_to_compute(self) -> None:
+        scheduler = make_scheduler()
+        for request_id, length in (("a", 2), ("b", 10), ("c", 5)):
+            scheduler.offer(make_sequence(request_id, range(length), salt=None))
+        step(scheduler)
+
+        assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_held) == (2, 1, 3)
+        assert [sequence.request_id for sequence in scheduler.held()] == ["a", "b", "c"]
+        # a decodes, b has computed 6 of 10, c none of 5.
+        assert scheduler.waiting_prefill_tokens == 4 + 5
+        assert scheduler.budget_blocks == 32
+        assert not scheduler.is_idle
+        assert not scheduler.is_draining
+
+    def test_conservation_check_finds_a_leak_when_idle(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.pool.allocate(1)
+
+        with pytest.raises(AssertionError, match="tables against references"):
+            scheduler.check_when_idle()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"max_num_sequences": 0}, "max_num_sequences must be at least 1"),
+        ({"num_standby_sequences": -1}, "num_standby_sequences must be at least 0"),
+        ({"max_num_tokens": 1}, "max_num_tokens must be at least max_num_sequences"),
+    ],
+)
+def test_impossible_limits_are_refused(change: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        replace(LIMITS, **change)  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""What an attention backend is.
+
+A backend owns the layout of a layer's KV: it allocates it, writes new keys and values into it and attends through it.
+It keeps nothing between calls. A block is filled from its first slot on; what it held for an earlier sequence, even
+NaN, never reaches a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from executor.batch import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What a layer keeps per token: `num_kv_heads` keys and as many values of `head_dim` numbers."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKv:
+    """The KV of a layer, in its backend's layout."""
+
+    shape: KvShape
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a query and a key make a score: `query · key * scale`, then `softcap * tanh(score / softcap)`.
+
+    A query sees the `sliding_window` latest keys, its own included; None is all of them.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+
+class AttentionBackend(Protocol):
+    """One way to compute paged attention. Queries, keys and values may have any strides."""
+
+    name: str
+
+    def allocate(
+        self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerKv:
+        """The KV of a layer, all zero."""
+        ...
+
+    def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
+        """Stores `keys` and `values`, both `[T, num_kv_heads, head_dim]`, at the slots of the batch."""
+        ...
+
+    def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
+        """Causal attention of `queries[T, num_heads, head_dim]`, whose keys are written; returns the same shape."""
+        ...

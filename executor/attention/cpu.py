@@ -1,0 +1,123 @@
+"""Paged attention by our C++ kernels (cpu_kernels.cpp), for bfloat16 and float32 on a CPU.
+
+Here tensors become pointers and strides; layout and arithmetic are described in the kernels' file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from executor.attention.backend import KvShape, LayerKv, Scoring
+from executor.batch import StepBatch
+
+# Tokens per group of the layout; block sizes are multiples of it, head sizes are rounded up to it.
+LANES = 16
+SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class CpuAttention:
+    """Calls the kernels. `kernels` is the loaded library."""
+
+    name = "cpu"
+
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        self._write = {dtype: _entry(kernels, f"inflight_write_kv_{name}") for dtype, name in SUFFIXES.items()}
+        self._attend = {dtype: _entry(kernels, f"inflight_attend_{name}") for dtype, name in SUFFIXES.items()}
+        self.max_head_dim = int(kernels.inflight_max_head_dim())
+        self.has_bfloat16_instructions = bool(kernels.inflight_has_bfloat16_instructions())
+
+    def allocate(
+        self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerKv:
+        """The KV of a layer, all zero."""
+        assert block_size % LANES == 0 and shape.head_dim <= self.max_head_dim and device.type == "cpu"
+        dim = -(-shape.head_dim // LANES) * LANES
+        sizes = (num_blocks * (block_size // LANES), shape.num_kv_heads, LANES * dim)
+        return LayerKv(shape, torch.zeros(sizes, dtype=dtype), torch.zeros(sizes, dtype=dtype))
+
+    def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
+        """Stores keys and values at the slots of the batch."""
+        keys, values = _with_contiguous_heads(keys), _with_contiguous_heads(values)
+        call = _WriteCall(
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            cached_keys=kv.keys.data_ptr(),
+            cached_values=kv.values.data_ptr(),
+            slots=batch.slot_mapping.data_ptr(),
+            key_token_stride=keys.stride(0),
+            key_head_stride=keys.stride(1),
+            value_token_stride=values.stride(0),
+            value_head_stride=values.stride(1),
+            num_tokens=keys.shape[0],
+            num_kv_heads=kv.shape.num_kv_heads,
+            head_dim=kv.shape.head_dim,
+            num_threads=torch.get_num_threads(),
+        )
+        self._write[kv.keys.dtype](ctypes.byref(call))
+
+    def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
+        """Causal attention of the new tokens."""
+        queries = _with_contiguous_heads(queries)
+        outputs = torch.empty(queries.shape, dtype=queries.dtype)
+        call = _AttendCall(
+            queries=queries.data_ptr(),
+            outputs=outputs.data_ptr(),
+            cached_keys=kv.keys.data_ptr(),
+            cached_values=kv.values.data_ptr(),
+            query_starts=batch.query_starts.data_ptr(),
+            context_lengths=batch.context_lengths.data_ptr(),
+            block_tables=batch.block_tables.data_ptr(),
+            query_token_stride=queries.stride(0),
+            query_head_stride=queries.stride(1),
+            table_stride=batch.block_tables.stride(0),
+            num_sequences=batch.num_sequences,
+            num_heads=queries.shape[1],
+            num_kv_heads=kv.shape.num_kv_heads,
+            head_dim=kv.shape.head_dim,
+            block_size=batch.block_size,
+            num_threads=torch.get_num_threads(),
+            sliding_window=scoring.sliding_window or 0,
+            scale=scoring.scale,
+            softcap=scoring.softcap or 0.0,
+        )
+        self._attend[kv.keys.dtype](ctypes.byref(call))
+        return outputs
+
+
+class _WriteCall(ctypes.Structure):
+    """`WriteCall` of cpu_kernels.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "cached_keys", "cached_values", "slots")),
+        *((name, c_int64) for name in ("key_token_stride", "key_head_stride")),
+        *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
+        *((name, c_int64) for name in ("num_tokens", "num_kv_heads", "head_dim", "num_threads")),
+    )
+
+
+class _AttendCall(ctypes.Structure):
+    """`AttendCall` of cpu_kernels.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("queries", "outputs", "cached_keys", "cached_values")),
+        *((name, c_void_p) for name in ("query_starts", "context_lengths", "block_tables")),
+        *((name, c_int64) for name in ("query_token_stride", "query_head_stride", "table_stride")),
+        *((name, c_int64) for name in ("num_sequences", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("block_size", "num_threads", "sliding_window")),
+        *((name, c_float) for name in ("scale", "softcap")),
+    )
+
+
+def _entry(kernels: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
+    function = kernels[name]
+    function.argtypes = (c_void_p,)
+    function.restype = None
+    return function
+
+
+def _with_contiguous_heads(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,83 @@
+"""Paged attention in plain torch: any device, any dtype, and the oracle of the other backends.
+
+KV layout: `[num_slots, num_kv_heads, head_dim]` for keys and for values, a slot being `block * block_size + offset`.
+Scores, softmax and sums are float32 whatever the dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from executor.attention.backend import KvShape, LayerKv, Scoring
+from executor.batch import StepBatch
+
+# Query rows of one sequence computed together; bounds the memory of the scores.
+TILE_TOKENS = 256
+
+
+class ReferenceAttention:
+    """Gathers the context of a sequence and attends to it; the decodes of a step are one padded batch."""
+
+    name = "reference"
+
+    def allocate(
+        self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerKv:
+        """The KV of a layer, all zero."""
+        slots = (num_blocks * block_size, shape.num_kv_heads, shape.head_dim)
+        return LayerKv(
+            shape, torch.zeros(slots, dtype=dtype, device=device), torch.zeros(slots, dtype=dtype, device=device)
+        )
+
+    def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
+        """Stores keys and values at the slots of the batch."""
+        kv.keys[batch.slot_mapping] = keys
+        kv.values[batch.slot_mapping] = values
+
+    def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
+        """Causal attention, the decodes at once, then each chunk in tiles."""
+        outputs = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        num_decodes = batch.num_decodes
+        if num_decodes:
+            tables, lengths = batch.block_tables[:num_decodes], batch.context_lengths[:num_decodes]
+            outputs[:num_decodes] = _attend(
+                queries[:num_decodes, None], kv, tables, lengths, batch.block_size, scoring
+            ).squeeze(1)
+        starts = batch.query_starts.tolist()
+        for i in range(num_decodes, batch.num_sequences):
+            for start in range(starts[i], starts[i + 1], TILE_TOKENS):
+                end = min(start + TILE_TOKENS, starts[i + 1])
+                lengths = batch.context_lengths[i : i + 1] - (starts[i + 1] - end)
+                tables = batch.block_tables[i : i + 1]
+                outputs[start:end] = _attend(
+                    queries[None, start:end], kv, tables, lengths, batch.block_size, scoring
+                ).squeeze(0)
+        return outputs
+
+
+def _attend(queries: Tensor, kv: LayerKv, tables: Tensor, lengths: Tensor, block_size: int, scoring: Scoring) -> Tensor:
+    """Attention of N sequences with M new tokens each, `queries[N, M, num_heads, head_dim]`.
+
+    The M tokens are the last of the `lengths[N]` tokens of each context.
+    """
+    num_new, num_kv_heads = queries.shape[1], kv.shape.num_kv_heads
+    device = queries.device
+    num_slots = int(lengths.max())
+    key_positions = torch.arange(num_slots, device=device)  # [L]
+    slots = tables[:, key_positions // block_size].long() * block_size + key_positions % block_size  # [N, L]
+    positions = lengths[:, None] - num_new + torch.arange(num_new, device=device)  # [N, M]
+    distance = positions[:, :, None] - key_positions  # [N, M, L]
+    visible = distance >= 0
+    if scoring.sliding_window is not None:
+        visible &= distance < scoring.sliding_window
+
+    # Slots that no row of the sequence sees may hold anything; zero times NaN would be NaN.
+    keys = kv.keys[slots].float()  # [N, L, num_kv_heads, head_dim]
+    values = kv.values[slots].float().masked_fill(~visible.any(1)[:, :, None, None], 0.0)
+    grouped = queries.float().unflatten(2, (num_kv_heads, -1))  # [N, M, num_kv_heads, group, head_dim]
+    scores = torch.einsum("nmkgd,nlkd->nkgml", grouped, keys) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1)
+    return torch.einsum("nkgml,nlkd->nmkgd", weights, values).flatten(2, 3).to(queries.dtype)

@@ -1,0 +1,208 @@
+"""The executor process: builds everything, serves, drains, stops.
+
+Exit codes: 0 after a drain, 2 for a setting or model that cannot be used, 3 for an address that cannot be listened on,
+1 when the engine died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+
+from common.logs import start_logging
+from common.machine import num_available_memory_bytes, num_usable_cores
+from common.model_source import ModelError, ModelSource, resolve_model
+from common.server import GrpcServer, ListenError, Signals, check_listen
+from common.settings import SettingError, describe, load
+from executor.blocks import BlockPool
+from executor.engine import Engine, EngineOutput
+from executor.kv_size import KvBudget, KvSizeError, num_kv_blocks
+from executor.model import PagedModel
+from executor.runner import ModelRunner
+from executor.scheduler import Batching, Scheduler, SchedulerLimits
+from executor.service import PROTOCOL_VERSION, ExecutorService, Identity
+from executor.settings import ExecutorSettings
+from executor.submission import SubmissionLimits
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "inflight.v1.ExecutorService"
+EXIT_BAD_SETTING = 2
+EXIT_CANNOT_LISTEN = 3
+
+BATCHING_PROTO = {
+    "inflight": types_pb2.BATCHING_MODE_INFLIGHT,
+    "static": types_pb2.BATCHING_MODE_STATIC,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run, and how large its pool and its batches may be."""
+
+    source: ModelSource
+    model: PagedModel
+    num_blocks: int
+    limits: SchedulerLimits
+
+
+def main(argv: SequenceOf[str]) -> int:
+    """Runs an executor until it is told to stop; returns the exit code."""
+    try:
+        settings = load(ExecutorSettings, "inflight executor", argv)
+        start_logging("executor", settings.log_level)
+        for line in describe(settings):
+            log.info("setting %s", line)
+        check_listen(settings.listen)
+        loaded = load_model(settings)
+        return asyncio.run(run(settings, loaded))
+    except (SettingError, ModelError, KvSizeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_SETTING
+    except ListenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CANNOT_LISTEN
+
+
+def load_model(settings: ExecutorSettings) -> Loaded:
+    """Loads the model and sizes its KV pool and its steps."""
+    if settings.max_num_tokens < settings.max_num_sequences:
+        raise SettingError(
+            f"max_num_tokens={settings.max_num_tokens} must be at least max_num_sequences={settings.max_num_sequences}"
+        )
+    torch.set_num_threads(settings.num_threads or num_usable_cores())
+    began = time.monotonic()
+    source = resolve_model(settings.model)
+    model = PagedModel.load(
+        source, dtype_name=settings.dtype, backend_name=settings.attention_backend, device_name=settings.device
+    )
+    num_blocks = num_kv_blocks(
+        _kv_budget(settings, model.device),
+        settings.tokens_per_block,
+        model.kv_bytes_per_block(settings.tokens_per_block),
+    )
+    model.allocate_kv(num_blocks, settings.tokens_per_block)
+    log.info(
+        "%s on %s (%s, %s) is ready after %.1f s: %d KV blocks of %d tokens, %d seats, %s batching",
+        source.name,
+        model.device,
+        model.dtype_name,
+        model.backend_name,
+        time.monotonic() - began,
+        num_blocks,
+        settings.tokens_per_block,
+        settings.max_num_sequences,
+        settings.batching,
+    )
+    return Loaded(source, model, num_blocks, _scheduler_limits(settings, model))
+
+
+def _kv_budget(settings: ExecutorSettings, device: torch.device) -> KvBudget:
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        fraction = settings.kv_cache_free_gpu_mem_fraction
+    else:
+        free_bytes = num_available_memory_bytes() or 0
+        fraction = settings.kv_cache_free_host_mem_fraction
+    return KvBudget(settings.max_tokens_in_paged_kv_cache, free_bytes, fraction)
+
+
+def _scheduler_limits(settings: ExecutorSettings, model: PagedModel) -> SchedulerLimits:
+    context_length = model.description.context_length
+    return SchedulerLimits(
+        max_num_sequences=settings.max_num_sequences,
+        num_standby_sequences=_num_standby(settings),
+        max_num_tokens=settings.max_num_tokens,
+        context_length=min(settings.max_sequence_length or context_length, context_length),
+        enable_chunked_context=settings.enable_chunked_context,
+        batching=Batching(settings.batching),
+        enable_prefix_cache=settings.enable_kv_cache_reuse,
+    )
+
+
+def _num_standby(settings: ExecutorSettings) -> int:
+    """A static batch is drawn from what has collected while the one before ran: a full batch of it."""
+    return settings.max_num_sequences if settings.batching == "static" else settings.num_standby_sequences
+
+
+async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
+    """start → serve → drain → stop."""
+    loop = asyncio.get_running_loop()
+    signals = Signals(loop)
+    engine_died = asyncio.Event()
+    scheduler = Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block))
+
+    def publish(output: EngineOutput) -> None:
+        loop.call_soon_threadsafe(service.on_output, output)
+
+    def on_death(error: BaseException) -> None:
+        loop.call_soon_threadsafe(engine_died.set)
+
+    engine = Engine(scheduler, ModelRunner(loaded.model, settings.tokens_per_block), publish, on_death)
+    service = ExecutorService(_identity(settings, loaded), engine)
+    server = GrpcServer([SERVICE_NAME])
+    executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
+    address = await server.start(settings.listen)
+    gc.freeze()
+    engine.start()
+    reports = asyncio.create_task(service.run(), name="reports")
+    await server.set_serving(True)
+    log.info("serving on %s", address)
+
+    drain, death = asyncio.create_task(signals.drain.wait()), asyncio.create_task(engine_died.wait())
+    await asyncio.wait((drain, death), return_when=asyncio.FIRST_COMPLETED)
+
+    await server.set_serving(False)
+    if not engine_died.is_set():
+        await service.drain(settings.drain_timeout_s)
+        await asyncio.to_thread(engine.stop)
+    for task in (reports, drain, death):
+        task.cancel()
+    await server.stop(grace_s=1.0)
+    log.info("stopped")
+    return 1 if engine_died.is_set() else 0
+
+
+def _identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
+    model = loaded.model.description
+    limits = loaded.limits
+    description = executor_pb2.DescribeResponse(
+        executor_id=settings.executor_id or _default_executor_id(settings.listen),
+        generation=time.time_ns() // 1_000_000,
+        protocol_version=PROTOCOL_VERSION,
+        model=settings.served_model_name or loaded.source.name,
+        model_revision=model.revision,
+        block_size=settings.tokens_per_block,
+        total_blocks=loaded.num_blocks,
+        max_num_sequences=limits.max_num_sequences,
+        num_standby_sequences=limits.num_standby_sequences,
+        max_num_tokens=limits.max_num_tokens,
+        context_length=limits.context_length,
+        vocabulary_size=model.vocabulary_size,
+        eos_token_ids=model.eos_token_ids,
+        default_sampling=types_pb2.SamplingParams(
+            temperature=model.default_temperature, top_k=model.default_top_k, top_p=model.default_top_p
+        ),
+        batching=BATCHING_PROTO[settings.batching],
+        backend=loaded.model.backend_name,
+        dtype=loaded.model.dtype_name,
+        device=str(loaded.model.device),
+    )
+    submission = SubmissionLimits(limits.context_length, model.vocabulary_size, frozenset(model.eos_token_ids))
+    return Identity(description, submission)
+
+
+def _default_executor_id(listen: str) -> str:
+    """Host and port: the same after a restart, so that the ledger sees a new generation of a known executor."""
+    port = listen.rpartition(":")[2]
+    return f"{socket.gethostname()}:{port if port != '0' else f'pid{os.getpid()}'}"

@@ -1,0 +1,47 @@
+"""When reports are due: on change, at most 20 per second, and at least once a second.
+
+Owns the clock of reporting and the report number, not what a report says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from executor.engine import EngineStatus
+
+MIN_INTERVAL_S = 0.05
+MAX_INTERVAL_S = 1.0
+
+
+class Reporter:
+    """Calls `send(seq, status)` with the newest status whenever a report is due."""
+
+    def __init__(self, send: Callable[[int, EngineStatus], None]) -> None:
+        self._send = send
+        self._status: EngineStatus | None = None
+        self._seq = 0
+        self._changed = asyncio.Event()
+
+    def update(self, status: EngineStatus) -> None:
+        """Takes in the newest status."""
+        if status != self._status:
+            self._status = status
+            self._changed.set()
+
+    def send_now(self) -> None:
+        """Makes a report due although nothing changed: somebody new listens."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Sends reports until cancelled."""
+        while True:
+            # When nothing changes for a second the lease must be renewed all the same.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), MAX_INTERVAL_S)
+            self._changed.clear()
+            if self._status is not None:
+                self._seq += 1
+                self._send(self._seq, self._status)
+            await asyncio.sleep(MIN_INTERVAL_S)

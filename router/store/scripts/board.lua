@@ -1,0 +1,8 @@
+-- board: seats waiting requests; goes on where an earlier call stopped at its bound or at an unknown mailbox.
+--
+-- KEYS        the pool's keys, mailboxes
+-- ARGV        [1] caller
+-- returns     {'DONE'}
+-- complexity  O(MAX_HEADS · (log N + MAX_CANDIDATES)) for N waiting
+board()
+return finish({'DONE'})

@@ -1,0 +1,30 @@
+-- cancel: takes a request that has no executor out for good, and asks the owner of one that has to cancel it there.
+--
+-- KEYS        the pool's keys, mailboxes
+-- ARGV        [1] caller  [2] request id
+-- returns     {state, attempt, executor, generation, owner, 1 where another router was told} with state WAITING,
+--             PLACED or LOST as it was found | {'ENDED'} | {'UNKNOWN'} | {'AGAIN'}
+-- complexity  O(log N), and that of board
+-- A repeat finds the request ended, or asks again.
+local id = ARGV[2]
+local request = load_request(id)
+if not request then
+  return finish({ended_ms(id) and 'ENDED' or 'UNKNOWN'})
+end
+if not reachable(request.owner) then
+  return finish({'AGAIN'})
+end
+
+local told = request.owner ~= CALLER and lives(request.owner)
+local found = {
+  request.state, request.attempt, request.executor_id or '', request.generation or 0, request.owner, told and 1 or 0,
+}
+if request.state ~= 'PLACED' then
+  withdraw(id, request)
+  bury(id)
+end
+if told then
+  tell(request.state == 'PLACED' and 'cancel' or 'cancelled', id, request)
+end
+board()
+return finish(found)

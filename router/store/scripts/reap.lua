@@ -1,0 +1,104 @@
+-- reap: removes executors and routers whose lease has lapsed, and sweeps what nobody came for.
+--
+-- KEYS        the pool's keys, mailboxes
+-- ARGV        [1] caller
+-- returns     {'DONE'} | {'AGAIN'}: there is more to do
+-- complexity  O((MAX_PLACEMENTS + MAX_WAITING + MAX_TOMBSTONES) · log N), and that of board
+-- An executor's reservations are lost, and their owners told. A router's waiting requests are forgotten; those placed
+-- run on, and the audit returns them. Safe to run from every router at any time. Silence counts only while somebody was
+-- there to hear it: after a gap in the calls (Redis was away, or every router was) all leases start anew.
+local MAX_EXECUTORS, MAX_PLACEMENTS = 4, 256 -- the second for each executor
+local MAX_ROUTERS, MAX_WAITING = 4, 256      -- the second for each router
+local MAX_LOST, MAX_TOMBSTONES = 256, 1024
+local MAX_GAP_MS = 3000
+local LOST_MS = 30000 -- an owner that has done nothing about a lost request for so long will not
+
+-- Whether the pool has been attended for as long as a lease.
+local function is_attended()
+  local last_ms, since_ms = unpack(redis.call('HMGET', ATTENDED, 'last_ms', 'since_ms'))
+  if not last_ms or NOW - tonumber(last_ms) > MAX_GAP_MS then
+    since_ms = NOW
+  end
+  redis.call('HSET', ATTENDED, 'last_ms', NOW, 'since_ms', since_ms)
+  return NOW - tonumber(since_ms) > LEASE_MS
+end
+
+local function reap_executor(id)
+  local placements = redis.call('ZRANGEBYLEX', PLACEMENTS, '[' .. id .. '\0', '(' .. id .. '\1',
+    'LIMIT', 0, MAX_PLACEMENTS)
+  local empty = #placements < MAX_PLACEMENTS
+  for _, member in ipairs(placements) do
+    local request_id = member:sub(#id + 2):match('^%d+%z(.*)')
+    local request = load_request(request_id)
+    if not request then
+      redis.call('ZREM', PLACEMENTS, member)
+    elseif not lose(request_id, request) then
+      empty = false
+    end
+  end
+  if not empty then
+    return false
+  end
+  redis.call('HDEL', EXECUTORS, id)
+  executors[id] = nil
+  for _, key in ipairs({ROOM, SIZES, REPORTS}) do
+    redis.call('ZREM', key, id)
+  end
+  return true
+end
+
+local function reap_router(name)
+  redis.call('ZADD', ROUTERS, 0, name)
+  local waiting = redis.call('ZRANGEBYLEX', WAITING_BY_OWNER, '[' .. name .. '\0', '(' .. name .. '\1',
+    'LIMIT', 0, MAX_WAITING)
+  for _, member in ipairs(waiting) do
+    local id = member:sub(#name + 2)
+    local request = load_request(id)
+    if request then
+      withdraw(id, request)
+      redis.call('HDEL', REQUESTS, id)
+    else
+      redis.call('ZREM', WAITING_BY_OWNER, member)
+    end
+  end
+  if #waiting == MAX_WAITING then
+    return false
+  end
+  redis.call('ZREM', ROUTERS, name)
+  return true
+end
+
+local function reap_lost()
+  local lost = redis.call('ZRANGEBYSCORE', LOST, '-inf', NOW - LOST_MS - 1, 'LIMIT', 0, MAX_LOST)
+  for _, id in ipairs(lost) do
+    redis.call('ZREM', LOST, id)
+    redis.call('HDEL', REQUESTS, id)
+  end
+  return #lost < MAX_LOST
+end
+
+-- Each with at most so many; whether that was all.
+local function reap_leases()
+  local silent = redis.call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - LEASE_MS - 1, 'LIMIT', 0, MAX_EXECUTORS)
+  local complete = #silent < MAX_EXECUTORS
+  for _, id in ipairs(silent) do
+    complete = reap_executor(id) and complete
+  end
+  local lapsed = redis.call('ZRANGEBYSCORE', ROUTERS, '-inf', NOW - 1, 'LIMIT', 0, MAX_ROUTERS)
+  complete = #lapsed < MAX_ROUTERS and complete
+  for _, name in ipairs(lapsed) do
+    complete = reap_router(name) and complete
+  end
+  return complete
+end
+
+register()
+sweep_tombstones(MAX_TOMBSTONES)
+if is_attended() then
+  local all_leases, all_lost = reap_leases(), reap_lost()
+  if not (all_leases and all_lost) then
+    return finish({'AGAIN'})
+  end
+end
+board()
+return finish({'DONE'})

@@ -1,0 +1,8 @@
+-- renew: renews the caller's lease and names the living routers.
+--
+-- KEYS        the pool's keys
+-- ARGV        [1] caller
+-- returns     {'RENEWED', {router, …}}, at most 256 of them
+-- complexity  O(log R + 256) for R routers
+register()
+return finish({'RENEWED', redis.call('ZRANGEBYSCORE', ROUTERS, '(0', '+inf', 'LIMIT', 0, 256)})

@@ -1,0 +1,120 @@
+-- report: takes an executor's report; sets its budget, audits the ledger by what it holds, seats waiting requests.
+--
+-- KEYS        the pool's keys, mailboxes
+-- ARGV        [1] caller  [2] executor  [3] generation  [4] seq  [5] budget blocks  [6] total blocks
+--             [7] budget sequences  [8] 1 where it takes new work  then triples of what it holds: request id,
+--             attempt, blocks
+-- returns     {'TAKEN', {request id, attempt, …}}: held by the executor, superseded in the ledger; the caller has them
+--             cancelled there | {'OLD'} | {'AGAIN'}
+-- complexity  O(H + P · log N) for H held and P placed on the executor, both bounded by its sequences; that of board
+-- A report seen before is OLD, so any number of routers may relay it. The audit runs once a second, or when an
+-- earlier call could not finish it for want of a mailbox.
+local AUDIT_INTERVAL_MS = 1000
+local id, generation, seq = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local FIRST_HELD = 9
+
+local function is_old(executor)
+  if generation ~= executor.generation then
+    return generation < executor.generation and NOW - executor.last_report_ms <= LEASE_MS
+  end
+  return seq < executor.seq or (seq == executor.seq and not executor.audit_due)
+end
+
+-- Loses what is placed on the executor: all of it, or what `spared` does not spare. False where an owner could not
+-- be told.
+local function lose_placements(spared)
+  local complete = true
+  for _, member in ipairs(redis.call('ZRANGEBYLEX', PLACEMENTS, '[' .. id .. '\0', '(' .. id .. '\1')) do
+    if not (spared and spared(member)) then
+      local request_id = member:sub(#id + 2):match('^%d+%z(.*)')
+      local request = load_request(request_id)
+      if not request then
+        redis.call('ZREM', PLACEMENTS, member)
+      elseif not spared or NOW - request.placed_ms > AUDIT_GRACE_MS then
+        complete = lose(request_id, request) and complete
+      end
+    end
+  end
+  return complete
+end
+
+-- Accounts for a sequence that the executor holds and the ledger does not have there. True where it is superseded.
+local function account_for(request_id, attempt, blocks)
+  local request = load_request(request_id)
+  if request and request.attempt >= attempt then
+    return true
+  end
+  if request then -- the ledger has lost this placement: the executor knows better
+    withdraw(request_id, request)
+    seat(request_id, request, id, attempt)
+    return false
+  end
+  local ended = ended_ms(request_id)
+  if ended then -- a fresh end may just not have reached the executor when it reported
+    return NOW - ended > AUDIT_GRACE_MS
+  end
+  seat(request_id, {
+    owner = '', class = 2, blocks = blocks, sequences = 1, deadline_in_ms = '', deadline_ms = NO_DEADLINE_MS,
+    arrival = redis.call('INCR', ARRIVALS), rejections = 0,
+  }, id, attempt)
+  return false
+end
+
+-- Compares the ledger with what the executor holds. False where an owner could not be told; else what is superseded.
+local function audit()
+  local unmatched = {}
+  for i = FIRST_HELD, #ARGV, 3 do
+    unmatched[placement_member(id, tonumber(ARGV[i + 1]), ARGV[i])] = true
+  end
+  local complete = lose_placements(function(member)
+    local holds = unmatched[member]
+    unmatched[member] = nil
+    return holds
+  end)
+  if not complete then
+    return false
+  end
+  local superseded = {}
+  for i = FIRST_HELD, #ARGV, 3 do
+    local attempt = tonumber(ARGV[i + 1])
+    local is_unmatched = unmatched[placement_member(id, attempt, ARGV[i])]
+    if is_unmatched and account_for(ARGV[i], attempt, tonumber(ARGV[i + 2])) then
+      superseded[#superseded + 1] = ARGV[i]
+      superseded[#superseded + 1] = attempt
+    end
+  end
+  return superseded
+end
+
+local executor = load_executor(id)
+if executor and is_old(executor) then
+  return finish({'OLD'})
+end
+if executor and executor.generation ~= generation then
+  if not lose_placements() then
+    return finish({'AGAIN'})
+  end
+  executor = nil
+end
+
+executor = executor or {reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false}
+executor.generation, executor.seq = generation, seq
+executor.budget_blocks, executor.total_blocks = tonumber(ARGV[5]), tonumber(ARGV[6])
+executor.budget_sequences, executor.accepting = tonumber(ARGV[7]), ARGV[8] == '1'
+executor.suspended, executor.last_report_ms = false, NOW
+redis.call('ZADD', SIZES, executor.total_blocks, id)
+redis.call('ZADD', REPORTS, NOW, id)
+
+local superseded = {}
+if executor.audit_due or NOW - executor.audited_ms >= AUDIT_INTERVAL_MS then
+  executor.audit_due, executor.audited_ms = true, NOW
+  save_executor(id, executor)
+  superseded = audit()
+  if not superseded then
+    return finish({'AGAIN'})
+  end
+  executor.audit_due = false
+end
+save_executor(id, executor)
+board()
+return finish({'TAKEN', superseded})

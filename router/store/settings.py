@@ -1,0 +1,29 @@
+"""How the store calls Redis, and how often it does what nobody asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """The defaults suit a Redis in the same zone. Leases themselves are constants of the scripts (`prelude.lua`)."""
+
+    max_queue_requests: int = 10_000
+    """Requests of the pool that may wait."""
+    call_timeout_ms: int = 2_000
+    """Longest wait for one reply."""
+    max_connections: int = 16
+    """Connections of one router for calls; the mailbox reader has one more."""
+    renew_interval_ms: int = 1_500
+    """Between renewals of the router's lease of 5 s."""
+    reap_interval_ms: int = 1_000
+    """Between reaps, on average; each waits half to one and a half of it. A gap of 3 s would start all leases anew."""
+    mailbox_block_ms: int = 2_000
+    """Longest that a read of the empty mailbox blocks."""
+    min_backoff_ms: int = 50
+    """Wait before the first retry of a mailbox read."""
+    max_backoff_ms: int = 2_000
+    """Wait before the later ones."""
+    retry_after_ms: int = 1_000
+    """When a client may try again after Redis did not answer."""

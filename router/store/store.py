@@ -1,0 +1,318 @@
+"""The admission store: the pool's lines and its ledger of reservations, in Redis, the same for every router.
+
+Decisions are made by the scripts (`scripts/*.lua`), atomically; this side calls them, calls again where they stop
+(`prelude.lua` says when) and hands out what they return. It keeps no copy of the ledger.
+
+Every operation runs in a task of its own, shielded: a gRPC handler may be cancelled at any moment, and its reply, which
+can hold other requests' placements, must neither be lost nor reach another caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from redis.asyncio import Redis
+
+from common.errors import RequestError
+from router.store.connection import answered, connect_reader, unavailable
+from router.store.keys import NUM_CLASSES, PoolKeys
+from router.store.lua import Script, load_scripts
+from router.store.mailbox import Mailbox
+from router.store.replies import Reply, parse_cancel, parse_hand_back, parse_reply, parse_submit
+from router.store.settings import StoreSettings
+from router.store.types import (
+    Attempt,
+    CancelOutcome,
+    Demand,
+    Dropped,
+    Duplicate,
+    ExecutorReport,
+    ExecutorStanding,
+    HandBackRefusal,
+    LeaseLapsed,
+    Placement,
+    Queued,
+    Refused,
+    ReportOutcome,
+    Snapshot,
+    StoreEvent,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_ROUNDS = 64
+MAX_SETTLED_PER_CALL = 256
+LIVE_MS = 2000
+
+OwnEvent = Placement | Dropped
+
+
+@dataclass(slots=True)
+class _Operation:
+    """One operation on its way: the mailboxes it has needed so far, and what it met of the request it is about."""
+
+    mailboxes: set[str]
+    own_id: str | None
+    own_event: OwnEvent | None = None
+
+
+class AdmissionStore:
+    """One router's view of one pool.
+
+    `redis` comes from `connect`. `router_id` is new at every start of the router: its mailbox is read from the
+    beginning. `on_event` must not raise; what it is told comes exactly once, but may come before the call that
+    caused it returns. A `Placement` of a request that the router no longer serves is to be settled.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        pool: str,
+        router_id: str,
+        settings: StoreSettings,
+        on_event: Callable[[StoreEvent], None],
+        scripts: dict[str, Script] | None = None,
+    ) -> None:
+        self._redis = redis
+        self._keys = PoolKeys(pool)
+        self._router_id = router_id
+        self._settings = settings
+        self._on_event = on_event
+        self._scripts = scripts or load_scripts()
+        self._peers: frozenset[str] = frozenset()
+        self._is_registered = False
+        self._operations: set[asyncio.Task[Any]] = set()
+
+    async def run(self) -> None:
+        """Reads the mailbox, renews the lease and reaps, until cancelled; outlasts Redis' absences."""
+        reader = connect_reader(self._redis, self._settings)
+        mailbox = Mailbox(reader, self._keys.mailbox(self._router_id), self._settings)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(mailbox.run(self._on_event))
+                group.create_task(_repeat(self.renew, self._settings.renew_interval_ms, jitter=0.1))
+                group.create_task(_repeat(self.reap, self._settings.reap_interval_ms, jitter=0.5))
+        finally:
+            await reader.aclose()
+
+    async def aclose(self) -> None:
+        """Waits for the operations whose callers have gone."""
+        await asyncio.gather(*self._operations, return_exceptions=True)
+
+    # Requests --------------------------------------------------------------------------------------------------
+
+    async def submit(self, demand: Demand) -> Placement | Queued | Refused | Duplicate | Dropped:
+        """Puts a request in line, and seats it at once where its turn has come. This router owns it.
+
+        Cancelling the call withdraws the request. After STORE_UNAVAILABLE it may stand in line all the same: repeat
+        the call, or settle the placement when it comes.
+        """
+        operation = self._start(self._submit(demand))
+        try:
+            return await asyncio.shield(operation)
+        except asyncio.CancelledError:
+            self._start(self._withdraw(operation, demand.request_id))
+            raise
+
+    async def settle(self, attempts: Sequence[Attempt]) -> int:
+        """Ends placements and returns their reservations. Stale ones are left alone. How many it ended."""
+        return await self._detached(self._settle(attempts))
+
+    async def cancel(self, request_id: str) -> CancelOutcome:
+        """Ends a request that waits, whoever owns it; has the owner of one that runs asked to cancel it.
+
+        The owner uses it too, when its client goes away.
+        """
+        reply, _ = await self._detached(self._operate("cancel", request_id))
+        return parse_cancel(request_id, reply)
+
+    async def hand_back(
+        self, request_id: str, attempt: int, max_attempts: int, *, rejected: bool = False
+    ) -> Placement | Queued | Dropped | HandBackRefusal:
+        """Returns a placement that came to nothing; the request waits again where it stood, if attempts are left.
+
+        `rejected`: the executor did not take it, so the attempt does not count. Either way the executor gets nothing
+        new before its next report.
+        """
+        operation = self._operate("hand_back", request_id, attempt, max_attempts, int(rejected), own_id=request_id)
+        reply, event = await self._detached(operation)
+        if isinstance(event, Dropped):
+            return event
+        return event or parse_hand_back(request_id, reply)
+
+    # Executors and leases --------------------------------------------------------------------------------------
+
+    async def report(self, report: ExecutorReport) -> ReportOutcome:
+        """Relays an executor's report. Any router may, any number of times."""
+        held = [value for one in report.held for value in (one.request_id, one.attempt, one.blocks)]
+        operation = self._operate(
+            "report",
+            report.executor_id,
+            report.generation,
+            report.seq,
+            report.budget_blocks,
+            report.total_blocks,
+            report.budget_sequences,
+            int(report.accepting),
+            *held,
+        )
+        reply, _ = await self._detached(operation)
+        if reply.status == "OLD":
+            return ReportOutcome(taken=False)
+        flat = reply.values[0]
+        superseded = tuple(Attempt(*pair) for pair in zip(flat[::2], flat[1::2], strict=True))
+        return ReportOutcome(taken=True, superseded=superseded)
+
+    async def renew(self) -> None:
+        """Renews this router's lease and learns who else is there."""
+        reply, _ = await self._detached(self._operate("renew"))
+        self._peers = frozenset(reply.values[0]) - {self._router_id}
+
+    async def reap(self) -> None:
+        """Removes executors and routers whose lease has lapsed."""
+        await self._detached(self._operate("reap"))
+
+    async def snapshot(self) -> Snapshot:
+        """The pool as it is now."""
+        return await self._detached(answered(self._snapshot(), self._settings))
+
+    # How a script is called ------------------------------------------------------------------------------------
+
+    async def _submit(self, demand: Demand) -> Placement | Queued | Refused | Duplicate | Dropped:
+        assert 1 <= demand.priority_class <= NUM_CLASSES
+        assert demand.blocks > 0
+        assert demand.sequences > 0
+        reply, event = await self._operate(
+            "submit",
+            demand.request_id,
+            demand.priority_class,
+            "" if demand.deadline_ms is None else demand.deadline_ms,
+            demand.blocks,
+            demand.sequences,
+            demand.last_attempt,
+            self._settings.max_queue_requests,
+            own_id=demand.request_id,
+        )
+        return event or parse_submit(demand.request_id, reply)
+
+    async def _withdraw(self, submit: asyncio.Task[Any], request_id: str) -> None:
+        """Undoes a submit whose caller did not wait for it: nothing can have been sent to an executor."""
+        result = await submit
+        if isinstance(result, Placement):
+            await self._settle([Attempt(request_id, result.attempt)])
+        elif isinstance(result, Queued):
+            outcome = parse_cancel(request_id, (await self._operate("cancel", request_id))[0])
+            if outcome.placement:
+                await self._settle([Attempt(request_id, outcome.placement.attempt)])
+
+    async def _settle(self, attempts: Sequence[Attempt]) -> int:
+        num_settled = 0
+        for start in range(0, len(attempts), MAX_SETTLED_PER_CALL):
+            chunk = attempts[start : start + MAX_SETTLED_PER_CALL]
+            args = [value for one in chunk for value in (one.request_id, one.attempt)]
+            reply, _ = await self._operate("settle", *args)
+            num_settled += reply.values[0]
+        return num_settled
+
+    async def _operate(self, name: str, *args: str | int, own_id: str | None = None) -> tuple[Reply, OwnEvent | None]:
+        """Calls a script until it is done, then boards until nobody else boards.
+
+        Events are handed out as they come, except a placement or drop of `own_id`: that is part of the result.
+        """
+        operation = _Operation(set(self._peers), own_id)
+        for _ in range(MAX_ROUNDS):
+            reply = await self._call(operation, name, args)
+            if reply.status != "AGAIN":
+                await self._board(operation, reply)
+                return reply, operation.own_event
+        raise unavailable(self._settings, f"{name} found no end")
+
+    async def _board(self, operation: _Operation, reply: Reply) -> None:
+        """Boards on where a script stopped. What is left undone, the next call boards, whoever makes it."""
+        try:
+            for _ in range(MAX_ROUNDS):
+                if reply.is_complete:
+                    return
+                reply = await self._call(operation, "board", ())
+        except RequestError as error:
+            logger.warning("boarding stopped half-way: %s", error)
+
+    async def _call(self, operation: _Operation, name: str, args: Sequence[str | int]) -> Reply:
+        keys = self._keys.for_script(tuple(sorted(operation.mailboxes)))
+        call = self._scripts[name].run(self._redis, keys, [self._router_id, *args])
+        reply = parse_reply(await answered(call, self._settings))
+        operation.mailboxes.update(reply.missing)
+        self._deliver(operation, reply)
+        return reply
+
+    def _deliver(self, operation: _Operation, reply: Reply) -> None:
+        if reply.registered and self._is_registered:
+            self._on_event(LeaseLapsed())
+        self._is_registered = self._is_registered or reply.registered
+        for event in reply.events:
+            if isinstance(event, OwnEvent) and event.request_id == operation.own_id:
+                operation.own_event = event
+            else:
+                self._on_event(event)
+
+    async def _snapshot(self) -> Snapshot:
+        pipeline = self._redis.pipeline(transaction=True)
+        pipeline.time()
+        pipeline.hgetall(self._keys.key("executors"))
+        for priority_class in range(1, NUM_CLASSES + 1):
+            pipeline.zcard(self._keys.key(f"waiting:{priority_class}"))
+        (seconds, microseconds), executors, *num_waiting = await pipeline.execute()
+        now_ms = seconds * 1000 + microseconds // 1000
+        standings = (_standing(name, json.loads(text), now_ms) for name, text in sorted(executors.items()))
+        return Snapshot(tuple(standings), tuple(num_waiting))
+
+    async def _detached(self, operation: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.shield(self._start(operation))
+
+    def _start(self, operation: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(operation)
+        self._operations.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._operations.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error and not isinstance(error, RequestError):
+            logger.error("store operation failed", exc_info=error)
+
+
+def _standing(executor_id: str, record: dict[str, Any], now_ms: int) -> ExecutorStanding:
+    return ExecutorStanding(
+        executor_id,
+        record["generation"],
+        record["budget_blocks"],
+        record["total_blocks"],
+        record["budget_sequences"],
+        record["reserved_blocks"],
+        record["reserved_sequences"],
+        record["accepting"],
+        live=now_ms - record["last_report_ms"] <= LIVE_MS,
+    )
+
+
+async def _repeat(operation: Callable[[], Awaitable[None]], interval_ms: int, jitter: float) -> None:
+    """Runs the operation for ever, about every `interval_ms`. Says when Redis goes and when it is back."""
+    is_answering = True
+    while True:
+        try:
+            await operation()
+            is_answering = True
+        except RequestError as error:
+            if is_answering:
+                logger.warning("store: %s", error)
+            is_answering = False
+        await asyncio.sleep(interval_ms / 1000 * random.uniform(1 - jitter, 1 + jitter))

@@ -1,0 +1,38 @@
+"""What every test may ask for: a real Redis, started once per session, and a pool name of one's own in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from client.stack.redis_server import PrivateRedis
+from router.store.connection import connect
+from router.store.keys import PoolKeys
+from tests.store_pool import SETTINGS, START_MS, StorePool
+
+_pool_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a real Redis that nothing else uses."""
+    with PrivateRedis.start(tmp_path_factory.mktemp("redis") / "redis.log") as server:
+        yield server.url
+
+
+@pytest.fixture
+def pool() -> str:
+    """A pool that no other test of the session has used."""
+    return f"pool-{next(_pool_numbers)}"
+
+
+@pytest.fixture
+async def store_pool(redis_url: str, pool: str) -> AsyncIterator[StorePool]:
+    """A pool of the admission store, with a clock that stands still."""
+    redis = connect(redis_url, SETTINGS)
+    store_pool = StorePool(redis, PoolKeys(pool))
+    await store_pool.set_clock(START_MS)
+    yield store_pool
+    await redis.aclose()

@@ -1,0 +1,99 @@
+"""A pool on a real Redis with a clock that the test sets, and routers that share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+
+from router.store.keys import PoolKeys
+from router.store.lua import load_scripts
+from router.store.mailbox import Mailbox
+from router.store.settings import StoreSettings
+from router.store.store import AdmissionStore
+from router.store.types import Demand, ExecutorReport, HeldSequence, Placement, StoreEvent
+
+STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
+"""Takes the place of `clock.lua`: the time is what `StorePool.set_clock` wrote."""
+
+SETTINGS = StoreSettings(max_queue_requests=100, call_timeout_ms=1000, mailbox_block_ms=100)
+START_MS = 1_000_000
+
+
+@dataclass(slots=True)
+class RouterSide:
+    """A router as far as the store is concerned."""
+
+    store: AdmissionStore
+    mailbox: Mailbox
+    replied: list[StoreEvent]
+
+    async def told(self) -> list[StoreEvent]:
+        """What it was told since the last look, replies first."""
+        events = [*self.replied, *await self.mailbox.read()]
+        self.replied.clear()
+        return events
+
+    async def place(self, request_id: str, blocks: int = 1) -> Placement:
+        """Submits a request that is placed at once."""
+        result = await self.store.submit(Demand(request_id, 2, blocks))
+        assert isinstance(result, Placement)
+        return result
+
+
+@dataclass(slots=True)
+class StorePool:
+    """The pool. Routers come into being when first named."""
+
+    redis: Redis
+    keys: PoolKeys
+    settings: StoreSettings = SETTINGS
+    now_ms: int = START_MS
+    routers: dict[str, RouterSide] = field(default_factory=dict)
+    num_reports: int = 0
+
+    def router(self, router_id: str, settings: StoreSettings | None = None) -> RouterSide:
+        """The router of this name; settings other than the pool's only when it is first named."""
+        if router_id not in self.routers:
+            told: list[StoreEvent] = []
+            scripts = load_scripts(STEERED_CLOCK)
+            store = AdmissionStore(
+                self.redis, self.keys.pool, router_id, settings or self.settings, told.append, scripts
+            )
+            mailbox = Mailbox(self.redis, self.keys.mailbox(router_id), self.settings)
+            self.routers[router_id] = RouterSide(store, mailbox, told)
+        return self.routers[router_id]
+
+    async def set_clock(self, now_ms: int) -> None:
+        """Sets the time that the scripts see."""
+        self.now_ms = now_ms
+        await self.redis.set(self.keys.key("executors:clock"), now_ms)
+
+    async def wait(self, duration_ms: int) -> None:
+        """Lets time pass."""
+        await self.set_clock(self.now_ms + duration_ms)
+
+    def next_report(
+        self,
+        executor_id: str = "x",
+        *,
+        blocks: int = 10,
+        sequences: int = 8,
+        generation: int = 1,
+        accepting: bool = True,
+        held: tuple[HeldSequence, ...] = (),
+    ) -> ExecutorReport:
+        """A report newer than every one before."""
+        self.num_reports += 1
+        return ExecutorReport(
+            executor_id, generation, self.num_reports, blocks, blocks, sequences, accepting=accepting, held=held
+        )
+
+    async def reserved_blocks(self) -> dict[str, int]:
+        """What the ledger has promised, by executor."""
+        snapshot = await self.router("a").store.snapshot()
+        return {one.executor_id: one.reserved_blocks for one in snapshot.executors}
+
+    async def num_waiting(self) -> int:
+        """Requests in line."""
+        return sum((await self.router("a").store.snapshot()).num_waiting)

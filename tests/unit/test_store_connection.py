@@ -1,0 +1,143 @@
+"""What the store does when callers leave, and when Redis does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from client.stack.redis_server import PrivateRedis
+from common.errors import Reason, RequestError
+from router.store.connection import connect
+from router.store.settings import StoreSettings
+from router.store.store import AdmissionStore
+from router.store.types import Attempt, Demand, ExecutorReport, Placement, Queued, StoreEvent
+from tests.store_pool import StorePool
+
+FAST = StoreSettings(
+    call_timeout_ms=500,
+    renew_interval_ms=20,
+    reap_interval_ms=20,
+    mailbox_block_ms=50,
+    min_backoff_ms=5,
+    max_backoff_ms=20,
+)
+
+
+async def test_submit_whose_caller_leaves_is_withdrawn(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(sequences=1))
+    for request_id, reserved_blocks in (("placed", 0), ("queued", 1)):
+        submit = asyncio.create_task(a.store.submit(Demand(request_id, 2, blocks=1)))
+        await asyncio.sleep(0)  # it has begun
+        submit.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submit
+        await a.store.aclose()
+        assert await store_pool.num_waiting() == 0
+        assert await store_pool.reserved_blocks() == {"x": reserved_blocks}
+        if not reserved_blocks:
+            await a.place("in the way")
+    assert await a.told() == []
+
+
+async def test_no_reply_reaches_another_caller(store_pool: StorePool) -> None:
+    """Half of the callers leave at a random moment; the others must get answers to their own questions."""
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(blocks=5000, sequences=500))
+    rng = random.Random(1)
+
+    async def ask(number: int) -> None:
+        result = await a.store.submit(Demand(f"r{number}", 2, blocks=number + 1))
+        assert result == Placement(f"r{number}", 1, "x", 1)
+        record = await a.store.cancel(f"r{number}")
+        assert record.placement == result
+
+    callers = [asyncio.create_task(ask(number)) for number in range(60)]
+    for caller in callers[::2]:
+        for _ in range(rng.randrange(8)):
+            await asyncio.sleep(0)
+        caller.cancel()
+    results = await asyncio.gather(*callers, return_exceptions=True)
+    await a.store.aclose()
+
+    assert [type(result) for result in results[1::2]] == [type(None)] * 30
+    withdrawn = [result for result in results[::2] if isinstance(result, asyncio.CancelledError)]
+    assert len(withdrawn) == 30
+
+
+async def test_scripts_that_redis_forgot_are_sent_again(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report())
+    await store_pool.redis.script_flush()
+
+    assert isinstance(await a.store.submit(Demand("r", 2, blocks=1)), Placement)
+
+
+async def test_events_arrive_while_the_store_runs(redis_url: str, pool: str) -> None:
+    redis = connect(redis_url, FAST)
+    events: asyncio.Queue[StoreEvent] = asyncio.Queue()
+    a = AdmissionStore(redis, pool, "a", FAST, lambda event: None)
+    b = AdmissionStore(redis, pool, "b", FAST, events.put_nowait)
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(store.run()) for store in (a, b)]
+        await a.report(ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True))
+        await a.submit(Demand("first", 2, blocks=1))
+        assert await b.submit(Demand("second", 2, blocks=1)) == Queued(0)
+
+        await a.settle([Attempt("first", 1)])
+
+        assert await asyncio.wait_for(events.get(), 5) == Placement("second", 1, "x", 1)
+        for one in running:
+            one.cancel()
+    await redis.aclose()
+
+
+async def test_calls_are_refused_while_redis_is_away_and_work_when_it_is_back(tmp_path: Path) -> None:
+    socket = tmp_path / "redis.sock"
+    server = PrivateRedis.start(tmp_path / "1.log", unix_socket=socket)
+    redis = connect(server.url, FAST)
+    events: asyncio.Queue[StoreEvent] = asyncio.Queue()
+    a = AdmissionStore(redis, "pool", "a", FAST, events.put_nowait)
+    b = AdmissionStore(redis, "pool", "b", FAST, lambda event: None)
+    running = asyncio.create_task(a.run())
+    report = ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True)
+    await a.report(report)
+    # When Redis goes
+    server.stop()
+    with pytest.raises(RequestError) as refusal:
+        await a.submit(Demand("r", 2, blocks=1))
+    assert refusal.value.reason is Reason.STORE_UNAVAILABLE
+    assert refusal.value.retry_after_ms == FAST.retry_after_ms
+    # Then it is noticed when it is back, empty
+    with PrivateRedis.start(tmp_path / "2.log", unix_socket=socket):
+        assert type(await asyncio.wait_for(events.get(), 5)).__name__ == "LeaseLapsed"
+        await b.report(report)
+        await b.submit(Demand("first", 2, blocks=1))
+        await a.submit(Demand("second", 2, blocks=1))
+        await b.settle([Attempt("first", 1)])
+        assert await asyncio.wait_for(events.get(), 5) == Placement("second", 1, "x", 1)
+        assert not running.done()
+        running.cancel()
+        await asyncio.wait([running])
+        await redis.aclose()
+
+
+async def test_redis_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    with PrivateRedis.start(tmp_path / "redis.log", unix_socket=tmp_path / "redis.sock") as server:
+        redis = connect(server.url, FAST)
+        store = AdmissionStore(redis, "pool", "a", FAST, lambda event: None)
+        pausing = connect(server.url, FAST)
+        await pausing.client_pause(1500)
+
+        with pytest.raises(RequestError, match="does not answer"):
+            await asyncio.wait_for(store.renew(), 1.4)
+        await pausing.aclose()
+        await redis.aclose()
+
+
+def test_url_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="redis://"):
+        connect("http://127.0.0.1", FAST)

@@ -1,0 +1,128 @@
+"""From a request that is sound to one that can be admitted: what the ledger, the executor and the relay are told."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+
+from router.pools import Pool
+from router.relay import Deadlines, RelayOptions
+from router.request_spec import ChatPrompt, FittedRequest, GenerateSpec, ModelLimits, Prompt, TextPrompt, TokenPrompt
+from router.settings import RouterSettings
+from router.store.types import Demand
+from router.streams import RequestStream
+from router.text.output import OutputText
+from router.text.tokenizer import ENCODE_IN_THREAD_CHARACTERS, TextModel
+
+# Until callers are identified, everybody who names no tenant is this one.
+DEFAULT_TENANT = "default"
+
+# A gRPC deadline further away than this is none.
+MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRequest:
+    """A request ready for the dispatcher and the relay."""
+
+    stream: RequestStream
+    text: OutputText
+    options: RelayOptions
+
+
+def choose_seed() -> int:
+    """A seed for a request that brings none, so that its numbers can be repeated on another executor."""
+    return secrets.randbits(64)
+
+
+def model_limits(pool: Pool, settings: RouterSettings) -> ModelLimits:
+    """What a model allows. Raises `RequestError` while it has no executor."""
+    description = pool.describe()
+    return ModelLimits(
+        context_length=description.context_length,
+        vocabulary_size=description.vocabulary_size,
+        eos_token_ids=frozenset(description.eos_token_ids),
+        default_sampling=description.default_sampling,
+        has_chat_template=pool.text.has_chat_template,
+        max_prompt_bytes=settings.max_prompt_bytes,
+    )
+
+
+async def encode(text: TextModel, prompt: Prompt) -> list[int]:
+    """The prompt's token ids. Long prompts are tokenized in a thread, so that they hold up nobody's tokens."""
+    match prompt:
+        case TokenPrompt():
+            return list(prompt.ids)
+        case TextPrompt():
+            if len(prompt.text) <= ENCODE_IN_THREAD_CHARACTERS:
+                return text.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+            return await asyncio.to_thread(text.encode, prompt.text, add_special_tokens=prompt.add_special_tokens)
+        case ChatPrompt():
+            if prompt.chat.ByteSize() <= ENCODE_IN_THREAD_CHARACTERS:
+                return text.encode_chat(prompt.chat)
+            return await asyncio.to_thread(text.encode_chat, prompt.chat)
+
+
+def deadlines_of(spec: GenerateSpec, arrived: float, grpc_remaining_s: float | None) -> Deadlines:
+    """Absolute deadlines; the gRPC deadline counts as one for the whole request."""
+    totals = [spec.total_deadline_s, grpc_remaining_s]
+    total = min((s for s in totals if s is not None and s < MAX_GRPC_DEADLINE_S), default=None)
+    first_token = spec.first_token_deadline_s
+    return Deadlines(
+        first_token=None if first_token is None else arrived + first_token,
+        total=None if total is None else arrived + total,
+    )
+
+
+def admit(fitted: FittedRequest, deadlines: Deadlines, arrived: float, pool: Pool) -> AdmittedRequest:
+    """Builds everything that lives as long as the request."""
+    spec = fitted.spec
+    request_id = spec.request_id or secrets.token_hex(16)
+    num_blocks = -(-(len(fitted.prompt_ids) + fitted.max_tokens) // pool.describe().block_size)
+    deadline = deadlines.next(has_first_token=False)
+    demand = Demand(
+        request_id=request_id,
+        priority_class=spec.priority,
+        blocks=num_blocks,
+        deadline_ms=None if deadline is None else max(1, round((deadline - arrived) * 1000)),
+    )
+    text = OutputText(
+        pool.text.detokenizer(),
+        stops=spec.stopping.stops,
+        include_stop=spec.stopping.include_stop,
+        min_tokens=spec.stopping.min_tokens,
+    )
+    return AdmittedRequest(
+        RequestStream(demand, _submit(request_id, fitted, num_blocks), arrived), text, _options(request_id, fitted)
+    )
+
+
+def _submit(request_id: str, fitted: FittedRequest, num_blocks: int) -> executor_pb2.Submit:
+    spec = fitted.spec
+    salt = f"{spec.tenant or DEFAULT_TENANT}\0{spec.cache_salt}"
+    return executor_pb2.Submit(
+        request_id=request_id,
+        prompt_ids=fitted.prompt_ids,
+        sampling=spec.sampling.to_proto(),
+        stopping=fitted.stopping_proto(),
+        reserved_blocks=num_blocks,
+        cache_salt=salt.encode(),
+        cache_bypass=spec.cache_bypass,
+        priority=types_pb2.PriorityClass.Name(spec.priority),
+        num_choices=1,
+    )
+
+
+def _options(request_id: str, fitted: FittedRequest) -> RelayOptions:
+    spec = fitted.spec
+    accepted = inference_pb2.Accepted(
+        request_id=request_id,
+        resume_token=secrets.token_urlsafe(24),
+        prompt_tokens=len(fitted.prompt_ids),
+        sampling=spec.sampling.to_proto(),
+        max_tokens=fitted.max_tokens,
+    )
+    return RelayOptions(accepted, spec.output.text, spec.output.token_ids, len(fitted.prompt_ids))

@@ -1,0 +1,58 @@
+"""What the router says of its models and executors, from descriptions, last reports and the ledger."""
+
+from __future__ import annotations
+
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+
+from router.links import ExecutorLink
+from router.pools import Pool
+from router.store.types import ExecutorStanding, Snapshot
+
+
+def model_of(pool: Pool) -> inference_pb2.Model:
+    """A model as clients see it; limits and defaults are unset while it has no executor."""
+    model = inference_pb2.Model(
+        name=pool.name, has_chat_template=pool.text.has_chat_template, num_executors=len(pool.links)
+    )
+    if pool.links:
+        description = pool.describe()
+        model.context_length = description.context_length
+        model.vocabulary_size = description.vocabulary_size
+        model.eos_token_ids.extend(description.eos_token_ids)
+        model.default_sampling.CopyFrom(description.default_sampling)
+    return model
+
+
+def add_capacity(response: inference_pb2.GetCapacityResponse, pool: Pool, snapshot: Snapshot) -> None:
+    """Adds a pool's executors and queues."""
+    standings = {standing.executor_id: standing for standing in snapshot.executors}
+    for link in pool.links:
+        response.executors.append(_executor_capacity(pool.name, link, standings.get(link.executor_id)))
+    for priority, num_requests in enumerate(snapshot.num_waiting, start=1):
+        if num_requests:
+            response.queues.add(
+                model=pool.name, priority=types_pb2.PriorityClass.Name(priority), num_requests=num_requests
+            )
+
+
+def _executor_capacity(
+    model: str, link: ExecutorLink, standing: ExecutorStanding | None
+) -> inference_pb2.ExecutorCapacity:
+    report = link.report or executor_pb2.Report()
+    return inference_pb2.ExecutorCapacity(
+        executor_id=link.executor_id,
+        model=model,
+        accepting=standing is not None and standing.live and standing.accepting,
+        seats_total=link.description.max_num_sequences,
+        seats_used=report.num_running,
+        num_waiting=report.num_waiting,
+        blocks_total=link.description.total_blocks,
+        blocks_used=report.used_blocks,
+        blocks_reserved=0 if standing is None else standing.reserved_blocks,
+        blocks_cached=report.cached_blocks,
+        block_size=link.description.block_size,
+        output_tokens_per_s=report.output_tokens_per_s,
+        step_ms=report.step_ms,
+        batching=link.description.batching,
+        num_steps=report.num_steps,
+    )

@@ -1,0 +1,204 @@
+"""The router's `Serve` stream to one executor: connect, describe, serve, and again when it breaks.
+
+Owns the channel, the slots of the stream and the credits; what a frame means for a request is told to the `Observer`.
+A link that breaks tells the observer once; every placement that went over it is void then, since the executor cancels
+what nobody reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+import grpc
+import grpc.aio
+from inflight.v1 import executor_pb2, executor_pb2_grpc
+
+from common.errors import Reason, RequestError
+from common.server import channel_options
+from router.streams import End, RequestStream
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+MAX_UNACKED_STEPS = 64
+ACK_EVERY_FRAMES = 8
+DESCRIBE_TIMEOUT_S = 5.0
+MIN_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 3.0
+
+
+class Observer(Protocol):
+    """Whom a link tells what happens."""
+
+    def on_linked(self, link: ExecutorLink) -> str | None:
+        """The executor has described itself; returns why it cannot be used, or None."""
+        ...
+
+    def on_unlinked(self, link: ExecutorLink, streams: list[RequestStream]) -> None:
+        """The stream broke; the placements of these requests are void."""
+        ...
+
+    def on_rejected(self, link: ExecutorLink, stream: RequestStream, rejected: executor_pb2.SequenceRejected) -> None:
+        """The executor did not take a placement."""
+        ...
+
+    def on_finished(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """A sequence ended and its blocks are free."""
+        ...
+
+    def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
+        """The executor says how it stands."""
+        ...
+
+
+class ExecutorLink:
+    """The link to the executor at one address."""
+
+    def __init__(self, address: str, router_id: str, observer: Observer) -> None:
+        self.address = address
+        self.description = executor_pb2.DescribeResponse()
+        self.report: executor_pb2.Report | None = None
+        self.is_up = False
+        self._router_id = router_id
+        self._observer = observer
+        self._outbox = executor_pb2.ServeRequest()
+        self._wake = asyncio.Event()
+        # Sent, not answered yet; and accepted, by slot. The attempt fences both.
+        self._offered: dict[tuple[str, int], RequestStream] = {}
+        self._seated: dict[int, tuple[RequestStream, int]] = {}
+
+    @property
+    def executor_id(self) -> str:
+        """The executor's own name; empty before the first description."""
+        return self.description.executor_id
+
+    def submit(self, stream: RequestStream, submit: executor_pb2.Submit) -> None:
+        """Sends a placement. The answer comes to the observer or the stream."""
+        self._offered[submit.request_id, submit.attempt] = stream
+        self._outbox.submits.append(submit)
+        self._wake.set()
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Asks the executor to end a placement; its end comes as any other."""
+        self._outbox.cancels.add(request_id=request_id, attempt=attempt)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Keeps the link up until cancelled."""
+        backoff_s = MIN_BACKOFF_S
+        async with grpc.aio.insecure_channel(self.address, options=channel_options()) as channel:
+            stub = executor_pb2_grpc.ExecutorServiceStub(channel)
+            while True:
+                try:
+                    await self._serve(stub)
+                except grpc.aio.AioRpcError as error:
+                    log.debug("executor %s: %s %s", self.address, error.code().name, error.details())
+                if self.is_up:
+                    backoff_s = MIN_BACKOFF_S
+                    self._break()
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _serve(self, stub: executor_pb2_grpc.ExecutorServiceStub) -> None:
+        description = await stub.Describe(executor_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
+        self.description = description
+        self._outbox = executor_pb2.ServeRequest()
+        self._outbox.hello.router_id = self._router_id
+        self._outbox.hello.protocol_version = PROTOCOL_VERSION
+        self._outbox.hello.generation = description.generation
+        self._outbox.hello.max_unacked_steps = MAX_UNACKED_STEPS
+        self._wake.set()
+        call = stub.Serve()
+        writer = asyncio.create_task(self._write(call), name=f"write {self.address}")
+        try:
+            # The first response is the report that the executor sends when a router joins.
+            async for response in call:
+                if not self.is_up and not self._come_up():
+                    return
+                self._receive(response)
+        finally:
+            writer.cancel()
+            call.cancel()
+
+    def _come_up(self) -> bool:
+        refusal = self._observer.on_linked(self)
+        if refusal is not None:
+            log.warning("executor %s at %s is not used: %s", self.executor_id, self.address, refusal)
+            return False
+        self.is_up = True
+        log.info("executor %s at %s is linked", self.executor_id, self.address)
+        return True
+
+    def _break(self) -> None:
+        log.warning("executor %s at %s is lost", self.executor_id, self.address)
+        self.is_up = False
+        self.report = None
+        streams = [*self._offered.values(), *(stream for stream, _ in self._seated.values())]
+        self._offered.clear()
+        self._seated.clear()
+        self._observer.on_unlinked(self, streams)
+
+    async def _write(
+        self, call: grpc.aio.StreamStreamCall[executor_pb2.ServeRequest, executor_pb2.ServeResponse]
+    ) -> None:
+        """Sends what has collected; while one write is under way more collects."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            request, self._outbox = self._outbox, executor_pb2.ServeRequest()
+            try:
+                await call.write(request)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the reader sees the same break and tells it
+
+    def _receive(self, response: executor_pb2.ServeResponse) -> None:
+        for accepted in response.accepted:
+            self._accept(accepted)
+        for rejected in response.rejected:
+            stream = self._offered.pop((rejected.request_id, rejected.attempt), None)
+            if stream is not None:
+                self._observer.on_rejected(self, stream, rejected)
+        if response.HasField("step"):
+            self._receive_step(response.step)
+        if response.HasField("report"):
+            self.report = response.report
+            self._observer.on_report(self, response.report)
+
+    def _accept(self, accepted: executor_pb2.SequenceAccepted) -> None:
+        stream = self._offered.pop((accepted.request_id, accepted.attempt), None)
+        if stream is None:
+            return
+        self._seated[accepted.slots[0]] = (stream, accepted.attempt)
+        if _is_current(stream, accepted.attempt):
+            stream.accept()
+
+    def _receive_step(self, step: executor_pb2.StepFrame) -> None:
+        for started in step.started:
+            stream, attempt = self._seated[started.slot]
+            if _is_current(stream, attempt):
+                stream.start(started.cached_tokens)
+        for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
+            stream, attempt = self._seated[slot]
+            if _is_current(stream, attempt) and not stream.token(offset, token_id):
+                stream.fail(RequestError(Reason.INTERNAL, f"token {len(stream.output_ids)} is missing"))
+        for finished in step.finished:
+            stream, attempt = self._seated.pop(finished.slot)
+            self._finish(stream, attempt, finished)
+        if step.frame % ACK_EVERY_FRAMES == 0:
+            self._outbox.ack.frame = step.frame
+            self._wake.set()
+
+    def _finish(self, stream: RequestStream, attempt: int, finished: executor_pb2.SequenceFinished) -> None:
+        if _is_current(stream, attempt):
+            if finished.error:
+                stream.fail(RequestError(Reason.INTERNAL, finished.error))
+            else:
+                stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
+                stream.finish(End(finished.reason, stop_token_id))
+        self._observer.on_finished(self, stream, attempt)
+
+
+def _is_current(stream: RequestStream, attempt: int) -> bool:
+    return stream.placement is not None and stream.placement.attempt == attempt

@@ -1,0 +1,138 @@
+"""The router process: builds everything, serves, drains, stops.
+
+Exit codes: 0 after a drain, 2 for a setting or model that cannot be used, 3 for an address that cannot be listened on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import gc
+import logging
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+from inflight.v1 import inference_pb2_grpc
+
+from common.logs import start_logging
+from common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
+from common.server import GrpcServer, ListenError, Signals, check_listen
+from common.settings import SettingError, describe, load
+from router.discovery import AddressError, check_address
+from router.dispatch import Dispatcher
+from router.pools import Pool, Pools
+from router.service import InferenceService
+from router.settings import RouterSettings
+from router.store.connection import connect
+from router.store.settings import StoreSettings
+from router.store.store import AdmissionStore
+from router.store.types import StoreEvent
+from router.text.tokenizer import TextModel
+
+log = logging.getLogger(__name__)
+
+OnEvent = Callable[[StoreEvent], None]
+OpenStore = Callable[[str, OnEvent], AdmissionStore]
+
+SERVICE_NAME = "inflight.v1.InferenceService"
+EXIT_BAD_SETTING = 2
+EXIT_CANNOT_LISTEN = 3
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a router until it is told to stop; returns the exit code."""
+    try:
+        settings = load(RouterSettings, "inflight router", argv)
+        start_logging("router", settings.log_level)
+        for line in describe(settings):
+            log.info("setting %s", line)
+        for address in settings.executors:
+            check_address(address)
+        check_listen(settings.listen)
+        texts = load_texts(settings)
+        return asyncio.run(run(settings, texts))
+    except AddressError as error:
+        print(f"error: executors: {error}", file=sys.stderr)
+        return EXIT_BAD_SETTING
+    except (SettingError, ModelError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_SETTING
+    except ListenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CANNOT_LISTEN
+
+
+def load_texts(settings: RouterSettings) -> dict[str, TextModel]:
+    """The text side of every model, by name."""
+    texts: dict[str, TextModel] = {}
+    for entry in settings.model:
+        source = _source(entry)
+        if source.name in texts:
+            raise SettingError(f"model: {source.name} is there twice; give one of them another name with name=source")
+        texts[source.name] = TextModel(load_tokenizer(source))
+    return texts
+
+
+def _source(entry: str) -> ModelSource:
+    name, separator, source = entry.partition("=")
+    if not separator:
+        return resolve_model(entry)
+    return dataclasses.replace(resolve_model(source), name=name)
+
+
+async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
+    """start → serve → drain → stop."""
+    signals = Signals(asyncio.get_running_loop())
+    router_id = settings.router_id or _default_router_id(settings.listen)
+    store_settings = StoreSettings(max_queue_requests=settings.max_queue_requests)
+    redis = connect(settings.redis_url, store_settings)
+
+    def open_store(pool: str, on_event: OnEvent) -> AdmissionStore:
+        return AdmissionStore(redis, pool, router_id, store_settings, on_event)
+
+    pools = Pools([_pool(name, text, open_store, settings) for name, text in texts.items()], router_id)
+    service = InferenceService(pools, settings)
+    server = GrpcServer([SERVICE_NAME])
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
+    address = await server.start(settings.listen)
+    gc.freeze()
+    work = asyncio.create_task(pools.run(settings.executors, settings.resolve_interval_s), name="pools")
+    readiness = asyncio.create_task(_follow_readiness(pools, server), name="readiness")
+    log.info("router %s serves %s on %s", router_id, ", ".join(sorted(texts)), address)
+
+    drain = asyncio.create_task(signals.drain.wait())
+    await asyncio.wait((drain, work), return_when=asyncio.FIRST_COMPLETED)
+
+    readiness.cancel()
+    await server.set_serving(False)
+    service.drain()
+    await server.stop(settings.drain_timeout_s)
+    await pools.close()
+    drain.cancel()
+    work.cancel()
+    await asyncio.wait((work,))
+    await redis.aclose()
+    if not work.cancelled() and work.exception() is not None:
+        log.error("the router failed", exc_info=work.exception())
+        return 1
+    log.info("stopped")
+    return 0
+
+
+def _pool(name: str, text: TextModel, open_store: OpenStore, settings: RouterSettings) -> Pool:
+    dispatcher = Dispatcher(functools.partial(open_store, name), settings.max_attempts, settings.no_executor_grace_s)
+    return Pool(name, text, dispatcher)
+
+
+async def _follow_readiness(pools: Pools, server: GrpcServer) -> None:
+    """Ready means: some model has an executor. A router without one still answers: UNAVAILABLE, try again."""
+    while True:
+        await server.set_serving(await pools.readiness_changed())
+
+
+def _default_router_id(listen: str) -> str:
+    """New at every start: mail for the one before it must not reach this one."""
+    return f"{socket.gethostname()}:{listen.rpartition(':')[2]}:{secrets.token_hex(4)}"

@@ -1,0 +1,127 @@
+"""The models that this router serves, and which executor belongs to which.
+
+A pool is one model: its text side, its ledger and its live requests. `Pools` finds the pool that a request names,
+keeps a link to every executor address, and passes what a link tells to the pool that its executor serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from inflight.v1 import executor_pb2
+
+from common.errors import FieldViolation, Reason, RequestError, invalid
+from router.discovery import watch
+from router.dispatch import Dispatcher
+from router.links import ExecutorLink
+from router.refusals import no_executor
+from router.streams import RequestStream
+from router.text.tokenizer import TextModel
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One model."""
+
+    name: str
+    text: TextModel
+    dispatcher: Dispatcher
+
+    @property
+    def links(self) -> tuple[ExecutorLink, ...]:
+        """Its executors that can be used now, in order of id."""
+        return tuple(sorted(self.dispatcher.links, key=lambda link: link.executor_id))
+
+    def describe(self) -> executor_pb2.DescribeResponse:
+        """What its executors serve. Raises `RequestError` while there is none."""
+        for link in self.links:
+            return link.description
+        raise no_executor(f"no executor of model {self.name} is reachable")
+
+
+class Pools:
+    """All models of this router, and its links. Implements `router.links.Observer`."""
+
+    def __init__(self, pools: Sequence[Pool], router_id: str) -> None:
+        self.by_name: Mapping[str, Pool] = {pool.name: pool for pool in pools}
+        self._router_id = router_id
+        self._links: dict[str, tuple[ExecutorLink, asyncio.Task[None]]] = {}
+        self._pool_of: dict[ExecutorLink, Pool] = {}
+        self._links_changed = asyncio.Event()
+
+    def find(self, model: str) -> Pool:
+        """The pool of the model named; the only one where no name is given. Raises `RequestError`."""
+        if not model:
+            if len(self.by_name) == 1:
+                return next(iter(self.by_name.values()))
+            raise invalid(FieldViolation("model", f"must be one of {', '.join(sorted(self.by_name))}"))
+        pool = self.by_name.get(model)
+        if pool is None:
+            known = ", ".join(sorted(self.by_name))
+            raise RequestError(
+                Reason.UNKNOWN_MODEL,
+                f"model: there is no model {model[:100]!r}; known: {known}",
+                (FieldViolation("model", f"must be one of {known}"),),
+            )
+        return pool
+
+    async def run(self, addresses: Sequence[str], resolve_interval_s: float) -> None:
+        """Serves the pools and links executors until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for pool in self.by_name.values():
+                tasks.create_task(pool.dispatcher.run(), name=f"pool {pool.name}")
+            async for current in watch(addresses, resolve_interval_s):
+                self._follow(current, tasks)
+
+    def _follow(self, addresses: frozenset[str], tasks: asyncio.TaskGroup) -> None:
+        """Links new addresses. One that is no longer named is let go when its link is down."""
+        for address in addresses - self._links.keys():
+            link = ExecutorLink(address, self._router_id, self)
+            self._links[address] = (link, tasks.create_task(link.run(), name=f"link {address}"))
+        for address in self._links.keys() - addresses:
+            link, task = self._links[address]
+            if not link.is_up:
+                task.cancel()
+                del self._links[address]
+
+    async def readiness_changed(self) -> bool:
+        """Waits until links came or went; returns whether any model has an executor."""
+        await self._links_changed.wait()
+        self._links_changed.clear()
+        return any(pool.links for pool in self.by_name.values())
+
+    async def close(self) -> None:
+        """Settles what has ended, as far as that can be done now."""
+        for pool in self.by_name.values():
+            await pool.dispatcher.close()
+
+    def on_linked(self, link: ExecutorLink) -> str | None:
+        """See `Observer`."""
+        pool = self.by_name.get(link.description.model)
+        if pool is None:
+            return f"it serves {link.description.model}, this router {', '.join(sorted(self.by_name))}"
+        if link.description.vocabulary_size < pool.text.vocabulary_size:
+            return f"its vocabulary of {link.description.vocabulary_size} is smaller than the tokenizer's"
+        self._pool_of[link] = pool
+        pool.dispatcher.on_linked(link)
+        self._links_changed.set()
+        return None
+
+    def on_unlinked(self, link: ExecutorLink, streams: list[RequestStream]) -> None:
+        """See `Observer`."""
+        self._pool_of.pop(link).dispatcher.on_unlinked(link, streams)
+        self._links_changed.set()
+
+    def on_rejected(self, link: ExecutorLink, stream: RequestStream, rejected: executor_pb2.SequenceRejected) -> None:
+        """See `Observer`."""
+        self._pool_of[link].dispatcher.on_rejected(stream, rejected)
+
+    def on_finished(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """See `Observer`."""
+        self._pool_of[link].dispatcher.on_finished(stream, attempt)
+
+    def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
+        """See `Observer`."""
+        self._pool_of[link].dispatcher.on_report(link, report)

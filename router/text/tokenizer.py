@@ -1,0 +1,107 @@
+"""Text to token ids and back, for one model.
+
+Wraps a loaded `transformers` tokenizer, which is never changed after construction, so that threads may share it. Never
+loads anything, never truncates. All methods block: encoding takes time in proportion to the text, about a millisecond
+per `ENCODE_IN_THREAD_CHARACTERS`, so an event loop calls `encode` and `encode_chat` through `asyncio.to_thread` for
+more than that (the tokenizer releases the interpreter lock).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inflight.v1 import inference_pb2
+from transformers import PreTrainedTokenizerBase
+
+from common.errors import FieldViolation, invalid
+from router.text.chat import chat_violations, plain_struct, template_messages, template_tools
+from router.text.detokenizer import IncrementalDetokenizer, PieceDetokenizer, WindowDetokenizer
+from router.text.pieces import read_pieces, special_token_ids
+
+ENCODE_IN_THREAD_CHARACTERS = 2048
+# Of a template's complaint; templates may quote whole messages.
+MAX_COMPLAINT_CHARACTERS = 300
+
+
+class TextModel:
+    """The text side of a model."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._special_token_ids = special_token_ids(tokenizer)
+        self._pieces = read_pieces(tokenizer)
+        # A stored tokenizer may carry settings for truncation and padding. The first call resets them, which must
+        # not happen while another thread encodes.
+        self.encode("")
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids that have a token."""
+        return len(self._tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` works."""
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids whose text is left out where special tokens are skipped."""
+        return self._special_token_ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of text, with those that the tokenizer puts around a prompt by itself."""
+        # `verbose` would warn about text longer than the model's context, which is the validation's business.
+        encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        ids: list[int] = encoded["input_ids"]
+        return ids
+
+    def encode_chat(self, chat: inference_pb2.Chat, *, field: str = "chat") -> list[int]:
+        """The token ids of a conversation, ready for the assistant's answer. Raises `RequestError` naming `field`."""
+        # The template writes the special tokens itself.
+        return self.encode(self.render_chat(chat, field=field), add_special_tokens=False)
+
+    def render_chat(self, chat: inference_pb2.Chat, *, field: str = "chat") -> str:
+        """The prompt that the model's template makes of a conversation. Raises `RequestError` naming `field`."""
+        if not self.has_chat_template:
+            raise invalid(FieldViolation(field, "the model has no chat template; send `text` or `token_ids`"))
+        if violations := tuple(chat_violations(chat, field)):
+            raise invalid(*violations)
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                template_messages(chat),
+                tools=template_tools(chat),
+                add_generation_prompt=True,
+                tokenize=False,
+                **plain_struct(chat.template_kwargs),
+            )
+        except ImportError:
+            raise  # jinja2 is missing or too old: not the client's fault
+        except Exception as error:
+            # The template is the model's program and the conversation its input: it can raise anything.
+            complaint = str(error)[:MAX_COMPLAINT_CHARACTERS] or type(error).__name__
+            raise invalid(FieldViolation(field, f"the model's chat template refuses it: {complaint}")) from error
+        assert isinstance(rendered, str)
+        return rendered
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids, the same as a stream of them gives. Incomplete characters become U+FFFD."""
+        if self._pieces is None:
+            return self._decode_whole(list(token_ids), skip_special_tokens)
+        detokenizer = PieceDetokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.flush()
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """A detokenizer for one choice."""
+        if self._pieces is not None:
+            return PieceDetokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
+        skipped = self._special_token_ids if skip_special_tokens else frozenset()
+        return WindowDetokenizer(lambda ids: self._decode_whole(ids, skip_special_tokens), skipped)
+
+    def _decode_whole(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        # Cleaned-up spaces are for people who train on old corpora: code and quotations must come out as produced.
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text

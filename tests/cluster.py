@@ -1,0 +1,270 @@
+"""Routers and executors in one process: real gRPC, real Redis, real scheduler; the device is a hash.
+
+For tests of everything between client and device. Executors run `FakeDevice`, whose tokens depend on everything before
+them, so a wrong token anywhere shows. A `Brake` holds an executor's device, so that a test decides when steps happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import grpc.aio
+from inflight.v1 import (
+    executor_pb2,
+    executor_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    types_pb2,
+)
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from common.server import GrpcServer
+from executor.blocks import BlockPool
+from executor.engine import Engine, EngineOutput
+from executor.scheduler import Batching, Scheduler, SchedulerLimits
+from executor.sequence import StepPlan
+from executor.service import ExecutorService, Identity
+from executor.submission import SubmissionLimits
+from router.dispatch import Dispatcher
+from router.pools import Pool, Pools
+from router.service import InferenceService
+from router.settings import RouterSettings
+from router.store.connection import connect
+from router.store.settings import StoreSettings
+from router.store.store import AdmissionStore
+from router.text.tokenizer import TextModel
+from tests.fake_device import VOCABULARY_SIZE, FakeDevice
+
+BLOCK_SIZE = 4
+CONTEXT_LENGTH = 64
+
+
+class Brake:
+    """Lets a device run steps: all of them while released, a number of them while held."""
+
+    def __init__(self) -> None:
+        self._steps = threading.Semaphore(0)
+        self._held = False
+
+    def hold(self) -> None:
+        """From the next step on, every step needs a permission."""
+        self._held = True
+
+    def permit(self, num_steps: int) -> None:
+        """Permits so many steps."""
+        for _ in range(num_steps):
+            self._steps.release()
+
+    def release(self) -> None:
+        """Lets everything run again."""
+        self._held = False
+        self._steps.release()
+
+    def wait(self) -> None:
+        """Called by the device before a step."""
+        if self._held:
+            self._steps.acquire()
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorShape:
+    """How large an executor is. A block has 4 tokens, the context 64."""
+
+    num_blocks: int = 32
+    max_num_sequences: int = 4
+    num_standby_sequences: int = 0
+    batching: Batching = Batching.INFLIGHT
+
+
+class BrakedDevice:
+    """The fake device behind a brake."""
+
+    def __init__(self, device: FakeDevice, brake: Brake) -> None:
+        self._device = device
+        self._brake = brake
+
+    def run(self, plan: StepPlan) -> tuple[int, ...]:
+        """See `StepRunner`."""
+        self._brake.wait()
+        return self._device.run(plan)
+
+
+@dataclass(slots=True)
+class RunningExecutor:
+    """An executor that serves."""
+
+    address: str
+    scheduler: Scheduler
+    brake: Brake
+    engine: Engine
+    server: GrpcServer
+    reports: asyncio.Task[None]
+
+    async def stop(self) -> None:
+        """Ends it as a crash looks to routers: their streams break, nothing is handed back."""
+        await self.server.grpc.stop(None)
+        self.brake.release()
+        await asyncio.to_thread(self.engine.stop)
+        self.reports.cancel()
+
+
+@dataclass(slots=True)
+class RunningRouter:
+    """A router that serves, and a stub for it."""
+
+    address: str
+    stub: inference_pb2_grpc.InferenceServiceStub
+    pools: Pools
+    server: GrpcServer
+
+
+@dataclass(slots=True)
+class Cluster:
+    """What a test holds."""
+
+    executors: list[RunningExecutor] = field(default_factory=list)
+    routers: list[RunningRouter] = field(default_factory=list)
+
+
+async def start_executor(
+    name: str, model: str, shape: ExecutorShape, generation: int = 1, port: int = 0
+) -> RunningExecutor:
+    """Starts an executor on a free port, or on the port given."""
+    loop = asyncio.get_running_loop()
+    pool = BlockPool(shape.num_blocks, BLOCK_SIZE)
+    limits = SchedulerLimits(
+        max_num_sequences=shape.max_num_sequences,
+        num_standby_sequences=shape.num_standby_sequences,
+        max_num_tokens=16,
+        context_length=CONTEXT_LENGTH,
+        enable_chunked_context=True,
+        batching=shape.batching,
+        enable_prefix_cache=True,
+    )
+    brake, scheduler = Brake(), Scheduler(limits, pool)
+
+    def publish(output: EngineOutput) -> None:
+        with suppress(RuntimeError):  # the test is over and its loop closed
+            loop.call_soon_threadsafe(service.on_output, output)
+
+    engine = Engine(scheduler, BrakedDevice(FakeDevice(pool), brake), publish, lambda error: None)
+    description = executor_pb2.DescribeResponse(
+        executor_id=name,
+        generation=generation,
+        protocol_version=1,
+        model=model,
+        block_size=BLOCK_SIZE,
+        total_blocks=shape.num_blocks,
+        max_num_sequences=shape.max_num_sequences,
+        num_standby_sequences=shape.num_standby_sequences,
+        max_num_tokens=16,
+        context_length=CONTEXT_LENGTH,
+        vocabulary_size=VOCABULARY_SIZE,
+        eos_token_ids=[],
+        default_sampling=types_pb2.SamplingParams(),
+        batching=types_pb2.BATCHING_MODE_INFLIGHT,
+    )
+    identity = Identity(description, SubmissionLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, frozenset()))
+    service = ExecutorService(identity, engine)
+    server = GrpcServer(["inflight.v1.ExecutorService"])
+    executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
+    address = await server.start(f"127.0.0.1:{port}")
+    engine.start()
+    reports = asyncio.create_task(service.run())
+    return RunningExecutor(address, scheduler, brake, engine, server, reports)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of the words `t0` to `t4`, joined by nothing."""
+    words = {f"t{i}": i for i in range(VOCABULARY_SIZE)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@asynccontextmanager
+async def run_router(
+    name: str, model: str, redis_url: str, addresses: list[str], settings: RouterSettings | None = None
+) -> AsyncIterator[RunningRouter]:
+    """A router of one model, ready to be called once an executor is linked."""
+    settings = settings or RouterSettings(no_executor_grace_s=1.0)
+    store_settings = StoreSettings(max_queue_requests=settings.max_queue_requests)
+    redis = connect(redis_url, store_settings)
+
+    def open_store(on_event: Callable[..., None]) -> AdmissionStore:
+        return AdmissionStore(redis, model, name, store_settings, on_event)
+
+    dispatcher = Dispatcher(open_store, settings.max_attempts, settings.no_executor_grace_s)
+    pools = Pools([Pool(model, TextModel(tiny_tokenizer()), dispatcher)], name)
+    server = GrpcServer(["inflight.v1.InferenceService"])
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(pools, settings), server.grpc)
+    address = await server.start("127.0.0.1:0")
+    work = asyncio.create_task(pools.run(addresses, 0.1))
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            yield RunningRouter(address, inference_pb2_grpc.InferenceServiceStub(channel), pools, server)
+        finally:
+            await server.grpc.stop(None)
+            work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+            await redis.aclose()
+
+
+@asynccontextmanager
+async def run_cluster(
+    redis_url: str,
+    model: str,
+    *,
+    executors: int = 1,
+    routers: int = 1,
+    shape: ExecutorShape | None = None,
+    settings: RouterSettings | None = None,
+) -> AsyncIterator[Cluster]:
+    """A cluster whose routers all know all executors and are linked to them."""
+    cluster = Cluster()
+    async with AsyncExitStack() as stack:
+        for i in range(executors):
+            executor = await start_executor(f"executor-{i}", model, shape or ExecutorShape())
+            cluster.executors.append(executor)
+            stack.push_async_callback(executor.stop)
+        addresses = [executor.address for executor in cluster.executors]
+        for i in range(routers):
+            router = await stack.enter_async_context(
+                run_router(f"{model}-router-{i}", model, redis_url, addresses, settings)
+            )
+            cluster.routers.append(router)
+        for router in cluster.routers:
+            await until_ready(router, executors)
+        yield cluster
+
+
+async def until_ready(router: RunningRouter, num_executors: int) -> None:
+    """Waits until the router has links to so many executors and the ledger knows them."""
+    async with asyncio.timeout(20):
+        while True:
+            response = await router.stub.GetCapacity(inference_pb2.GetCapacityRequest())
+            if sum(executor.accepting for executor in response.executors) == num_executors:
+                return
+            await asyncio.sleep(0.01)
+
+
+def token_request(
+    prompt_ids: list[int], max_tokens: int, *, request_id: str = "", **fields: object
+) -> inference_pb2.GenerateRequest:
+    """A request by token ids that wants token ids back."""
+    return inference_pb2.GenerateRequest(
+        request_id=request_id,
+        token_ids=inference_pb2.TokenIds(ids=prompt_ids),
+        sampling=types_pb2.SamplingParams(temperature=0),
+        stopping=types_pb2.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
+        output=inference_pb2.OutputOptions(token_ids=True),
+        **fields,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,114 @@
+"""The ledger while routers and executors work: order across routers, and never more promised than there is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from inflight.v1 import inference_pb2
+
+from router.store.connection import connect
+from router.store.settings import StoreSettings
+from router.store.store import AdmissionStore
+from tests.cluster import Cluster, ExecutorShape, run_cluster, token_request
+from tests.integration.test_requests import collect, expected_ids, ids_of, random_requests
+
+
+async def watch_ledger(redis_url: str, pool: str, seen: list[tuple[int, int]]) -> None:
+    """Reads the ledger from Redis again and again; notes the largest promises and checks each."""
+    settings = StoreSettings()
+    redis = connect(redis_url, settings)
+    store = AdmissionStore(redis, pool, "watcher", settings, lambda event: None)
+    try:
+        while True:
+            for executor in (await store.snapshot()).executors:
+                assert executor.reserved_blocks <= executor.budget_blocks <= executor.total_blocks
+                assert executor.reserved_sequences <= executor.budget_sequences
+                seen.append((executor.reserved_blocks, executor.reserved_sequences))
+            await asyncio.sleep(0)
+    finally:
+        await redis.aclose()
+
+
+async def test_reservations_never_exceed_the_budget_under_500_requests(redis_url: str, pool: str) -> None:
+    shape = ExecutorShape(num_blocks=40, max_num_sequences=6, num_standby_sequences=2)
+    requests = random_requests(500, seed=3)
+    seen: list[tuple[int, int]] = []
+    async with run_cluster(redis_url, pool, executors=2, routers=2, shape=shape) as cluster:
+        watcher = asyncio.create_task(watch_ledger(redis_url, pool, seen))
+        answers = await asyncio.gather(
+            *(collect(cluster.routers[i % 2], token_request(*request)) for i, request in enumerate(requests))
+        )
+        assert not watcher.done(), watcher.exception()
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
+        await until_nothing_is_reserved(cluster)
+    assert [ids_of(events) for events in answers] == [expected_ids(*request) for request in requests]
+    assert max(blocks for blocks, _ in seen) > 20, "the load must have filled the executors"
+
+
+async def until_nothing_is_reserved(cluster: Cluster) -> None:
+    """Waits until the last ends are settled."""
+    async with asyncio.timeout(10):
+        while True:
+            capacity = await cluster.routers[0].stub.GetCapacity(inference_pb2.GetCapacityRequest())
+            if not any(executor.blocks_reserved for executor in capacity.executors):
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_waiting_requests_of_a_class_board_in_order_of_arrival_across_routers(redis_url: str, pool: str) -> None:
+    # Given one seat that is taken, and requests that arrive in turn at two routers
+    async with run_cluster(redis_url, pool, routers=2, shape=ExecutorShape(max_num_sequences=1)) as cluster:
+        brake = cluster.executors[0].brake
+        brake.hold()
+        running = cluster.routers[0].stub.Generate(token_request([0], 1))
+        await running.read()
+        ended: list[int] = []
+
+        async def send(number: int, has_queued: asyncio.Event) -> None:
+            request = token_request([number % 5], 1 + number % 3, want_queue_events=True)
+            async for response in cluster.routers[number % 2].stub.Generate(request):
+                if response.event.HasField("queued"):
+                    assert response.event.queued.position == number
+                    has_queued.set()
+            ended.append(number)
+
+        tasks = []
+        for number in range(12):
+            has_queued = asyncio.Event()
+            tasks.append(asyncio.create_task(send(number, has_queued)))
+            await asyncio.wait_for(has_queued.wait(), 10)
+        # When the seat is free again and again
+        brake.release()
+        await asyncio.gather(*tasks)
+        running.cancel()
+    # Then they were served in order of arrival
+    assert ended == list(range(12))
+
+
+async def test_interactive_requests_board_before_batch_requests(redis_url: str, pool: str) -> None:
+    async with run_cluster(redis_url, pool, routers=2, shape=ExecutorShape(max_num_sequences=1)) as cluster:
+        brake = cluster.executors[0].brake
+        brake.hold()
+        running = cluster.routers[0].stub.Generate(token_request([0], 1))
+        await running.read()
+        ended: list[str] = []
+
+        async def send(name: str, priority: inference_pb2.GenerateRequest, has_queued: asyncio.Event) -> None:
+            async for response in cluster.routers[0].stub.Generate(priority):
+                if response.event.HasField("queued"):
+                    has_queued.set()
+            ended.append(name)
+
+        tasks = []
+        for name, priority in (("batch", "PRIORITY_CLASS_BATCH"), ("interactive", "PRIORITY_CLASS_INTERACTIVE")):
+            has_queued = asyncio.Event()
+            request = token_request([1], 2, want_queue_events=True, priority=priority)
+            tasks.append(asyncio.create_task(send(name, request, has_queued)))
+            await asyncio.wait_for(has_queued.wait(), 10)
+        brake.release()
+        await asyncio.gather(*tasks)
+        running.cancel()
+    assert ended == ["interactive", "batch"]

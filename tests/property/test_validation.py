@@ -1,0 +1,92 @@
+"""Whatever a request says, it is refused by name or it means something sound."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inflight.v1 import inference_pb2, types_pb2
+
+from common.errors import Reason, RequestError
+from router.request_spec import ModelLimits
+from router.validation import fit_tokens, validate_generate
+
+FLOATS = st.one_of(st.floats(width=32), st.sampled_from([0.0, 0.5, 1.0]))
+UINT32 = st.one_of(st.integers(0, 40), st.integers(0, 2**32 - 1))
+IDS = st.lists(st.one_of(st.integers(0, 70), st.just(2**32 - 1)), max_size=40)
+TEXT = st.text(max_size=8)
+
+
+def some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Any of these fields set, the others left out."""
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+SAMPLING = some(
+    temperature=FLOATS,
+    top_k=st.integers(-(2**31), 2**31 - 1),
+    top_p=FLOATS,
+    seed=st.integers(0, 2**64 - 1),
+    min_p=FLOATS,
+)
+STOPPING = some(
+    max_tokens=UINT32, min_tokens=UINT32, stop=st.lists(TEXT, max_size=3), stop_token_ids=IDS, ignore_eos=st.booleans()
+)
+DURATION = some(seconds=st.integers(-(2**63), 2**63 - 1), nanos=st.integers(-(2**31), 2**31 - 1))
+PROMPT = st.one_of(
+    some(text=TEXT),
+    some(text_bytes=st.binary(max_size=8)),
+    some(token_ids=some(ids=IDS)),
+    some(chat=some(messages=st.lists(some(role=TEXT, content=st.lists(some(text=TEXT), max_size=2)), max_size=2))),
+)
+REST = some(
+    request_id=TEXT,
+    sampling=SAMPLING,
+    stopping=STOPPING,
+    n=st.integers(0, 2),
+    priority=st.integers(-5, 5),
+    deadlines=some(first_token=DURATION, total=DURATION),
+    truncate_prompt_tokens=UINT32,
+    metadata=st.dictionaries(TEXT, TEXT, max_size=3),
+)
+
+
+def check_refusal(error: RequestError) -> None:
+    """It says that fields are wrong or not built, and which."""
+    assert error.reason in (Reason.INVALID_FIELD, Reason.NOT_IMPLEMENTED)
+    assert error.violations
+    names = {"prompt", *(field.name for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields)}
+    for violation in error.violations:
+        assert re.split(r"[.\[]", violation.field)[0] in names
+
+
+@settings(max_examples=500, deadline=None)
+@given(prompt=PROMPT, rest=REST, prompt_ids=IDS, has_chat_template=st.booleans())
+def test_request_is_refused_by_name_or_sound(
+    prompt: dict[str, Any], rest: dict[str, Any], prompt_ids: list[int], has_chat_template: bool
+) -> None:
+    limits = ModelLimits(
+        context_length=32,
+        vocabulary_size=64,
+        eos_token_ids=frozenset({2}),
+        default_sampling=types_pb2.SamplingParams(temperature=0.5),
+        has_chat_template=has_chat_template,
+    )
+    request = inference_pb2.GenerateRequest(**prompt, **rest)
+    try:
+        spec = validate_generate(request, limits, lambda: 1)
+        fitted = fit_tokens(prompt_ids, spec, limits)
+    except RequestError as error:
+        check_refusal(error)
+        return
+    assert 0 <= spec.sampling.temperature < math.inf
+    assert 0 < spec.sampling.top_p <= 1
+    assert spec.sampling.top_k >= 0
+    assert all(d is None or 0 < d < math.inf for d in (spec.first_token_deadline_s, spec.total_deadline_s))
+    assert 1 <= len(fitted.prompt_ids) <= len(prompt_ids)
+    assert tuple(prompt_ids[-len(fitted.prompt_ids) :]) == fitted.prompt_ids
+    assert all(token_id < limits.vocabulary_size for token_id in (*fitted.prompt_ids, *fitted.ending_token_ids))
+    assert max(1, spec.stopping.min_tokens) <= fitted.max_tokens <= limits.context_length - len(fitted.prompt_ids)

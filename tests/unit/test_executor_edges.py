@@ -1,0 +1,100 @@
+"""What the executor does at its edges: submits, KV size, the machine's limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from inflight.v1 import executor_pb2, types_pb2
+
+from common.machine import num_available_memory_bytes, num_usable_cores
+from executor.kv_size import KvBudget, KvSizeError, num_kv_blocks
+from executor.submission import SubmissionError, SubmissionLimits, sequence_from_submit
+
+LIMITS = SubmissionLimits(context_length=32, vocabulary_size=100, eos_token_ids=frozenset({2}))
+
+
+def make_submit(**changes: object) -> executor_pb2.Submit:
+    submit = executor_pb2.Submit(
+        request_id="r",
+        attempt=1,
+        prompt_ids=[1, 2, 3],
+        sampling=types_pb2.SamplingParams(temperature=0.5, top_k=3, top_p=0.5, seed=9),
+        stopping=types_pb2.StoppingParams(max_tokens=8, stop_token_ids=[7]),
+        reserved_blocks=4,
+        cache_salt=b"tenant",
+        num_choices=1,
+    )
+    submit.MergeFrom(executor_pb2.Submit(**changes))  # type: ignore[arg-type]
+    return submit
+
+
+def test_submit_becomes_a_sequence_with_the_models_own_ends() -> None:
+    sequence = sequence_from_submit(make_submit(prior_output_ids=[5]), LIMITS)
+    assert sequence.token_ids == [1, 2, 3, 5]
+    assert sequence.num_output_tokens == 1
+    assert sequence.stopping.stop_token_ids == {2, 7}
+    assert sequence.cache_salt == b"tenant"
+
+
+def test_ignored_end_of_sequence_does_not_end_a_sequence() -> None:
+    submit = make_submit(stopping=types_pb2.StoppingParams(ignore_eos=True))
+    assert sequence_from_submit(submit, LIMITS).stopping.stop_token_ids == {7}
+
+
+def test_bypassed_cache_keeps_the_sequence_out_of_it() -> None:
+    assert sequence_from_submit(make_submit(cache_bypass=True), LIMITS).cache_salt is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_ids": [100]},
+        {"prior_output_ids": [1] * 8},
+        {"stopping": types_pb2.StoppingParams(max_tokens=30)},
+        {"sampling": types_pb2.SamplingParams(temperature=float("nan"))},
+        {"sampling": types_pb2.SamplingParams(temperature=-1.0)},
+        {"sampling": types_pb2.SamplingParams(top_p=0.0)},
+        {"sampling": types_pb2.SamplingParams(top_k=-1)},
+    ],
+)
+def test_impossible_submit_is_invalid(changes: dict[str, object]) -> None:
+    with pytest.raises(SubmissionError) as error:
+        sequence_from_submit(make_submit(**changes), LIMITS)
+    assert error.value.reason == executor_pb2.REJECT_REASON_INVALID
+
+
+@pytest.mark.parametrize("changes", [{"num_choices": 2}, {"num_top_logprobs": 0}])
+def test_what_is_not_built_is_unsupported(changes: dict[str, object]) -> None:
+    with pytest.raises(SubmissionError) as error:
+        sequence_from_submit(make_submit(**changes), LIMITS)
+    assert error.value.reason == executor_pb2.REJECT_REASON_UNSUPPORTED
+
+
+def test_kv_pool_takes_the_tokens_asked_for_or_the_share_of_what_is_free() -> None:
+    assert num_kv_blocks(KvBudget(max_tokens=100, free_bytes=10_000, fraction=0.5), 16, 10) == 6
+    assert num_kv_blocks(KvBudget(max_tokens=0, free_bytes=10_000, fraction=0.5), 16, 10) == 500
+
+
+@pytest.mark.parametrize("budget", [KvBudget(1600, 900, 0.5), KvBudget(8, 10_000, 0.5), KvBudget(0, 15, 0.5)])
+def test_kv_pool_without_room_is_an_error_that_says_what_to_change(budget: KvBudget) -> None:
+    with pytest.raises(KvSizeError, match="max_tokens_in_paged_kv_cache"):
+        num_kv_blocks(budget, 16, 10)
+
+
+def test_cores_and_memory_respect_the_container(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("50000 100000")
+    (tmp_path / "memory.max").write_text("1000000")
+    (tmp_path / "memory.current").write_text("400000")
+    (tmp_path / "meminfo").write_text("MemTotal: 9999 kB\nMemAvailable: 5000 kB\n")
+    assert num_usable_cores(tmp_path) == 1
+    assert num_available_memory_bytes(tmp_path, tmp_path / "meminfo") == 600_000
+
+
+def test_machine_without_container_limits_has_what_the_host_has(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("max 100000")
+    (tmp_path / "memory.max").write_text("max")
+    (tmp_path / "meminfo").write_text("MemAvailable: 5000 kB\n")
+    assert num_usable_cores(tmp_path) >= 1
+    assert num_available_memory_bytes(tmp_path, tmp_path / "meminfo") == 5_120_000
+    assert num_available_memory_bytes(tmp_path, tmp_path / "absent") is None

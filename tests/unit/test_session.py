@@ -1,0 +1,90 @@
+"""A router's stream on the executor's side: frames, slots and credits."""
+
+from __future__ import annotations
+
+import asyncio
+
+from inflight.v1 import executor_pb2
+
+from executor.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping, TokenEvent
+from executor.session import Session
+
+
+def make_sequence(request_id: str) -> Sequence:
+    sampling, stopping = Sampling(0.0, 0, 1.0, 0), Stopping(100, 0, frozenset())
+    return Sequence(request_id, 1, [1], 1, sampling, stopping, 8, None)
+
+
+async def take(session: Session) -> executor_pb2.ServeResponse:
+    return await asyncio.wait_for(session.next_response(), 5)
+
+
+def is_waiting(session: Session) -> bool:
+    """Whether nothing can be sent now."""
+    coroutine = session.next_response()
+    try:
+        coroutine.send(None)
+    except StopIteration:
+        return False
+    coroutine.close()
+    return True
+
+
+async def test_tokens_of_a_step_leave_in_one_frame() -> None:
+    session = Session("router", 7, 64)
+    first, second = make_sequence("a"), make_sequence("b")
+    session.accept(first)
+    session.accept(second)
+    await take(session)
+    session.token(TokenEvent(first, 0, 11))
+    session.token(TokenEvent(second, 0, 22))
+    session.end_step(3)
+    response = await take(session)
+    assert response.generation == 7
+    assert response.step.step == 3
+    assert list(zip(response.step.slots, response.step.offsets, response.step.token_ids, strict=True)) == [
+        (0, 0, 11),
+        (1, 0, 22),
+    ]
+
+
+async def test_slow_reader_gets_the_held_back_tokens_in_one_frame_and_control_at_once() -> None:
+    session = Session("router", 1, 1)
+    sequence = make_sequence("a")
+    session.accept(sequence)
+    session.token(TokenEvent(sequence, 0, 10))
+    assert (await take(session)).step.frame == 1
+    # Given one unacknowledged frame, which is all that is allowed
+    for offset in range(1, 5):
+        session.token(TokenEvent(sequence, offset, 10 + offset))
+    assert is_waiting(session)
+    session.accept(make_sequence("b"))
+    response = await take(session)
+    assert response.accepted
+    assert not response.HasField("step")
+    # When the reader acknowledges
+    session.acknowledge(1)
+    response = await take(session)
+    assert list(response.step.token_ids) == [11, 12, 13, 14]
+    assert list(response.step.offsets) == [1, 2, 3, 4]
+
+
+async def test_slot_is_reused_only_after_the_frame_with_its_end_has_left() -> None:
+    session = Session("router", 1, 64)
+    first, second, third = make_sequence("a"), make_sequence("b"), make_sequence("c")
+    session.accept(first)
+    session.finish(FinishEvent(first, FinishReason.LENGTH))
+    session.accept(second)
+    response = await take(session)
+    assert [list(accepted.slots) for accepted in response.accepted] == [[0], [1]]
+    assert response.step.finished[0].slot == 0
+    session.accept(third)
+    assert list((await take(session)).accepted[0].slots) == [0]
+
+
+async def test_newer_report_replaces_one_not_sent_yet() -> None:
+    session = Session("router", 1, 64)
+    session.report(executor_pb2.Report(seq=1))
+    session.report(executor_pb2.Report(seq=2))
+    assert (await take(session)).report.seq == 2
+    assert is_waiting(session)

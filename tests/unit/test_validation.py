@@ -1,0 +1,413 @@
+"""What a request may say, and how it is told what is wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from inflight.v1 import inference_pb2, types_pb2
+
+from common.errors import Reason, RequestError
+from router.request_spec import (
+    ChatPrompt,
+    FittedRequest,
+    GenerateSpec,
+    ModelLimits,
+    ResolvedSampling,
+    TextPrompt,
+    TokenPrompt,
+)
+from router.unbuilt import unbuilt_defaults
+from router.validation import (
+    MAX_DEADLINE_S,
+    fit_tokens,
+    validate_detokenize,
+    validate_generate,
+    validate_tokenize,
+)
+
+SEED = 4711
+
+
+def limits_of(**changes: Any) -> ModelLimits:
+    """A small model."""
+    values: dict[str, Any] = {
+        "context_length": 100,
+        "vocabulary_size": 1000,
+        "eos_token_ids": frozenset({2, 3}),
+        "default_sampling": types_pb2.SamplingParams(),
+        "has_chat_template": True,
+    }
+    return ModelLimits(**(values | changes))
+
+
+def validated(limits: ModelLimits | None = None, **fields: Any) -> GenerateSpec:
+    """The meaning of a request with these fields, prompt "hi" unless given."""
+    if not {"text", "text_bytes", "token_ids", "chat"} & fields.keys():
+        fields["text"] = "hi"
+    return validate_generate(inference_pb2.GenerateRequest(**fields), limits or limits_of(), lambda: SEED)
+
+
+def refused_fields(limits: ModelLimits | None = None, **fields: Any) -> list[str]:
+    """The fields that a request is refused for."""
+    with pytest.raises(RequestError) as caught:
+        validated(limits, **fields)
+    assert caught.value.reason is Reason.INVALID_FIELD
+    for violation in caught.value.violations:
+        assert f"{violation.field}: {violation.description}" in str(caught.value)
+    return [violation.field for violation in caught.value.violations]
+
+
+def user(text: str) -> dict[str, Any]:
+    """A chat message."""
+    return {"role": "user", "content": [{"text": text}]}
+
+
+def test_bare_request_gets_every_default() -> None:
+    spec = validated()
+    assert spec.prompt == TextPrompt("text", "hi")
+    assert spec.sampling == ResolvedSampling(temperature=1.0, top_k=0, top_p=1.0, seed=SEED)
+    assert (spec.request_id, spec.model, spec.tenant, spec.truncate_prompt_tokens) == (None, None, None, None)
+    assert (spec.stopping.max_tokens, spec.stopping.min_tokens, spec.stopping.stops) == (None, 0, ())
+    assert (spec.output.text, spec.output.token_ids) == (True, False)
+    assert spec.priority == types_pb2.PRIORITY_CLASS_STANDARD
+    assert (spec.first_token_deadline_s, spec.total_deadline_s) == (None, None)
+
+
+def test_unset_sampling_follows_the_models_generation_config() -> None:
+    limits = limits_of(default_sampling=types_pb2.SamplingParams(temperature=0.25, top_k=40, top_p=0.5))
+    assert validated(limits).sampling == ResolvedSampling(0.25, 40, 0.5, SEED)
+    asked = validated(limits, sampling={"temperature": 0, "top_k": 0, "seed": 0}).sampling
+    assert asked == ResolvedSampling(0.0, 0, 0.5, 0)
+
+
+def test_resolved_sampling_names_every_value_on_the_wire() -> None:
+    sent = validated(sampling={"seed": 2**64 - 1}).sampling.to_proto()
+    unset = {f.name for f in sent.DESCRIPTOR.fields if f.has_presence and not sent.HasField(f.name)}
+    assert unset == set()
+    assert (sent.seed, sent.temperature, sent.repetition_penalty) == (2**64 - 1, 1.0, 1.0)
+
+
+def test_everything_given_is_carried() -> None:
+    spec = validated(
+        request_id="a-Z0.9_:x",
+        model="smollm2",
+        tenant="acme",
+        stopping={
+            "max_tokens": 7,
+            "min_tokens": 7,
+            "stop": ["\n", "END"],
+            "stop_token_ids": [999],
+            "include_stop": True,
+            "ignore_eos": True,
+        },
+        output={"text": False, "token_ids": True},
+        priority=types_pb2.PRIORITY_CLASS_BATCH,
+        deadlines={"first_token": {"seconds": 1, "nanos": 500_000_000}, "total": {"seconds": 60}},
+        cache={"salt": "s", "bypass": True},
+        want_queue_events=True,
+        truncate_prompt_tokens=50,
+        metadata={"b": "2", "a": "1"},
+    )
+    assert (spec.request_id, spec.model, spec.tenant) == ("a-Z0.9_:x", "smollm2", "acme")
+    assert (spec.stopping.max_tokens, spec.stopping.min_tokens) == (7, 7)
+    assert (spec.stopping.stops, spec.stopping.stop_token_ids) == (("\n", "END"), (999,))
+    assert (spec.stopping.include_stop, spec.stopping.ignore_eos) == (True, True)
+    assert (spec.output.text, spec.output.token_ids) == (False, True)
+    assert spec.priority == types_pb2.PRIORITY_CLASS_BATCH
+    assert (spec.first_token_deadline_s, spec.total_deadline_s) == (1.5, 60.0)
+    assert (spec.cache_salt, spec.cache_bypass, spec.want_queue_events) == ("s", True, True)
+    assert spec.truncate_prompt_tokens == 50
+    assert spec.metadata == (("a", "1"), ("b", "2"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ({"text_bytes": "é🦙".encode()}, TextPrompt("text_bytes", "é🦙")),
+        ({"token_ids": {"ids": [5, 6]}}, TokenPrompt("token_ids", (5, 6))),
+        (
+            {"chat": {"messages": [user("hi")]}},
+            ChatPrompt("chat", inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**user("hi"))])),
+        ),
+    ],
+)
+def test_prompt_of_every_kind_is_taken(prompt: dict[str, Any], expected: object) -> None:
+    assert validated(**prompt).prompt == expected
+
+
+def test_request_without_a_prompt_is_refused() -> None:
+    with pytest.raises(RequestError, match="prompt: is empty; exactly one of text, text_bytes, token_ids, chat"):
+        validate_generate(inference_pb2.GenerateRequest(), limits_of(), lambda: SEED)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        ({"text": ""}, "text"),
+        ({"text_bytes": b""}, "text_bytes"),
+        ({"token_ids": {}}, "token_ids.ids"),
+        ({"chat": {}}, "chat.messages"),
+        ({"chat": {"messages": [user("hi"), {"content": [{"text": "hi"}]}]}}, "chat.messages[1].role"),
+        ({"chat": {"messages": [{"role": "user", "content": [{"text": "a"}, {}]}]}}, "chat.messages[0].content[1]"),
+        ({"chat": {"messages": [user("hi")], "tools": [{}]}}, "chat.tools[0]"),
+        (
+            {"chat": {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]}},
+            "chat.messages[0].tool_calls[0].arguments",
+        ),
+        (
+            {
+                "chat": {
+                    "messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a":"\\ud800"}'}]}]
+                }
+            },
+            "chat.messages[0].tool_calls[0].arguments",
+        ),
+        ({"chat": {"messages": [{"role": "assistant", "tool_calls": [{}]}]}}, "chat.messages[0].tool_calls[0].name"),
+    ],
+)
+def test_empty_or_broken_prompt_is_refused(prompt: dict[str, Any], field: str) -> None:
+    assert refused_fields(**prompt) == [field]
+
+
+def test_template_variable_that_is_no_number_is_refused() -> None:
+    chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**user("hi"))])
+    chat.template_kwargs.update({"deep": {"list": [1, math.nan]}})
+    assert refused_fields(chat=chat) == ["chat.template_kwargs.deep.list[1]"]
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_their_place() -> None:
+    with pytest.raises(RequestError, match=r"text_bytes: is not UTF-8: invalid start byte at byte 2"):
+        validated(text_bytes=b"ok\xff")
+
+
+def test_conversation_for_a_model_without_template_is_refused() -> None:
+    assert refused_fields(limits_of(has_chat_template=False), chat={"messages": [user("hi")]}) == ["chat"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [
+        ({"text": "x" * 10_000_000}, "text"),
+        ({"text": "é" * 2_500_000}, "text"),
+        ({"text_bytes": b"x" * 10_000_000}, "text_bytes"),
+        ({"token_ids": {"ids": [1] * 5_000_000}}, "token_ids.ids"),
+        ({"chat": {"messages": [user("x" * 10_000_000)]}}, "chat"),
+    ],
+)
+def test_prompt_beyond_the_byte_limit_is_refused(prompt: dict[str, Any], field: str) -> None:
+    assert refused_fields(**prompt) == [field]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"sampling": {"temperature": -0.1}}, "sampling.temperature"),
+        ({"sampling": {"temperature": math.nan}}, "sampling.temperature"),
+        ({"sampling": {"temperature": math.inf}}, "sampling.temperature"),
+        ({"sampling": {"top_k": -1}}, "sampling.top_k"),
+        ({"sampling": {"top_p": 0.0}}, "sampling.top_p"),
+        ({"sampling": {"top_p": 1.01}}, "sampling.top_p"),
+        ({"sampling": {"top_p": math.nan}}, "sampling.top_p"),
+        ({"stopping": {"max_tokens": 0}}, "stopping.max_tokens"),
+        ({"stopping": {"max_tokens": 4, "min_tokens": 5}}, "stopping.min_tokens"),
+        ({"stopping": {"stop": ["x"] * 65}}, "stopping.stop"),
+        ({"stopping": {"stop": [str(i) for i in range(10_000)]}}, "stopping.stop"),
+        ({"stopping": {"stop": ["x", ""]}}, "stopping.stop[1]"),
+        ({"stopping": {"stop": ["x" * 1025]}}, "stopping.stop[0]"),
+        ({"stopping": {"stop_token_ids": [1] * 257}}, "stopping.stop_token_ids"),
+        ({"stopping": {"stop_token_ids": [1, 1000]}}, "stopping.stop_token_ids[1]"),
+        ({"constraint": {}}, "constraint"),
+        ({"request_id": "no spaces"}, "request_id"),
+        ({"request_id": "line\n"}, "request_id"),
+        ({"request_id": "é"}, "request_id"),
+        ({"request_id": "x" * 129}, "request_id"),
+        ({"model": "x" * 257}, "model"),
+        ({"tenant": "x" * 257}, "tenant"),
+        ({"tenant": "a\0b"}, "tenant"),
+        ({"cache": {"salt": "x" * 257}}, "cache.salt"),
+        ({"priority": 99}, "priority"),
+        ({"deadlines": {"total": {}}}, "deadlines.total"),
+        ({"deadlines": {"total": {"seconds": MAX_DEADLINE_S, "nanos": 1000}}}, "deadlines.total"),
+        ({"deadlines": {"first_token": {"nanos": -1}}}, "deadlines.first_token"),
+        ({"metadata": {str(i): "x" for i in range(65)}}, "metadata"),
+        ({"metadata": {"": "x"}}, "metadata"),
+        ({"metadata": {"k" * 65: "x"}}, "metadata"),
+        ({"metadata": {"k": "x" * 1025}}, "metadata[k]"),
+    ],
+)
+def test_value_out_of_range_is_refused(fields: dict[str, Any], field: str) -> None:
+    assert refused_fields(**fields) == [field]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling": {"temperature": 0, "top_k": 0, "top_p": 1}},
+        {"sampling": {"temperature": 100, "top_k": 2**31 - 1, "top_p": 1e-6}},
+        {"stopping": {"max_tokens": 1, "min_tokens": 1}},
+        {"stopping": {"stop": ["x" * 1024] * 64, "stop_token_ids": [999] * 256}},
+        {"request_id": "x" * 128},
+        {"deadlines": {"first_token": {"nanos": 1}, "total": {"seconds": MAX_DEADLINE_S}}},
+        {"metadata": {"k" * 64: "x" * 1024} | {str(i): "" for i in range(63)}},
+    ],
+)
+def test_value_at_the_edge_of_its_range_is_taken(fields: dict[str, Any]) -> None:
+    validated(**fields)
+
+
+def test_everything_wrong_is_told_at_once() -> None:
+    fields = refused_fields(
+        text="", request_id=" ", sampling={"temperature": -1, "top_p": 2}, stopping={"max_tokens": 0, "stop": [""]}
+    )
+    assert fields == [
+        "request_id",
+        "text",
+        "sampling.temperature",
+        "sampling.top_p",
+        "stopping.max_tokens",
+        "stopping.stop[0]",
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling": {"min_p": 0, "typical_p": 1, "presence_penalty": 0, "frequency_penalty": 0}},
+        {"sampling": {"repetition_penalty": 1}},
+        {"n": 1, "best_of": 1},
+        {"n": 0, "best_of": 0},
+        {"prior_output": {}},
+        {"output": {"coalesce_ms": 0}},
+    ],
+)
+def test_value_that_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:
+    assert validated(**fields) == validated()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"sampling": {"repetition_penalty": 0}}, "sampling.repetition_penalty"),
+        ({"sampling": {"min_p": math.nan}}, "sampling.min_p"),
+        ({"n": 2}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"constraint": {"json_schema": ""}}, "constraint.json_schema"),
+        ({"resume_ttl": {}}, "resume_ttl"),
+    ],
+)
+def test_function_that_is_not_built_is_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError, match="not implemented yet") as caught:
+        validated(**fields)
+    assert caught.value.reason is Reason.NOT_IMPLEMENTED
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_all_functions_that_are_not_built_are_named() -> None:
+    with pytest.raises(RequestError) as caught:
+        validated(n=3, detach=True, sampling={"min_p": 0.1})
+    assert [violation.field for violation in caught.value.violations] == ["sampling.min_p", "n", "detach"]
+
+
+def test_generation_config_that_has_no_effect_is_known() -> None:
+    defaults = types_pb2.SamplingParams(temperature=0.6, min_p=0, repetition_penalty=1.1, typical_p=0.9)
+    assert list(unbuilt_defaults(defaults)) == ["typical_p", "repetition_penalty"]
+
+
+def fitted(num_tokens: int, limits: ModelLimits | None = None, **fields: Any) -> FittedRequest:
+    """The fitted request for a prompt of ids 10, 11, ..."""
+    limits = limits or limits_of()
+    return fit_tokens([10 + i for i in range(num_tokens)], validated(limits, **fields), limits)
+
+
+def test_max_tokens_defaults_to_what_the_context_leaves() -> None:
+    assert fitted(30).max_tokens == 70
+    assert fitted(99).max_tokens == 1
+
+
+def test_prompt_and_max_tokens_may_fill_the_context() -> None:
+    assert fitted(30, stopping={"max_tokens": 70}).max_tokens == 70
+
+
+def test_more_than_the_context_is_refused_with_the_numbers() -> None:
+    with pytest.raises(RequestError, match=r"stopping\.max_tokens: is 71, and the prompt has 30 tokens.*100") as caught:
+        fitted(30, stopping={"max_tokens": 71})
+    assert caught.value.violations[0].field == "stopping.max_tokens"
+
+
+def test_prompt_that_fills_the_context_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"text: has 100 tokens.*context is 100"):
+        fitted(100)
+
+
+def test_prompt_without_tokens_is_refused() -> None:
+    with pytest.raises(RequestError, match="prompt: is empty"):
+        fitted(0)
+
+
+def test_min_tokens_above_what_the_context_leaves_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"stopping\.min_tokens: is 71; must be at most max_tokens, which is 70"):
+        fitted(30, stopping={"min_tokens": 71})
+
+
+def test_long_prompt_is_cut_from_its_beginning_where_asked() -> None:
+    request = fitted(500, truncate_prompt_tokens=3)
+    assert request.prompt_ids == (507, 508, 509)
+    assert (request.num_truncated_tokens, request.max_tokens) == (497, 97)
+
+
+def test_short_prompt_is_not_cut() -> None:
+    request = fitted(2, truncate_prompt_tokens=3)
+    assert request.prompt_ids == (10, 11)
+    assert request.num_truncated_tokens == 0
+
+
+def test_token_id_outside_the_vocabulary_is_refused_by_place() -> None:
+    spec = validated(token_ids={"ids": [5, 1000]})
+    with pytest.raises(RequestError, match=r"token_ids\.ids\[1\]: token id 1000 is outside .* 1000 ids \(0 to 999\)"):
+        fit_tokens([5, 1000], spec, limits_of())
+
+
+def test_token_that_the_model_lacks_is_refused_for_text_too() -> None:
+    with pytest.raises(RequestError, match=r"text: token id 1000 is outside"):
+        fit_tokens([5, 1000], validated(), limits_of())
+
+
+def test_ending_ids_are_the_requests_and_the_models() -> None:
+    assert fitted(3, stopping={"stop_token_ids": [7]}).ending_token_ids == {2, 3, 7}
+    assert fitted(3, stopping={"stop_token_ids": [7], "ignore_eos": True}).ending_token_ids == {7}
+
+
+def test_stopping_on_the_wire_has_max_tokens_and_no_stop_strings() -> None:
+    sent = fitted(30, stopping={"stop": ["x"], "include_stop": True, "min_tokens": 2}).stopping_proto()
+    assert sent == types_pb2.StoppingParams(max_tokens=70, min_tokens=2)
+
+
+def test_text_to_tokenize_may_be_empty() -> None:
+    prompt = validate_tokenize(inference_pb2.TokenizeRequest(text="", add_special_tokens=False), limits_of())
+    assert prompt == TextPrompt("text", "", add_special_tokens=False)
+    prompt = validate_tokenize(inference_pb2.TokenizeRequest(text="x"), limits_of())
+    assert prompt == TextPrompt("text", "x", add_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "input"),
+        ({"text": "x" * 5_000_000}, "text"),
+        ({"chat": {}}, "chat.messages"),
+    ],
+)
+def test_nothing_to_tokenize_is_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        validate_tokenize(inference_pb2.TokenizeRequest(**fields), limits_of())
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_ids_to_detokenize_are_within_the_vocabulary() -> None:
+    assert validate_detokenize(inference_pb2.DetokenizeRequest(token_ids=[0, 999]), limits_of()) == (0, 999)
+    with pytest.raises(RequestError, match=r"token_ids\[1\]: token id 1000 is outside"):
+        validate_detokenize(inference_pb2.DetokenizeRequest(token_ids=[0, 1000]), limits_of())
+    with pytest.raises(RequestError, match="token_ids: has 17 ids; at most 16"):
+        validate_detokenize(inference_pb2.DetokenizeRequest(token_ids=[0] * 17), limits_of(max_prompt_bytes=16))

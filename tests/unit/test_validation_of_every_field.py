@@ -1,0 +1,179 @@
+"""No field of a request is ever ignored: each is refused as not built, or changes what the request means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from inflight.v1 import inference_pb2, types_pb2
+
+from common.errors import Reason, RequestError
+from router.request_spec import ChatPrompt, GenerateSpec, ModelLimits
+from router.text.chat import plain_struct, template_messages, template_tools
+from router.unbuilt import UNBUILT
+from router.validation import validate_generate
+
+LIMITS = ModelLimits(
+    context_length=100,
+    vocabulary_size=1000,
+    eos_token_ids=frozenset({2}),
+    default_sampling=types_pb2.SamplingParams(),
+    has_chat_template=True,
+)
+# Taken as a whole, not field by field.
+WHOLE = {"google.protobuf.Duration", "google.protobuf.Struct"}
+
+SUPPORTED = frozenset(
+    {
+        "request_id",
+        "model",
+        "text",
+        "text_bytes",
+        "token_ids.ids",
+        "chat.messages.role",
+        "chat.messages.content.text",
+        "chat.messages.name",
+        "chat.messages.tool_calls.id",
+        "chat.messages.tool_calls.name",
+        "chat.messages.tool_calls.arguments",
+        "chat.messages.tool_call_id",
+        "chat.tools",
+        "chat.template_kwargs",
+        "sampling.temperature",
+        "sampling.top_k",
+        "sampling.top_p",
+        "sampling.seed",
+        "stopping.max_tokens",
+        "stopping.min_tokens",
+        "stopping.stop",
+        "stopping.stop_token_ids",
+        "stopping.include_stop",
+        "stopping.ignore_eos",
+        "output.text",
+        "output.token_ids",
+        "priority",
+        "tenant",
+        "deadlines.first_token",
+        "deadlines.total",
+        "cache.salt",
+        "cache.bypass",
+        "want_queue_events",
+        "truncate_prompt_tokens",
+        "metadata",
+    }
+)
+# Values of fields for which the sample of their type does not do.
+SAMPLES: dict[str, Any] = {
+    "chat.messages.tool_calls.arguments": '{"x": 1}',
+    "output.text": False,
+    "best_of": 2,
+    "n": 2,
+    "sampling.top_p": 0.5,
+    "sampling.typical_p": 0.5,
+    "priority": types_pb2.PRIORITY_CLASS_BATCH,
+}
+
+
+def leaf_paths(descriptor: Any, prefix: str = "") -> Iterator[str]:
+    """Every field that carries a value, by its path."""
+    for field in descriptor.fields:
+        path = prefix + field.name
+        inner = field.message_type
+        if inner is None or inner.GetOptions().map_entry or inner.full_name in WHOLE:
+            yield path
+        elif inner.full_name == "inflight.v1.ChoiceList":
+            yield path  # refused by the field that holds it
+        else:
+            yield from leaf_paths(inner, path + ".")
+
+
+PATHS = sorted(leaf_paths(inference_pb2.GenerateRequest.DESCRIPTOR))
+
+
+def sample_of(field: Any) -> Any:
+    """A value that asks for something."""
+    match field.cpp_type:
+        case FieldDescriptor.CPPTYPE_STRING:
+            return b"x" if field.type == FieldDescriptor.TYPE_BYTES else "x"
+        case FieldDescriptor.CPPTYPE_BOOL:
+            return True
+        case FieldDescriptor.CPPTYPE_FLOAT | FieldDescriptor.CPPTYPE_DOUBLE:
+            return 0.25
+        case _:
+            return 3
+
+
+def set_path(message: Message, path: str, full_path: str) -> None:
+    """Sets one field, through the first element of repeated messages."""
+    name, _, rest = path.partition(".")
+    field = message.DESCRIPTOR.fields_by_name[name]
+    value = getattr(message, name)
+    if rest:
+        inner = value if not field.is_repeated else value[0] if value else value.add()
+        set_path(inner, rest, full_path)
+    elif field.message_type is not None:
+        set_message(field, value)
+    elif field.is_repeated:
+        value.append(SAMPLES.get(full_path, sample_of(field)))
+    else:
+        setattr(message, name, SAMPLES.get(full_path, sample_of(field)))
+
+
+def set_message(field: Any, value: Any) -> None:
+    """Gives a map or a message that is taken as a whole a value."""
+    if field.message_type.GetOptions().map_entry:
+        key, inner = (sample_of(field.message_type.fields_by_name[name]) for name in ("key", "value"))
+        value[key] = inner
+    elif field.message_type.full_name == "google.protobuf.Duration":
+        value.seconds = 5
+    elif field.message_type.full_name == "inflight.v1.ChoiceList":
+        value.choices.append("x")
+    else:
+        (value.add() if field.is_repeated else value).update({"x": 1})
+
+
+def request_for(path: str) -> inference_pb2.GenerateRequest:
+    """The smallest sound request beside which one field of this path makes sense."""
+    request = inference_pb2.GenerateRequest()
+    if path.startswith("chat."):
+        message = request.chat.messages.add(role="user")
+        if ".tool_calls" in path:
+            message.tool_calls.add(name="f")
+    elif path not in ("text_bytes", "token_ids.ids"):
+        request.text = "hi"
+    return request
+
+
+def meaning(request: inference_pb2.GenerateRequest) -> tuple[object, ...]:
+    """All that the rest of the router sees of a request. A conversation counts by what its template sees."""
+    spec: GenerateSpec = validate_generate(request, LIMITS, lambda: 0)
+    others = tuple(getattr(spec, name) for name in spec.__slots__ if name != "prompt")
+    if isinstance(spec.prompt, ChatPrompt):
+        chat = spec.prompt.chat
+        return (template_messages(chat), template_tools(chat), plain_struct(chat.template_kwargs), *others)
+    return (spec.prompt, *others)
+
+
+def test_every_field_is_listed_once() -> None:
+    unbuilt = {field.path for field in UNBUILT}
+    assert SUPPORTED | unbuilt == set(PATHS)
+    assert SUPPORTED & unbuilt == set()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_field_is_refused_or_changes_what_the_request_means(path: str) -> None:
+    request = request_for(path)
+    set_path(request, path, path)
+    if path in SUPPORTED:
+        before = request_for(path)
+        if before.WhichOneof("prompt") is None:
+            before.text = "hi"
+        assert meaning(request) != meaning(before)
+        return
+    with pytest.raises(RequestError) as caught:
+        validate_generate(request, LIMITS, lambda: 0)
+    assert caught.value.reason is Reason.NOT_IMPLEMENTED
+    assert [violation.field for violation in caught.value.violations] == [path]

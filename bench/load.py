@@ -1,0 +1,147 @@
+"""Sends a workload to a router and writes down when what came back. Times only; the figures are made of them later."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+
+from bench.measures import Outcome, Run, SeatSample, measure
+from bench.workloads import GATE_TOKENS, PlannedRequest, Workload
+from client.aio import Client
+from client.errors import InflightError
+from client.events import Delta, Event, Started
+
+SAMPLE_INTERVAL_S = 0.1
+# An executor reports at least once a second: by then its last step is counted.
+SETTLE_TIMEOUT_S = 3.0
+
+GATE_PROMPT_IDS = (0,)
+GATE_TIMEOUT_S = 2.0
+GATE_INTERVAL_S = 0.02
+
+Clock = Callable[[], float]
+
+
+async def run_workload(client: Client, workload: Workload, *, mode: str, round_number: int) -> Run:
+    """Runs a workload to its end, sampling the seats meanwhile.
+
+    Where all requests come at once, a request of our own holds every executor until enough of them wait there: a static
+    batch would else leave with the very first passenger alone, and cost static batching a whole round.
+    """
+    before = await sample_seats(client, 0.0)
+    gates = await _close_gates(client, before.num_executors) if workload.arrives_at_once else []
+    start = time.perf_counter()
+
+    def clock() -> float:
+        return time.perf_counter() - start
+
+    ended = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        sampling = group.create_task(_sample_until(client, ended, clock))
+        sending = [group.create_task(_send(client, planned, clock)) for planned in workload.requests]
+        if gates:
+            await _until_crowded(client, min(before.seats_total, len(sending)) + len(gates))
+            for gate in gates:
+                await gate.aclose()
+        outcomes = [await sent for sent in sending]
+        ended.set()
+        samples = await sampling
+    after = await _settled(client, clock)
+    return Run(
+        mode=mode,
+        round=round_number,
+        measures=measure(outcomes, samples, after.num_steps - before.num_steps),
+        samples=tuple(samples),
+        errors=tuple(dict.fromkeys(outcome.error for outcome in outcomes if outcome.error is not None)),
+    )
+
+
+async def sample_seats(client: Client, at_s: float) -> SeatSample:
+    """What all executors hold now."""
+    capacity = await client.capacity()
+    executors = capacity.executors
+    return SeatSample(
+        at_s=at_s,
+        num_executors=len(executors),
+        seats_total=sum(executor.seats_total for executor in executors),
+        seats_used=sum(executor.seats_used for executor in executors),
+        num_queued=capacity.num_queued + sum(executor.num_waiting for executor in executors),
+        blocks_used=sum(executor.blocks_used for executor in executors),
+        num_steps=sum(executor.num_steps for executor in executors),
+    )
+
+
+async def _close_gates(client: Client, num_executors: int) -> list[AsyncGenerator[Event, None]]:
+    """Seats one request on each executor: each takes room, so that the next one finds more elsewhere."""
+    gates = []
+    for _ in range(num_executors):
+        gate = client.generate(token_ids=GATE_PROMPT_IDS, max_tokens=GATE_TOKENS, ignore_eos=True).events()
+        async for event in gate:
+            if isinstance(event, Started | Delta):
+                break
+        gates.append(gate)
+    return gates
+
+
+async def _until_crowded(client: Client, num_requests: int) -> None:
+    """Returns when so many requests sit or wait, or have had time enough to."""
+    with suppress(TimeoutError, InflightError):
+        async with asyncio.timeout(GATE_TIMEOUT_S):
+            while True:
+                sample = await sample_seats(client, 0.0)
+                if sample.seats_used + sample.num_queued >= num_requests:
+                    return
+                await asyncio.sleep(GATE_INTERVAL_S)  # the API has no watch
+
+
+async def _send(client: Client, planned: PlannedRequest, clock: Clock) -> Outcome:
+    """Sends one request at its time and reads it to the end."""
+    await asyncio.sleep(planned.arrival_s)
+    sent_s = clock()
+    first_s: float | None = None
+    last_s = sent_s
+    tokens = 0
+    gaps_ms: list[float] = []
+    error: str | None = None
+    try:
+        async for delta in client.generate(
+            token_ids=planned.prompt_ids, max_tokens=planned.output_tokens, ignore_eos=True, temperature=0.0
+        ):
+            if delta.num_tokens == 0:
+                continue
+            now_s = clock()
+            if first_s is None:
+                first_s = now_s
+                gaps_ms += [0.0] * (delta.num_tokens - 1)
+            else:
+                gaps_ms += [(now_s - last_s) * 1e3 / delta.num_tokens] * delta.num_tokens
+            last_s = now_s
+            tokens += delta.num_tokens
+        if tokens != planned.output_tokens:
+            error = f"{tokens} tokens came of {planned.output_tokens}"
+    except InflightError as refused:
+        error = str(refused)
+    return Outcome(sent_s, first_s, clock(), tokens, tuple(gaps_ms), error)
+
+
+async def _sample_until(client: Client, ended: asyncio.Event, clock: Clock) -> list[SeatSample]:
+    """Samples at a steady rate. A sample that fails is left out: the run itself says what went wrong."""
+    samples: list[SeatSample] = []
+    while not ended.is_set():
+        with suppress(InflightError):
+            samples.append(await sample_seats(client, clock()))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), SAMPLE_INTERVAL_S)
+    return samples
+
+
+async def _settled(client: Client, clock: Clock) -> SeatSample:
+    """The first sample with nobody on a seat, or the last one before the time is over."""
+    deadline_s = clock() + SETTLE_TIMEOUT_S
+    while True:
+        sample = await sample_seats(client, clock())
+        if sample.seats_used + sample.num_queued == 0 or clock() > deadline_s:
+            return sample
+        await asyncio.sleep(SAMPLE_INTERVAL_S)

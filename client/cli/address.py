@@ -1,0 +1,48 @@
+"""Where the routers are, for every command that talks to them, and the flags that say so."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from client.stack.options import DEFAULT_RUN_DIR
+from client.stack.state import read_state
+
+ADDRESS_VARIABLE = "INFLIGHT_ADDRESS"
+RUN_DIR_VARIABLE = "INFLIGHT_RUN_DIR"
+DEFAULT_ADDRESS = "localhost:50051"
+
+
+def add_address_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `--address` and `--run-dir`."""
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help=f"router to ask [{ADDRESS_VARIABLE}]; default: the local stack of the run folder, else {DEFAULT_ADDRESS}",
+    )
+    add_run_dir_flag(parser)
+
+
+def add_run_dir_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds `--run-dir`."""
+    parser.add_argument(
+        "--run-dir",
+        metavar="FOLDER",
+        help=f"folder with state.json and the logs of the local stack [{RUN_DIR_VARIABLE}]; default: {DEFAULT_RUN_DIR}",
+    )
+
+
+def resolve_address(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> str:
+    """The router to ask: flag, environment, running local stack, default; the first of these that is there."""
+    given = options.address or environment.get(ADDRESS_VARIABLE)
+    if given:
+        return str(given)
+    state = read_state(resolve_run_dir(options, environment))
+    return DEFAULT_ADDRESS if state is None else state.address
+
+
+def resolve_run_dir(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Path:
+    """The run folder: flag, environment, default."""
+    return Path(options.run_dir or environment.get(RUN_DIR_VARIABLE) or DEFAULT_RUN_DIR)

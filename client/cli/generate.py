@@ -1,0 +1,90 @@
+"""`inflight generate`: streams the answer to one prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from client.cli.address import add_address_flags, resolve_address
+from client.cli.answer import print_answer
+from client.cli.outcome import EXIT_USAGE, CommandError, errors_in_words
+from client.cli.sampling_flags import add_sampling_flags, request_options
+from client.events import Completion
+from client.requests import ChatMessage
+from client.sync import Client, Stream
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    flags = _parser().parse_args(argv)
+    prompt = _read_prompt(flags.prompt)
+    address = resolve_address(flags)
+    with errors_in_words(address), Client(address) as client:
+        stream = _send(client, prompt, flags)
+        if flags.json:
+            print(as_json(stream.result()))
+            return 0
+        summary = print_answer(stream, sys.stdout)
+        print()
+        print(summary, file=sys.stderr)
+    return 0
+
+
+def as_json(result: Completion) -> str:
+    """The whole result as one JSON object on one line."""
+    reason = result.finish_reason
+    return json.dumps(
+        {
+            "request_id": result.request_id,
+            "text": result.text,
+            "finish_reason": None if reason is None else reason.value,
+            "usage": asdict(result.usage),
+            "timing": asdict(result.timing),
+        },
+        ensure_ascii=False,
+    )
+
+
+def _send(client: Client, prompt: str, flags: argparse.Namespace) -> Stream:
+    options = request_options(flags)
+    if flags.raw or not (flags.chat or flags.system is not None or _has_chat_template(client, flags.model)):
+        return client.generate(prompt, timeout=flags.timeout, **options)
+    turns: list[ChatMessage] = [{"role": "user", "content": prompt}]
+    if flags.system is not None:
+        turns.insert(0, {"role": "system", "content": flags.system})
+    return client.generate(chat=turns, timeout=flags.timeout, **options)
+
+
+def _has_chat_template(client: Client, name: str | None) -> bool:
+    """Whether the model that will answer has one; a name that does not exist is for `Generate` to refuse."""
+    models = [model for model in client.list_models() if name in (None, model.name)]
+    return bool(models) and all(model.has_chat_template for model in models)
+
+
+def _read_prompt(given: str | None) -> str:
+    if given not in (None, "-"):
+        return str(given)
+    if given is None and sys.stdin.isatty():
+        raise CommandError("give a prompt, or - to read it from standard input", EXIT_USAGE)
+    return sys.stdin.read()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="inflight generate",
+        description="Streams the answer to one prompt to standard output, and a line about it to standard error. The "
+        "prompt is a chat message of the user's where the model has a chat template, and else text to go on with.",
+    )
+    parser.add_argument("prompt", nargs="?", help="the prompt; - reads it from standard input")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--chat", action="store_true", help="the prompt is a chat message")
+    form.add_argument("--raw", action="store_true", help="the prompt is text to go on with")
+    parser.add_argument("--system", metavar="TEXT", help="system message before the chat message")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the request after this long")
+    add_sampling_flags(parser)
+    add_address_flags(parser)
+    return parser

@@ -1,0 +1,90 @@
+"""`inflight status`: what every executor holds and what waits, once or again and again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from client.catalogue import Capacity, ExecutorCapacity
+from client.cli.address import add_address_flags, resolve_address
+from client.cli.outcome import EXIT_USAGE, CommandError, errors_in_words
+from client.sync import Client
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    flags = _parser().parse_args(argv)
+    if flags.watch is not None and not 0.1 <= flags.watch <= 3600:
+        raise CommandError(f"--watch: {flags.watch} is not between 0.1 and 3600 seconds", EXIT_USAGE)
+    address = resolve_address(flags)
+    with errors_in_words(address), Client(address) as client:
+        capacity = client.capacity(model=flags.model or "")
+        if flags.json:
+            print(json.dumps(asdict(capacity)))
+        elif flags.watch is None:
+            Console().print(capacity_view(capacity))
+        else:
+            _watch(client, capacity, flags.model or "", flags.watch)
+    return 0
+
+
+def capacity_view(capacity: Capacity) -> Group:
+    """A table per model with a row per executor, and a line about the queues."""
+    models = sorted({executor.model for executor in capacity.executors})
+    tables: list[Table | Text] = [
+        _table(model, [e for e in capacity.executors if e.model == model]) for model in models
+    ]
+    waiting = ", ".join(f"{queue.num_requests} {queue.priority} for {queue.model}" for queue in capacity.queues)
+    return Group(*(tables or [Text("no executor")]), Text(f"waiting: {waiting}" if waiting else "nothing waits"))
+
+
+def _table(model: str, executors: Sequence[ExecutorCapacity]) -> Table:
+    table = Table(title=model, title_justify="left", title_style="bold", box=None, header_style="dim")
+    table.add_column("executor", no_wrap=True)
+    for heading in ("seats", "standby", "KV blocks", "reserved", "cached", "tokens/s", "step ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for executor in executors:
+        table.add_row(*_row(executor), style="" if executor.accepting else "dim")
+    return table
+
+
+def _row(executor: ExecutorCapacity) -> tuple[str, ...]:
+    static = ", static" if executor.batching == "static" else ""
+    draining = "" if executor.accepting else ", takes nothing new"
+    return (
+        f"{executor.executor_id}{static}{draining}",
+        f"{executor.seats_used}/{executor.seats_total}",
+        str(executor.num_waiting),
+        f"{executor.blocks_used}/{executor.blocks_total}",
+        str(executor.blocks_reserved),
+        str(executor.blocks_cached),
+        f"{executor.output_tokens_per_s:.0f}",
+        f"{executor.step_ms:.1f}",
+    )
+
+
+def _watch(client: Client, capacity: Capacity, model: str, interval_s: float) -> None:
+    """Shows the capacity anew every `interval_s` seconds until Ctrl-C."""
+    with Live(capacity_view(capacity), auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)  # the API has no watch: the interval is the user's
+            live.update(capacity_view(client.capacity(model=model)), refresh=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="inflight status", description="Shows seats, KV blocks and speed of every executor, and what waits."
+    )
+    parser.add_argument("--model", metavar="NAME", help="only this model")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="show it again and again")
+    add_address_flags(parser)
+    return parser

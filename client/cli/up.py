@@ -1,0 +1,117 @@
+"""`inflight up`: a whole system on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from client.cli.address import add_run_dir_flag, resolve_run_dir
+from client.cli.foreground import run_in_foreground
+from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from client.cli.stack_display import StackDisplay
+from client.stack.local import LocalStack, StackError, describe_exit, describe_log
+from client.stack.options import StackOptions
+
+# Settings of `inflight executor` that have a flag of their own here; they are passed on as they are.
+EXECUTOR_FLAGS = {
+    "--batching": "inflight, or static: nobody boards until everybody has got off",
+    "--max-num-sequences": "seats of each executor",
+    "--max-num-tokens": "most tokens that an executor computes in one step",
+    "--max-tokens-in-paged-kv-cache": "size of each executor's KV pool in tokens",
+    "--dtype": "type of weights and KV: bfloat16 or float32",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    options = stack_options(_parser().parse_args(argv))
+    return run_in_foreground(lambda: _up(options))
+
+
+def stack_options(flags: argparse.Namespace) -> StackOptions:
+    """The stack that the flags ask for."""
+    executor_args = [
+        part
+        for flag in EXECUTOR_FLAGS
+        if (value := getattr(flags, flag.strip("-").replace("-", "_"))) is not None
+        for part in (flag, value)
+    ]
+    try:
+        return StackOptions(
+            executors=flags.executors,
+            routers=flags.routers,
+            model=flags.model,
+            executor_args=(*executor_args, *shlex.split(flags.executor_args)),
+            router_args=tuple(shlex.split(flags.router_args)),
+            port=flags.port,
+            redis_url=flags.redis_url,
+            run_dir=resolve_run_dir(flags),
+        )
+    except ValueError as error:
+        raise CommandError(str(error), EXIT_USAGE) from None
+
+
+async def _up(options: StackOptions) -> int:
+    console = Console(markup=False, highlight=False)
+    try:
+        with StackDisplay(console) as display:
+            async with LocalStack(options, display.show) as stack:
+                _greet(console, stack)
+                try:
+                    return await _supervise(stack)
+                except asyncio.CancelledError:
+                    return 0  # Ctrl-C is how `up` is meant to end
+    except StackError as error:
+        raise CommandError(str(error), EXIT_USAGE if error.is_setting else EXIT_FAILURE) from None
+
+
+def _greet(console: Console, stack: LocalStack) -> None:
+    lines = [
+        f"Ready: {', '.join(stack.router_addresses)}",
+        '  inflight generate "What is the capital of France?"',
+        "  inflight status --watch",
+        f"Ctrl-C ends it. Logs are in {stack.options.run_dir}.",
+    ]
+    console.print("\n".join(lines))
+
+
+async def _supervise(stack: LocalStack) -> int:
+    """Tells of every process that ends unasked; returns when no router or no executor is left."""
+    while stack.routers and stack.executors:
+        child = await stack.wait_for_exit()
+        print(f"error: {describe_exit(child)}\n{describe_log(child)}", file=sys.stderr, flush=True)
+    print("error: nothing is left that could serve", file=sys.stderr)
+    return EXIT_FAILURE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="inflight up",
+        description="Starts a private Redis, executors and routers on this machine and waits until they serve. "
+        "Ctrl-C ends them all; a second Ctrl-C ends them at once.",
+    )
+    parser.add_argument("--executors", type=int, default=1, metavar="N", help="number of executors (default: 1)")
+    parser.add_argument("--routers", type=int, default=1, metavar="N", help="number of routers (default: 1)")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="local Hugging Face folder, GGUF file or hub name; default: SmolLM2-135M-Instruct",
+    )
+    parser.add_argument("--port", type=int, metavar="PORT", help="port of the first router; default: a free one")
+    parser.add_argument("--redis-url", metavar="URL", help="use this Redis instead of a private one")
+    add_run_dir_flag(parser)
+    group = parser.add_argument_group("executors")
+    for flag, text in EXECUTOR_FLAGS.items():
+        group.add_argument(flag, metavar="VALUE", help=text)
+    group.add_argument(
+        "--executor-args", default="", metavar="'ARGS'", help="more flags for every executor: inflight executor --help"
+    )
+    parser.add_argument(
+        "--router-args", default="", metavar="'ARGS'", help="more flags for every router: inflight router --help"
+    )
+    return parser

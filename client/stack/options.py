@@ -1,0 +1,65 @@
+"""What a local stack consists of, and the command lines of its processes. Plain data; starts nothing."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+# Servers end their streams within this time on SIGTERM, before the stack stops asking.
+DRAIN_TIMEOUT_S = 5.0
+STOP_GRACE_S = 10.0
+
+DEFAULT_RUN_DIR = Path("run")
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """A local stack: a private Redis, `executors` and `routers` processes.
+
+    `port` is the first router's; every other port, and that one where it is `None`, is a free one. `redis_url` uses a
+    Redis that runs already. The extra arguments are flags of `inflight executor` and `inflight router`. Loading the
+    model, and the first time compiling the attention op, must fit into `start_timeout_s`. `program` runs the roles.
+    """
+
+    executors: int = 1
+    routers: int = 1
+    model: str | None = None
+    executor_args: tuple[str, ...] = ()
+    router_args: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int | None = None
+    redis_url: str | None = None
+    run_dir: Path = DEFAULT_RUN_DIR
+    start_timeout_s: float = 600.0
+    program: tuple[str, ...] = (sys.executable, "-m", "client.cli.main")
+
+    def __post_init__(self) -> None:
+        for name in ("executors", "routers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.port is not None and not 1 <= self.port <= 65535:
+            raise ValueError(f"port must be between 1 and 65535, not {self.port}")
+
+
+def executor_command(options: StackOptions, name: str, address: str) -> list[str]:
+    """The command line of one executor."""
+    model = [] if options.model is None else ["--model", options.model]
+    common = ["--listen", address, "--executor-id", name, "--drain-timeout-s", str(DRAIN_TIMEOUT_S)]
+    return [*options.program, "executor", *common, *model, *options.executor_args]
+
+
+def router_command(options: StackOptions, name: str, address: str, executors: tuple[str, ...]) -> list[str]:
+    """The command line of one router. Redis is for its environment, because its URL holds a password."""
+    model = [] if options.model is None else ["--model", options.model]
+    common = [
+        "--listen",
+        address,
+        "--router-id",
+        name,
+        "--executors",
+        ",".join(executors),
+        "--drain-timeout-s",
+        str(DRAIN_TIMEOUT_S),
+    ]
+    return [*options.program, "router", *common, *model, *options.router_args]

@@ -1,0 +1,38 @@
+"""Waits until a server says that it serves, over gRPC health `Watch`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+# How soon a server that has just begun to listen is found, and how rarely one that is still loading is tried.
+_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 250),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+async def wait_until_serving(address: str, service: str, timeout_s: float) -> None:
+    """Returns when `service` at `address` is SERVING.
+
+    Raises:
+        TimeoutError: it was not within `timeout_s` seconds.
+    """
+    request = health_pb2.HealthCheckRequest(service=service)
+    async with asyncio.timeout(timeout_s), grpc.aio.insecure_channel(address, _OPTIONS) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        while True:
+            try:
+                async for response in stub.Watch(request, wait_for_ready=True):
+                    if response.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.aio.AioRpcError as error:
+                # The server went away while we watched: `wait_for_ready` waits for the next.
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise

@@ -1,0 +1,30 @@
+"""A real stack for the tests of this folder: two routers, two executors, one Redis, SmolLM2 in float32."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from client.stack.local import LocalStack
+from client.stack.options import StackOptions
+
+# Small enough that requests wait: 40 blocks of 16 tokens, three seats.
+EXECUTOR_ARGS = (
+    *("--dtype", "float32"),
+    *("--max-tokens-in-paged-kv-cache", "640"),
+    *("--max-num-sequences", "3"),
+    *("--num-standby-sequences", "1"),
+    *("--max-num-tokens", "64"),
+    *("--num-threads", "1"),
+)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
+    """The stack; started once, since loading the model twice takes seconds."""
+    run_dir = tmp_path_factory.mktemp("stack")
+    options = StackOptions(executors=2, routers=2, executor_args=EXECUTOR_ARGS, run_dir=run_dir)
+    async with LocalStack(options) as running:
+        yield running

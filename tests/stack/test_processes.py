@@ -1,0 +1,158 @@
+"""Processes as an operator meets them: what cannot start says why, and a killed stack leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from client.aio import Client
+from client.errors import InflightError
+from client.events import Delta
+from client.stack.local import LocalStack
+from client.stack.options import StackOptions
+
+
+def run_inflight(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "client.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def write_model(folder: Path, config: dict[str, object]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def bad_models(folder: Path) -> dict[str, str]:
+    (folder / "short.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    unsupported = write_model(folder / "mamba", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]})
+    truncated = write_model(folder / "llama", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    (truncated / "model.safetensors").write_bytes(b"\x10")
+    return {
+        "missing": str(folder / "nowhere"),
+        "truncated": str(truncated),
+        "truncated gguf": str(folder / "short.gguf"),
+        "unsupported": str(unsupported),
+    }
+
+
+@pytest.mark.parametrize("what", ["missing", "truncated", "truncated gguf", "unsupported"])
+def test_model_that_cannot_be_used_is_named_in_one_line(tmp_path: Path, what: str) -> None:
+    path = bad_models(tmp_path)[what]
+    ended = run_inflight("executor", "--listen", "127.0.0.1:0", "--model", path)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert Path(path).name in line
+
+
+def test_port_in_use_is_said_before_anything_is_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for role in ("executor", "router"):
+            ended = run_inflight(role, "--listen", address)
+            assert ended.returncode == 3, ended.stderr
+            assert f"error: cannot listen on {address}" in ended.stderr
+            assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("executor", "--batching", "dynamic"), ("batching", "inflight", "static")),
+        (("executor", "--max-num-sequences", "0"), ("max-num-sequences",)),
+        (("router", "--executors", "nowhere"), ("executors", "host:port")),
+        (("router", "--max-prompt-bytes", "ten"), ("max-prompt-bytes",)),
+    ],
+)
+def test_bad_setting_is_named_with_what_is_allowed(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    ended = run_inflight(*arguments)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert all(word in ended.stderr for word in words), ended.stderr
+
+
+async def stream_to_end(deltas: AsyncIterator[Delta]) -> None:
+    """Reads what is left of a stream."""
+    async for _ in deltas:
+        pass
+
+
+def children_of(pids: list[int]) -> list[int]:
+    """Those of the processes that still live."""
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+async def test_stack_killed_in_the_middle_of_a_stream_gives_a_status_and_leaves_no_process(tmp_path: Path) -> None:
+    # Given a stack of its own process, as `inflight up` runs it, and a stream through it
+    command = [sys.executable, "-m", "client.cli.main", "up", "--run-dir", str(tmp_path)]
+    up = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL, cwd=Path.cwd())
+    state_file = tmp_path / "state.json"
+    async with asyncio.timeout(100):
+        while not state_file.exists():
+            assert up.returncode is None
+            await asyncio.sleep(0.05)
+    state = json.loads(state_file.read_text())
+    pids = [process["pid"] for process in state["processes"]]
+    assert len(pids) == 3
+    async with Client(state["address"], retries=False) as client:
+        stream = client.generate("Once upon a time", max_tokens=2000, ignore_eos=True)
+        deltas = aiter(stream)
+        await anext(deltas)
+        # When everything is killed at once
+        for pid in [*pids, up.pid]:
+            os.kill(pid, signal.SIGKILL)
+        # Then the client is told, and nothing is left
+        with pytest.raises(InflightError) as error:
+            await asyncio.wait_for(stream_to_end(deltas), 30)
+    assert error.value.code is grpc.StatusCode.UNAVAILABLE
+    await up.wait()
+    async with asyncio.timeout(20):
+        while children_of(pids):
+            await asyncio.sleep(0.05)
+
+
+async def test_killing_only_the_parent_takes_the_whole_stack_down(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "client.cli.main", "up", "--run-dir", str(tmp_path)]
+    up = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL, cwd=Path.cwd())
+    async with asyncio.timeout(100):
+        while not (tmp_path / "state.json").exists():
+            assert up.returncode is None
+            await asyncio.sleep(0.05)
+    pids = [process["pid"] for process in json.loads((tmp_path / "state.json").read_text())["processes"]]
+    up.kill()
+    await up.wait()
+    async with asyncio.timeout(30):
+        while children_of(pids):
+            await asyncio.sleep(0.05)
+
+
+async def test_killed_executor_loses_no_token_of_a_stream(tmp_path: Path) -> None:
+    options = StackOptions(executors=2, run_dir=tmp_path, executor_args=("--dtype", "float32"))
+    async with LocalStack(options) as stack, Client(stack.address) as client:
+        request = {"token_ids": [504, 2634], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        expected = (await client.complete(**request, want_token_ids=True)).token_ids  # type: ignore[arg-type]
+        stream = client.generate(**request, want_token_ids=True)  # type: ignore[arg-type]
+        got: list[int] = []
+        killed = False
+        async for delta in stream:
+            got.extend(delta.token_ids)
+            if not killed and len(got) >= 10:
+                capacity = await client.capacity()
+                busy = next(executor.executor_id for executor in capacity.executors if executor.seats_used)
+                victim = next(child for child in stack.executors if child.name == busy)
+                os.kill(victim.pid, signal.SIGKILL)
+                killed = True
+    assert tuple(got) == expected

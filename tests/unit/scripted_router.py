@@ -1,0 +1,138 @@
+"""A router whose answers a test writes down: the real client API over real gRPC, with nothing behind it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import status_pb2
+from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+from common.errors import RequestError
+from common.grpc_status import DETAILS_KEY, to_rpc_status
+
+Script = Callable[[inference_pb2.GenerateRequest, "grpc.ServicerContext"], Iterator[inference_pb2.StreamEvent]]
+
+WORDS = ("The ", "capital ", "is ", "Paris", ".")
+
+
+class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers `Generate` by `script` and the rest from its attributes; remembers what it was asked."""
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.script = script or (lambda request, context: speak(WORDS))
+        self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.ended = threading.Event()
+        self.models = [inference_pb2.Model(name="smol", context_length=2048, has_chat_template=True, num_executors=1)]
+        self.capacity = inference_pb2.GetCapacityResponse()
+
+    def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        self.requests.put(request)
+        context.add_callback(self.ended.set)
+        try:
+            for event in self.script(request, context):
+                yield inference_pb2.GenerateResponse(event=event)
+        except RequestError as error:
+            abort(context, error)
+
+    def Cancel(
+        self, request: inference_pb2.CancelRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.CancelResponse:
+        self.requests.put(request)
+        return inference_pb2.CancelResponse(state=inference_pb2.REQUEST_STATE_PLACED)
+
+    def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        self.requests.put(request)
+        return inference_pb2.TokenizeResponse(token_ids=list(request.text.encode()))
+
+    def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.DetokenizeResponse:
+        self.requests.put(request)
+        return inference_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode())
+
+    def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(models=self.models)
+
+    def GetCapacity(
+        self, request: inference_pb2.GetCapacityRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.GetCapacityResponse:
+        return self.capacity
+
+
+def abort(context: grpc.ServicerContext, error: RequestError) -> None:
+    """Ends the call as the real routers do."""
+    status: status_pb2.Status = to_rpc_status(error)
+    context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
+    context.abort(error.code, status.message)
+
+
+@contextmanager
+def serving(router: ScriptedRouter) -> Iterator[str]:
+    """Serves the router on a free port and yields its address."""
+    with futures.ThreadPoolExecutor(max_workers=16) as threads:
+        server = grpc.server(threads)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.stop(None).wait()
+
+
+def speak(
+    words: Sequence[str], *, request_id: str = "r1", prompt_tokens: int = 7
+) -> Iterator[inference_pb2.StreamEvent]:
+    """A whole answer: a token per word, then the end."""
+    yield accepted(request_id, prompt_tokens)
+    yield started()
+    for offset, word in enumerate(words):
+        yield delta(word, offset)
+    yield from ending(len(words), prompt_tokens)
+
+
+def accepted(request_id: str = "r1", prompt_tokens: int = 7) -> inference_pb2.StreamEvent:
+    return inference_pb2.StreamEvent(
+        accepted=inference_pb2.Accepted(request_id=request_id, resume_token="secret", prompt_tokens=prompt_tokens)
+    )
+
+
+def started(executor_id: str = "executor-0") -> inference_pb2.StreamEvent:
+    return inference_pb2.StreamEvent(started=inference_pb2.Started(executor_id=executor_id, queue=seconds(0.25)))
+
+
+def delta(text: str, offset: int) -> inference_pb2.StreamEvent:
+    return inference_pb2.StreamEvent(
+        delta=inference_pb2.Delta(offset=offset, num_tokens=1, token_ids=[100 + offset], text=text)
+    )
+
+
+def ending(num_tokens: int, prompt_tokens: int = 7) -> Iterator[inference_pb2.StreamEvent]:
+    yield inference_pb2.StreamEvent(
+        finished=inference_pb2.Finished(reason=types_pb2.FINISH_REASON_STOP_TOKEN, stop_token_id=2)
+    )
+    yield inference_pb2.StreamEvent(
+        done=inference_pb2.Done(
+            usage=types_pb2.Usage(prompt_tokens=prompt_tokens, output_tokens=num_tokens),
+            timing=types_pb2.Timing(queue=seconds(0.25), time_to_first_token=seconds(0.5), decode=seconds(1.0)),
+        )
+    )
+
+
+def seconds(value: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(value * 1e9))
+    return duration

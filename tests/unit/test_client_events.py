@@ -1,0 +1,114 @@
+"""Events are decoded into plain values, and a transcript adds them up."""
+
+from __future__ import annotations
+
+import pytest
+from inflight.v1 import inference_pb2, types_pb2
+
+from client.catalogue import RequestState, decode_capacity, decode_state
+from client.errors import InflightError
+from client.events import (
+    Delta,
+    FinishReason,
+    Notice,
+    PositionLogprobs,
+    Queued,
+    Started,
+    Transcript,
+    decode_event,
+    finish_reason,
+)
+from tests.unit.scripted_router import WORDS, delta, seconds, speak, started
+
+
+def test_a_transcript_adds_up_a_whole_answer() -> None:
+    transcript = Transcript()
+    for event in speak(WORDS):
+        transcript.add(event)
+    result = transcript.result()
+    assert result.text == "The capital is Paris."
+    assert result.token_ids == (100, 101, 102, 103, 104)
+    assert result.finish_reason is FinishReason.STOP_TOKEN
+    assert (result.usage.prompt_tokens, result.usage.output_tokens) == (7, 5)
+    assert result.timing.time_to_first_token_s == 0.5
+    assert result.request_id == "r1"
+    assert transcript.executor_id == "executor-0"
+
+
+def test_what_the_router_did_not_measure_is_none_and_not_zero() -> None:
+    transcript = Transcript()
+    transcript.add(inference_pb2.StreamEvent(done=inference_pb2.Done()))
+    assert transcript.timing is not None
+    assert transcript.timing.time_to_first_token_s is None
+    assert decode_event(inference_pb2.StreamEvent(queued=inference_pb2.Queued(position=3))) == Queued(3, None)
+
+
+def test_choices_are_kept_apart() -> None:
+    transcript = Transcript()
+    for choice, text in ((1, "b"), (0, "a"), (1, "c")):
+        transcript.add(inference_pb2.StreamEvent(delta=inference_pb2.Delta(choice=choice, text=text, num_tokens=1)))
+    assert [choice.text for choice in transcript.choices] == ["a", "bc"]
+
+
+def test_a_transcript_without_its_last_event_has_no_result() -> None:
+    transcript = Transcript()
+    transcript.add(delta("x", 0))
+    with pytest.raises(InflightError, match="before its last event"):
+        transcript.result()
+
+
+def test_cancelling_leaves_the_reason_of_a_finished_choice_alone() -> None:
+    transcript = Transcript()
+    for event in speak(WORDS):
+        transcript.add(event)
+    transcript.mark_cancelled()
+    assert transcript.choices[0].finish_reason is FinishReason.STOP_TOKEN
+
+
+def test_an_event_of_a_later_version_is_skipped() -> None:
+    assert decode_event(inference_pb2.StreamEvent(seq=4)) is None
+
+
+def test_events_are_decoded_with_their_details() -> None:
+    assert decode_event(started("e")) == Started("e", 0, 0.25)
+    notice = inference_pb2.Notice(kind=inference_pb2.Notice.KIND_MIGRATED, text="moved")
+    assert decode_event(inference_pb2.StreamEvent(notice=notice)) == Notice("migrated", "moved")
+    values = types_pb2.PositionLogprobs(chosen=types_pb2.TokenLogprob(token_id=5, logprob=-0.5))
+    with_logprobs = decode_event(inference_pb2.StreamEvent(delta=inference_pb2.Delta(text="x", logprobs=[values])))
+    assert isinstance(with_logprobs, Delta)
+    assert isinstance(with_logprobs.logprobs[0], PositionLogprobs)
+    assert with_logprobs.logprobs[0].chosen.token_id == 5
+
+
+def test_every_finish_reason_of_the_protocol_has_its_plain_form() -> None:
+    for value in types_pb2.FinishReason.values()[1:]:
+        assert finish_reason(value) is not FinishReason.UNKNOWN
+    assert finish_reason(types_pb2.FINISH_REASON_UNSPECIFIED) is FinishReason.UNKNOWN
+
+
+def test_capacity_is_decoded_with_plain_names() -> None:
+    wire = inference_pb2.GetCapacityResponse(
+        executors=[
+            inference_pb2.ExecutorCapacity(
+                executor_id="e", seats_total=4, batching=types_pb2.BATCHING_MODE_STATIC, step_ms=2.5
+            )
+        ],
+        queues=[
+            inference_pb2.QueueDepth(model="m", priority=types_pb2.PRIORITY_CLASS_BATCH, num_requests=2),
+            inference_pb2.QueueDepth(model="m", priority=types_pb2.PRIORITY_CLASS_STANDARD, num_requests=3),
+        ],
+    )
+    capacity = decode_capacity(wire)
+    assert (capacity.executors[0].batching, capacity.executors[0].seats_total) == ("static", 4)
+    assert [queue.priority for queue in capacity.queues] == ["batch", "standard"]
+    assert capacity.num_queued == 5
+
+
+def test_request_states_are_decoded() -> None:
+    assert decode_state(inference_pb2.REQUEST_STATE_WAITING) is RequestState.WAITING
+    assert decode_state(inference_pb2.REQUEST_STATE_UNSPECIFIED) is RequestState.UNKNOWN
+
+
+def test_durations_keep_their_fraction() -> None:
+    wire = inference_pb2.StreamEvent(queued=inference_pb2.Queued(position=1, estimated_wait=seconds(0.125)))
+    assert decode_event(wire) == Queued(1, 0.125)

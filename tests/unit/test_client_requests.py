@@ -1,0 +1,115 @@
+"""Requests are built from plain values: what is left out stays unset, what does not fit is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from inflight.v1 import inference_pb2, types_pb2
+
+from client import requests
+
+
+def build(prompt: str | bytes | None = "hi", **options: Any) -> inference_pb2.GenerateRequest:
+    return requests.generate_request(prompt, chat=None, token_ids=None, options=options)
+
+
+def test_keywords_left_out_stay_unset() -> None:
+    assert build() == inference_pb2.GenerateRequest(text="hi")
+
+
+def test_a_zero_temperature_is_set_and_not_left_out() -> None:
+    assert build(temperature=0).sampling.HasField("temperature")
+    assert not build(temperature=None).sampling.HasField("temperature")
+
+
+def test_an_empty_prompt_reaches_the_server_as_an_empty_text() -> None:
+    assert build("").WhichOneof("prompt") == "text"
+    empty_ids = requests.generate_request(None, chat=None, token_ids=[], options={})
+    assert empty_ids.WhichOneof("prompt") == "token_ids"
+
+
+def test_bytes_are_passed_on_unchecked() -> None:
+    assert build(b"\xff").text_bytes == b"\xff"
+
+
+def test_every_keyword_has_its_place_in_the_request() -> None:
+    assert set(requests.GenerateOptions.__annotations__) == set(requests._PATHS)
+    for keyword, path in requests._PATHS.items():
+        owner: Any = inference_pb2.GenerateRequest()
+        for name in path:
+            assert name in owner.DESCRIPTOR.fields_by_name, f"{keyword}: {path}"
+            owner = getattr(owner, name)
+
+
+def test_a_keyword_of_each_shape_lands_in_its_field() -> None:
+    request = build(
+        stop="END",
+        stop_token_ids=(1, 2),
+        logit_bias={5: -1.5},
+        priority="batch",
+        deadline_s=1.5,
+        metadata={"trace": "t"},
+        prior_output_ids=[9],
+        want_text=False,
+    )
+    assert list(request.stopping.stop) == ["END"]
+    assert list(request.stopping.stop_token_ids) == [1, 2]
+    assert dict(request.sampling.logit_bias) == {5: -1.5}
+    assert request.priority == types_pb2.PRIORITY_CLASS_BATCH
+    assert request.deadlines.total.ToMilliseconds() == 1500
+    assert dict(request.metadata) == {"trace": "t"}
+    assert list(request.prior_output.output_ids) == [9]
+    assert request.output.HasField("text")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"seed": -1}, "seed"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stop_token_ids": [-5]}, "stop_token_ids"),
+        ({"stop": [1]}, "stop"),
+        ({"priority": "urgent"}, "priority"),
+        ({"deadline_s": float("inf")}, "deadline_s"),
+        ({"metadata": {"a": 1}}, "metadata"),
+    ],
+)
+def test_a_value_that_its_field_cannot_hold_is_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}: "):
+        build(**options)
+
+
+def test_an_unknown_keyword_is_refused() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        build(temprature=1)
+
+
+def test_not_exactly_one_prompt_is_refused() -> None:
+    with pytest.raises(TypeError, match="exactly one"):
+        build(None)
+    with pytest.raises(TypeError, match="exactly one"):
+        requests.generate_request("a", chat="b", token_ids=None, options={})
+
+
+def test_a_plain_text_chat_is_one_message_of_the_user() -> None:
+    assert requests.chat_prompt("hi") == requests.chat_prompt([{"role": "user", "content": "hi"}])
+    assert requests.chat_prompt("hi").messages[0].content[0].text == "hi"
+
+
+def test_chat_content_may_be_a_list_of_parts() -> None:
+    chat = requests.chat_prompt([{"role": "system", "content": ["a", "b"]}])
+    assert [part.text for part in chat.messages[0].content] == ["a", "b"]
+
+
+def test_a_chat_message_with_an_unknown_key_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^chat: "):
+        requests.chat_prompt([{"role": "user", "text": "hi"}])
+
+
+def test_tokenize_takes_text_or_chat() -> None:
+    assert requests.tokenize_request("hi", chat=None, model=None).text == "hi"
+    assert requests.tokenize_request(None, chat="hi", model="m").chat.messages[0].role == "user"
+    with pytest.raises(TypeError):
+        requests.tokenize_request(None, chat=None, model=None)

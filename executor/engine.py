@@ -145,6 +145,7 @@ class Engine:
         self._speed = Speed()
         # Steps since the start. Written by the engine's thread only.
         self.num_steps = 0
+        self._num_steps_checked = 0
         self._stopping = False
 
     def start(self) -> None:
@@ -177,7 +178,7 @@ class Engine:
         if plan.rows:
             self._publish_outcome(self._run_device(plan))
         else:
-            self._scheduler.check_when_idle()
+            self._check_when_idle()
 
     def _run(self) -> None:
         try:
@@ -187,6 +188,12 @@ class Engine:
         except BaseException as error:
             log.exception("the engine thread died")
             self._on_death(error)
+
+    def _check_when_idle(self) -> None:
+        """Checks that every block is back, once after each busy time: the check takes time in proportion to the pool."""
+        if self._num_steps_checked < self.num_steps:
+            self._num_steps_checked = self.num_steps
+            self._scheduler.check_when_idle()
 
     def _take_inbox(self) -> EngineOutput:
         output = EngineOutput(self.num_steps)

@@ -57,6 +57,17 @@ class Relay:
         self._write = write
         self._seq = 0
         self._num_attempts_told = 0
+        self._end_name = "without an end"
+
+    @property
+    def summary(self) -> str:
+        """How the request went, for the log: counts, times and the end; no text."""
+        clock = self._stream.clock
+        first_token_ms = "-" if clock.first_token is None else f"{(clock.first_token - clock.arrived) * 1000:.0f} ms"
+        return (
+            f"ended {self._end_name}: {self._options.num_prompt_tokens} prompt tokens, {self._text.num_tokens} output "
+            f"tokens, first token after {first_token_ms}"
+        )
 
     async def queued(self, position: int) -> None:
         """Tells the client that it waits."""
@@ -133,6 +144,7 @@ class Relay:
         await self._finish(finished)
 
     async def _finish(self, finished: inference_pb2.Finished) -> None:
+        self._end_name = types_pb2.FinishReason.Name(finished.reason)
         await self._send(inference_pb2.StreamEvent(finished=finished))
         usage = types_pb2.Usage(
             prompt_tokens=self._options.num_prompt_tokens,

@@ -6,6 +6,7 @@ that is wrong with a request is a `RequestError`; the server's interceptor turns
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -21,6 +22,8 @@ from router.relay import Relay
 from router.settings import RouterSettings
 from router.store.types import Queued, RequestState
 from router.validation import fit_tokens, validate_detokenize, validate_generate, validate_tokenize
+
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -66,6 +69,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             if isinstance(outcome, Queued) and spec.want_queue_events:
                 await relay.queued(outcome.position)
             await relay.run()
+            log.info("request %s %s; metadata %s", admitted.stream.request_id, relay.summary, dict(spec.metadata))
         finally:
             pool.dispatcher.release(admitted.stream)
 

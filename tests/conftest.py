@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from hypothesis import settings
 
 from client.stack.redis_server import PrivateRedis
 from router.store.connection import connect
 from router.store.keys import PoolKeys
 from tests.store_pool import SETTINGS, START_MS, StorePool
+
+# The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 _pool_numbers = itertools.count()
 

@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.machine import num_usable_cores
+
 # Servers end their streams within this time on SIGTERM, before the stack stops asking.
 DRAIN_TIMEOUT_S = 5.0
 STOP_GRACE_S = 10.0
@@ -46,7 +48,10 @@ def executor_command(options: StackOptions, name: str, address: str) -> list[str
     """The command line of one executor."""
     model = [] if options.model is None else ["--model", options.model]
     common = ["--listen", address, "--executor-id", name, "--drain-timeout-s", str(DRAIN_TIMEOUT_S)]
-    return [*options.program, "executor", *common, *model, *options.executor_args]
+    # Executors that share the cores of one machine must not each take all of them: their threads would wait for
+    # one another at every operation.
+    threads = ["--num-threads", str(max(1, num_usable_cores() // options.executors))]
+    return [*options.program, "executor", *common, *threads, *model, *options.executor_args]
 
 
 def router_command(options: StackOptions, name: str, address: str, executors: tuple[str, ...]) -> list[str]:

@@ -65,11 +65,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.promises.held)
     @rule(choice=st.data(), reason=st.sampled_from(CANCEL_REASONS))
     def cancel(self, choice: st.DataObject, reason: FinishReason) -> None:
-        sequence = choice.draw(st.sampled_from(self.promises.held))
-        event = self.scheduler.cancel(sequence.request_id, sequence.attempt, reason)
-        assert (event is None) == self._is_in_flight(sequence)
-        self._expect_cancelled(sequence, reason)
-        self._receive(StepOutcome((), (event,) if event else ()))
+        self._cancel(choice.draw(st.sampled_from(self.promises.held)), reason)
+
+    @precondition(lambda self: self.promises.held)
+    @rule(choice=st.data(), reason=st.sampled_from(CANCEL_REASONS), supersede=st.booleans(), spared=st.integers(0, 3))
+    def end_in_flight(self, choice: st.DataObject, reason: FinishReason, supersede: bool, spared: int) -> None:
+        if self.plan is None:
+            self._schedule()
+        in_flight = [sequence for sequence in self.promises.held if self._is_in_flight(sequence)]
+        for sequence in in_flight[:1]:
+            if supersede:
+                request_id, attempt = sequence.request_id, sequence.attempt
+                self._offer(choice.draw(sequence_strategy(self.pool.block_size, request_id, attempt + 1)))
+            else:
+                self._cancel(sequence, reason)
+        if not spared:
+            self._fail()
 
     @precondition(lambda self: self.promises.newest_attempt)
     @rule(choice=st.data(), older=st.integers(0, 1))
@@ -98,17 +109,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_waiting = self.scheduler.num_waiting
         while self.promises.held and self.scheduler.num_waiting >= num_waiting:
             self._step()
-
-    @precondition(lambda self: self.plan is not None)
-    @rule(is_spared=st.sampled_from((True, True, False)))
-    def fail_on_the_device(self, is_spared: bool) -> None:
-        if is_spared:
-            return
-        plan = self._take_plan()
-        self.device.corrupt(plan)
-        outcome = self.scheduler.fail(plan, "lost")
-        assert {row.sequence for row in plan.rows} <= {event.sequence for event in outcome.finished}
-        self._receive(outcome)
 
     @precondition(lambda self: self.num_offers > 20)
     @rule()
@@ -173,6 +173,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._schedule()
         if self.plan is not None:
             self._retire()
+
+    def _fail(self) -> None:
+        plan = self._take_plan()
+        self.device.corrupt(plan)
+        outcome = self.scheduler.fail(plan, "lost")
+        assert {row.sequence for row in plan.rows} <= {event.sequence for event in outcome.finished}
+        self._receive(outcome)
+
+    def _cancel(self, sequence: Sequence, reason: FinishReason) -> None:
+        event = self.scheduler.cancel(sequence.request_id, sequence.attempt, reason)
+        assert (event is None) == self._is_in_flight(sequence)
+        self._expect_cancelled(sequence, reason)
+        self._receive(StepOutcome((), (event,) if event else ()))
 
     def _offer(self, sequence: Sequence) -> None:
         expected = self.promises.answer(sequence)
@@ -283,11 +296,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=60, deadline=None)
-@given(limits=limits_strategy(), num_extra_blocks=st.integers(0, 6), choice=st.data())
+@given(limits=limits_strategy(), num_extra_blocks=st.integers(0, 30), choice=st.data())
 def test_every_request_gets_its_solo_output_however_small_the_pool(
     limits: SchedulerLimits, num_extra_blocks: int, choice: st.DataObject
 ) -> None:
@@ -309,6 +322,7 @@ def test_every_request_gets_its_solo_output_however_small_the_pool(
         refused = [s for s in waiting if scheduler.offer(s) is not None]
         waiting = [_again(s, s.attempt + 1) for s in refused]
         plan = scheduler.schedule()
+        scheduler.check()
         for event in scheduler.update(StepResult(plan, device.run(plan))).finished:
             sequence = event.sequence
             ends[sequence.request_id] = (sequence.token_ids[sequence.num_prompt_tokens :], event.reason)

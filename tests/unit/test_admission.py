@@ -91,6 +91,7 @@ class TestGate:
 
         assert scheduler.is_draining
         assert scheduler.offer(make_sequence("d", [1])) is Refusal.DRAINING
+        assert scheduler.offer(make_sequence("d", [1])) is Refusal.STALE_ATTEMPT
         assert len(run_until_idle(scheduler)) == 3
 
 

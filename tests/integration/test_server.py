@@ -1,0 +1,90 @@
+"""What every server offers besides its service: health with `Watch`, reflection, and finding executors by name."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from common.server import GrpcServer, ListenError, check_listen
+from router.discovery import AddressError, check_address, watch
+from tests.cluster import run_cluster, token_request
+from tests.integration.test_requests import collect, expected_ids, ids_of
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_health_watch_tells_every_change() -> None:
+    server = GrpcServer(["some.Service"])
+    address = await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watching = stub.Watch(health_pb2.HealthCheckRequest(service="some.Service"))
+        assert (await watching.read()).status == NOT_SERVING
+        await server.set_serving(True)
+        assert (await watching.read()).status == SERVING
+        await server.set_serving(False)
+        assert (await watching.read()).status == NOT_SERVING
+        watching.cancel()
+    await server.stop(0)
+
+
+async def test_reflection_lists_the_services(redis_url: str, pool: str) -> None:
+    async with (
+        run_cluster(redis_url, pool) as cluster,
+        grpc.aio.insecure_channel(cluster.routers[0].address) as channel,
+    ):
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        names = {service.name for service in (await call.read()).list_services_response.service}
+        call.cancel()
+    assert {"inflight.v1.InferenceService", "grpc.health.v1.Health"} <= names
+
+
+async def test_second_server_on_a_port_is_refused() -> None:
+    first = GrpcServer([])
+    address = await first.start("127.0.0.1:0")
+    with pytest.raises(ListenError, match=address):
+        check_listen(address)
+    with pytest.raises(ListenError, match=address):
+        await GrpcServer([]).start(address)
+    await first.stop(0)
+
+
+async def test_executor_is_found_by_its_dns_name(redis_url: str, pool: str) -> None:
+    async with run_cluster(redis_url, pool) as cluster:
+        port = cluster.executors[0].address.rpartition(":")[2]
+        found = watch([f"dns:///localhost:{port}"], interval_s=60)
+        addresses = await anext(aiter(found))
+        await found.aclose()  # type: ignore[attr-defined]
+        assert f"127.0.0.1:{port}" in addresses
+        assert ids_of(await collect(cluster.routers[0], token_request([2], 4))) == expected_ids([2], 4)
+
+
+async def test_name_that_cannot_be_looked_up_keeps_the_addresses_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[list[str] | None] = [["10.0.0.1", "10.0.0.2"], None, ["10.0.0.3"]]
+
+    async def look_up(host: str, port: int, **_: object) -> list[Any]:
+        answer = answers.pop(0)
+        if answer is None:
+            raise socket.gaierror("the resolver is down")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (ip, port)) for ip in answer]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    seen = []
+    async for addresses in watch(["dns:///executors:7", "10.9.9.9:1"], interval_s=0):
+        seen.append(addresses)
+        if len(seen) == 2:
+            break
+    assert seen == [{"10.0.0.1:7", "10.0.0.2:7", "10.9.9.9:1"}, {"10.0.0.3:7", "10.9.9.9:1"}]
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":1", "host:port", "host:70000", "dns:///host"])
+def test_malformed_executor_address_is_refused(address: str) -> None:
+    with pytest.raises(AddressError, match="host:port"):
+        check_address(address)

@@ -190,7 +190,7 @@ class Engine:
             self._on_death(error)
 
     def _check_when_idle(self) -> None:
-        """Checks that every block is back, once after each busy time: the check takes time in proportion to the pool."""
+        """Checks once after each busy time that every block is back: the check reads the whole pool."""
         if self._num_steps_checked < self.num_steps:
             self._num_steps_checked = self.num_steps
             self._scheduler.check_when_idle()

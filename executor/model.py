@@ -148,10 +148,10 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _load_network(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    check_weights(folder)
     with quiet_transformers(), model_errors(f"model folder {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         check_configuration(config)
+        check_weights(folder)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=config,

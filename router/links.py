@@ -26,7 +26,7 @@ MAX_UNACKED_STEPS = 64
 ACK_EVERY_FRAMES = 8
 DESCRIBE_TIMEOUT_S = 5.0
 MIN_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 3.0
+MAX_BACKOFF_S = 1.0
 
 
 class Observer(Protocol):
@@ -88,7 +88,7 @@ class ExecutorLink:
     async def run(self) -> None:
         """Keeps the link up until cancelled."""
         backoff_s = MIN_BACKOFF_S
-        async with grpc.aio.insecure_channel(self.address, options=channel_options()) as channel:
+        async with grpc.aio.insecure_channel(self.address, options=_link_options()) as channel:
             stub = executor_pb2_grpc.ExecutorServiceStub(channel)
             while True:
                 try:
@@ -198,6 +198,15 @@ class ExecutorLink:
                 stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
                 stream.finish(End(finished.reason, stop_token_id))
         self._observer.on_finished(self, stream, attempt)
+
+
+def _link_options() -> list[tuple[str, int]]:
+    """gRPC's own backoff grows to minutes while an executor loads its model; ours is enough."""
+    return [
+        *channel_options(),
+        ("grpc.initial_reconnect_backoff_ms", int(MIN_BACKOFF_S * 1000)),
+        ("grpc.max_reconnect_backoff_ms", int(MAX_BACKOFF_S * 1000)),
+    ]
 
 
 def _is_current(stream: RequestStream, attempt: int) -> bool:

@@ -88,7 +88,7 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     signals = Signals(asyncio.get_running_loop())
     router_id = settings.router_id or _default_router_id(settings.listen)
     store_settings = StoreSettings(max_queue_requests=settings.max_queue_requests)
-    redis = connect(settings.redis_url, store_settings)
+    redis = connect(settings.redis_url.get_secret_value(), store_settings)
 
     def open_store(pool: str, on_event: OnEvent) -> AdmissionStore:
         return AdmissionStore(redis, pool, router_id, store_settings, on_event)

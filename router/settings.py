@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from common.settings import ProcessSettings
 
@@ -15,7 +15,9 @@ class RouterSettings(ProcessSettings):
     listen: str = Field(
         "127.0.0.1:50051", description="address to serve clients on, host:port; port 0 takes a free one"
     )
-    redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis with the queues and the ledger")
+    redis_url: SecretStr = Field(
+        SecretStr("redis://127.0.0.1:6379/0"), description="Redis with the queues and the ledger; may hold a password"
+    )
     executors: tuple[str, ...] = Field(
         ("127.0.0.1:50061",),
         description="executor addresses host:port, comma-separated; dns:///name:port means every address behind a name",

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from rich.console import Console
 
 from client.aio import Client
+from client.cli import terminal
 from client.cli.address import add_run_dir_flag, resolve_run_dir
 from client.cli.foreground import run_in_foreground
 from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _demo(flags: argparse.Namespace) -> int:
-    console = Console(markup=False, highlight=False)
+    console = terminal.console()
     inflight = await _round(console, flags, "inflight")
     console.print(answers_table(inflight))
     if inflight.failures or not names_the_capital(inflight):

@@ -19,10 +19,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from client.cli import terminal
 from client.cli.outcome import EXIT_FAILURE
 from client.stack.redis_server import RedisStartError, find_redis_binary
 from common.machine import num_available_memory_bytes, num_usable_cores
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         "--model", default="", metavar="MODEL", help="as for inflight up; default: SmolLM2-135M-Instruct"
     )
     flags = parser.parse_args(argv)
-    console = Console(markup=False, highlight=False)
+    console = terminal.console()
     findings = [examine() for examine in examinations(flags.model)]
     console.print(findings_table(findings))
     for finding in findings:

@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
 from client.catalogue import Model
+from client.cli import terminal
 from client.cli.address import add_address_flags, resolve_address
 from client.cli.outcome import errors_in_words
 from client.sync import Client
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps([asdict(model) for model in models]))
     else:
-        Console().print(models_table(models))
+        terminal.console().print(models_table(models))
     return 0
 
 

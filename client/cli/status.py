@@ -8,12 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from client.catalogue import Capacity, ExecutorCapacity
+from client.cli import terminal
 from client.cli.address import add_address_flags, resolve_address
 from client.cli.outcome import EXIT_USAGE, CommandError, errors_in_words
 from client.sync import Client
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.json:
             print(json.dumps(asdict(capacity)))
         elif flags.watch is None:
-            Console().print(capacity_view(capacity))
+            terminal.console().print(capacity_view(capacity))
         else:
             _watch(client, capacity, flags.model or "", flags.watch)
     return 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from client.cli import terminal
 from client.cli.address import add_run_dir_flag, resolve_run_dir
 from client.cli.foreground import run_in_foreground
 from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
@@ -57,7 +58,7 @@ def stack_options(flags: argparse.Namespace) -> StackOptions:
 
 
 async def _up(options: StackOptions) -> int:
-    console = Console(markup=False, highlight=False)
+    console = terminal.console()
     try:
         with StackDisplay(console) as display:
             async with LocalStack(options, display.show) as stack:
@@ -73,7 +74,7 @@ async def _up(options: StackOptions) -> int:
 def _greet(console: Console, stack: LocalStack) -> None:
     lines = [
         f"Ready: {', '.join(stack.router_addresses)}",
-        '  inflight generate "What is the capital of France?"',
+        '  inflight generate "Name three fruits."',
         "  inflight status --watch",
         f"Ctrl-C ends it. Logs are in {stack.options.run_dir}.",
     ]

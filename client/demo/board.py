@@ -2,7 +2,7 @@
 
 The client API does not number seats. The board does, for the eye: whoever boards takes the lowest free number. News of
 one stream may overtake another's, so somebody may board before the one who made room has been seen to leave; then the
-number follows when it has.
+board waits with the news until it has.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Board:
         self.riders = [Rider(number, prompt) for number, prompt in enumerate(prompts, start=1)]
         self.num_seats = num_seats
         self._free_seats = set(range(1, num_seats + 1))
-        self._without_number: list[Rider] = []
+        self._at_the_door: list[Rider] = []
 
     @property
     def num_tokens(self) -> int:
@@ -60,14 +60,12 @@ class Board:
         by_seat = {rider.seat: rider for rider in self.riders if rider.seat is not None}
         return [by_seat.get(seat) for seat in range(1, self.num_seats + 1)]
 
-    def board(self, rider: Rider, now_s: float) -> str:
+    def board(self, rider: Rider, now_s: float) -> list[str]:
         """The rider has a seat; returns the news in words."""
         rider.state = RiderState.PREFILL
         rider.boarded_s = now_s
-        self._without_number.append(rider)
-        self._number_seats()
-        seat = "" if rider.seat is None else f" seat {rider.seat}"
-        return f"#{rider.number} boards{seat}: {rider.prompt.text}"
+        self._at_the_door.append(rider)
+        return self._take_seats()
 
     def produce(self, rider: Rider, now_s: float, num_tokens: int, text: str) -> None:
         """More of the rider's answer is there."""
@@ -77,27 +75,29 @@ class Board:
         rider.num_tokens += num_tokens
         rider.text += text
 
-    def leave(self, rider: Rider, now_s: float, ending: str) -> str:
+    def leave(self, rider: Rider, now_s: float, ending: str) -> list[str]:
         """The rider's answer is whole; returns the news in words."""
-        self._end(rider, now_s, RiderState.DONE, ending)
-        return f"#{rider.number} leaves after {rider.num_tokens} tokens ({ending})"
+        news = f"#{rider.number} leaves after {rider.num_tokens} tokens ({ending})"
+        return [news, *self._end(rider, now_s, RiderState.DONE, ending)]
 
-    def fail(self, rider: Rider, now_s: float, ending: str) -> str:
+    def fail(self, rider: Rider, now_s: float, ending: str) -> list[str]:
         """The rider's request was refused or broke off; returns the news in words."""
-        self._end(rider, now_s, RiderState.FAILED, ending)
-        return f"#{rider.number} failed: {ending}"
+        return [f"#{rider.number} failed: {ending}", *self._end(rider, now_s, RiderState.FAILED, ending)]
 
-    def _end(self, rider: Rider, now_s: float, state: RiderState, ending: str) -> None:
+    def _end(self, rider: Rider, now_s: float, state: RiderState, ending: str) -> list[str]:
         rider.state, rider.ending, rider.ended_s = state, ending, now_s
-        if rider in self._without_number:
-            self._without_number.remove(rider)
+        if rider in self._at_the_door:
+            self._at_the_door.remove(rider)
         if rider.seat is not None:
             self._free_seats.add(rider.seat)
             rider.seat = None
-        self._number_seats()
+        return self._take_seats()
 
-    def _number_seats(self) -> None:
-        while self._without_number and self._free_seats:
-            rider = self._without_number.pop(0)
+    def _take_seats(self) -> list[str]:
+        news = []
+        while self._at_the_door and self._free_seats:
+            rider = self._at_the_door.pop(0)
             rider.seat = min(self._free_seats)
             self._free_seats.remove(rider.seat)
+            news.append(f"#{rider.number} boards seat {rider.seat}: {rider.prompt.text}")
+        return news

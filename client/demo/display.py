@@ -98,7 +98,7 @@ def _rider_table(board: Board) -> Table:
     table.add_column("state", min_width=8)
     table.add_column("seat", justify="right")
     table.add_column("tokens", min_width=BAR_WIDTH + 8, no_wrap=True)
-    table.add_column("first token", justify="right")
+    table.add_column("first token", justify="right", no_wrap=True)
     for rider in board.riders:
         table.add_row(*_rider_row(rider), style=_STYLES[rider.state])
     return table

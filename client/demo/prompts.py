@@ -1,15 +1,22 @@
 """What the demo asks: a dozen prompts whose answers differ in length by more than an order of magnitude.
 
-Every fourth one is long, so that each static batch of four has one passenger for whom three wait. Where the length must
-not differ between the runs, the end-of-sequence id is ignored.
+Each four that follow one another hold a long one, so that each static batch of four has a passenger for whom the others
+wait; also where the first request to arrive rides alone. Where the length must not differ between the runs, the
+end-of-sequence id is ignored.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from client.requests import ChatMessage
+
 CHECKED_PROMPT = "What is the capital of France?"
 CHECKED_WORD = "paris"
+
+# Without it the default model's first token is a near tie ("The" against "L", 0.08 logits apart in float32), which
+# rounding in bfloat16 decides now so, now so; with it the smallest gap up to "Paris" is 1.9.
+CHECKED_SYSTEM = "You answer questions in one sentence."
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +26,13 @@ class DemoPrompt:
     text: str
     max_tokens: int
     ignore_eos: bool = True
+    system: str | None = None
+
+    @property
+    def chat(self) -> list[ChatMessage]:
+        """The conversation to send."""
+        system: list[ChatMessage] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, {"role": "user", "content": self.text}]
 
 
 _REPORT = (
@@ -29,16 +43,16 @@ _REPORT = (
 )
 
 DEMO_PROMPTS = (
-    DemoPrompt(CHECKED_PROMPT, 24, ignore_eos=False),
+    DemoPrompt(CHECKED_PROMPT, 24, ignore_eos=False, system=CHECKED_SYSTEM),
     DemoPrompt("Tell me a long story about a lighthouse keeper and the sea.", 200),
     DemoPrompt("Say hello.", 8),
     DemoPrompt("Name three fruits.", 16),
-    DemoPrompt("Explain step by step how a bicycle stays upright.", 180),
     DemoPrompt("What is two plus two?", 8),
+    DemoPrompt("Explain step by step how a bicycle stays upright.", 180),
     DemoPrompt(_REPORT, 40),
     DemoPrompt("Write a short poem about autumn.", 48),
-    DemoPrompt("Describe a day in the life of a bus driver in detail.", 160),
     DemoPrompt("Name a colour.", 8),
+    DemoPrompt("Describe a day in the life of a bus driver in detail.", 160),
     DemoPrompt("Translate 'good morning' into Spanish.", 16),
     DemoPrompt("How do I boil an egg?", 32),
 )

@@ -59,7 +59,7 @@ class RoundRunner:
         self._began_s = 0.0
 
     async def run(self) -> Round:
-        """Sends every prompt at once and returns when the last answer has ended."""
+        """Sends every prompt, one right after the other, and returns when the last answer has ended."""
         await self._client.complete(chat="Hello", temperature=0, max_tokens=WARM_UP_TOKENS, timeout=REQUEST_TIMEOUT_S)
         self._began_s = time.monotonic()
         all_left = asyncio.Event()
@@ -68,24 +68,29 @@ class RoundRunner:
             try:
                 async with asyncio.TaskGroup() as riding:
                     for rider in self._board.riders:
-                        riding.create_task(self._ride(rider))
+                        in_line = asyncio.Event()
+                        riding.create_task(self._ride(rider, in_line))
+                        await in_line.wait()  # so that the line has the same order in every round
                 total_s = self._now_s()
             finally:
                 all_left.set()
         return Round(tuple(self._board.riders), total_s)
 
-    async def _ride(self, rider: Rider) -> None:
+    async def _ride(self, rider: Rider, in_line: asyncio.Event) -> None:
+        """Follows one request to its end. `in_line` is set as soon as the router has taken or refused it."""
         board, prompt = self._board, rider.prompt
         stream = self._client.generate(
-            chat=prompt.text,
+            chat=prompt.chat,
             temperature=0,
             max_tokens=prompt.max_tokens,
             ignore_eos=prompt.ignore_eos,
+            want_queue_events=True,
             timeout=REQUEST_TIMEOUT_S,
         )
         ending = "the stream ended early"
         try:
             async for event in stream.events():
+                in_line.set()
                 match event:
                     case Started():
                         self._announce(board.board(rider, self._now_s()))
@@ -96,6 +101,8 @@ class RoundRunner:
         except InflightError as error:
             self._announce(board.fail(rider, self._now_s(), str(error)))
             return
+        finally:
+            in_line.set()
         self._announce(board.leave(rider, self._now_s(), ending))
 
     async def _watch(self, all_left: asyncio.Event) -> None:
@@ -114,8 +121,9 @@ class RoundRunner:
             except TimeoutError:
                 continue
 
-    def _announce(self, news: str) -> None:
-        self._display.announce(news, self._now_s())
+    def _announce(self, news: list[str]) -> None:
+        for line in news:
+            self._display.announce(line, self._now_s())
 
     def _now_s(self) -> float:
         return time.monotonic() - self._began_s

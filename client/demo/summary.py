@@ -13,12 +13,12 @@ from client.demo.round import Round
 
 def answers_table(finished: Round) -> Table:
     """Every prompt with the beginning of its answer."""
-    table = Table("#", "prompt", "answer", "tokens", "ended by", box=None, header_style="bold")
-    table.columns[1].max_width = 32
-    table.columns[2].max_width = 56
-    for column in table.columns:
-        column.no_wrap = True
-        column.overflow = "ellipsis"
+    table = Table(box=None, header_style="bold")
+    table.add_column("#", justify="right", min_width=2)
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=32)
+    table.add_column("answer", no_wrap=True, overflow="ellipsis", max_width=56)
+    table.add_column("tokens", justify="right", min_width=6)
+    table.add_column("ended by", min_width=10)
     for rider in finished.riders:
         answer = " ".join(rider.text.split())
         table.add_row(str(rider.number), rider.prompt.text, answer, str(rider.num_tokens), rider.ending)

@@ -57,14 +57,6 @@ def executor_command(options: StackOptions, name: str, address: str) -> list[str
 def router_command(options: StackOptions, name: str, address: str, executors: tuple[str, ...]) -> list[str]:
     """The command line of one router. Redis is for its environment, because its URL holds a password."""
     model = [] if options.model is None else ["--model", options.model]
-    common = [
-        "--listen",
-        address,
-        "--router-id",
-        name,
-        "--executors",
-        ",".join(executors),
-        "--drain-timeout-s",
-        str(DRAIN_TIMEOUT_S),
-    ]
-    return [*options.program, "router", *common, *model, *options.router_args]
+    common = ["--listen", address, "--router-id", name, "--drain-timeout-s", str(DRAIN_TIMEOUT_S)]
+    links = ["--executors", ",".join(executors)]
+    return [*options.program, "router", *common, *links, *model, *options.router_args]

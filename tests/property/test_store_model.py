@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -26,10 +28,10 @@ from router.store.types import Attempt, Demand, ExecutorReport, HeldSequence, Re
 from tests.property.ledger_model import SILENT_MS, TOMBSTONE_MS, Ledger
 from tests.store_pool import STEERED_CLOCK
 
-SETTINGS = StoreSettings(max_queue_requests=3)
+SETTINGS = StoreSettings(max_queue_requests=5)
 ROUTERS = ("a", "b", "c")
 EXECUTORS = ("x", "y", "z")
-REQUESTS = tuple(f"r:{number}" for number in range(9))
+REQUESTS = tuple(f"r:{number}" for number in range(40))
 
 router_ids = st.sampled_from(ROUTERS)
 request_ids = st.sampled_from(REQUESTS)
@@ -42,7 +44,7 @@ demands = st.builds(
     deadline_ms=st.none() | st.sampled_from((0, 500, 500, 3000)),
     last_attempt=st.sampled_from((0, 0, 0, 2)),
 )
-steps_ms = st.sampled_from((1, 50, 999, 1000, 1999, 2001, 3001, 5001, 30_001, 60_001))
+steps_ms = st.sampled_from((1, 50, 50, 300, 300, 500, 500, 999, 1000, 1999, 2001, 3001, 5001, 30_001, 60_001))
 
 pool_numbers = itertools.count()
 
@@ -71,7 +73,34 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize()
     def there_is_an_executor(self) -> None:
-        self._report("a", ExecutorReport("x", 5, 1, 10, 10, 3, accepting=True))
+        self.report_as_usual("a", "x")
+
+    @rule(seed=st.integers(0, 2**32))
+    def go_about_its_business(self, seed: int) -> None:
+        """A while of what happens most, in the proportions of life; drawn one by one it would hardly come about."""
+        rng = random.Random(seed)
+        for _ in range(rng.randrange(25)):
+            router_id, executor_id = rng.choice(ROUTERS), rng.choice(EXECUTORS)
+            match rng.randrange(16):
+                case 0 | 1 | 2 | 3 | 4:
+                    deadline_ms = rng.choice((None, None, 1000))
+                    blocks, sequences = rng.randint(1, 8), rng.randint(1, 2)
+                    request_id = rng.choice((f"new {self.model.num_arrivals}", rng.choice(REQUESTS)))
+                    demand = Demand(request_id, rng.randint(1, 3), blocks, sequences, deadline_ms)
+                    self.submit(router_id, demand)
+                case 5 | 6 | 7:
+                    self.settle_as_usual(router_id, executor_id)
+                case 8 | 9 | 10:
+                    self.report_as_usual(router_id, executor_id)
+                case 11 | 12:
+                    self.time_passes(rng.randrange(1, 700))
+                case 13:
+                    self.cancel(router_id, rng.choice(sorted(self.model.requests) or REQUESTS))
+                case 14:
+                    for held in self._placed_on(executor_id)[:1]:
+                        self._hand_back(router_id, Attempt(held.request_id, held.attempt), 3, rng.random() < 0.5)
+                case 15:
+                    self.reap(router_id)
 
     # Time and routers ------------------------------------------------------------------------------------------
 
@@ -119,6 +148,16 @@ class StoreMachine(RuleBasedStateMachine):
         assert found == self.model.settle(router_id, attempts)
         self._compare_told()
 
+    @rule(router_id=router_ids, executor_id=st.sampled_from(EXECUTORS))
+    def settle_as_usual(self, router_id: str, executor_id: str) -> None:
+        """The first of what an executor holds ends."""
+        placed = self._placed_on(executor_id)
+        if placed:
+            attempts = [Attempt(placed[0].request_id, placed[0].attempt)]
+            found = self.runner.run(self.stores[router_id].settle(attempts))
+            assert found == self.model.settle(router_id, attempts) == 1
+            self._compare_told()
+
     @rule(router_id=router_ids, request_id=request_ids)
     def cancel(self, router_id: str, request_id: str) -> None:
         found = self.runner.run(self.stores[router_id].cancel(request_id))
@@ -127,13 +166,23 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(router_id=router_ids, choices=st.data(), max_attempts=st.integers(1, 4), rejected=st.booleans())
     def hand_back(self, router_id: str, choices: st.DataObject, max_attempts: int, rejected: bool) -> None:
-        one = choices.draw(self._attempts())
+        self._hand_back(router_id, choices.draw(self._attempts()), max_attempts, rejected)
+
+    def _hand_back(self, router_id: str, one: Attempt, max_attempts: int, rejected: bool) -> None:
         store = self.stores[router_id]
         found = self.runner.run(store.hand_back(one.request_id, one.attempt, max_attempts, rejected=rejected))
         assert found == self.model.hand_back(router_id, one.request_id, one.attempt, max_attempts, rejected)
         self._compare_told()
 
     # Reports ---------------------------------------------------------------------------------------------------
+
+    @rule(router_id=router_ids, executor_id=st.sampled_from(EXECUTORS))
+    def report_as_usual(self, router_id: str, executor_id: str) -> None:
+        """The executor holds what the ledger has placed there."""
+        last = self.model.executors.get(executor_id)
+        generation, seq = (last.report.generation, last.report.seq + 1) if last else (5, 1)
+        held = self._placed_on(executor_id)
+        self._report(router_id, ExecutorReport(executor_id, generation, seq, 10, 10, 3, accepting=True, held=held))
 
     @rule(
         router_id=router_ids,
@@ -179,17 +228,20 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _held(self, executor_id: str) -> st.SearchStrategy[tuple[HeldSequence, ...]]:
         """What is placed there, without some and with others."""
-        requests = self.model.requests
-        placed = [
-            HeldSequence(name, requests[name].attempt, requests[name].demand.blocks)
-            for name in self.model.placed_on(executor_id)
-        ]
+        placed = self._placed_on(executor_id)
         anything = st.builds(HeldSequence, request_ids, st.integers(1, 4), st.integers(1, 4))
         some = st.lists(st.sampled_from(placed), unique=True) if placed else st.just([])
         others = st.lists(anything, max_size=1)
         return st.one_of(
-            st.just(tuple(placed)),
+            st.just(placed),
             st.tuples(some, others).map(lambda two: tuple({one.request_id: one for one in two[0] + two[1]}.values())),
+        )
+
+    def _placed_on(self, executor_id: str) -> tuple[HeldSequence, ...]:
+        requests = self.model.requests
+        return tuple(
+            HeldSequence(name, requests[name].attempt, requests[name].demand.blocks)
+            for name in self.model.placed_on(executor_id)
         )
 
     # Comparisons -----------------------------------------------------------------------------------------------
@@ -266,6 +318,8 @@ class StoreMachine(RuleBasedStateMachine):
         return dict(zip(hashes + ordered, await pipeline.execute(), strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # to find a failure takes seconds, to shrink it minutes
 def test_scripts_decide_as_the_model_does(redis_url: str) -> None:
     """Invariants tested: equal results, equal events, equal state; sums, indexes and states agree."""
 
@@ -277,7 +331,7 @@ def test_scripts_decide_as_the_model_does(redis_url: str) -> None:
         StoreMachineOnRedis,
         settings=settings(
             max_examples=60,
-            stateful_step_count=40,
+            stateful_step_count=30,
             deadline=None,
             derandomize=True,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -374,10 +374,9 @@ def test_up_turns_its_flags_into_the_servers_flags() -> None:
     options = stack_options(up_parser().parse_args([*flags, "--executor-args", "--num-threads 1"]))
     assert (options.executors, options.routers, options.port) == (2, 1, 5000)
     command = executor_command(options, "executor-0", "127.0.0.1:1")
-    assert command[command.index("executor") :] == [
-        *("executor", "--listen", "127.0.0.1:1", "--executor-id", "executor-0", "--drain-timeout-s", "5.0"),
-        *("--model", "m", "--batching", "static", "--max-num-sequences", "4", "--num-threads", "1"),
-    ]
+    assert command[: len(options.program) + 3] == [*options.program, "executor", "--listen", "127.0.0.1:1"]
+    # The user's come last, so that they win over what the stack chooses.
+    assert command[-8:] == [*("--model", "m", "--batching", "static", "--max-num-sequences", "4", "--num-threads", "1")]
     command = router_command(options, "router-0", "127.0.0.1:2", ("127.0.0.1:1", "127.0.0.1:3"))
     assert command[command.index("--executors") + 1] == "127.0.0.1:1,127.0.0.1:3"
 

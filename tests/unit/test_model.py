@@ -1,0 +1,223 @@
+"""Any decoder of transformers through paged attention gives transformers' own tokens; what cannot is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from common.model_source import ModelError, resolve_model
+from executor import model as model_module
+from executor.attention.choice import choose_backend
+from executor.attention.cpu_build import BuildFailure
+from executor.batch import pack
+from executor.model import PagedModel
+from executor.packed_linear import PackedLinear, pack_linears
+from executor.self_check import relative_distance
+from executor.sequence import PlanRow, StepPlan
+from tests.greedy import assert_same, generate_alone, generate_together
+from tests.paged_cases import make_sequence
+from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+
+CPU = torch.device("cpu")
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+SUPPORTED: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**sizes()),
+    "llama-yarn-bias": LlamaConfig(**sizes(rope_parameters=YARN, attention_bias=True)),
+    "qwen2": Qwen2Config(**sizes()),
+    "qwen2-one-sliding-layer": Qwen2Config(**sizes(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+    "qwen3": Qwen3Config(**sizes()),
+    "qwen3-experts": Qwen3MoeConfig(**sizes(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)),
+    "mistral-window": MistralConfig(**sizes(sliding_window=8)),
+    "gemma2-window-softcap": Gemma2Config(**sizes(sliding_window=8, attn_logit_softcapping=2.0)),
+    "gpt2": GPT2Config(vocab_size=VOCABULARY_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=256),
+}
+
+
+def load(folder: Path, **options: str) -> PagedModel:
+    options = {"dtype_name": "float32", "backend_name": "reference", "device_name": "cpu"} | options
+    return PagedModel.load(resolve_model(str(folder)), **options)
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    numbers = random.Random(0)
+    return [[numbers.randrange(3, VOCABULARY_SIZE) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_tokens_are_those_of_transformers(tmp_path: Path, name: str, backend: str) -> None:
+    folder = save_model(SUPPORTED[name], tmp_path / name)
+    network: Any = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
+    prompts = random_prompts(3, 40, 17, 1)
+
+    together = generate_together(load(folder, backend_name=backend), prompts, num_tokens=20, chunk_tokens=11)
+
+    for output_ids, prompt in zip(together, prompts, strict=True):
+        assert_same(output_ids, generate_alone(network, prompt, 20))
+
+
+def test_logits_are_float32_and_only_of_the_rows_asked_for(tmp_path: Path) -> None:
+    model = load(save_model(SUPPORTED["llama"], tmp_path / "tiny"), dtype_name="bfloat16", backend_name="cpu")
+    together = generate_together(model, random_prompts(30), num_tokens=2, chunk_tokens=16)
+    assert len(together[0]) == 2, "the first chunk asked for no logits at all"
+    assert model.dtype_name == "bfloat16"
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    folder = save_model(SUPPORTED["llama"], tmp_path / "tiny")
+    prompt = random_prompts(50)[0]
+    logits = []
+    for dtype_name in ("float32", "bfloat16"):
+        model = load(folder, dtype_name=dtype_name, backend_name="cpu")
+        model.allocate_kv(4, 16)
+        row = PlanRow(make_sequence(prompt, [4, 2, 1, 3]), 0, 50, True, 0)
+        logits.append(model.forward(pack(StepPlan((row,), ()), 16)))
+    assert logits[0].dtype == logits[1].dtype == torch.float32
+    assert logits[0].shape == (1, VOCABULARY_SIZE)
+    assert 0 < relative_distance(logits[1], logits[0]) < 0.05
+
+
+def test_description_says_what_the_model_is(tmp_path: Path) -> None:
+    folder = save_model(SUPPORTED["llama"], tmp_path / "tiny")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5], "top_p": 0.9}))
+    model = load(folder)
+    description = model.description
+    assert (description.architecture, description.num_layers, description.num_kv_heads) == ("llama", 2, 2)
+    assert (description.head_dim, description.vocabulary_size, description.context_length) == (16, VOCABULARY_SIZE, 256)
+    assert description.eos_token_ids == (2, 5)
+    assert (description.default_temperature, description.default_top_k, description.default_top_p) == (None, None, 0.9)
+    # Keys and values of 2 layers, 2 heads of 16 numbers of 4 bytes, 16 tokens.
+    assert model.kv_bytes_per_block(16) == 2 * 2 * 2 * 16 * 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (GptOssConfig(**sizes(num_local_experts=4)), "it has attention sinks"),
+        (MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2), "it has linear_attention layers"),
+        (
+            LlamaConfig(**sizes(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})),
+            "its dynamic rotary embedding depends on the other sequences",
+        ),
+    ],
+    ids=["sinks", "mamba", "dynamic-rope"],
+)
+def test_architectures_that_cannot_run_are_refused(tmp_path: Path, config: PretrainedConfig, reason: str) -> None:
+    folder = save_model(config, tmp_path / "odd")
+    with pytest.raises(ModelError, match=f"model architecture '{config.model_type}' is not supported: {reason}"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is not supported: it is an encoder-decoder"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: it uses multi-head latent attention"),
+        ({"model_type": "falcon", "alibi": True}, "'falcon' is not supported: it adds ALiBi biases"),
+        ({"model_type": "nothing-known"}, "cannot be loaded: .*nothing-known"),
+        ({"model_type": "llama"}, "has no weights"),
+        ({}, "cannot be loaded"),
+    ],
+    ids=["encoder-decoder", "latent-attention", "alibi", "unknown", "no-weights", "empty-config"],
+)
+def test_folders_are_refused_before_weights_are_read(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=words):
+        load(tmp_path)
+
+
+def test_truncated_weights_are_refused(tmp_path: Path) -> None:
+    folder = save_model(SUPPORTED["llama"], tmp_path / "tiny")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated"):
+        load(folder)
+
+
+def test_missing_weights_are_not_replaced_by_random_ones(tmp_path: Path) -> None:
+    folder = save_model(SUPPORTED["llama"], tmp_path / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(ModelError, match=r"lacks \d+ weights, such as model.layers.2"):
+        load(folder)
+
+
+def test_model_whose_logits_differ_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given attention that forgets the last key
+    backend = choose_backend("reference", CPU, torch.float32).backend
+    attend = type(backend).attend
+
+    def forgetful(self: Any, queries: Any, kv: Any, batch: Any, scoring: Any) -> Any:
+        kv.keys[batch.slot_mapping[-1]] = 0
+        return attend(self, queries, kv, batch, scoring)
+
+    monkeypatch.setattr(type(backend), "attend", forgetful)
+    with pytest.raises(ModelError, match="its logits through paged attention are not those of transformers"):
+        load(save_model(SUPPORTED["llama"], tmp_path / "tiny"))
+
+
+def test_without_a_compiler_the_reference_runs_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("executor.attention.choice.load_kernels", lambda: BuildFailure("there is no C++ compiler"))
+    folder = save_model(SUPPORTED["llama"], tmp_path / "tiny")
+
+    model = load(folder, backend_name="auto")
+
+    assert model.backend_name == "reference"
+    assert "there is no C++ compiler" in model.backend_reason
+    assert "there is no C++ compiler" in caplog.text
+    with pytest.raises(ModelError, match="attention backend 'cpu' cannot run: there is no C"):
+        load(folder, backend_name="cpu")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"backend_name": "triton"}, "'triton' is not built yet"),
+        ({"backend_name": "flash"}, "'flash' is unknown; use one of auto, reference, cpu"),
+        ({"dtype_name": "int4"}, "dtype 'int4' is unknown; use auto, bfloat16 or float32"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, option: dict[str, str], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        load(save_model(SUPPORTED["llama"], tmp_path / "tiny"), **option)
+
+
+def test_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert model_module.choose_device("auto") == CPU
+    with pytest.raises(ModelError, match="torch sees no GPU"):
+        model_module.choose_device("cuda")
+
+
+def test_packed_linears_compute_the_same() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN does not multiply bfloat16 on this processor")
+    generator = torch.Generator().manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Linear(40, 7, bias=False)).to(torch.bfloat16)
+    inputs = torch.randn(2, 5, 24, generator=generator).to(torch.bfloat16)
+    with torch.inference_mode():
+        expected = network(inputs)
+        assert pack_linears(network) == 2
+        assert all(isinstance(module, PackedLinear) for module in network)
+        torch.testing.assert_close(network(inputs), expected)
+        assert network(inputs[:, :0]).shape == (2, 0, 7)

@@ -21,7 +21,6 @@ from common.logs import start_logging
 from common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
 from common.server import GrpcServer, ListenError, Signals, check_listen
 from common.settings import SettingError, describe, load
-from router.discovery import AddressError, check_address
 from router.dispatch import Dispatcher
 from router.pools import Pool, Pools
 from router.service import InferenceService
@@ -49,14 +48,9 @@ def main(argv: Sequence[str]) -> int:
         start_logging("router", settings.log_level)
         for line in describe(settings):
             log.info("setting %s", line)
-        for address in settings.executors:
-            check_address(address)
         check_listen(settings.listen)
         texts = load_texts(settings)
         return asyncio.run(run(settings, texts))
-    except AddressError as error:
-        print(f"error: executors: {error}", file=sys.stderr)
-        return EXIT_BAD_SETTING
     except (SettingError, ModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_SETTING

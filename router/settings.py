@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 
 from common.settings import ProcessSettings
+from router.discovery import check_address
+
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class RouterSettings(ProcessSettings):
@@ -37,3 +40,17 @@ class RouterSettings(ProcessSettings):
     resolve_interval_s: float = Field(5.0, gt=0, description="seconds between look-ups of executor names")
     drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running streams get to end on SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
+
+    @field_validator("redis_url")
+    @classmethod
+    def _check_redis_url(cls, url: SecretStr) -> SecretStr:
+        if not url.get_secret_value().startswith(REDIS_SCHEMES):
+            raise ValueError(f"must begin with {' or '.join(REDIS_SCHEMES)}")
+        return url
+
+    @field_validator("executors")
+    @classmethod
+    def _check_executors(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            check_address(address)
+        return addresses

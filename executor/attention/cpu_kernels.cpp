@@ -391,7 +391,7 @@ void attend_item(const AttendCall& call, const Item& item, int kv_head, Workspac
         }
         score_chunk<Element>(work, item.num_rows, keys, num_groups, dim);
         for (int row = 0; row < item.num_rows; ++row)
-            weigh_row<Element>(work, row, num_groups, start * LANES, first_key_of(row), first_position + token_of(item.num_rows - 1),
+            weigh_row<Element>(work, row, num_groups, start * LANES, first_key_of(row), first_position + token_of(row),
                                call);
         value_chunk<Element>(work, item.num_rows, values, num_groups, dim);
     }

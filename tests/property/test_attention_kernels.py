@@ -17,6 +17,7 @@ from executor.attention.cpu import CpuAttention
 from executor.attention.cpu_build import PLAIN_FLAG, load_kernels
 from executor.attention.reference import ReferenceAttention
 from tests.paged_cases import PagedCase, Spec, make_case
+from tests.torch_threads import torch_threads
 
 CPU = torch.device("cpu")
 # bfloat16 has 8 bits; outputs are averages of values around 1.
@@ -43,8 +44,8 @@ def cpu_attention(request: pytest.FixtureRequest) -> CpuAttention:
 
 
 @pytest.fixture(autouse=True)
-def one_seed() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
+def _one_seed_and_thread() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]), torch_threads(1):
         torch.manual_seed(0)
         yield
 
@@ -110,6 +111,18 @@ def test_cpu_kernels_take_strided_views(cpu_attention: CpuAttention) -> None:
         cpu_attention.write(kv, some_keys, some_values, case.history)
         outputs.append(cpu_attention.attend(some_queries, kv, case.batch, Scoring(0.25)))
 
+    assert torch.equal(outputs[0], outputs[1])
+
+
+def test_number_of_threads_does_not_change_the_result(cpu_attention: CpuAttention) -> None:
+    shape, case = KvShape(3, 64), make_case([Spec(200, 333), *(Spec(1, 100 + i) for i in range(20))], 16)
+    keys, values = torch.randn(2, case.history.num_tokens, 3, 64)
+    queries = torch.randn(case.batch.num_tokens, 9, 64)
+    outputs = []
+    for count in (1, 3):
+        with torch_threads(count):
+            kv = filled(cpu_attention, shape, case, keys, values, 16)
+            outputs.append(cpu_attention.attend(queries, kv, case.batch, Scoring(0.125)))
     assert torch.equal(outputs[0], outputs[1])
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from executor.sampling import SampleRow, keep_top, sample
 from executor.sequence import Sampling
+from tests.torch_threads import torch_threads
 
 VOCABULARY_SIZE = 300
 
@@ -28,6 +31,12 @@ rows = st.builds(
 row_logits = st.integers(0, 2**32).map(
     lambda seed: (torch.randn(VOCABULARY_SIZE, generator=torch.Generator().manual_seed(seed)) * 8).round() / 4
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
 
 
 @settings(deadline=None)

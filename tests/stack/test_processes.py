@@ -74,6 +74,7 @@ def test_port_in_use_is_said_before_anything_is_loaded() -> None:
         (("executor", "--batching", "dynamic"), ("batching", "inflight", "static")),
         (("executor", "--max-num-sequences", "0"), ("max-num-sequences",)),
         (("router", "--executors", "nowhere"), ("executors", "host:port")),
+        (("router", "--redis-url", "http://somewhere"), ("redis-url", "redis://", "unix://")),
         (("router", "--max-prompt-bytes", "ten"), ("max-prompt-bytes",)),
     ],
 )

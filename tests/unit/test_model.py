@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from executor.sequence import PlanRow, StepPlan
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.paged_cases import make_sequence
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.torch_threads import torch_threads
 
 CPU = torch.device("cpu")
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -49,6 +51,12 @@ SUPPORTED: dict[str, PretrainedConfig] = {
     "gemma2-window-softcap": Gemma2Config(**sizes(sliding_window=8, attn_logit_softcapping=2.0)),
     "gpt2": GPT2Config(vocab_size=VOCABULARY_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=256),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
 
 
 def load(folder: Path, **options: str) -> PagedModel:

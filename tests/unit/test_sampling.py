@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,8 +12,15 @@ from torch import Tensor
 from executor.philox import philox
 from executor.sampling import FIRST_CANDIDATES, SampleRow, gumbel_noise, keep_top, sample
 from executor.sequence import Sampling
+from tests.torch_threads import torch_threads
 
 VOCABULARY_SIZE = 1000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
 
 
 def row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from common.model_source import load_tokenizer, resolve_model
 from executor.gguf_import import import_gguf
 from executor.model import PagedModel
 from tests.greedy import Reference, assert_same, generate_alone, generate_together
+from tests.torch_threads import torch_threads
 
 NUM_TOKENS = 10
 PROMPTS = (
@@ -22,6 +24,12 @@ PROMPTS = (
 )
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ BACKEND_NAMES = ("auto", "reference", "cpu")
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """A backend and why it is the one, in a sentence. `is_fallback`: a faster one is for this device, but cannot run."""
+    """A backend and why it is the one, in a sentence. `is_fallback`: a faster one is for this device but cannot run."""
 
     backend: AttentionBackend
     reason: str

@@ -17,6 +17,10 @@ from filelock import FileLock
 CACHE_VARIABLE = "INFLIGHT_CACHE_DIR"
 
 
+class CacheError(OSError):
+    """The cache cannot be written. The text says where and what to do."""
+
+
 def cache_folder() -> Path:
     """`$INFLIGHT_CACHE_DIR`, or `~/.cache/inflight`."""
     chosen = os.environ.get(CACHE_VARIABLE)
@@ -26,18 +30,30 @@ def cache_folder() -> Path:
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """Returns `target`, letting `build` make it at the path it is given if it is not there yet.
 
-    What `build` raises goes through and leaves nothing behind, so the next caller tries again. Raises `OSError` where
-    the folder cannot be written.
+    What `build` raises goes through and leaves nothing behind, so the next caller tries again.
     """
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.parent / f".{target.name}.lock"):
+    lock = FileLock(target.parent / f".{target.name}.lock")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise CacheError(
+            f"cannot write to {target.parent} ({error.strerror}); set {CACHE_VARIABLE} to a folder that can be written"
+        ) from error
+    try:
         if not target.exists():
-            scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-            try:
-                build(scratch / target.name)
-                os.replace(scratch / target.name, target)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+            _build(target, build)
+    finally:
+        lock.release()
     return target
+
+
+def _build(target: Path, build: Callable[[Path], None]) -> None:
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        build(scratch / target.name)
+        os.replace(scratch / target.name, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.disk_cache import CACHE_VARIABLE, build_once, cache_folder
+from common.disk_cache import build_once, cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,17 +66,8 @@ class ModelSource:
 
 def resolve_model(model: str) -> ModelSource:
     """Finds a local folder, a GGUF file, a model of the Hugging Face hub, or for `""` the default model."""
-    if not model:
-        return _default_model()
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return _folder_model(path)
-    if path.is_file():
-        return _gguf_model(path)
-    is_path = model.startswith((".", "/", "~")) or model.endswith(".gguf") or not HUB_NAME.fullmatch(model)
-    if is_path:
-        raise ModelError(f"model {model!r}: there is no such folder or file")
-    return _hub_model(model)
+    with model_errors(f"model {model!r} cannot be read"):
+        return _find(model)
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -96,7 +87,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 def import_tokenizer(source: ModelSource) -> Path:
     """The folder with the tokenizer files of a GGUF model, made if it is not there."""
     assert source.gguf_file is not None
-    with model_errors(f"the tokenizer of {source.gguf_file} cannot be imported"), cache_errors():
+    with model_errors(f"the tokenizer of {source.gguf_file} cannot be imported"):
         return build_once(source.import_folder / "tokenizer", lambda folder: _write_tokenizer(source, folder))
 
 
@@ -114,17 +105,6 @@ def model_errors(what: str) -> Iterator[None]:
         raise ModelError(f"{what}: {_first_line(error)}") from error
 
 
-@contextmanager
-def cache_errors() -> Iterator[None]:
-    """Says which setting to change where the cache cannot be written."""
-    try:
-        yield
-    except PermissionError as error:
-        raise ModelError(
-            f"cannot write to the cache folder {cache_folder()} ({error.strerror}); set {CACHE_VARIABLE} to another"
-        ) from error
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a model folder; an empty one where there is no such file."""
     if not path.is_file():
@@ -136,6 +116,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} is not a JSON object")
     return content
+
+
+def _find(model: str) -> ModelSource:
+    if not model:
+        return _default_model()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _folder_model(path)
+    if path.is_file():
+        return _gguf_model(path)
+    is_path = model.startswith((".", "/", "~")) or model.endswith(".gguf") or not HUB_NAME.fullmatch(model)
+    if is_path:
+        raise ModelError(f"model {model!r}: there is no such folder or file")
+    return _hub_model(model)
 
 
 def _default_model() -> ModelSource:

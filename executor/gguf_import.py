@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from transformers.integrations.gguf.reader import read_gguf_metadata
 
 from common.disk_cache import build_once
-from common.model_source import ModelSource, cache_errors, import_tokenizer, model_errors
+from common.model_source import ModelSource, import_tokenizer, model_errors
 from executor.quiet import quiet_transformers
 
 # llama.cpp ends generation at any of these (end of sequence, of turn, of a tool call).
@@ -36,7 +36,7 @@ def import_gguf(source: ModelSource) -> Path:
     """The complete Hugging Face folder of a GGUF model, made if it is not there."""
     assert source.gguf_file is not None
     tokenizer_folder = import_tokenizer(source)
-    with model_errors(f"GGUF file {source.gguf_file} cannot be imported"), cache_errors():
+    with model_errors(f"GGUF file {source.gguf_file} cannot be imported"):
         return build_once(source.import_folder / "model", lambda folder: _write_model(source, tokenizer_folder, folder))
 
 

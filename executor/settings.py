@@ -22,7 +22,9 @@ class ExecutorSettings(ProcessSettings):
     served_model_name: str = Field("", description="name that clients ask for; empty: the model's own name")
     executor_id: str = Field("", description="stable name, unique in the pool; empty: host name and port")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="type of weights and KV; auto: bfloat16")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="type of weights and KV; auto: bfloat16 where the device has it"
+    )
     attention_backend: Literal["auto", "reference", "cpu"] = Field("auto", description="attention implementation")
     batching: Literal["inflight", "static"] = Field(
         "inflight", description="inflight: board and leave at every step; static: nobody boards until everyone got off"

@@ -38,7 +38,7 @@ COMMANDS = (
     Command("models", "list the models that can be asked for", "client.cli.models:main"),
     Command("doctor", "say what this machine has and what would run on it", "client.cli.doctor:main"),
     Command("router", "run a router", "router.main:main"),
-    Command("executor", "run an executor", "executor.main:main"),
+    Command("executor", "run an executor", "executor.entry:main"),
     Command("bench", "measure throughput and latency", "bench.main:main"),
 )
 ALIASES = {"capacity": "status"}

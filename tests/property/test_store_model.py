@@ -354,7 +354,7 @@ def test_scripts_decide_as_the_model_does(redis_url: str) -> None:
     run_state_machine_as_test(
         StoreMachineOnRedis,
         settings=settings(
-            max_examples=40,
+            max_examples=80,
             stateful_step_count=25,
             deadline=None,
             derandomize=True,

@@ -82,6 +82,7 @@ def test_revision_of_a_gguf_file_is_that_of_its_content(tmp_path: Path) -> None:
         ("/nowhere/at/all", "there is no such folder or file"),
         ("missing.gguf", "there is no such folder or file"),
         ("not a name", "there is no such folder or file"),
+        ("a" * 5000, "cannot be read: .*too long"),
         ("{tmp}/no-config", "has no config.json"),
         ("{tmp}/empty.gguf", "is empty"),
         ("{tmp}/wrong.gguf", "is not a GGUF file"),
@@ -113,12 +114,10 @@ def test_tokenizer_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_cache_that_cannot_be_written_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(target: Path, build: object) -> Path:
-        raise PermissionError(13, "Permission denied", str(target))
-
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr("common.model_source.build_once", refuse)
-    with pytest.raises(ModelError, match="set INFLIGHT_CACHE_DIR to another"):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ModelError, match=r"cannot write to .*; set INFLIGHT_CACHE_DIR to a folder"):
         load_tokenizer(resolve_model(str(tmp_path / "tiny.gguf")))
 
 

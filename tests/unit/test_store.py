@@ -236,6 +236,17 @@ async def test_request_handed_back_stands_where_it_stood(store_pool: StorePool) 
     assert await a.store.hand_back("first", 1, max_attempts=3) is HandBackRefusal.STALE
 
 
+async def test_position_after_a_hand_back_counts_nobody_who_just_left(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report(sequences=1))
+    await a.place("running")
+    await b.store.submit(Demand("due", 1, blocks=1, deadline_ms=100))
+    await store_pool.wait(101)
+
+    assert await a.store.hand_back("running", 1, max_attempts=3) == Queued(0)
+    assert await b.told() == [Dropped("due", DropReason.EXPIRED)]
+
+
 async def test_executor_gets_nothing_between_a_hand_back_and_its_next_report(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     report = store_pool.next_report("x", blocks=90)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from router.store.lua import load_scripts
 from router.store.types import (
     Attempt,
     CancelOutcome,
@@ -20,7 +21,7 @@ from router.store.types import (
     ReportOutcome,
     RequestState,
 )
-from tests.store_pool import RouterSide, StorePool
+from tests.store_pool import STEERED_CLOCK, RouterSide, StorePool
 
 
 async def attend(
@@ -189,6 +190,19 @@ async def test_executor_silent_for_its_lease_is_reaped(store_pool: StorePool) ->
     assert await a.store.hand_back("r", 1, max_attempts=3) == Placement("r", 2, "y", 1)
 
 
+async def test_line_waits_for_an_executor_to_come_when_the_last_is_gone(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x", accepting=False))
+    await a.store.submit(Demand("r", 2, blocks=8))
+    await attend(store_pool, 6000)
+    assert (await a.store.snapshot()).executors == ()
+    assert await a.told() == []
+
+    await a.store.report(store_pool.next_report("y"))
+
+    assert await a.told() == [Placement("r", 1, "y", 1)]
+
+
 async def test_silence_while_nobody_listened_costs_no_lease(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(sequences=1))
@@ -247,7 +261,9 @@ async def test_lost_request_that_its_owner_leaves_is_forgotten(store_pool: Store
     await a.place("r")
     await a.store.report(store_pool.next_report(generation=2))
 
-    await attend(store_pool, 31_000, ["x"])
+    await attend(store_pool, 30_000, ["x"])
+    assert await a.store.submit(Demand("r", 2, blocks=1)) == Duplicate(RequestState.LOST)
+    await attend(store_pool, 1000, ["x"])
 
     assert await a.store.cancel("r") == CancelOutcome(None)
 
@@ -266,3 +282,22 @@ async def test_reap_goes_on_where_one_call_ends(store_pool: StorePool) -> None:
 
     assert [one.executor_id for one in (await a.store.snapshot()).executors] == ["y"]
     assert await store_pool.num_waiting() == 0
+    assert await store_pool.redis.zrange(store_pool.keys.key("routers"), 0, -1) == ["a"]
+
+
+async def test_router_that_returns_while_it_is_reaped_is_told(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    b = store_pool.router("b", dataclasses.replace(store_pool.settings, max_queue_requests=300))
+    await a.store.report(store_pool.next_report(accepting=False))
+    for number in range(300):
+        await b.store.submit(Demand(f"r{number}", 2, blocks=1))
+    await attend(store_pool, 5000)
+    await store_pool.wait(1000)
+
+    reap = load_scripts(STEERED_CLOCK)["reap"]
+    reply = await reap.run(store_pool.redis, store_pool.keys.for_script(()), ["a"])
+
+    assert reply[0] == ["AGAIN"]
+    assert 0 < await store_pool.num_waiting() < 300
+    await b.store.renew()
+    assert await b.told() == [LeaseLapsed()]

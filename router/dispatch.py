@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -82,6 +83,7 @@ class Dispatcher:
     async def close(self) -> None:
         """Settles what has ended, as far as that can be done now."""
         await self._ledger.settle_now()
+        await self._store.aclose()
 
     # What the service asks for.
 
@@ -94,7 +96,7 @@ class Dispatcher:
         if stream.request_id in self._streams:
             raise duplicate(stream.request_id)
         self._streams[stream.request_id] = stream
-        outcome = await asyncio.shield(self._tasks.create_task(self._submit(stream)))
+        outcome = await asyncio.shield(self._tasks.create_task(self._submit_first(stream)))
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome
@@ -191,18 +193,21 @@ class Dispatcher:
 
     # How a request moves.
 
+    async def _submit_first(self, stream: RequestStream) -> Placement | Queued | Dropped | RequestError:
+        outcome = await self._submit(stream)
+        if isinstance(outcome, RequestError):
+            self._forget(stream)
+        return outcome
+
     async def _submit(self, stream: RequestStream) -> Placement | Queued | Dropped | RequestError:
         try:
             outcome = await self._store.submit(stream.demand())
         except RequestError as error:
-            self._forget(stream)
             return error
         match outcome:
             case Refused(reason):
-                self._forget(stream)
                 return refusal(reason)
             case Duplicate():
-                self._forget(stream)
                 return duplicate(stream.request_id)
             case Placement():
                 self._place(outcome)
@@ -219,9 +224,18 @@ class Dispatcher:
                 self._spawn(self._submit_again(stream))
 
     async def _submit_again(self, stream: RequestStream) -> None:
-        outcome = await self._submit(stream)
-        if isinstance(outcome, RequestError):
-            stream.fail(outcome)
+        """Puts a request in line whose placement or place the ledger has lost. Executors may be unknown there until
+        their next report."""
+        give_up = time.monotonic() + self._no_executor_grace_s
+        while True:
+            outcome = await self._submit(stream)
+            if not isinstance(outcome, RequestError):
+                return
+            is_passing = outcome.reason in (Reason.NO_EXECUTOR, Reason.STORE_UNAVAILABLE)
+            if stream.is_abandoned or not is_passing or time.monotonic() > give_up:
+                self._end(stream, outcome)
+                return
+            await asyncio.sleep(STORE_RETRY_S)
 
     def _place(self, placement: Placement) -> None:
         stream = self._streams.get(placement.request_id)

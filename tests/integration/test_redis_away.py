@@ -11,7 +11,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from client.stack.redis_server import PrivateRedis
-from tests.cluster import run_cluster, token_request, until_ready
+from tests.cluster import ExecutorShape, run_cluster, token_request, until_ready
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 
 
@@ -41,3 +41,25 @@ async def test_streams_outlive_redis_and_new_work_is_refused_until_it_is_back(tm
             await until_ready(router, 1)
             async with asyncio.timeout(20):
                 assert ids_of(await collect(router, token_request([3], 5))) == expected_ids([3], 5)
+
+
+async def test_waiting_requests_keep_waiting_when_redis_comes_back_empty(tmp_path: Path, pool: str) -> None:
+    socket = tmp_path / "redis.sock"
+    redis = PrivateRedis.start(tmp_path / "redis.log", unix_socket=socket)
+    async with run_cluster(redis.url, pool, shape=ExecutorShape(max_num_sequences=1)) as cluster:
+        router, brake = cluster.routers[0], cluster.executors[0].brake
+        # Given one request on the only seat and one that waits
+        brake.hold()
+        running = router.stub.Generate(token_request([1, 2], 8))
+        await running.read()
+        waiting = router.stub.Generate(token_request([4], 6, want_queue_events=True))
+        assert (await waiting.read()).event.HasField("queued")
+        # When Redis is replaced by an empty one
+        redis.stop()
+        with PrivateRedis.start(tmp_path / "redis-2.log", unix_socket=socket):
+            await until_ready(router, 1)
+            brake.release()
+            # Then both get their tokens
+            assert ids_of(await rest(running)) == expected_ids([1, 2], 8)
+            async with asyncio.timeout(30):
+                assert ids_of(await rest(waiting)) == expected_ids([4], 6)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-class KvSizeError(Exception):
-    """There is no room for a usable KV pool. The text says what to change."""
+from common.settings import SettingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +20,20 @@ def num_kv_blocks(budget: KvBudget, tokens_per_block: int, bytes_per_block: int)
     """Blocks of the pool, the spare one not counted.
 
     Raises:
-        KvSizeError: not even one block fits, or `max_tokens` asks for more than is free.
+        SettingError: not even one block fits, or `max_tokens` asks for more than is free.
     """
     num_free = budget.free_bytes // bytes_per_block
     if budget.max_tokens:
         num_blocks = budget.max_tokens // tokens_per_block
         if num_blocks > num_free:
-            raise KvSizeError(
+            raise SettingError(
                 f"max_tokens_in_paged_kv_cache={budget.max_tokens} needs {num_blocks * bytes_per_block} bytes and "
                 f"{budget.free_bytes} are free"
             )
     else:
         num_blocks = int(num_free * budget.fraction)
     if num_blocks < 1:
-        raise KvSizeError(
+        raise SettingError(
             f"the KV pool would have no block: {budget.free_bytes} bytes are free, a block of {tokens_per_block} "
             f"tokens takes {bytes_per_block}; free memory or raise the fraction or max_tokens_in_paged_kv_cache"
         )

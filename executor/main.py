@@ -11,7 +11,6 @@ import gc
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -21,12 +20,13 @@ from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 from common.logs import start_logging
 from common.machine import num_available_memory_bytes, num_usable_cores
-from common.model_source import ModelError, ModelSource, resolve_model
-from common.server import GrpcServer, ListenError, Signals, check_listen
+from common.model_source import ModelSource, resolve_model
+from common.process import EXIT_FAILED, run_process
+from common.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from executor.blocks import BlockPool
 from executor.engine import Engine, EngineOutput
-from executor.kv_size import KvBudget, KvSizeError, num_kv_blocks
+from executor.kv_size import KvBudget, num_kv_blocks
 from executor.model import PagedModel
 from executor.runner import ModelRunner
 from executor.scheduler import Batching, Scheduler, SchedulerLimits
@@ -37,8 +37,6 @@ from executor.submission import SubmissionLimits
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "inflight.v1.ExecutorService"
-EXIT_BAD_SETTING = 2
-EXIT_CANNOT_LISTEN = 3
 
 BATCHING_PROTO = {
     "inflight": types_pb2.BATCHING_MODE_INFLIGHT,
@@ -58,20 +56,16 @@ class Loaded:
 
 def main(argv: SequenceOf[str]) -> int:
     """Runs an executor until it is told to stop; returns the exit code."""
-    try:
-        settings = load(ExecutorSettings, "inflight executor", argv)
-        start_logging("executor", settings.log_level)
-        for line in describe(settings):
-            log.info("setting %s", line)
-        check_listen(settings.listen)
-        loaded = load_model(settings)
-        return asyncio.run(run(settings, loaded))
-    except (SettingError, ModelError, KvSizeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_SETTING
-    except ListenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CANNOT_LISTEN
+    return run_process(lambda: _run_with_settings(argv))
+
+
+def _run_with_settings(argv: SequenceOf[str]) -> int:
+    settings = load(ExecutorSettings, "inflight executor", argv)
+    start_logging("executor", settings.log_level)
+    for line in describe(settings):
+        log.info("setting %s", line)
+    check_listen(settings.listen)
+    return asyncio.run(run(settings, load_model(settings)))
 
 
 def load_model(settings: ExecutorSettings) -> Loaded:
@@ -170,7 +164,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
         task.cancel()
     await server.stop(grace_s=1.0)
     log.info("stopped")
-    return 1 if engine_died.is_set() else 0
+    return EXIT_FAILED if engine_died.is_set() else 0
 
 
 def _identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:

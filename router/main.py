@@ -12,14 +12,14 @@ import gc
 import logging
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Sequence
 
 from inflight.v1 import inference_pb2_grpc
 
 from common.logs import start_logging
-from common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
-from common.server import GrpcServer, ListenError, Signals, check_listen
+from common.model_source import ModelSource, load_tokenizer, resolve_model
+from common.process import EXIT_FAILED, run_process
+from common.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from router.dispatch import Dispatcher
 from router.pools import Pool, Pools
@@ -37,26 +37,20 @@ OnEvent = Callable[[StoreEvent], None]
 OpenStore = Callable[[str, OnEvent], AdmissionStore]
 
 SERVICE_NAME = "inflight.v1.InferenceService"
-EXIT_BAD_SETTING = 2
-EXIT_CANNOT_LISTEN = 3
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs a router until it is told to stop; returns the exit code."""
-    try:
-        settings = load(RouterSettings, "inflight router", argv)
-        start_logging("router", settings.log_level)
-        for line in describe(settings):
-            log.info("setting %s", line)
-        check_listen(settings.listen)
-        texts = load_texts(settings)
-        return asyncio.run(run(settings, texts))
-    except (SettingError, ModelError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_SETTING
-    except ListenError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CANNOT_LISTEN
+    return run_process(lambda: _run_with_settings(argv))
+
+
+def _run_with_settings(argv: Sequence[str]) -> int:
+    settings = load(RouterSettings, "inflight router", argv)
+    start_logging("router", settings.log_level)
+    for line in describe(settings):
+        log.info("setting %s", line)
+    check_listen(settings.listen)
+    return asyncio.run(run(settings, load_texts(settings)))
 
 
 def load_texts(settings: RouterSettings) -> dict[str, TextModel]:
@@ -111,7 +105,7 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     await redis.aclose()
     if not work.cancelled() and work.exception() is not None:
         log.error("the router failed", exc_info=work.exception())
-        return 1
+        return EXIT_FAILED
     log.info("stopped")
     return 0
 

@@ -26,6 +26,7 @@ from client.stack.process import ChildProcess
 from client.stack.ready import wait_until_serving
 from client.stack.redis_server import PrivateRedis, RedisStartError
 from client.stack.state import ProcessState, RunFolderLock, StackState, read_state, remove_state, write_state
+from common.process import EXIT_BAD_SETTING, EXIT_CANNOT_LISTEN
 
 REDIS = "redis"
 EXECUTOR_SERVICE = "inflight.v1.ExecutorService"
@@ -33,10 +34,6 @@ ROUTER_SERVICE = "inflight.v1.InferenceService"
 
 # Its URL holds a password, and the command lines of processes are public.
 REDIS_URL_VARIABLE = "INFLIGHT_REDIS_URL"
-
-# Exit codes of `inflight router` and `inflight executor`.
-EXIT_BAD_SETTING = 2
-EXIT_CANNOT_LISTEN = 3
 
 # Between choosing a free port and listening on it another process can take it; then everything is tried again.
 MAX_START_ATTEMPTS = 3

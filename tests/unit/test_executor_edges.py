@@ -8,7 +8,8 @@ import pytest
 from inflight.v1 import executor_pb2, types_pb2
 
 from common.machine import num_available_memory_bytes, num_usable_cores
-from executor.kv_size import KvBudget, KvSizeError, num_kv_blocks
+from common.settings import SettingError
+from executor.kv_size import KvBudget, num_kv_blocks
 from executor.submission import SubmissionError, SubmissionLimits, sequence_from_submit
 
 LIMITS = SubmissionLimits(context_length=32, vocabulary_size=100, eos_token_ids=frozenset({2}))
@@ -78,7 +79,7 @@ def test_kv_pool_takes_the_tokens_asked_for_or_the_share_of_what_is_free() -> No
 
 @pytest.mark.parametrize("budget", [KvBudget(1600, 900, 0.5), KvBudget(8, 10_000, 0.5), KvBudget(0, 15, 0.5)])
 def test_kv_pool_without_room_is_an_error_that_says_what_to_change(budget: KvBudget) -> None:
-    with pytest.raises(KvSizeError, match="max_tokens_in_paged_kv_cache"):
+    with pytest.raises(SettingError, match="max_tokens_in_paged_kv_cache"):
         num_kv_blocks(budget, 16, 10)
 
 

@@ -1,0 +1,26 @@
+"""How a server process ends: exit codes, and mistakes of its operator as one line instead of a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from common.model_source import ModelError
+from common.server import ListenError
+from common.settings import SettingError
+
+EXIT_FAILED = 1
+EXIT_BAD_SETTING = 2
+EXIT_CANNOT_LISTEN = 3
+
+
+def run_process(body: Callable[[], int]) -> int:
+    """Runs a process and returns its exit code: 2 for a setting or model that cannot be used, 3 for an address."""
+    try:
+        return body()
+    except (SettingError, ModelError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_SETTING
+    except ListenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CANNOT_LISTEN

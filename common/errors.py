@@ -27,6 +27,7 @@ class Reason(Enum):
     QUEUE_FULL = "QUEUE_FULL"
     EXECUTOR_LOST = "EXECUTOR_LOST"
     ATTEMPTS_EXHAUSTED = "ATTEMPTS_EXHAUSTED"
+    STALE_GENERATION = "STALE_GENERATION"
     INTERNAL = "INTERNAL"
 
 
@@ -43,6 +44,7 @@ STATUS_OF_REASON: dict[Reason, grpc.StatusCode] = {
     Reason.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Reason.EXECUTOR_LOST: grpc.StatusCode.UNAVAILABLE,
     Reason.ATTEMPTS_EXHAUSTED: grpc.StatusCode.ABORTED,
+    Reason.STALE_GENERATION: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.INTERNAL: grpc.StatusCode.INTERNAL,
 }
 

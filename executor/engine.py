@@ -56,7 +56,7 @@ class Draining:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """Inbox: end the thread; whatever is held ends as cancelled."""
+    """Inbox: end the thread. What is held gets no end: its routers see their streams break and place it elsewhere."""
 
 
 Command = Submitted | Cancelled | Draining | Stopping
@@ -228,10 +228,6 @@ class Engine:
                 self._publish(EngineOutput(self.num_steps, status=self._status()))
             case Stopping():
                 self._stopping = True
-                for sequence in tuple(self._scheduler.held()):
-                    event = self._scheduler.cancel(sequence.request_id, sequence.attempt, FinishReason.CANCELLED)
-                    if event is not None:
-                        output.finished.append(event)
 
     def _run_device(self, plan: StepPlan) -> StepOutcome:
         """Runs a plan; a device failure ends the sequences in it and nothing else."""

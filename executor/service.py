@@ -15,17 +15,18 @@ import grpc
 import grpc.aio
 from inflight.v1 import executor_pb2, executor_pb2_grpc
 
-from common.errors import FieldViolation, invalid
+from common.errors import FieldViolation, Reason, RequestError, invalid
 from executor.engine import Engine, EngineOutput, EngineStatus
 from executor.reporter import Reporter
 from executor.sequence import FinishReason, Sequence
-from executor.session import REJECT_REASON_PROTO, Session
+from executor.session import FINISH_REASON_PROTO, REJECT_REASON_PROTO, Session
 from executor.submission import SubmissionError, SubmissionLimits, sequence_from_submit
 
 log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
 DEFAULT_MAX_UNACKED_STEPS = 64
+CANCEL_REASONS = {wire: reason for reason, wire in FINISH_REASON_PROTO.items()}
 
 Context = grpc.aio.ServicerContext[executor_pb2.ServeRequest, executor_pb2.ServeResponse]
 
@@ -109,7 +110,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         if hello.protocol_version != PROTOCOL_VERSION:
             raise invalid(FieldViolation("hello.protocol_version", f"must be {PROTOCOL_VERSION}"))
         if hello.generation != self._identity.description.generation:
-            raise invalid(FieldViolation("hello.generation", "is not this executor's; describe it again"))
+            raise RequestError(Reason.STALE_GENERATION, "hello.generation is not this executor's; describe it again")
         return hello
 
     async def _read(self, requests: AsyncIterator[executor_pb2.ServeRequest], session: Session) -> None:
@@ -117,10 +118,11 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             for submit in request.submits:
                 self._submit(submit, session)
             for cancel in request.cancels:
-                self._engine.cancel(cancel.request_id, cancel.attempt, FinishReason.CANCELLED)
+                end_reason = CANCEL_REASONS.get(cancel.reason, FinishReason.CANCELLED)
+                self._engine.cancel(cancel.request_id, cancel.attempt, end_reason)
             for attach in request.attaches:
-                reason = executor_pb2.REJECT_REASON_UNSUPPORTED
-                session.reject(attach.request_id, attach.attempt, reason, "attach: not implemented yet")
+                unsupported = executor_pb2.REJECT_REASON_UNSUPPORTED
+                session.reject(attach.request_id, attach.attempt, unsupported, "attach: not implemented yet")
             if request.HasField("ack"):
                 session.acknowledge(request.ack.frame)
 
@@ -128,12 +130,14 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         """Writes until the router has closed its side or the RPC is cancelled."""
         while True:
             response = asyncio.ensure_future(session.next_response())
-            await asyncio.wait((response, reader), return_when=asyncio.FIRST_COMPLETED)
-            if reader.done():
+            try:
+                await asyncio.wait((response, reader), return_when=asyncio.FIRST_COMPLETED)
+                if reader.done():
+                    reader.result()
+                    return
+                await context.write(response.result())
+            finally:
                 response.cancel()
-                reader.result()
-                return
-            await context.write(response.result())
 
     def _submit(self, submit: executor_pb2.Submit, session: Session) -> None:
         try:

@@ -9,6 +9,15 @@ from inflight.v1 import executor_pb2
 
 from executor.sequence import Sampling, Sequence, Stopping
 
+# What is not built yet must be left at the value that changes nothing.
+NEUTRAL_SAMPLING = {
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SubmissionLimits:
@@ -67,8 +76,15 @@ def _sampling(submit: executor_pb2.Submit) -> Sampling:
 def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
     if submit.num_choices > 1:
         raise _unsupported("num_choices above 1")
-    if submit.HasField("num_top_logprobs"):
-        raise _unsupported("num_top_logprobs")
+    for field in ("num_top_logprobs", "deadline_ms"):
+        if submit.HasField(field):
+            raise _unsupported(field)
+    for name, neutral in NEUTRAL_SAMPLING.items():
+        if submit.sampling.HasField(name) and getattr(submit.sampling, name) != neutral:
+            raise _unsupported(f"sampling.{name}")
+    for name in ("logit_bias", "allowed_token_ids", "bad_words"):
+        if getattr(submit.sampling, name):
+            raise _unsupported(f"sampling.{name}")
 
 
 def _invalid(text: str) -> SubmissionError:

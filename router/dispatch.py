@@ -62,6 +62,8 @@ class Dispatcher:
         self._no_executor_grace_s = no_executor_grace_s
         self._streams: dict[str, RequestStream] = {}
         self._links: dict[str, ExecutorLink] = {}
+        # Their return to the queue is under way; what the ledger knows of them is in flux.
+        self._handed_back: set[RequestStream] = set()
         self._tasks = asyncio.TaskGroup()
 
     @property
@@ -70,9 +72,9 @@ class Dispatcher:
         return tuple(self._links.values())
 
     @property
-    def num_streams(self) -> int:
-        """Requests that wait or run."""
-        return len(self._streams)
+    def streams(self) -> tuple[RequestStream, ...]:
+        """The requests that wait or run."""
+        return tuple(self._streams.values())
 
     async def run(self) -> None:
         """Works until cancelled."""
@@ -106,7 +108,9 @@ class Dispatcher:
         if stream.is_abandoned or self._streams.get(stream.request_id) is not stream:
             return
         stream.is_abandoned = True
-        self._stop(stream)
+        # Before the ledger has answered, the id may be somebody else's; `_submit` deals with the answer.
+        if not stream.is_being_submitted:
+            self._stop(stream)
 
     async def cancel(self, request_id: str) -> RequestState:
         """Ends a request of any router; returns where it was. Raises `RequestError` where there is none."""
@@ -178,12 +182,12 @@ class Dispatcher:
         match event:
             case Placement():
                 self._place(event)
-            case Lost(request_id, attempt):
-                self._lose(request_id, attempt)
-            case CancelAsked(request_id, attempt):
+            case Lost():
+                self._lose(event)
+            case CancelAsked(request_id):
                 stream = self._streams.get(request_id)
-                if stream is not None and stream.placement is not None and stream.placement.attempt == attempt:
-                    self._cancel_on_link(stream.placement)
+                if stream is not None:
+                    self._cancelled(stream, RequestState.PLACED)
             case Cancelled(request_id):
                 self._drop(request_id, End(types_pb2.FINISH_REASON_CANCELLED, None))
             case Dropped():
@@ -194,9 +198,13 @@ class Dispatcher:
     # How a request moves.
 
     async def _submit_first(self, stream: RequestStream) -> Placement | Queued | Dropped | RequestError:
+        stream.is_being_submitted = True
         outcome = await self._submit(stream)
+        stream.is_being_submitted = False
         if isinstance(outcome, RequestError):
             self._forget(stream)
+        elif stream.is_abandoned:
+            self._stop(stream)
         return outcome
 
     async def _submit(self, stream: RequestStream) -> Placement | Queued | Dropped | RequestError:
@@ -220,7 +228,7 @@ class Dispatcher:
     def _submit_waiting_again(self) -> None:
         """The ledger forgot what waits here: puts it in line again. What still waits there stays where it is."""
         for stream in tuple(self._streams.values()):
-            if stream.placement is None and not stream.is_abandoned:
+            if stream.placement is None and not stream.is_abandoned and stream not in self._handed_back:
                 self._spawn(self._submit_again(stream))
 
     async def _submit_again(self, stream: RequestStream) -> None:
@@ -239,6 +247,8 @@ class Dispatcher:
 
     def _place(self, placement: Placement) -> None:
         stream = self._streams.get(placement.request_id)
+        if stream is not None and stream.is_cancelled:
+            stream.finish(End(types_pb2.FINISH_REASON_CANCELLED, None))
         if stream is None or stream.is_abandoned or stream.has_ended:
             self._ledger.settle(placement.request_id, placement.attempt)
             if stream is not None:
@@ -249,17 +259,21 @@ class Dispatcher:
         link = self._links.get(placement.executor_id)
         submit = stream.place(placement)
         if link is None or link.description.generation != placement.generation:
-            self._void(stream)
+            self._void(stream, was_rejected=True)  # nobody has seen this attempt
         else:
             link.submit(stream, submit)
 
-    def _lose(self, request_id: str, attempt: int) -> None:
-        stream = self._streams.get(request_id)
-        if stream is None:
-            self._ledger.settle(request_id, attempt)
-        elif stream.placement is not None and stream.placement.attempt == attempt:
+    def _lose(self, lost: Lost) -> None:
+        """The ledger took a placement back, which this router may never have been told of: a reply can be lost."""
+        stream = self._streams.get(lost.request_id)
+        placement = Placement(lost.request_id, lost.attempt, lost.executor_id, lost.generation)
+        if stream is None or stream.is_abandoned or stream.has_ended:
+            self._ledger.settle(lost.request_id, lost.attempt)
+        elif stream.placement is not None and stream.placement.attempt == lost.attempt:
             self._cancel_on_link(stream.placement)
             self._void(stream)
+        elif stream.placement is None and lost.attempt > stream.attempt:
+            self._spawn(self._hand_back(stream, placement, was_rejected=True))
 
     def _void(self, stream: RequestStream, *, was_rejected: bool = False) -> None:
         """The current placement is void: hands it back, or settles it where nobody waits for more."""
@@ -267,6 +281,8 @@ class Dispatcher:
         if placement is None:
             return
         stream.displace()
+        if stream.is_cancelled:
+            stream.finish(End(types_pb2.FINISH_REASON_CANCELLED, None))
         if stream.is_abandoned or stream.has_ended:
             self._ledger.settle(placement.request_id, placement.attempt)
             self._forget(stream)
@@ -274,14 +290,11 @@ class Dispatcher:
             self._spawn(self._hand_back(stream, placement, was_rejected))
 
     async def _hand_back(self, stream: RequestStream, placement: Placement, was_rejected: bool) -> None:
-        while True:
-            try:
-                outcome = await self._store.hand_back(
-                    placement.request_id, placement.attempt, self._max_attempts, rejected=was_rejected
-                )
-                break
-            except RequestError:
-                await asyncio.sleep(STORE_RETRY_S)
+        self._handed_back.add(stream)
+        try:
+            outcome = await self._hand_back_to_store(stream, placement, was_rejected)
+        finally:
+            self._handed_back.discard(stream)
         match outcome:
             case Placement():
                 self._place(outcome)
@@ -294,6 +307,21 @@ class Dispatcher:
                 await self._submit_again(stream)
             case Queued() if stream.is_abandoned:
                 self._stop(stream)
+
+    async def _hand_back_to_store(
+        self, stream: RequestStream, placement: Placement, was_rejected: bool
+    ) -> Placement | Queued | Dropped | HandBackRefusal:
+        while True:
+            try:
+                return await self._store.hand_back(
+                    placement.request_id,
+                    placement.attempt,
+                    self._max_attempts,
+                    rejected=was_rejected,
+                    has_output=bool(stream.output_ids),
+                )
+            except RequestError:
+                await asyncio.sleep(STORE_RETRY_S)
 
     def _stop(self, stream: RequestStream) -> None:
         if stream.placement is None:
@@ -314,6 +342,7 @@ class Dispatcher:
             self._place(outcome.placement)
 
     def _cancelled(self, stream: RequestStream, was: RequestState) -> None:
+        stream.is_cancelled = True
         if was is RequestState.PLACED and stream.placement is not None:
             self._cancel_on_link(stream.placement)
         elif was in (RequestState.WAITING, RequestState.LOST):

@@ -135,7 +135,9 @@ class ExecutorLink:
         log.warning("executor %s at %s is lost", self.executor_id, self.address)
         self.is_up = False
         self.report = None
-        streams = [*self._offered.values(), *(stream for stream, _ in self._seated.values())]
+        # Some may run elsewhere by now: a hung executor keeps its link while the ledger places its requests anew.
+        streams = [stream for (_, attempt), stream in self._offered.items() if _is_current(stream, attempt)]
+        streams += [stream for stream, attempt in self._seated.values() if _is_current(stream, attempt)]
         self._offered.clear()
         self._seated.clear()
         self._observer.on_unlinked(self, streams)

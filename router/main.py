@@ -96,8 +96,8 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
 
     readiness.cancel()
     await server.set_serving(False)
-    service.drain()
-    await server.stop(settings.drain_timeout_s)
+    await service.drain(settings.drain_timeout_s)
+    await server.stop(grace_s=1.0)  # what is left are watches of health, which never end by themselves
     await pools.close()
     drain.cancel()
     work.cancel()

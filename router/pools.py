@@ -49,6 +49,7 @@ class Pools:
         self._router_id = router_id
         self._links: dict[str, tuple[ExecutorLink, asyncio.Task[None]]] = {}
         self._pool_of: dict[ExecutorLink, Pool] = {}
+        self._wanted: frozenset[str] = frozenset()
         self._links_changed = asyncio.Event()
 
     def find(self, model: str) -> Pool:
@@ -77,14 +78,17 @@ class Pools:
 
     def _follow(self, addresses: frozenset[str], tasks: asyncio.TaskGroup) -> None:
         """Links new addresses. One that is no longer named is let go when its link is down."""
+        self._wanted = addresses
         for address in addresses - self._links.keys():
             link = ExecutorLink(address, self._router_id, self)
             self._links[address] = (link, tasks.create_task(link.run(), name=f"link {address}"))
         for address in self._links.keys() - addresses:
-            link, task = self._links[address]
-            if not link.is_up:
-                task.cancel()
-                del self._links[address]
+            if not self._links[address][0].is_up:
+                self._let_go(address)
+
+    def _let_go(self, address: str) -> None:
+        _, task = self._links.pop(address)
+        task.cancel()
 
     async def readiness_changed(self) -> bool:
         """Waits until links came or went; returns whether any model has an executor."""
@@ -113,6 +117,8 @@ class Pools:
         """See `Observer`."""
         self._pool_of.pop(link).dispatcher.on_unlinked(link, streams)
         self._links_changed.set()
+        if link.address in self._links and link.address not in self._wanted:
+            self._let_go(link.address)
 
     def on_rejected(self, link: ExecutorLink, stream: RequestStream, rejected: executor_pb2.SequenceRejected) -> None:
         """See `Observer`."""

@@ -56,7 +56,9 @@ class Relay:
         self._deadlines = deadlines
         self._write = write
         self._seq = 0
-        self._num_attempts_told = 0
+        self._has_told_accepted = False
+        self._has_told_started = False
+        self._num_migrations_told = 0
         self._end_name = "without an end"
 
     @property
@@ -78,6 +80,7 @@ class Relay:
         while True:
             news = await self._next_news()
             if news is None:
+                await self._tell_held_text()
                 await self._finish(inference_pb2.Finished(reason=types_pb2.FINISH_REASON_DEADLINE))
                 return
             await self._tell_progress(news)
@@ -104,15 +107,17 @@ class Relay:
 
     async def _tell_progress(self, news: News) -> None:
         if news.accepted:
-            if self._num_attempts_told == 0:
+            if not self._has_told_accepted:
+                self._has_told_accepted = True
                 await self._send(inference_pb2.StreamEvent(accepted=self._options.accepted))
-            else:
+            elif self._stream.num_migrations > self._num_migrations_told:
+                self._num_migrations_told = self._stream.num_migrations
                 notice = inference_pb2.Notice(
                     kind=inference_pb2.Notice.KIND_MIGRATED, text="continues on another executor"
                 )
                 await self._send(inference_pb2.StreamEvent(notice=notice))
-            self._num_attempts_told += 1
-        if news.started and self._num_attempts_told == 1:
+        if news.started and not self._has_told_started:
+            self._has_told_started = True
             stream = self._stream
             assert stream.clock.boarded is not None
             started = inference_pb2.Started(
@@ -136,6 +141,13 @@ class Relay:
                 delta.token_ids.extend(news.token_ids[: step.num_tokens])
             await self._send(inference_pb2.StreamEvent(delta=delta))
         return step
+
+    async def _tell_held_text(self) -> None:
+        """Sends what was held back as the possible beginning of a stop text; its tokens were told before."""
+        text = self._text.finish().text
+        if text and self._options.wants_text:
+            delta = inference_pb2.Delta(offset=self._text.num_tokens, text=text)
+            await self._send(inference_pb2.StreamEvent(delta=delta))
 
     async def _tell_end(self, end: End) -> None:
         finished = inference_pb2.Finished(reason=types_pb2.FinishReason.Name(end.reason))

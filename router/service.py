@@ -6,6 +6,7 @@ that is wrong with a request is a `RequestError`; the server's interceptor turns
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from typing import Any
@@ -42,10 +43,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._pools = pools
         self._settings = settings
         self._is_draining = False
+        self._num_streams = 0
+        self._no_stream = asyncio.Event()
+        self._no_stream.set()
 
-    def drain(self) -> None:
-        """Refuses new requests from now on."""
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests from now on and gives running ones `timeout_s` seconds to end."""
         self._is_draining = True
+        try:
+            await asyncio.wait_for(self._no_stream.wait(), timeout_s)
+        except TimeoutError:
+            log.warning("drain: %d streams still run", self._num_streams)
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
@@ -64,6 +72,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             await context.write(inference_pb2.GenerateResponse(event=event))
 
         relay = Relay(admitted.stream, admitted.text, admitted.options, deadlines, write)
+        self._count(+1)
         try:
             outcome = await pool.dispatcher.submit(admitted.stream)
             if isinstance(outcome, Queued) and spec.want_queue_events:
@@ -72,6 +81,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             log.info("request %s %s; metadata %s", admitted.stream.request_id, relay.summary, dict(spec.metadata))
         finally:
             pool.dispatcher.release(admitted.stream)
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self._num_streams += change
+        if self._num_streams:
+            self._no_stream.clear()
+        else:
+            self._no_stream.set()
 
     async def Resume(self, request: inference_pb2.ResumeRequest, context: Context) -> None:
         """Not built yet: streams end with their connection."""
@@ -81,6 +98,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Ends a request of any router."""
         if not request.request_id:
             raise invalid(FieldViolation("request_id", "must not be empty"))
+        if request.resume_token:
+            raise not_implemented("resume_token", "cancelling by token is")
         state = await self._pools.find(request.model).dispatcher.cancel(request.request_id)
         return inference_pb2.CancelResponse(state=REQUEST_STATE_PROTO[state])
 

@@ -66,6 +66,9 @@ class RequestStream:
         self.clock = Clock(arrived)
         # The client is gone, or has what it wanted: nobody listens any more.
         self.is_abandoned = False
+        # Somebody asked to cancel it: whatever comes next, it ends.
+        self.is_cancelled = False
+        self.is_being_submitted = False
         self._end: End | None = None
         self._error: RequestError | None = None
         self._accepted = False

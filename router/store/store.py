@@ -135,14 +135,17 @@ class AdmissionStore:
         return parse_cancel(request_id, reply)
 
     async def hand_back(
-        self, request_id: str, attempt: int, max_attempts: int, *, rejected: bool = False
+        self, request_id: str, attempt: int, max_attempts: int, *, rejected: bool = False, has_output: bool = False
     ) -> Placement | Queued | Dropped | HandBackRefusal:
         """Returns a placement that came to nothing; the request waits again where it stood, if attempts are left.
 
-        `rejected`: the executor did not take it, so the attempt does not count. Either way the executor gets nothing
+        `has_output`: it waits without its deadline, which was met. `rejected`: the executor did not take it, so the
+        attempt does not count. Either way the executor gets nothing
         new before its next report.
         """
-        operation = self._operate("hand_back", request_id, attempt, max_attempts, int(rejected), own_id=request_id)
+        operation = self._operate(
+            "hand_back", request_id, attempt, max_attempts, int(rejected), int(has_output), own_id=request_id
+        )
         reply, event = await self._detached(operation)
         if isinstance(event, Dropped):
             return event

@@ -19,6 +19,7 @@ from tests.cluster import (
     ExecutorShape,
     RunningRouter,
     run_cluster,
+    run_router,
     start_executor,
     token_request,
     until_ready,
@@ -267,3 +268,66 @@ async def test_executor_that_comes_later_is_used(redis_url: str, pool: str) -> N
         await until_ready(cluster.routers[0], 1)
         assert ids_of(await collect(cluster.routers[0], token_request([4], 6))) == expected_ids([4], 6)
         await restarted.stop()
+
+
+async def test_executor_that_stops_before_its_sequences_end_leaves_them_to_another(redis_url: str, pool: str) -> None:
+    async with run_cluster(redis_url, pool) as cluster:
+        router, stopping = cluster.routers[0], cluster.executors[0]
+        stopping.brake.hold()
+        call = router.stub.Generate(token_request([1, 2], 12))
+        stopping.brake.permit(3)
+        events: list[inference_pb2.StreamEvent] = []
+        while not events or sum(event.delta.num_tokens for event in events) < 2:
+            events.append((await call.read()).event)
+        # When it stops as after a drain that took too long: the engine first, then the server
+        ending = asyncio.create_task(asyncio.to_thread(stopping.engine.stop))
+        stopping.brake.permit(2)
+        await ending
+        port = int(stopping.address.rpartition(":")[2])
+        await stopping.stop()
+        successor = await start_executor("executor-0", pool, ExecutorShape(), generation=2, port=port)
+        events += await rest(call)
+        await successor.stop()
+    assert ids_of(events) == expected_ids([1, 2], 12)
+    assert events[-2].finished.reason == types_pb2.FINISH_REASON_LENGTH
+
+
+async def test_placement_on_an_executor_without_a_link_costs_no_attempt(redis_url: str, pool: str) -> None:
+    # Given a router that knows one of two executors, whose only seat is taken
+    shape = ExecutorShape(max_num_sequences=1)
+    async with run_cluster(redis_url, pool, executors=2, shape=shape) as cluster:
+        first, second = cluster.executors
+        settings = RouterSettings(max_attempts=2)
+        async with run_router(f"{pool}-partial", pool, redis_url, [first.address], settings) as partial:
+            await until_ready(partial, 1)
+            first.brake.hold()
+            second.brake.hold()
+            taking = [cluster.routers[0].stub.Generate(token_request([i], 5)) for i in range(2)]
+            for call in taking:
+                await call.read()
+            waiting = partial.stub.Generate(token_request([3], 6, want_queue_events=True))
+            assert (await waiting.read()).event.HasField("queued")
+            # When the other executor's seat is free, the ledger places the request there again and again
+            second.brake.release()
+            async with asyncio.timeout(20):
+                while max(stream.attempt for stream in partial.pools.by_name[pool].dispatcher.streams) < 4:
+                    await asyncio.sleep(0.01)
+            # Then it still waits for the executor that its router reaches
+            first.brake.release()
+            assert ids_of(await rest(waiting)) == expected_ids([3], 6)
+            for call in taking:
+                call.cancel()
+
+
+async def test_repeated_id_whose_client_leaves_at_once_does_not_end_the_first(redis_url: str, pool: str) -> None:
+    async with run_cluster(redis_url, pool, routers=2) as cluster:
+        cluster.executors[0].brake.hold()
+        first = cluster.routers[0].stub.Generate(token_request([1, 4], 9, request_id="twin"))
+        await first.read()
+        for num_yields in range(30):
+            second = cluster.routers[1].stub.Generate(token_request([1], 5, request_id="twin"))
+            for _ in range(num_yields * 5):
+                await asyncio.sleep(0)
+            second.cancel()
+        cluster.executors[0].brake.release()
+        assert ids_of(await rest(first)) == expected_ids([1, 4], 9)

@@ -63,6 +63,7 @@ class Request:
     rejections: int = 0
     placement: Placement | None = None
     since_ms: int = 0
+    has_output: bool = False
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -177,7 +178,7 @@ class Ledger:
         return CancelOutcome(request.state, request.placement if is_placed else None, request.owner_id or None, told)
 
     def hand_back(
-        self, router_id: str, name: str, attempt: int, max_attempts: int, rejected: bool
+        self, router_id: str, name: str, attempt: int, max_attempts: int, rejected: bool, has_output: bool
     ) -> Placement | Queued | Dropped | HandBackRefusal:
         """Model of hand_back.lua."""
         self.register(router_id)
@@ -196,8 +197,13 @@ class Ledger:
                 self._board(router_id)
                 return HandBackRefusal.EXHAUSTED
             request.state, request.owner_id, request.placement = RequestState.WAITING, router_id, None
+            request.has_output = has_output
         self._board(router_id)
         return self._own_result(router_id, name)
+
+    def _is_expired(self, request: Request) -> bool:
+        is_late = request.deadline_ms is not None and request.deadline_ms < self.now_ms
+        return is_late and not request.has_output
 
     def report(self, router_id: str, report: ExecutorReport) -> ReportOutcome:
         """Model of report.lua."""
@@ -259,7 +265,7 @@ class Ledger:
             }
             if not self._lives(request.owner_id, caller_id):
                 del self.requests[name]
-            elif request.deadline_ms is not None and request.deadline_ms < self.now_ms:
+            elif self._is_expired(request):
                 self._end(name)
                 self._tell(request.owner_id, Dropped(name, DropReason.EXPIRED))
             elif room:

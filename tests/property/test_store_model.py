@@ -194,8 +194,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _hand_back(self, router_id: str, one: Attempt, max_attempts: int, rejected: bool) -> None:
         store = self.stores[router_id]
-        found = self.runner.run(store.hand_back(one.request_id, one.attempt, max_attempts, rejected=rejected))
-        assert found == self.model.hand_back(router_id, one.request_id, one.attempt, max_attempts, rejected)
+        has_output = one.attempt % 2 == 0
+        found = self.runner.run(
+            store.hand_back(one.request_id, one.attempt, max_attempts, rejected=rejected, has_output=has_output)
+        )
+        expected = self.model.hand_back(router_id, one.request_id, one.attempt, max_attempts, rejected, has_output)
+        assert found == expected
         self._compare_told()
 
     # Reports ---------------------------------------------------------------------------------------------------

@@ -65,7 +65,17 @@ def test_impossible_submit_is_invalid(changes: dict[str, object]) -> None:
     assert error.value.reason == executor_pb2.REJECT_REASON_INVALID
 
 
-@pytest.mark.parametrize("changes", [{"num_choices": 2}, {"num_top_logprobs": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_choices": 2},
+        {"num_top_logprobs": 0},
+        {"deadline_ms": 5},
+        {"sampling": types_pb2.SamplingParams(min_p=0.1)},
+        {"sampling": types_pb2.SamplingParams(repetition_penalty=1.2)},
+        {"sampling": types_pb2.SamplingParams(logit_bias={1: 2.0})},
+    ],
+)
 def test_what_is_not_built_is_unsupported(changes: dict[str, object]) -> None:
     with pytest.raises(SubmissionError) as error:
         sequence_from_submit(make_submit(**changes), LIMITS)

@@ -147,6 +147,18 @@ async def test_expired_request_is_dropped_at_its_turn(store_pool: StorePool) -> 
     assert await store_pool.reserved_blocks() == {"x": 0}
 
 
+async def test_request_with_output_waits_on_past_its_deadline(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(sequences=1))
+    assert await a.store.submit(Demand("begun", 2, blocks=1, deadline_ms=100)) == Placement("begun", 1, "x", 1)
+    assert await a.store.hand_back("begun", 1, max_attempts=3, has_output=True) == Queued(0)
+    await store_pool.wait(101)
+
+    await a.store.report(store_pool.next_report(sequences=1))
+
+    assert await a.told() == [Placement("begun", 2, "x", 1)]
+
+
 async def test_request_that_no_executor_left_can_hold_frees_the_line(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report("x", blocks=10))

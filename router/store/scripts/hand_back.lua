@@ -3,13 +3,14 @@
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller, who owns the request from now on  [2] request id  [3] attempt  [4] most attempts
 --             [5] 1 where the executor did not take it: such an attempt does not count
+--             [6] 1 where it has output: its deadline for waiting is behind it, and only orders it from now on
 -- returns     {'PLACED', attempt, executor, generation} | {'QUEUED', number ahead} | {'EXHAUSTED'} | {'STALE'}: it
 --             ended or moved on | {'UNKNOWN'} | {'AGAIN'} | {'DROPPED'}: as the event says
 -- complexity  O(log N), and that of board
 -- A repeat finds the request in line, or is stale. The executor gets nothing new before its next report: it has
 -- rejected, or its link has broken, and the ledger does not know yet what it will find.
 local id, attempt, max_attempts = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local rejected = ARGV[5] == '1'
+local rejected, has_output = ARGV[5] == '1', ARGV[6] == '1'
 
 local function suspend(executor_id)
   local executor = load_executor(executor_id)
@@ -33,6 +34,7 @@ local function requeue(request)
     return false
   end
   request.owner, request.executor_id, request.generation, request.placed_ms = CALLER, nil, nil, nil
+  request.has_output = has_output
   enqueue(id, request)
   return true
 end

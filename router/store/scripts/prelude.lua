@@ -311,7 +311,7 @@ local function board_head(id, request)
     redis.call('HDEL', REQUESTS, id)
     return true
   end
-  if request.deadline_ms < NOW then
+  if request.deadline_ms < NOW and not request.has_output then
     drop('expired', id, request)
     return true
   end

@@ -87,7 +87,7 @@ def admit(fitted: FittedRequest, deadlines: Deadlines, arrived: float, pool: Poo
         request_id=request_id,
         priority_class=spec.priority,
         blocks=num_blocks,
-        deadline_ms=None if deadline is None else max(1, round((deadline - arrived) * 1000)),
+        deadline_ms=None if deadline is None else _rounded_ms(deadline - arrived),
     )
     text = OutputText(
         pool.text.detokenizer(),
@@ -98,6 +98,16 @@ def admit(fitted: FittedRequest, deadlines: Deadlines, arrived: float, pool: Poo
     return AdmittedRequest(
         RequestStream(demand, _submit(request_id, fitted, num_blocks), arrived), text, _options(request_id, fitted)
     )
+
+
+def _rounded_ms(seconds: float) -> int:
+    """Milliseconds, coarse and never too few.
+
+    Equal timeouts of clients reach us some milliseconds apart; in the ledger's order by deadline they must be equal, so
+    that arrival decides. The relay keeps the exact deadline and takes the request out of the line when it passes.
+    """
+    nearest = float(f"{max(0.0, seconds) * 1000:.2g}")  # at most 5 % too few
+    return int(nearest * 1.05) + 1
 
 
 def _submit(request_id: str, fitted: FittedRequest, num_blocks: int) -> executor_pb2.Submit:

@@ -88,9 +88,11 @@ class BrakedDevice:
     def __init__(self, device: FakeDevice, brake: Brake) -> None:
         self._device = device
         self._brake = brake
+        self.boarded: list[str] = []
 
     def run(self, plan: StepPlan) -> tuple[int, ...]:
         """See `StepRunner`."""
+        self.boarded.extend(sequence.request_id for sequence in plan.boarded)
         self._brake.wait()
         return self._device.run(plan)
 
@@ -102,6 +104,7 @@ class RunningExecutor:
     address: str
     scheduler: Scheduler
     brake: Brake
+    device: BrakedDevice
     engine: Engine
     server: GrpcServer
     reports: asyncio.Task[None]
@@ -153,7 +156,8 @@ async def start_executor(
         with suppress(RuntimeError):  # the test is over and its loop closed
             loop.call_soon_threadsafe(service.on_output, output)
 
-    engine = Engine(scheduler, BrakedDevice(FakeDevice(pool), brake), publish, lambda error: None)
+    device = BrakedDevice(FakeDevice(pool), brake)
+    engine = Engine(scheduler, device, publish, lambda error: None)
     description = executor_pb2.DescribeResponse(
         executor_id=name,
         generation=generation,
@@ -177,7 +181,7 @@ async def start_executor(
     address = await server.start(f"127.0.0.1:{port}")
     engine.start()
     reports = asyncio.create_task(service.run())
-    return RunningExecutor(address, scheduler, brake, engine, server, reports)
+    return RunningExecutor(address, scheduler, brake, device, engine, server, reports)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import pytest
 from inflight.v1 import inference_pb2
 
+from executor.scheduler import Batching
 from router.store.connection import connect
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
@@ -112,3 +114,26 @@ async def test_interactive_requests_board_before_batch_requests(redis_url: str, 
         await asyncio.gather(*tasks)
         running.cancel()
     assert ended == ["interactive", "batch"]
+
+
+@pytest.mark.parametrize("batching", list(Batching))
+async def test_requests_board_in_order_of_arrival_while_others_leave(
+    redis_url: str, pool: str, batching: Batching
+) -> None:
+    shape = ExecutorShape(num_blocks=200, max_num_sequences=4, num_standby_sequences=4, batching=batching)
+    async with run_cluster(redis_url, pool, shape=shape) as cluster:
+        executor, router = cluster.executors[0], cluster.routers[0]
+        executor.brake.hold()
+
+        dispatcher = router.pools.by_name[pool].dispatcher
+        tasks = []
+        for number in range(40):
+            request = token_request([number % 5], 1 + number * 7 % 23, request_id=f"{number:02}")
+            # The same for all; what gRPC makes of it differs by milliseconds, which must not change the order.
+            tasks.append(asyncio.create_task(collect(router, request, timeout_s=50)))
+            async with asyncio.timeout(10):
+                while len(dispatcher.streams) <= number or dispatcher.streams[-1].is_being_submitted:
+                    await asyncio.sleep(0)
+        executor.brake.release()
+        await asyncio.gather(*tasks)
+        assert executor.device.boarded == [f"{number:02}" for number in range(40)]

@@ -38,9 +38,11 @@ def expected_ids(prompt_ids: list[int], max_tokens: int) -> list[int]:
     return solo_output(sequence, CONTEXT_LENGTH)[0]
 
 
-async def collect(router: RunningRouter, request: inference_pb2.GenerateRequest) -> list[inference_pb2.StreamEvent]:
+async def collect(
+    router: RunningRouter, request: inference_pb2.GenerateRequest, timeout_s: float | None = None
+) -> list[inference_pb2.StreamEvent]:
     """All events of a request."""
-    return [response.event async for response in router.stub.Generate(request)]
+    return [response.event async for response in router.stub.Generate(request, timeout=timeout_s)]
 
 
 async def rest(call: Any) -> list[inference_pb2.StreamEvent]:

@@ -98,6 +98,7 @@ class Dispatcher:
         if stream.request_id in self._streams:
             raise duplicate(stream.request_id)
         self._streams[stream.request_id] = stream
+        stream.is_being_submitted = True
         outcome = await asyncio.shield(self._tasks.create_task(self._submit_first(stream)))
         if isinstance(outcome, RequestError):
             raise outcome
@@ -198,7 +199,6 @@ class Dispatcher:
     # How a request moves.
 
     async def _submit_first(self, stream: RequestStream) -> Placement | Queued | Dropped | RequestError:
-        stream.is_being_submitted = True
         outcome = await self._submit(stream)
         stream.is_being_submitted = False
         if isinstance(outcome, RequestError):

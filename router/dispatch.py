@@ -203,8 +203,6 @@ class Dispatcher:
         stream.is_being_submitted = False
         if isinstance(outcome, RequestError):
             self._forget(stream)
-        elif stream.is_abandoned:
-            self._stop(stream)
         return outcome
 
     async def _submit(self, stream: RequestStream) -> Placement | Queued | Dropped | RequestError:

@@ -123,4 +123,5 @@ class StepTime:
 
 
 def _features(load: StepLoad) -> Floats:
-    return np.array([1.0, load.num_tokens, load.decode_context, load.prefill_work]) / SCALE
+    features: Floats = np.array([1.0, load.num_tokens, load.decode_context, load.prefill_work]) / SCALE
+    return features

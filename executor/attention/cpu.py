@@ -13,6 +13,7 @@ from torch import Tensor
 
 from executor.attention.backend import KvShape, LayerKv, Scoring
 from executor.batch import StepBatch
+from executor.native.memory import huge_zeros
 
 # Tokens per group of the layout; block sizes are multiples of it, head sizes are rounded up to it.
 LANES = 16
@@ -37,7 +38,7 @@ class CpuAttention:
         assert block_size % LANES == 0 and shape.head_dim <= self.max_head_dim and device.type == "cpu"
         dim = -(-shape.head_dim // LANES) * LANES
         sizes = (num_blocks * (block_size // LANES), shape.num_kv_heads, LANES * dim)
-        return LayerKv(shape, torch.zeros(sizes, dtype=dtype), torch.zeros(sizes, dtype=dtype))
+        return LayerKv(shape, huge_zeros(sizes, dtype), huge_zeros(sizes, dtype))
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
         """Stores keys and values at the slots of the batch."""

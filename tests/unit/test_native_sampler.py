@@ -12,11 +12,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from executor.native import compare_samplers
 from executor.native.build import BuildFailure
 from executor.native.sampler import NativeSampler, load_sampler
 from executor.sampling import SampleRow, choose_sampler, gumbel_noise, sample
 from executor.sequence import Sampling
 from tests.native_builds import BUILDS
+from tests.torch_threads import torch_threads
 
 GROUP = 64
 
@@ -188,3 +190,11 @@ def test_without_a_compiler_the_torch_sampler_runs_and_the_log_says_why(
 
 def test_logits_elsewhere_than_on_a_cpu_are_sampled_by_torch() -> None:
     assert choose_sampler(torch.device("meta")) is None
+
+
+def test_comparison_prints_a_line_for_every_way_of_sampling(capsys: pytest.CaptureFixture[str]) -> None:
+    with torch_threads(1):
+        assert compare_samplers.main(["--rows", "2", "--vocabulary", "300", "--rounds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == len(compare_samplers.WAYS) * len(compare_samplers.SPREADS)
+    assert all(line.endswith("2/2") for line in lines)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from bench.agreement import Agreement, agreement, cut, perplexity
 from common.machine import num_usable_cores
 from common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
+from executor.entry import SPIN_COUNT
 
 if TYPE_CHECKING:
     from executor.teacher_forcing import Predictions
@@ -106,6 +108,7 @@ def _variants(text: str) -> tuple[Variant, ...]:
 
 
 def _measure(source: ModelSource, text: Path, num_prompts: int, variants: Sequence[Variant]) -> QualityReport:
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # Imported here: it brings torch, which neither the figures nor the report need.
     from executor.teacher_forcing import transformers_predictions
 

@@ -302,18 +302,13 @@ inline bool restricts(const SampleRow& row, int64_t vocabulary_size) {
     return (row.top_k > 0 && row.top_k < vocabulary_size) || row.top_p < 1;
 }
 
-}  // namespace sampling
-
-using sampling::Scratch;
-
 // Whether sample_row writes to the logits of this row.
 inline bool changes_logits(const SampleRow& row, int64_t vocabulary_size) {
-    return row.num_banned > 0 || (row.temperature > 0 && sampling::restricts(row, vocabulary_size));
+    return row.num_banned > 0 || (row.temperature > 0 && restricts(row, vocabulary_size));
 }
 
 // The next token of a row of at least one logit.
 inline int64_t sample_row(float* logits, int64_t vocabulary_size, const SampleRow& row, Scratch& scratch) {
-    using namespace sampling;
     for (int32_t i = 0; i < row.num_banned; ++i)
         if (row.banned[i] >= 0 && row.banned[i] < vocabulary_size) logits[row.banned[i]] = NOTHING;
     Values values = as_groups(logits, vocabulary_size, scratch);
@@ -337,5 +332,11 @@ inline int64_t sample_row(float* logits, int64_t vocabulary_size, const SampleRo
     }
     return draw(values, first, row.seed, row.output_index);
 }
+
+}  // namespace sampling
+
+using sampling::changes_logits;
+using sampling::sample_row;
+using sampling::Scratch;
 
 }  // namespace inflight

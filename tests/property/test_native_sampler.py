@@ -104,3 +104,13 @@ def test_builds_for_all_processors_choose_the_same() -> None:
         assert isinstance(library, ctypes.CDLL), library
         chosen.append(sample(logits, some, NativeSampler(library)).tolist())
     assert all(ids == chosen[0] for ids in chosen)
+
+
+def test_oracle_refuses_the_second_best() -> None:
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(1))
+    for i in range(40):
+        sampling = Sampling(0.5 + i / 40, i % 3 * 100, 1 - i % 2 * 0.1, seed=i)
+        best = int(sample(logits[None], [SampleRow(sampling, i, frozenset())]))
+        second = int(sample(logits[None], [SampleRow(sampling, i, frozenset({best}))]))
+        assert is_right(logits, SampleRow(sampling, i, frozenset()), best)
+        assert not is_right(logits, SampleRow(sampling, i, frozenset()), second)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int64, c_uint32, c_uint64
 
 import numpy as np
@@ -177,6 +178,15 @@ def test_logits_of_any_layout_are_taken(native: NativeSampler) -> None:
     wider = torch.full((5, 200), 99.0)
     wider[:, :130] = logits.T
     assert torch.equal(sample(wider[:, :130], ALL_WAYS, native), expected)
+
+
+def test_threads_do_not_disturb_each_other(native: NativeSampler) -> None:
+    logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(3))
+    rows = [row(seed=i, top_k=i % 3 * 20, top_p=1 - i % 2 * 0.1) for i in range(40)]
+    expected = sample(logits, rows, native).tolist()
+    with ThreadPoolExecutor(4) as threads:
+        results = list(threads.map(lambda _: sample(logits, rows, native).tolist(), range(8)))
+    assert results == [expected] * 8
 
 
 def test_without_a_compiler_the_torch_sampler_runs_and_the_log_says_why(

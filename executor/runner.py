@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from executor.batch import pack
 from executor.model import PagedModel
-from executor.sampling import SampleRow, sample
+from executor.sampling import SampleRow, choose_sampler, sample
 from executor.sequence import PlanRow, StepPlan
 
 NO_TOKENS: frozenset[int] = frozenset()
@@ -16,12 +16,13 @@ class ModelRunner:
     def __init__(self, model: PagedModel, block_size: int) -> None:
         self._model = model
         self._block_size = block_size
+        self._sampler = choose_sampler(model.device)
 
     def run(self, plan: StepPlan) -> tuple[int, ...]:
         """Returns the sampled token ids of the rows that sample, in the order of the plan's rows."""
         logits = self._model.forward(pack(plan, self._block_size))
         rows = [_sample_row(row) for row in plan.rows if row.samples]
-        return tuple(sample(logits, rows).tolist()) if rows else ()
+        return tuple(sample(logits, rows, self._sampler).tolist()) if rows else ()
 
 
 def _sample_row(row: PlanRow) -> SampleRow:

@@ -7,7 +7,6 @@ Exit codes: 0 after a drain, 2 for a setting or model that cannot be used, 3 for
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -25,7 +24,9 @@ from common.process import EXIT_FAILED, run_process
 from common.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from executor.blocks import BlockPool
-from executor.engine import Engine, EngineOutput
+from executor.engine import Engine
+from executor.engine_output import EngineOutput
+from executor.garbage import GarbageCollection
 from executor.kv_size import KvBudget, num_kv_blocks
 from executor.model import PagedModel
 from executor.runner import ModelRunner
@@ -142,12 +143,22 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
     def on_death(error: BaseException) -> None:
         loop.call_soon_threadsafe(engine_died.set)
 
-    engine = Engine(scheduler, ModelRunner(loaded.model, settings.tokens_per_block), publish, on_death)
+    runner = ModelRunner(loaded.model, loaded.limits, settings.tokens_per_block)
+    garbage = GarbageCollection()
+    engine = Engine(
+        scheduler,
+        runner,
+        publish,
+        on_death,
+        overlap=settings.enable_overlap,
+        max_inter_token_ms=settings.max_inter_token_ms,
+        garbage=garbage,
+    )
     service = ExecutorService(_identity(settings, loaded), engine)
     server = GrpcServer([SERVICE_NAME])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)
-    gc.freeze()
+    garbage.start()
     engine.start()
     reports = asyncio.create_task(service.run(), name="reports")
     await server.set_serving(True)
@@ -160,6 +171,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
     if not engine_died.is_set():
         await service.drain(settings.drain_timeout_s)
         await asyncio.to_thread(engine.stop)
+        runner.close()
     for task in (reports, drain, death):
         task.cancel()
     await server.stop(grace_s=1.0)

@@ -25,7 +25,9 @@ class ExecutorSettings(ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="type of weights and KV; auto: bfloat16 where the device has it"
     )
-    attention_backend: Literal["auto", "reference", "cpu"] = Field("auto", description="attention implementation")
+    attention_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
+        "auto", description="attention implementation"
+    )
     batching: Literal["inflight", "static"] = Field(
         "inflight", description="inflight: board and leave at every step; static: nobody boards until everyone got off"
     )

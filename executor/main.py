@@ -25,7 +25,8 @@ from common.process import EXIT_FAILED, run_process
 from common.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from executor.blocks import BlockPool
-from executor.engine import Engine, EngineOutput
+from executor.engine import Engine
+from executor.engine_output import EngineOutput
 from executor.kv_size import KvBudget, num_kv_blocks
 from executor.model import PagedModel
 from executor.runner import ModelRunner
@@ -142,7 +143,8 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
     def on_death(error: BaseException) -> None:
         loop.call_soon_threadsafe(engine_died.set)
 
-    engine = Engine(scheduler, ModelRunner(loaded.model, settings.tokens_per_block), publish, on_death)
+    runner = ModelRunner(loaded.model, loaded.limits, settings.tokens_per_block)
+    engine = Engine(scheduler, runner, publish, on_death, overlap=settings.enable_overlap)
     service = ExecutorService(_identity(settings, loaded), engine)
     server = GrpcServer([SERVICE_NAME])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
@@ -160,6 +162,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
     if not engine_died.is_set():
         await service.drain(settings.drain_timeout_s)
         await asyncio.to_thread(engine.stop)
+        runner.close()
     for task in (reports, drain, death):
         task.cancel()
     await server.stop(grace_s=1.0)

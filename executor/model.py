@@ -2,7 +2,7 @@
 
 Owns weights and KV. Any decoder runs whose code calls attention through transformers' attention interface; whatever
 cannot run correctly is refused at load with the reason (`model_support`, `paged_attention`, `self_check`). Knows
-nothing of scheduling and sampling.
+nothing of scheduling.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from executor.model_support import check_configuration, check_network
 from executor.packed_linear import pack_linears
 from executor.paged_attention import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
 from executor.quiet import quiet_transformers
+from executor.sampling import sample
+from executor.sampling_batch import SamplingBatch
 from executor.self_check import BLOCK_SIZE, NUM_BLOCKS, compare, expect
 
 if TYPE_CHECKING:
@@ -136,6 +138,11 @@ class PagedModel:
                 inflight_step=step,
             ).logits
             return logits[0].float()
+
+    def step(self, batch: StepBatch, sampling: SamplingBatch) -> Tensor:
+        """Computes the batch and chooses the next tokens; returns their ids `[R]` int64, on the model's device."""
+        logits = self.forward(batch)
+        return logits.argmax(-1) if sampling.is_greedy else sample(logits, sampling.rows())
 
     def _allocate(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
         return tuple(

@@ -71,6 +71,7 @@ class CpuAttention:
             query_starts=batch.query_starts.data_ptr(),
             context_lengths=batch.context_lengths.data_ptr(),
             block_tables=batch.block_tables.data_ptr(),
+            table_rows=batch.table_rows.data_ptr(),
             query_token_stride=queries.stride(0),
             query_head_stride=queries.stride(1),
             table_stride=batch.block_tables.stride(0),
@@ -104,7 +105,7 @@ class _AttendCall(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "outputs", "cached_keys", "cached_values")),
-        *((name, c_void_p) for name in ("query_starts", "context_lengths", "block_tables")),
+        *((name, c_void_p) for name in ("query_starts", "context_lengths", "block_tables", "table_rows")),
         *((name, c_int64) for name in ("query_token_stride", "query_head_stride", "table_stride")),
         *((name, c_int64) for name in ("num_sequences", "num_heads", "num_kv_heads", "head_dim")),
         *((name, c_int64) for name in ("block_size", "num_threads", "sliding_window")),

@@ -96,8 +96,8 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     for dtype_name in ("float32", "bfloat16"):
         model = load(folder, dtype_name=dtype_name, backend_name="cpu")
         model.allocate_kv(4, 16)
-        row = PlanRow(make_sequence(prompt, [4, 2, 1, 3]), 0, 50, True, 0)
-        logits.append(model.forward(pack(StepPlan((row,), ()), 16)))
+        row = PlanRow(make_sequence(prompt, [4, 2, 1, 3]), 0, 50, True)
+        logits.append(model.forward(pack(StepPlan.of([row]), 16)))
     assert logits[0].dtype == logits[1].dtype == torch.float32
     assert logits[0].shape == (1, VOCABULARY_SIZE)
     assert 0 < relative_distance(logits[1], logits[0]) < 0.05

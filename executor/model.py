@@ -107,8 +107,13 @@ class PagedModel:
             model = cls(network, layers, choice, description, gpu_decoder)
             model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
             compare(expectation, model.forward, dtype)
-        model._kv = ()
+        model.free_kv()
         return model
+
+    @property
+    def kv(self) -> tuple[LayerKv, ...]:
+        """The KV of each layer, once it is allocated."""
+        return self._kv
 
     @property
     def dtype_name(self) -> str:
@@ -122,6 +127,10 @@ class PagedModel:
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Makes room for blocks 1 to `num_blocks`, and for the spare block 0."""
         self._kv = self._allocate(num_blocks + 1, block_size)
+
+    def free_kv(self) -> None:
+        """Gives the blocks' memory back."""
+        self._kv = ()
 
     def forward(self, batch: StepBatch) -> Tensor:
         """Computes every token of the batch, keeps its KV, and returns the logits `[R, vocabulary]` in float32."""

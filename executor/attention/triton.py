@@ -106,7 +106,7 @@ class _Call:
         partials, log_weights = self._room_for_splits(tiling.splits)
         attend_kernel[(num_tiles, kv.shape.num_kv_heads, tiling.splits)](
             *(self.queries, kv.keys, kv.values, self.outputs, partials, log_weights),
-            *(batch.query_starts, batch.context_lengths, batch.block_tables),
+            *(batch.query_starts, batch.context_lengths, batch.block_tables, batch.table_rows),
             *(*self.queries.stride()[:2], *self.outputs.stride()[:2], *kv.keys.stride()[:3]),
             batch.block_tables.stride(0),
             # Each decode has one token, so tokens before the chunks are as many as sequences.

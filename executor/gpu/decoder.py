@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -38,7 +39,7 @@ class GpuDecoder:
     """A model of the family. Takes the network's weights over: what it fuses, the network then has as views."""
 
     def __init__(self, weights: DecoderWeights, backend: AttentionBackend, context_length: int) -> None:
-        shape = weights.shape
+        self.shape = shape = weights.shape
         self._epsilon = shape.norm_epsilon
         self._embedding, self._head, self._final_norm = weights.embedding, weights.head, weights.final_norm
         self._backend = backend
@@ -46,10 +47,15 @@ class GpuDecoder:
         self._layers = tuple(_fuse(layer, scoring) for layer, scoring in zip(weights.layers, scorings, strict=True))
         self._rotations = rotation_table(weights.inverse_frequencies, shape.rope_scaling, context_length)
 
-    def forward(self, batch: StepBatch, kv: Sequence[LayerKv]) -> Tensor:
-        """Computes every token of the batch, keeps its KV, and returns the logits `[R, vocabulary]` in its own dtype.
+    @property
+    def head(self) -> Tensor:
+        """`[vocabulary, hidden]`, in the dtype of the logits."""
+        return self._head
 
-        The batch is on the device.
+    def forward(self, batch: StepBatch, kv: Sequence[LayerKv], logits: Tensor | None = None) -> Tensor:
+        """Computes every token of a batch on the device, keeps its KV, and returns the logits `[R, vocabulary]`.
+
+        They have the weights' dtype, and are put into `logits` if there is one.
         """
         hidden = functional.embedding(batch.token_ids, self._embedding)
         delta: Tensor | None = None
@@ -62,7 +68,8 @@ class GpuDecoder:
         assert delta is not None
         if batch.logit_rows.shape[0] != batch.num_tokens:
             hidden, delta = hidden[batch.logit_rows], delta[batch.logit_rows]
-        return functional.linear(residual_norm(hidden, delta, self._final_norm, self._epsilon), self._head)
+        normed = residual_norm(hidden, delta, self._final_norm, self._epsilon)
+        return torch.mm(normed, self._head.t(), out=logits)
 
     def _attend(self, layer: FusedLayer, normed: Tensor, batch: StepBatch, kv: LayerKv) -> Tensor:
         """Attention of all heads, `[T, num_heads * head_dim]`."""
@@ -94,4 +101,4 @@ def _fuse(layer: LayerWeights, scoring: Scoring) -> FusedLayer:
 def _become_views(parts: Sequence[Tensor], whole: Tensor) -> None:
     """Frees the parts' own storage: a model is in memory once."""
     for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
-        part.data = view
+        part.set_(view)

@@ -16,6 +16,8 @@ MAX_TILE_KEYS = 64
 # Programs that a processor shall have to choose from, so that loads of one overlap with those of another.
 PROGRAMS_PER_PROCESSOR = 3
 MAX_SPLITS = 32
+# Chunks are split into so many or not at all: each number is a kernel to compile.
+CHUNK_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,8 @@ def chunk_tiling(work: AttentionWork, num_processors: int) -> Tiling:
     mean_rows = -(-work.num_tokens // work.num_sequences) * work.group
     rows = min(most, max(MIN_ROWS, power_of_two(mean_rows), power_of_two(work.group)))
     num_programs = num_row_tiles(work, rows) * work.num_kv_heads
-    splits = 1 if rows == most else _splits(work, keys, num_programs, num_processors)
-    return Tiling(rows, keys, splits, 4 if rows <= 64 else 8, 3)
+    is_split = rows < most and _splits(work, keys, num_programs, num_processors) > 1
+    return Tiling(rows, keys, CHUNK_SPLITS if is_split else 1, 4 if rows <= 64 else 8, 3)
 
 
 def num_row_tiles(work: AttentionWork, rows: int) -> int:

@@ -91,13 +91,14 @@ def specialised(kernel: Any, bound: dict[str, Any]) -> ASTSource:
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for index, param in enumerate(kernel.params):
         value = bound[param.name]
-        if param.is_constexpr or (isinstance(value, int) and value == 1):
+        is_specialised = not param.do_not_specialize
+        if param.is_constexpr or (is_specialised and isinstance(value, int) and value == 1):
             signature[param.name], constants[(index,)] = "constexpr", value
         elif isinstance(value, float):
             signature[param.name] = "fp32"
         else:
             signature[param.name] = POINTERS[value.dtype] if isinstance(value, Tensor) else "i32"
-            if isinstance(value, Tensor) or value % 16 == 0:
+            if isinstance(value, Tensor) or (is_specialised and value % 16 == 0):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, constants, attributes)
 
@@ -112,7 +113,10 @@ def batch_of(lengths: list[int]) -> StepBatch:
         query_starts=empty(num_sequences + 1, dtype=torch.int32),
         context_lengths=empty(num_sequences, dtype=torch.int32),
         block_tables=empty(num_sequences, 8192 // BLOCK_SIZE, dtype=torch.int32),
+        table_rows=empty(num_sequences, dtype=torch.int32),
         logit_rows=empty(num_sequences, dtype=torch.int64),
+        carried_rows=empty(0, dtype=torch.int64),
+        carried_from=empty(0, dtype=torch.int64),
         num_decodes=sum(length == 1 for length in lengths),
         block_size=BLOCK_SIZE,
     )

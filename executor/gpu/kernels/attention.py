@@ -19,12 +19,13 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+# Numbers that differ from step to step are not specialised, for each kind would be compiled when it first comes up.
+@triton.jit(do_not_specialize=["first_sequence", "num_sequences"])
 def attend_kernel(
     queries, keys, values, outputs,
     partials,  # [tokens, heads, NUM_SPLITS, HEAD_DIM] float32; unused with one split
     log_weights,  # [tokens, heads, NUM_SPLITS] float32; unused with one split
-    query_starts, context_lengths, block_tables,
+    query_starts, context_lengths, block_tables, table_rows,
     query_token_stride, query_head_stride, output_token_stride, output_head_stride,
     block_stride, kv_head_stride, slot_stride, table_stride,
     first_sequence, num_sequences, scale, softcap,
@@ -44,7 +45,7 @@ def attend_kernel(
     context = tl.load(context_lengths + sequence)
     first_position = context - num_new + first
     num_queries = tl.minimum(num_new - first, TILE_QUERIES)
-    table = block_tables + sequence.to(tl.int64) * table_stride
+    table = block_tables + tl.load(table_rows + sequence).to(tl.int64) * table_stride
 
     rows = tl.arange(0, TILE_ROWS)
     dims = tl.arange(0, PADDED_DIM)

@@ -15,14 +15,17 @@ from executor.gpu.tiling import MAX_ROWS, MIN_ROWS
 from executor.sampling_batch import SamplingBatch
 
 
-def warm_up_lengths(group: int, max_num_tokens: int, max_num_sequences: int) -> Iterator[list[int]]:
-    """Chunks of every size of row tile, few and many at a time; the longest step comes first."""
-    yield [max_num_tokens]
+def warm_up_lengths(
+    group: int, max_num_tokens: int, max_num_sequences: int, context_length: int
+) -> Iterator[list[int]]:
+    """Chunks of every size of row tile, few and many at a time; the step with the most tokens comes first."""
+    num_whole = max_num_tokens // context_length
+    yield [context_length] * min(num_whole, max_num_sequences) or [max_num_tokens]
     rows = MIN_ROWS
     while rows <= MAX_ROWS:
         # One token would be a decode.
         length = max(2, rows // group)
-        if length <= max_num_tokens:
+        if length <= min(max_num_tokens, context_length):
             yield [length]
             yield [length] * min(max_num_sequences, max_num_tokens // length)
         rows *= 2

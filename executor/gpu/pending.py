@@ -45,8 +45,8 @@ class StepTimer:
         if self._ended is not None:
             self._ended.record()
 
-    def wait(self) -> float:
-        """Waits for the end; returns when that was.
+    def wait(self, not_before_s: float) -> float:
+        """Waits for the end; returns when that was. The step cannot have begun before the one before it ended.
 
         Who comes late finds the step over, and when it ended is what it took behind its beginning.
         """
@@ -57,23 +57,27 @@ class StepTimer:
         if not was_over:
             return time.perf_counter()
         took_s: float = self._began.elapsed_time(self._ended) / 1000
-        return min(time.perf_counter(), self.began_s + took_s)
+        return min(time.perf_counter(), max(self.began_s, not_before_s) + took_s)
 
 
 class LaunchedStep:
-    """See `executor.launch.PendingStep`."""
+    """See `executor.launch.PendingStep`. Steps are read in the order of their launch; `before` is the one before."""
 
-    def __init__(self, timer: StepTimer, read_back: ReadBack, on_host: Tensor, num_ids: int) -> None:
+    def __init__(
+        self, timer: StepTimer, read_back: ReadBack, on_host: Tensor, num_ids: int, before: LaunchedStep | None
+    ) -> None:
         self.began_s = timer.began_s
         self.ended_s = timer.began_s
         self._timer = timer
         self._read_back = read_back
         self._on_host = on_host
         self._num_ids = num_ids
+        self._before = before
 
     def result(self) -> tuple[int, ...]:
         """Waits for the ids; called once."""
-        self.ended_s = self._timer.wait()
+        self.ended_s = self._timer.wait(self._before.ended_s if self._before is not None else 0.0)
+        self._before = None  # or every step would hold the one before it
         token_ids = tuple(self._on_host[: self._num_ids].tolist())
         self._read_back.give_back(self._on_host)
         return token_ids

@@ -62,12 +62,15 @@ class GpuRunner:
         self._buckets = decode_buckets(limits.max_num_sequences)
         self._uses_graphs = uses_graphs and self._device.type == "cuda"
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._newest: LaunchedStep | None = None
         self._block_size = block_size
         self._group = decoder.shape.num_heads // decoder.shape.num_kv_heads
 
     def prepare(self) -> None:
         """Compiles what steps will need, and captures the graphs."""
-        for lengths in warm_up_lengths(self._group, _max_step_tokens(self._limits), self._limits.max_num_sequences):
+        limits = self._limits
+        sizes = (_max_step_tokens(limits), limits.max_num_sequences, limits.context_length)
+        for lengths in warm_up_lengths(self._group, *sizes):
             self._compute_idle(lengths)
         if self._uses_graphs:
             with torch.inference_mode():
@@ -89,7 +92,8 @@ class GpuRunner:
             timer.stop()
         except RuntimeError as error:
             return FailedStep(error)
-        return LaunchedStep(timer, self._read_back, on_host, sampling.num_rows)
+        self._newest = LaunchedStep(timer, self._read_back, on_host, sampling.num_rows, self._newest)
+        return self._newest
 
     def close(self) -> None:
         """Waits for the steps launched."""

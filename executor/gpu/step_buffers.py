@@ -111,16 +111,27 @@ class StepBuffers:
             TILE=TILE,
         )
 
+    def follow(self, first: int, count: int) -> None:
+        """Applies `count` entries of block tables that lie in the words from `first` on."""
+        places = self._words[first : first + count]
+        second = _behind(first, count)
+        blocks = self._words[second : second + count]
+        follow_tables_kernel[(-(-count // TILE),)](self._tables, places, blocks, count, TILE=TILE)
+
     def _field(self, layout: StepLayout, name: str) -> Tensor:
         return self._words[layout.fields[name]]
 
     def _send(self, words: Words, first: int, entries: TableEntries) -> None:
         """Copies `[0, first)` and the entries behind it, and applies those."""
         count = len(entries.places)
-        second = first + -(-count // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
+        second = _behind(first, count)
         words[first : first + count] = entries.places
         words[second : second + count] = entries.blocks
         self._ring.copy_to(self._words, second + count)
         if count:
-            places, blocks = self._words[first : first + count], self._words[second : second + count]
-            follow_tables_kernel[(-(-count // TILE),)](self._tables, places, blocks, count, TILE=TILE)
+            self.follow(first, count)
+
+
+def _behind(first: int, count: int) -> int:
+    """Where something may start behind `count` words."""
+    return first + -(-count // ALIGNMENT_WORDS) * ALIGNMENT_WORDS

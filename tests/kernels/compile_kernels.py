@@ -24,6 +24,8 @@ from executor.attention.triton import TritonAttention
 from executor.batch import StepBatch
 from executor.gpu.layers import gated, residual_norm, rope_write
 from executor.gpu.sampling import DrawRows, draw
+from executor.gpu.step_buffers import StepBuffers
+from executor.gpu.step_layout import StepLayout
 
 META = torch.device("meta")
 BLOCK_SIZE = 16
@@ -146,6 +148,10 @@ def launch_layers() -> None:
         words = empty(8, dtype=torch.int32)
         rows = DrawRows(empty(8, dtype=torch.float32), words, words, words, empty(8, 8, dtype=torch.int32), words)
         draw(empty(8, vocabulary_size, dtype=torch.bfloat16), rows, words)
+    layout = StepLayout(100, 20, 20)
+    buffers = StepBuffers(META, layout, 40, 512)
+    buffers.resolve(layout)
+    buffers.follow(0, 3)
 
 
 def empty(*sizes: int, dtype: torch.dtype) -> Tensor:

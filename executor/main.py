@@ -155,7 +155,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
     def on_death(error: BaseException) -> None:
         loop.call_soon_threadsafe(engine_died.set)
 
-    runner = _start_runner(settings, loaded)
+    runner = start_runner(settings, loaded)
     engine = Engine(scheduler, runner, publish, on_death, overlap=settings.enable_overlap)
     service = ExecutorService(_identity(settings, loaded), engine)
     server = GrpcServer([SERVICE_NAME])
@@ -182,7 +182,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
     return EXIT_FAILED if engine_died.is_set() else 0
 
 
-def _start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
+def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
     """The way to the model: on a GPU launched from the engine's thread, anywhere else on a thread of its own."""
     model = loaded.model
     if model.gpu_decoder is None:

@@ -7,18 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
-from executor.attention.reference import ReferenceAttention
+from executor.attention.backend import KvShape, Scoring
 from executor.attention.triton import TritonAttention
-from tests.paged_cases import PagedCase, Spec, make_case
+from tests.kernels.comparison import assert_attends_as_the_reference
+from tests.paged_cases import Spec, make_case
 from tests.torch_threads import torch_threads
 
 CPU = torch.device("cpu")
-# float16 has 11 bits; outputs are averages of values around 1. The interpreter cannot multiply bfloat16 matrices.
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3}
-
 DECODES = (Spec(1, 1), Spec(1, 65), Spec(1, 40))
 CHUNKS = (Spec(9, 9), Spec(5, 70))
 VERIFICATION = (Spec(3, 90), Spec(4, 17), Spec(2, 2))
@@ -31,65 +27,33 @@ def _one_seed_and_thread() -> Iterator[None]:
         yield
 
 
-def filled(
-    backend: AttentionBackend, shape: KvShape, case: PagedCase, keys: Tensor, values: Tensor, block_size: int
-) -> LayerKv:
-    """The history of a case in a pool whose every number was NaN, as if a broken sequence had used it before."""
-    kv = backend.allocate(shape, case.num_blocks + 1, block_size, keys.dtype, CPU)
-    kv.keys.fill_(float("nan"))
-    kv.values.fill_(float("nan"))
-    backend.write(kv, keys, values, case.history)
-    return kv
-
-
-def assert_equals_reference(
-    specs: tuple[Spec, ...],
-    shape: KvShape,
-    group: int,
-    *,
-    scoring: Scoring = Scoring(0.2),  # noqa: B008 - immutable
-    block_size: int = 16,
-    num_processors: int = 1,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    case = make_case(specs, block_size)
-    size = (case.history.num_tokens, shape.num_kv_heads, shape.head_dim)
-    keys, values = torch.randn(size).to(dtype), torch.randn(size).to(dtype)
-    queries = torch.randn(case.batch.num_tokens, shape.num_kv_heads * group, shape.head_dim).to(dtype)
-    results = [
-        backend.attend(queries, filled(backend, shape, case, keys, values, block_size), case.batch, scoring)
-        for backend in (TritonAttention(num_processors), ReferenceAttention())
-    ]
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE[dtype])
-
-
 @pytest.mark.parametrize(
     ("head_dim", "group", "block_size"),
     [(64, 1, 16), (80, 7, 32), (96, 3, 16), (128, 4, 32), (256, 16, 16), (10, 2, 48)],
 )
 def test_mixed_step_equals_the_reference(head_dim: int, group: int, block_size: int) -> None:
-    assert_equals_reference((*DECODES, *CHUNKS), KvShape(2, head_dim), group, block_size=block_size)
+    assert_attends_as_the_reference((*DECODES, *CHUNKS), KvShape(2, head_dim), group, block_size=block_size)
 
 
 @pytest.mark.parametrize("scoring", [Scoring(0.3, 5), Scoring(0.1, 33, 2.0), Scoring(0.3, None, 30.0)], ids=str)
 @pytest.mark.parametrize("num_processors", [1, 8], ids=["whole", "split"])
 def test_window_and_cap_equal_the_reference(scoring: Scoring, num_processors: int) -> None:
     specs = (*DECODES[1:], *CHUNKS)
-    assert_equals_reference(specs, KvShape(1, 64), 2, scoring=scoring, num_processors=num_processors)
+    assert_attends_as_the_reference(specs, KvShape(1, 64), 2, scoring=scoring, num_processors=num_processors)
 
 
 @pytest.mark.parametrize("specs", [DECODES, VERIFICATION], ids=["decode", "verification"])
 def test_keys_shared_out_among_programs_give_the_same(specs: tuple[Spec, ...]) -> None:
     # Given contexts shorter than a tile, so that most of the splits are empty
-    assert_equals_reference(specs, KvShape(2, 64), 4, num_processors=100)
+    assert_attends_as_the_reference(specs, KvShape(2, 64), 4, num_processors=100)
 
 
 def test_chunk_of_several_row_tiles_equals_the_reference() -> None:
-    assert_equals_reference((Spec(1, 20), Spec(70, 100), Spec(33, 33)), KvShape(1, 64), 8)
+    assert_attends_as_the_reference((Spec(1, 20), Spec(70, 100), Spec(33, 33)), KvShape(1, 64), 8)
 
 
 def test_half_precision_stays_near_the_reference() -> None:
-    assert_equals_reference((*DECODES, *CHUNKS), KvShape(1, 64), 4, dtype=torch.float16, num_processors=2)
+    assert_attends_as_the_reference((*DECODES, *CHUNKS), KvShape(1, 64), 4, dtype=torch.float16, num_processors=2)
 
 
 def test_strided_views_give_the_same_as_copies() -> None:

@@ -18,11 +18,14 @@ from collections import deque
 from collections.abc import Callable
 
 from executor.engine_output import EngineOutput, EngineStatus, HeldSequence
+from executor.garbage import GarbageCollection
 from executor.inbox import Cancelled, Command, Draining, Stopping, Submitted
 from executor.launch import PendingStep, StepRunner
+from executor.pace import Pace
 from executor.scheduler import Scheduler
 from executor.sequence import FinishReason, Sequence, StepOutcome, StepPlan, StepResult
 from executor.speed import Speed
+from executor.step_time import StepLoad, StepTime
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,9 @@ class Engine:
         on_death: Callable[[BaseException], None],
         *,
         overlap: bool = True,
+        max_inter_token_ms: float = 0.0,
+        garbage: GarbageCollection | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -46,6 +52,10 @@ class Engine:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._speed = Speed()
+        self._step_time = StepTime()
+        self._pace = Pace(self._step_time, max_inter_token_ms, scheduler.pool.block_size)
+        self._garbage = garbage
+        self._clock = clock
         # Steps since the start. Written by the engine's thread only.
         self.num_steps = 0
         self._num_steps_checked = 0
@@ -89,6 +99,8 @@ class Engine:
         if len(self._launched) > (self._num_ahead if plan.sequences else 0):
             self._retire(*self._launched.popleft())
         self._check_when_idle()
+        if self._garbage is not None:
+            self._garbage.after_step()
 
     def _run(self) -> None:
         try:
@@ -101,7 +113,11 @@ class Engine:
 
     def _plan(self) -> StepPlan:
         """The next step; none any more once the thread shall end."""
-        return StepPlan.of(()) if self._stopping else self._scheduler.schedule()
+        if self._stopping:
+            return StepPlan.of(())
+        if not self._scheduler.has_prefill:
+            return self._scheduler.schedule()
+        return self._scheduler.schedule(self._pace.max_prefill_tokens(self._scheduler.prefill_demand()))
 
     def _check_when_idle(self) -> None:
         """Checks once after each busy time that every block is back: the check reads the whole pool."""
@@ -112,8 +128,10 @@ class Engine:
     def _take_inbox(self) -> EngineOutput:
         output = EngineOutput(self.num_steps)
         if self._scheduler.is_idle:
+            if self._garbage is not None:
+                self._garbage.when_idle()
             self._obey(self._inbox.get(), output)
-            self._speed.wake(time.perf_counter())
+            self._speed.wake(self._clock())
         while True:
             try:
                 self._obey(self._inbox.get_nowait(), output)
@@ -164,7 +182,7 @@ class Engine:
         except RuntimeError as error:
             log.exception("step %d failed on the device", self.num_steps)
             return self._scheduler.fail(plan, f"the step failed on the device: {type(error).__name__}")
-        self._speed.observe(plan, step)
+        self._step_time.observe(StepLoad.of(plan), self._speed.observe(plan, step))
         return self._scheduler.update(StepResult(plan, sampled_ids))
 
     def _status(self) -> EngineStatus:

@@ -7,7 +7,6 @@ Exit codes: 0 after a drain, 2 for a setting or model that cannot be used, 3 for
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -27,6 +26,7 @@ from common.settings import SettingError, describe, load
 from executor.blocks import BlockPool
 from executor.engine import Engine
 from executor.engine_output import EngineOutput
+from executor.garbage import GarbageCollection
 from executor.kv_size import KvBudget, num_kv_blocks
 from executor.launch import StepRunner
 from executor.model import PagedModel
@@ -156,12 +156,21 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
         loop.call_soon_threadsafe(engine_died.set)
 
     runner = start_runner(settings, loaded)
-    engine = Engine(scheduler, runner, publish, on_death, overlap=settings.enable_overlap)
+    garbage = GarbageCollection()
+    engine = Engine(
+        scheduler,
+        runner,
+        publish,
+        on_death,
+        overlap=settings.enable_overlap,
+        max_inter_token_ms=settings.max_inter_token_ms,
+        garbage=garbage,
+    )
     service = ExecutorService(_identity(settings, loaded), engine)
     server = GrpcServer([SERVICE_NAME])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)
-    gc.freeze()
+    garbage.start()
     engine.start()
     reports = asyncio.create_task(service.run(), name="reports")
     await server.set_serving(True)

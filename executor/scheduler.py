@@ -34,6 +34,7 @@ from itertools import chain
 
 from executor.admission import Gate, Refusal
 from executor.blocks import BlockPool
+from executor.demand import PrefillDemand
 from executor.limits import Batching, SchedulerLimits
 from executor.prefix_cache import PrefixCache
 from executor.sequence import (
@@ -221,6 +222,22 @@ class Scheduler:
     def budget_blocks(self) -> int:
         """Blocks that can be promised: all of them, for nobody uses more than was reserved for it."""
         return self.pool.num_blocks
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether anybody has still to be computed up to its first token."""
+        return bool(self._prefills or self._waiting)
+
+    def prefill_demand(self) -> PrefillDemand:
+        """Who waits to be computed, beside whom."""
+        num_free_seats = self.limits.max_num_sequences - len(self._decodes) - len(self._prefills)
+        first = next(iter(self._prefills), None)
+        return PrefillDemand(
+            num_decodes=len(self._decodes),
+            decode_context=sum(sequence.num_computed for sequence in self._decodes),
+            num_behind=len(self._prefills) + min(len(self._waiting), num_free_seats),
+            position=first.num_computed if first is not None else 0,
+        )
 
     def held(self) -> Iterator[Sequence]:
         """Everyone who has boarded, then everyone waiting. Who has been told its end is held no more."""

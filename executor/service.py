@@ -195,6 +195,10 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             output_tokens_per_s=status.output_tokens_per_s,
             prefill_tokens_per_s=status.prefill_tokens_per_s,
             num_steps=status.num_steps,
+            exposed_host_ms=status.exposed_host_ms,
+            device_busy_fraction=status.device_busy_fraction,
+            device_busy_s=status.device_busy_s,
+            elapsed_s=status.elapsed_s,
         )
         for held in status.held:
             report.held.add(request_id=held.request_id, attempt=held.attempt, reserved_blocks=held.reserved_blocks)

@@ -64,6 +64,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.promises = Promises(num_blocks, block_size, max_held, limits.context_length)
         self.expectations: dict[Sequence, Expectation] = {}
         self.launched: list[Launched] = []
+        # Who decodes from then on.
+        self.sampled: set[Sequence] = set()
         self.decodes_skipped: set[Sequence] = set()
         self.head_skipped: list[Sequence] = []
         self.num_offers = 0
@@ -190,16 +192,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _schedule(self) -> None:
         seated = [s for s in self.promises.held if s.seat is not None and s.num_tokens < s.length_limit]
         arrivals = [sequence for sequence in self.promises.held if sequence.seat is None]
-        decodes = {s for s in seated if s.num_tokens - s.num_computed == 1}
+        decodes = {sequence for sequence in seated if sequence in self.sampled}
         plan = self.scheduler.schedule(self.max_prefill_tokens)
         assert plan.rows or self.launched or not self.promises.held, "held sequences but nothing to do"
         assert not plan.rows or self.promises.held
         self._check_rows(plan)
-        self._check_boarding(plan, arrivals, len(seated))
+        self._check_boarding(plan, arrivals, len(seated), decodes)
         self._check_decodes(plan, decodes)
         self._check_line_of_prefills(plan, seated, decodes)
         if plan.rows:
             self.launched.append(Launched(plan))
+            self.sampled.update(row.sequence for row in plan.rows if row.samples)
 
     def _run_device(self, num_plans: int) -> None:
         for launched in self.launched[:num_plans]:
@@ -272,7 +275,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert row.carries == (row.start >= len(sequence.token_ids))
             assert len(sequence.block_table) == math.ceil(end / self.pool.block_size)
 
-    def _check_boarding(self, plan: StepPlan, arrivals: list[Sequence], num_seated: int) -> None:
+    def _check_boarding(
+        self, plan: StepPlan, arrivals: list[Sequence], num_seated: int, decodes: set[Sequence]
+    ) -> None:
         assert list(plan.boarded) == arrivals[: len(plan.boarded)], "boarding is not in order of arrival"
         num_free_seats = self.limits.max_num_sequences - num_seated
         most_boarding = min(len(arrivals), num_free_seats)
@@ -286,15 +291,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         without_row = [sequence for sequence in plan.boarded if sequence not in rows]
         # Without chunks the last one may find that it does not fit.
         assert without_row in ([], [] if self.limits.enable_chunked_context else list(plan.boarded[-1:]))
-        if self._has_room(plan) and self.limits.enable_chunked_context and not has_leaving:
+        if self._has_room(plan, decodes) and self.limits.enable_chunked_context and not has_leaving:
             assert len(plan.boarded) == most_boarding, "a seat and tokens were left unused"
 
-    def _has_room(self, plan: StepPlan) -> bool:
+    def _has_room(self, plan: StepPlan, decodes: set[Sequence]) -> bool:
         """Whether a prompt could have had more of this step."""
-        num_decodes = sum(row.carries or row.start >= row.sequence.num_prompt_tokens for row in plan.rows)
         num_left = self.limits.max_num_tokens - plan.num_tokens
         if self.max_prefill_tokens is not None:
-            num_left = min(num_left, self.max_prefill_tokens - (plan.num_tokens - num_decodes))
+            num_prefill = sum(row.num_tokens for row in plan.rows if row.sequence not in decodes)
+            num_left = min(num_left, self.max_prefill_tokens - num_prefill)
         return num_left > 0
 
     def _check_decodes(self, plan: StepPlan, decodes: set[Sequence]) -> None:
@@ -311,7 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         skipped = [sequence for sequence in line if sequence not in rows]
         assert line[len(line) - len(skipped) :] == skipped, "a prompt was overtaken"
         if self.limits.enable_chunked_context:
-            assert not skipped or not self._has_room(plan)
+            assert not skipped or not self._has_room(plan, decodes)
             return
         for sequence in skipped[:1]:
             num_behind = sequence.num_tokens - sequence.num_computed

@@ -22,7 +22,11 @@ FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Sizes and constants. `rope_scaling` multiplies cosines and sines; a window of None is the whole context."""
+    """Sizes and constants.
+
+    `rope_scaling` multiplies cosines and sines of positions times `inverse_frequencies[head_dim / 2]`; a window of None is
+    the whole context.
+    """
 
     num_layers: int
     hidden_size: int
@@ -35,11 +39,12 @@ class DecoderShape:
     attention_scale: float
     rope_scaling: float
     sliding_windows: tuple[int | None, ...]
+    inverse_frequencies: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer. Weights are `[out, in]` as in `nn.Linear`; biases and the norms of heads are None where there are none."""
+    """One layer. Weights are `[out, in]` as in `nn.Linear`; biases and norms of heads are None where there are none."""
 
     input_norm: Tensor
     query: nn.Linear
@@ -62,7 +67,7 @@ class LayerWeights:
     @property
     def qkv_bias(self) -> Tensor | None:
         """The bias of `qkv`."""
-        biases = [linear.bias for linear in (self.query, self.key, self.value)]
+        biases: list[Any] = [linear.bias for linear in (self.query, self.key, self.value)]
         return None if biases[0] is None else torch.cat(biases)
 
     @property
@@ -80,7 +85,6 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Tensor
-    inverse_frequencies: Tensor  # [head_dim / 2] float32
 
 
 def read_decoder(network: PreTrainedModel, layers: Sequence[Layer]) -> DecoderWeights | str:
@@ -117,12 +121,12 @@ def read_decoder(network: PreTrainedModel, layers: Sequence[Layer]) -> DecoderWe
             attention_scale=layers[0].scoring.scale,
             rope_scaling=float(body.rotary_emb.attention_scaling),
             sliding_windows=tuple(layer.scoring.sliding_window for layer in layers),
+            inverse_frequencies=tuple(frequencies.float().tolist()),
         ),
         embedding=body.embed_tokens.weight,
         layers=read,
         final_norm=body.norm.weight,
         head=head.weight,
-        inverse_frequencies=frequencies.float(),
     )
 
 

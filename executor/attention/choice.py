@@ -11,9 +11,9 @@ import torch
 
 from common.model_source import ModelError
 from executor.attention.backend import AttentionBackend, KvShape
-from executor.attention.cpu import SUFFIXES, CpuAttention
-from executor.attention.cpu_build import BuildFailure, load_kernels
+from executor.attention.cpu import SUFFIXES, CpuAttention, load_kernels
 from executor.attention.reference import ReferenceAttention
+from executor.native.build import BuildFailure
 
 BACKEND_NAMES = ("auto", "reference", "cpu", "triton")
 # The first GPUs with bfloat16 and with copies that run beside computation.

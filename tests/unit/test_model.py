@@ -27,9 +27,9 @@ from transformers import (
 from common.model_source import ModelError, resolve_model
 from executor import model as model_module
 from executor.attention.choice import choose_backend
-from executor.attention.cpu_build import BuildFailure
 from executor.batch import pack
 from executor.model import PagedModel
+from executor.native.build import BuildFailure
 from executor.packed_linear import PackedLinear, pack_linears
 from executor.self_check import relative_distance
 from executor.sequence import PlanRow, StepPlan

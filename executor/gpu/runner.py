@@ -96,7 +96,7 @@ class GpuRunner:
         return self._newest
 
     def repeat_decodes(self, bucket: int) -> None:
-        """Computes a step of decodes whose inputs are on the device already, and hands its tokens to nobody."""
+        """Computes the decodes of the newest step once more and hands their tokens to nobody: for measuring."""
         with torch.inference_mode():
             self._compute(StepLayout.of_decodes(bucket), bucket, bucket)
 

@@ -1,4 +1,4 @@
-"""What every engine's driver shares: the protocol on stdin and stdout, and the loop that sends requests and notes times.
+"""What every engine's driver shares: the protocol on stdin and stdout, and the loop that sends and notes times.
 
 Standard library only: drivers run in the engines' own environments. One JSON object per line.
 
@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
 
@@ -31,12 +31,15 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What an engine is to be. `model` is a Hugging Face folder; `kv_tokens` is the size of its KV cache."""
+    """What an engine is to be. `model` is a Hugging Face folder, `cache_folder` keeps what is made of it.
+
+    `arguments` are flags of our own executor.
+    """
 
     model: str
+    cache_folder: str
     seats: int
     max_request_tokens: int
-    kv_tokens: int
     num_threads: int
     dtype: str = "bfloat16"
     variant: str = ""
@@ -164,12 +167,6 @@ def _send_due(engine: DrivenEngine, run: _Run, start: float, report: Callable[[d
         sent.append((request.id, round(request.arrival_s if run.concurrency is None else now_s, 6)))
     if sent:
         report({"sent": sent})
-
-
-def by_thread(num_threads: int) -> Iterator[tuple[str, str]]:
-    """The environment variables that bound the threads of numeric libraries."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        yield name, str(num_threads)
 
 
 def _own_stdout() -> TextIO:

@@ -1,7 +1,7 @@
 """`make bench-peers`: installs each peer engine into an environment of its own, `.peers/NAME`.
 
-Standard library only: it runs before anything is installed. A peer that cannot be had here is reported with the reason and
-stops no other. Running it again installs only what is missing.
+Standard library only: it runs before anything is installed. A peer that cannot be had here is reported with the reason
+and stops no other. Running it again installs only what is missing.
 
     python bench/peers/install.py [NAME …]
 """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.workloads import SHAPES, Workload, build_workload
+from bench.workloads.generate import build_workload
+from bench.workloads.plan import Workload
+from bench.workloads.shapes import SHAPES
 
 VOCABULARY_SIZE = 49_152
 

@@ -1,0 +1,42 @@
+"""A report in the terminal: a line for each mode with the figures that decide."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bench.report.figures import figures
+from bench.report.markdown import sentences
+from bench.report.report import Report, Section
+
+# What fits into a terminal; everything is in the report's files.
+TITLES = (
+    "output tokens/s",
+    "TTFT p50 ms",
+    "TTFT p99 ms",
+    "inter-token p50 ms",
+    "inter-token p99 ms",
+    "goodput requests/min",
+    "cost of a million tokens",
+    "failed",
+)
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Prints a table and the conclusions for each workload."""
+    for section in report.sections:
+        console.print(_table(report, section))
+        for sentence in sentences(section):
+            console.print(escape(sentence.replace("**", "")), highlight=False, soft_wrap=True)
+
+
+def _table(report: Report, section: Section) -> Table:
+    table = Table(title=escape(section.workload.name), title_justify="left")
+    table.add_column("mode")
+    shown = [figure for figure in figures(report, section) if figure.title in TITLES]
+    for figure in shown:
+        table.add_column(figure.title, justify="right")
+    for mode in section.modes:
+        table.add_row(escape(mode), *(figure.show_spread(section, mode) for figure in shown))
+    return table

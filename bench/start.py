@@ -61,7 +61,7 @@ async def start_field(options: BenchOptions, opened: AsyncExitStack, progress: P
         progress.say("starting the engine alone")
         started.enter(await opened.enter_async_context(driven(engine_driver(options), options.slo)))
     for peer in options.peers:
-        progress.say(f"starting {peer.mode}, which may compile for minutes")
+        progress.say(f"starting {peer.mode}")
         try:
             started.enter(await _start_peer(options, peer, model, opened))
         except TargetError as error:

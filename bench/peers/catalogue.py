@@ -5,6 +5,7 @@ Starts nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "openvino": ("bf16", "int8"),
     "transformers": ("static-8", "static-32", "continuous"),
 }
+# A library that we depend on ourselves.
+OUR_OWN = frozenset({"transformers"})
 # What a peer's bare name stands for.
 DEFAULT_VARIANTS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("compiled",),
@@ -55,19 +58,21 @@ class PeerChoice:
         return self.variant in DEFAULT_VARIANTS[self.name]
 
     @property
-    def environment_folder(self) -> Path:
-        """Where it is installed."""
-        return FOLDER / self.name
+    def environment_folder(self) -> Path | None:
+        """Where it is installed; None for our own environment."""
+        return None if self.name in OUR_OWN else FOLDER / self.name
 
     @property
     def is_installed(self) -> bool:
         """Whether `make bench-peers` came to its end here."""
-        return (self.environment_folder / INSTALLED_MARK).exists()
+        return self.environment_folder is None or (self.environment_folder / INSTALLED_MARK).exists()
 
     @property
     def command(self) -> tuple[str, ...]:
         """Starts the driver with the interpreter of the peer's environment."""
-        return (str((self.environment_folder / "bin" / "python").absolute()), "-m", f"bench.peers.{self.name}_driver")
+        folder = self.environment_folder
+        python = sys.executable if folder is None else str((folder / "bin" / "python").absolute())
+        return (python, "-m", f"bench.peers.{self.name}_driver")
 
 
 def parse_peer(text: str) -> tuple[PeerChoice, ...]:
@@ -105,9 +110,11 @@ def _vllm_environment(peer: PeerChoice, cores: Sequence[int]) -> dict[str, str]:
     }
 
 
-def preloads(environment_folder: Path, library_folders: Sequence[Path] = LIBRARY_FOLDERS) -> list[Path]:
+def preloads(environment_folder: Path | None, library_folders: Sequence[Path] = LIBRARY_FOLDERS) -> list[Path]:
     """The allocator and the OpenMP library that vLLM wants loaded first, as far as this machine has them."""
-    wanted = [*(folder / TCMALLOC for folder in library_folders), environment_folder / "lib" / "libiomp5.so"]
+    wanted = [folder / TCMALLOC for folder in library_folders]
+    if environment_folder is not None:
+        wanted.append(environment_folder / "lib" / "libiomp5.so")
     return [path.absolute() for path in wanted if path.exists()]
 
 

@@ -1,7 +1,7 @@
 """`make bench-peers`: installs each peer engine into an environment of its own, `.peers/NAME`.
 
 Standard library only: it runs before anything is installed. A peer that cannot be had here is reported with the reason
-and stops no other. Running it again installs only what is missing.
+and stops no other. Running it again installs only what is missing. `transformers` is no entry: we depend on it anyway.
 
     python bench/peers/install.py [NAME …]
 """
@@ -27,7 +27,6 @@ VLLM_TORCH = "torch==2.13.0"
 UNUSED_BY_VLLM = ("torch", "torchaudio", "torchvision", "torchcodec")
 
 OPENVINO = ("openvino-genai==2026.4.*", "openvino-tokenizers==2026.4.*", "optimum-intel[openvino]")
-TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.*", "accelerate", "psutil")
 
 
 class InstallError(Exception):
@@ -60,15 +59,9 @@ def install_openvino(python: Path) -> None:
     pip(python, "install", *OPENVINO)
 
 
-def install_transformers(python: Path) -> None:
-    """The library alone: static `generate` and its continuous batching."""
-    pip(python, "install", *TRANSFORMERS)
-
-
 PEERS = (
     Peer("vllm", f"{VLLM} {VLLM_TORCH}", install_vllm, "import vllm"),
     Peer("openvino", " ".join(OPENVINO), install_openvino, "import openvino_genai"),
-    Peer("transformers", " ".join(TRANSFORMERS), install_transformers, "import torch, transformers"),
 )
 
 

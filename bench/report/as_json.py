@@ -70,7 +70,9 @@ def _run(run: Run) -> dict[str, Any]:
     }
 
 
-def _columns(samples: Sequence[SeatSample]) -> dict[str, list[float]]:
-    """The time line as one list for each field, which is much smaller than one object for each sample."""
-    names = [field.name for field in fields(SeatSample)]
-    return {name: [round(getattr(sample, name), 3) for sample in samples] for name in names}
+def _columns(samples: Sequence[SeatSample]) -> dict[str, float | list[float]]:
+    """The time line as one list for each field, or one number where it never changes: much smaller than objects."""
+    columns = {
+        field.name: [round(getattr(sample, field.name), 3) for sample in samples] for field in fields(SeatSample)
+    }
+    return {name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()}

@@ -6,7 +6,7 @@ its box. Everything that comes from outside is escaped here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -54,21 +54,18 @@ def _bar(row: Bar, most: float) -> str:
     colour = f"var(--c{row.colour % NUM_COLOURS})"
     span = f'<i class="range" style="left:{least:.2f}%;width:{high - least:.2f}%"></i>' if high > least else ""
     return (
-        f'<span class="name">{escape(row.name)}</span>'
+        f'<div class="row"><span class="name">{escape(row.name)}</span>'
         f'<span class="track"><i class="bar" style="width:{median:.2f}%;background:{colour}"></i>'
         f"{span}</span>"
-        f'<span class="value">{escape(row.text)}</span>'
+        f'<span class="value">{escape(row.text)}</span></div>'
     )
 
 
 def curves(lines: Sequence[Line], x: Scale, y: Scale, unit: str) -> str:
     """Lines over two axes, with a legend."""
     drawn = "".join(_curve(line, x, y) for line in lines)
-    return (
-        legend([(line.name, line.colour) for line in lines])
-        + f'<div class="plot">{_y_labels(y)}<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img">'
-        f"{_grid(x, y)}{drawn}</svg></div>{_x_labels(x, unit)}"
-    )
+    plot = f"{_y_labels(y, y.ticks())}{_svg(_grid(x, y, y.ticks()) + drawn)}"
+    return f'{legend([(line.name, line.colour) for line in lines])}<div class="plot">{plot}</div>{_x_labels(x, unit)}'
 
 
 def area(line: Line, x: Scale, y: Scale, caption: str) -> str:
@@ -76,15 +73,15 @@ def area(line: Line, x: Scale, y: Scale, caption: str) -> str:
     corners = _steps(line.points)
     if not corners:
         return ""
+    ends = (y.low, y.high)
     inside = " ".join(_point(point, x, y) for point in corners)
     first, last = _across(corners[0][0], x), _across(corners[-1][0], x)
+    colour = f"var(--c{line.colour % NUM_COLOURS})"
+    shape = f'<polygon points="{first},{HEIGHT} {inside} {last},{HEIGHT}" fill="{colour}"/>'
+    name = f'<i class="swatch" style="background:{colour}"></i><b>{escape(line.name)}</b>'
     return (
-        f'<p class="panel"><i class="swatch" style="background:var(--c{line.colour % NUM_COLOURS})"></i>'
-        f"<b>{escape(line.name)}</b> {escape(caption)}</p>"
-        f'<div class="plot low">{_y_labels(y, most=2)}'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img">{_grid(x, y, most=2)}'
-        f'<polygon points="{first},{HEIGHT} {inside} {last},{HEIGHT}" fill="var(--c{line.colour % NUM_COLOURS})"/>'
-        "</svg></div>"
+        f'<p class="panel">{name} {escape(caption)}</p>'
+        f'<div class="plot low">{_y_labels(y, ends)}{_svg(_grid(x, y, ends) + shape)}</div>'
     )
 
 
@@ -100,6 +97,10 @@ def legend(names: Sequence[tuple[str, int]]) -> str:
         for name, colour in names
     )
     return f'<div class="legend">{entries}</div>'
+
+
+def _svg(body: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img">{body}</svg>'
 
 
 def _curve(line: Line, x: Scale, y: Scale) -> str:
@@ -132,14 +133,14 @@ def _across(value: float, x: Scale) -> str:
     return f"{round(WIDTH * x.at(value), 1):g}"
 
 
-def _grid(x: Scale, y: Scale, most: int = 5) -> str:
-    across = "".join(f'<path d="M0 {HEIGHT * (1 - y.at(tick)):.1f}H{WIDTH}"/>' for tick in y.ticks(most))
+def _grid(x: Scale, y: Scale, levels: Iterable[float]) -> str:
+    across = "".join(f'<path d="M0 {HEIGHT * (1 - y.at(tick)):.1f}H{WIDTH}"/>' for tick in levels)
     along = "".join(f'<path d="M{WIDTH * x.at(tick):.1f} 0V{HEIGHT}"/>' for tick in x.ticks())
     return f'<g class="grid">{across}{along}</g>'
 
 
-def _y_labels(y: Scale, most: int = 5) -> str:
-    labels = "".join(f'<span style="bottom:{100 * y.at(tick):.2f}%">{tick:g}</span>' for tick in y.ticks(most))
+def _y_labels(y: Scale, levels: Iterable[float]) -> str:
+    labels = "".join(f'<span style="bottom:{100 * y.at(tick):.2f}%">{tick:g}</span>' for tick in levels)
     return f'<div class="y">{labels}</div>'
 
 

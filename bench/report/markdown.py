@@ -40,7 +40,7 @@ def sentences(section: Section) -> list[str]:
     ]
     cost = stack_cost(section)
     if cost is not None:
-        added = "" if cost.added_ttft_ms is None else f", and adds {cost.added_ttft_ms:.1f} ms to the TTFT (p50)"
+        added = "" if cost.added_ttft_ms is None else f"; its TTFT (p50) differs by {cost.added_ttft_ms:+.1f} ms"
         said.append(f"**The whole stack keeps {100 * cost.speed_ratio:.1f} % of the engine's tokens/s**{added}.")
     return said
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench.report.figures import figures
+from bench.report.figures import Figure, figures
 from bench.report.markdown import sentences
 from bench.report.report import Report, Section
 
@@ -33,10 +33,16 @@ def print_report(report: Report, console: Console) -> None:
 
 def _table(report: Report, section: Section) -> Table:
     table = Table(title=escape(section.workload.name), title_justify="left")
-    table.add_column("mode")
+    table.add_column("mode", no_wrap=True)
     shown = [figure for figure in figures(report, section) if figure.title in TITLES]
     for figure in shown:
         table.add_column(figure.title, justify="right")
     for mode in section.modes:
-        table.add_row(escape(mode), *(figure.show_spread(section, mode) for figure in shown))
+        table.add_row(escape(mode), *(_cell(figure, section, mode) for figure in shown))
     return table
+
+
+def _cell(figure: Figure, section: Section, mode: str) -> str:
+    """The range of what decides, the median of the rest."""
+    text = figure.show_spread(section, mode)
+    return text if figure.title == TITLES[0] else text.partition(" ")[0]

@@ -74,7 +74,7 @@ def test_stack_is_compared_with_its_engine_as_a_cost() -> None:
     assert cost.added_ttft_ms == pytest.approx(10.0)
     assert cost.added_inter_token_ms == pytest.approx(0.0)
     assert sentences(section("inflight", "engine")) == [
-        "**The whole stack keeps 80.0 % of the engine's tokens/s**, and adds 10.0 ms to the TTFT (p50)."
+        "**The whole stack keeps 80.0 % of the engine's tokens/s**; its TTFT (p50) differs by +10.0 ms."
     ]
 
 

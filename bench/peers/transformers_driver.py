@@ -15,7 +15,6 @@ from transformers import (
     BatchEncoding,
     ContinuousBatchingConfig,
     GenerationConfig,
-    PreTrainedModel,
     StoppingCriteriaList,
 )
 from transformers import __version__ as transformers_version
@@ -35,7 +34,7 @@ LONGEST_WAIT_S = 60.0
 class StaticEngine:
     """`generate` with whoever is there, up to a batch, which ends with its longest answer; nobody joins before."""
 
-    def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
+    def __init__(self, model: Any, batch_size: int) -> None:
         self._model = model
         self._batch_size = batch_size
         self._waiting: deque[Request] = deque()
@@ -93,9 +92,9 @@ class StepTimes:
 class ContinuousEngine:
     """The library's own continuous batching, which runs on a thread."""
 
-    def __init__(self, model: PreTrainedModel, setup: Setup) -> None:
+    def __init__(self, model: Any, setup: Setup) -> None:
         num_pages = setup.seats * -(-setup.max_request_tokens // PAGE_TOKENS)
-        self._manager = model.init_continuous_batching(
+        self._batching = model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=PAD_ID),
             continuous_batching_config=ContinuousBatchingConfig(
                 page_size=PAGE_TOKENS,
@@ -104,7 +103,7 @@ class ContinuousEngine:
                 max_requests_per_batch=setup.seats,
             ),
         )
-        self._manager.start()
+        self._batching.start()
         self._num_seen: dict[str, int] = {}
         # The library keys what it holds by id, which must differ from run to run.
         self._run = 0
@@ -117,15 +116,15 @@ class ContinuousEngine:
         """Takes a request."""
         name = f"{self._run}-{request.id}"
         self._num_seen[name] = 0
-        self._manager.add_request(
+        self._batching.add_request(
             request.prompt_ids, request_id=name, max_new_tokens=request.output_tokens, streaming=True, eos_token_id=-1
         )
 
     def advance(self, wait_s: float | None) -> list[TokenBatch]:
         """What has come; waits for the first of it."""
-        result = self._manager.get_result(timeout=LONGEST_WAIT_S if wait_s is None else max(wait_s, 0.001))
+        result = self._batching.get_result(timeout=LONGEST_WAIT_S if wait_s is None else max(wait_s, 0.001))
         if result is None:
-            if not self._manager.is_running():
+            if not self._batching.is_running():
                 raise RuntimeError("continuous batching has ended")
             return []
         if result.error is not None:

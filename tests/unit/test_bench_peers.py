@@ -36,7 +36,7 @@ def test_peer_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypat
     (peer,) = parse_peer("openvino")
     assert not peer.is_installed
     assert "make bench-peers PEERS=openvino" in missing_words(peer)
-    peer.environment_folder and (tmp_path / peer.environment_folder).mkdir(parents=True)
+    (tmp_path / ".peers" / "openvino").mkdir(parents=True)
     (tmp_path / ".peers" / "openvino" / "installed").write_text("")
     assert peer.is_installed
 
@@ -102,8 +102,8 @@ def test_installed_peer_is_left_alone_and_another_version_is_not(
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
     for versions in ("1", "1", "2"):
-        install.install(install.Peer("toy", versions, lambda python, v=versions: installed.append(v), "import sys"))
-    assert installed == ["1", "2"]
+        install.install(install.Peer("toy", versions, lambda python: installed.append(str(python)), "import sys"))
+    assert installed == [str(python)] * 2
     assert "toy is installed in" in capsys.readouterr().out
 
 

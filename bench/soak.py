@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -91,7 +91,9 @@ async def soak(options: BenchOptions, num_requests: int) -> int:
     console = Console()
     vocabulary_size = local_model(options.model).vocabulary_size
     requests = shaped_requests(SHAPE, "soak", vocabulary_size, num_requests=num_requests, seed=options.seed)
-    async with LocalStack(stack_options(options, "inflight")) as stack, Client(stack.address) as client:
+    # A small KV pool, so that the warm-up touches all of it: memory that is first used later would look like growth.
+    small = replace(options, workloads=("short",))
+    async with LocalStack(stack_options(small, "inflight")) as stack, Client(stack.address) as client:
         pids = {child.name: child.pid for child in [*stack.routers, *stack.executors]}
         with Bars(console=console, refresh_per_second=REFRESH_PER_S, disable=not console.is_terminal) as bars:
             soaked = Soak(client, pids, requests, bars)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from pathlib import Path
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm import __version__ as vllm_version
 from vllm.sampling_params import RequestOutputKind
 
 from bench.peers.driver import Request, Setup, TokenBatch, serve
+
+CONTEXT_STEP_TOKENS = 2048
 
 
 class VllmEngine:
@@ -21,7 +25,7 @@ class VllmEngine:
             model=setup.model,
             dtype=setup.dtype,
             max_num_seqs=setup.seats,
-            max_model_len=setup.max_request_tokens,
+            max_model_len=context_tokens(setup),
             enforce_eager=eager,
             disable_log_stats=True,
         )
@@ -56,6 +60,13 @@ class VllmEngine:
         """Steps of the run."""
         num_steps, self._num_steps = self._num_steps, 0
         return {"num_steps": num_steps}
+
+
+def context_tokens(setup: Setup) -> int:
+    """Room for the longest request, in steps: vLLM compiles anew for each length, which takes a minute or more."""
+    wanted = -(-setup.max_request_tokens // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS
+    config = json.loads((Path(setup.model) / "config.json").read_text())
+    return min(wanted, config.get("max_position_embeddings", wanted))
 
 
 if __name__ == "__main__":

@@ -41,11 +41,12 @@ async def run_workload(
 ) -> Run:
     """Runs a workload to its end, sampling the seats meanwhile. `sessions` are those whose processor time counts.
 
-    Where all requests come at once, a request of our own holds every executor until enough of them wait there: a static
-    batch would else leave with the very first passenger alone, and cost static batching a whole round.
+    Where all requests come at once, a request of our own holds every executor that is not known to board in flight, until
+    enough of them wait there: a static batch would else leave with the very first passenger alone.
     """
     before = await sample_seats(client, 0.0)
-    gates = await _close_gates(client, before.num_executors) if workload.arrives_at_once else []
+    holds = workload.arrives_at_once and await _boards_by_batch(client)
+    gates = await _close_gates(client, before.num_executors) if holds else []
     places = nullcontext() if workload.concurrency is None else asyncio.Semaphore(workload.concurrency)
     meter = CoreMeter(sessions)
     start = time.perf_counter()
@@ -90,6 +91,10 @@ async def sample_seats(client: Client, at_s: float) -> SeatSample:
         blocks_used=sum(executor.blocks_used for executor in executors),
         num_steps=sum(executor.num_steps for executor in executors),
     )
+
+
+async def _boards_by_batch(client: Client) -> bool:
+    return any(executor.batching != "inflight" for executor in (await client.capacity()).executors)
 
 
 async def _close_gates(client: Client, num_executors: int) -> list[AsyncGenerator[Event, None]]:

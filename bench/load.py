@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 
+from bench.device_times import DeviceTimes, added_up, device_figures
 from bench.measures import NO_SLO, Outcome, Run, SeatSample, Slo, distributions, measure
 from bench.processes import CoreMeter
 from bench.targets.target import OnTokens
@@ -41,10 +42,10 @@ async def run_workload(
 ) -> Run:
     """Runs a workload to its end, sampling the seats meanwhile. `sessions` are those whose processor time counts.
 
-    Where all requests come at once, a request of our own holds every executor that is not known to board in flight, until
-    enough of them wait there: a static batch would else leave with the very first passenger alone.
+    Where all requests come at once, a request of our own holds every executor that is not known to board in flight,
+    until enough of them wait there: a static batch would else leave with the very first passenger alone.
     """
-    before = await sample_seats(client, 0.0)
+    before, times_before = await sample_seats(client, 0.0), await _device_times(client)
     holds = workload.arrives_at_once and await _boards_by_batch(client)
     gates = await _close_gates(client, before.num_executors) if holds else []
     places = nullcontext() if workload.concurrency is None else asyncio.Semaphore(workload.concurrency)
@@ -67,6 +68,7 @@ async def run_workload(
         samples = await sampling
     cores = meter.stop()
     after = await _settled(client, clock)
+    figures = device_figures(times_before, await _device_times(client))
     return Run(
         mode=mode,
         round=round_number,
@@ -75,6 +77,7 @@ async def run_workload(
         errors=tuple(dict.fromkeys(outcome.error for outcome in outcomes if outcome.error is not None)),
         distributions=distributions(outcomes),
         cores=cores,
+        figures=figures,
     )
 
 
@@ -91,6 +94,12 @@ async def sample_seats(client: Client, at_s: float) -> SeatSample:
         blocks_used=sum(executor.blocks_used for executor in executors),
         num_steps=sum(executor.num_steps for executor in executors),
     )
+
+
+async def _device_times(client: Client) -> DeviceTimes:
+    """The totals of all executors."""
+    executors = (await client.capacity()).executors
+    return added_up([DeviceTimes(one.num_steps, one.device_busy_s, one.elapsed_s) for one in executors])
 
 
 async def _boards_by_batch(client: Client) -> bool:

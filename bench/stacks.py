@@ -16,6 +16,7 @@ from bench.workloads.plan import GATE_TOKENS, Workload
 from client.stack.options import StackOptions
 from common.disk_cache import cache_folder
 from common.machine import num_usable_cores
+from executor.entry import SPIN_COUNT
 
 # Room for the gate, for the sequences that an executor holds beyond its seats, and for the prefix cache.
 EXTRA_SEATS = 4
@@ -40,7 +41,11 @@ def engine_driver(options: BenchOptions) -> Driver:
     return Driver(
         mode=ENGINE_MODE,
         command=(sys.executable, "-m", "bench.targets.engine_driver"),
-        environment={**os.environ, "PYTHONPATH": _with_sources(os.environ.get("PYTHONPATH", ""))},
+        environment={
+            "GOMP_SPINCOUNT": SPIN_COUNT,
+            **os.environ,
+            "PYTHONPATH": _with_sources(os.environ.get("PYTHONPATH", "")),
+        },
         setup=_setup(options, options.model or "", _executor_flags(options, "inflight")),
         log_file=RUN_FOLDER / "bench-engine" / "engine.log",
     )

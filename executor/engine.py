@@ -1,8 +1,11 @@
-"""The in-flight loop: one thread that owns the scheduler and the device.
+"""The in-flight loop: one thread that owns the scheduler and launches steps on the device.
 
-`step()` is its table of contents: take what came in, plan, say who got in and who boarded, run the device, retire.
-Everything reaches the loop through its inbox and leaves through `publish`, in order; no other thread touches scheduler
-or model. When there is nothing to compute the thread blocks on the inbox and uses no processor time.
+`step()` is its table of contents: take what came in, plan, launch, say who got in and who boarded, retire. With overlap
+the plan is made and launched while the device computes the one before, whose tokens are read only then: retire step
+N - 1, plan N + 1, launch it, read N. Without it each step is retired before the next is planned.
+
+Everything reaches the loop through its inbox and leaves through `publish`, in order; no other thread touches the
+scheduler. When there is nothing to compute the thread blocks on the inbox and uses no processor time.
 """
 
 from __future__ import annotations
@@ -11,119 +14,20 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
 
-from executor.admission import Refusal
+from executor.engine_output import EngineOutput, EngineStatus, HeldSequence
+from executor.garbage import GarbageCollection
+from executor.inbox import Cancelled, Command, Draining, Stopping, Submitted
+from executor.launch import PendingStep, StepRunner
+from executor.pace import Pace
 from executor.scheduler import Scheduler
-from executor.sequence import FinishEvent, FinishReason, Sequence, StepOutcome, StepPlan, StepResult, TokenEvent
+from executor.sequence import FinishReason, Sequence, StepOutcome, StepPlan, StepResult
+from executor.speed import Speed
+from executor.step_time import StepLoad, StepTime
 
 log = logging.getLogger(__name__)
-
-# Weight of the newest step in the smoothed speeds: about the last 20 steps count.
-SMOOTHING = 0.05
-
-
-class StepRunner(Protocol):
-    """Runs one step on the device."""
-
-    def run(self, plan: StepPlan) -> tuple[int, ...]:
-        """Returns the sampled token ids of the rows that sample, in the order of the plan's rows."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    """Inbox: a sequence wants in."""
-
-    sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """Inbox: a sequence shall end."""
-
-    request_id: str
-    attempt: int
-    reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Draining:
-    """Inbox: take no new work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """Inbox: end the thread. What is held gets no end: its routers see their streams break and place it elsewhere."""
-
-
-Command = Submitted | Cancelled | Draining | Stopping
-
-
-@dataclass(frozen=True, slots=True)
-class HeldSequence:
-    """What a report says of a sequence."""
-
-    request_id: str
-    attempt: int
-    reserved_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """How the engine stands after a step; blocks and sequences are counts, speeds are smoothed."""
-
-    budget_blocks: int
-    total_blocks: int
-    used_blocks: int
-    cached_blocks: int
-    budget_sequences: int
-    num_running: int
-    num_waiting: int
-    waiting_prefill_tokens: int
-    held: tuple[HeldSequence, ...]
-    draining: bool
-    step_ms: float
-    output_tokens_per_s: float
-    prefill_tokens_per_s: float
-    num_steps: int
-
-
-@dataclass(slots=True)
-class EngineOutput:
-    """What came in or what a step brought, in this order: acceptances, boardings, tokens, ends."""
-
-    step: int
-    accepted: list[Sequence] = field(default_factory=list)
-    rejected: list[tuple[Sequence, Refusal]] = field(default_factory=list)
-    started: tuple[Sequence, ...] = ()
-    tokens: tuple[TokenEvent, ...] = ()
-    finished: list[FinishEvent] = field(default_factory=list)
-    status: EngineStatus | None = None
-
-
-class Speed:
-    """Smoothed speeds of the loop. Times in seconds, rates per second."""
-
-    def __init__(self) -> None:
-        self.step_s = 0.0
-        self.output_tokens_per_s = 0.0
-        self.prefill_tokens_per_s = 0.0
-
-    def observe(self, plan: StepPlan, elapsed_s: float) -> None:
-        """Takes in one step."""
-        num_sampled = sum(row.samples for row in plan.rows)
-        num_prefill = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
-        self.step_s = _smooth(self.step_s, elapsed_s)
-        self.output_tokens_per_s = _smooth(self.output_tokens_per_s, num_sampled / elapsed_s)
-        if num_prefill:
-            self.prefill_tokens_per_s = _smooth(self.prefill_tokens_per_s, num_prefill / elapsed_s)
-
-
-def _smooth(old: float, new: float) -> float:
-    return new if old == 0.0 else old + SMOOTHING * (new - old)
 
 
 class Engine:
@@ -135,6 +39,11 @@ class Engine:
         runner: StepRunner,
         publish: Callable[[EngineOutput], None],
         on_death: Callable[[BaseException], None],
+        *,
+        overlap: bool = True,
+        max_inter_token_ms: float = 0.0,
+        garbage: GarbageCollection | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -143,10 +52,19 @@ class Engine:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._speed = Speed()
+        self._step_time = StepTime()
+        self._pace = Pace(self._step_time, max_inter_token_ms, scheduler.pool.block_size)
+        self._garbage = garbage
+        self._clock = clock
         # Steps since the start. Written by the engine's thread only.
         self.num_steps = 0
         self._num_steps_checked = 0
         self._stopping = False
+        # Launched and not retired, oldest first; so many of them may run on while the next is planned.
+        self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._num_ahead = 1 if overlap else 0
+        self._held: tuple[HeldSequence, ...] = ()
+        self._num_held_changes_seen = 0
 
     def start(self) -> None:
         """Starts the thread; the first thing it publishes is the status of an idle engine."""
@@ -165,40 +83,55 @@ class Engine:
         self._inbox.put(Draining())
 
     def stop(self) -> None:
-        """Ends the thread after the step in flight and waits for it."""
+        """Ends the thread after the steps in flight and waits for it."""
         self._inbox.put(Stopping())
         self._thread.join()
 
     def step(self) -> None:
-        """One turn of the loop. Answers and boardings leave before the device runs, for a step may take long."""
+        """One turn of the loop. Answers and boardings leave before the device is waited for, for a step may take
+        long."""
         output = self._take_inbox()
-        plan = self._scheduler.schedule()
+        plan = self._plan()
         output.started = plan.boarded
+        if plan.sequences:
+            self._launched.append((plan, self._runner.launch(plan)))
         self._publish_answers(output)
-        if plan.rows:
-            self._publish_outcome(self._run_device(plan))
-        else:
-            self._check_when_idle()
+        if len(self._launched) > (self._num_ahead if plan.sequences else 0):
+            self._retire(*self._launched.popleft())
+        self._check_when_idle()
+        if self._garbage is not None:
+            self._garbage.after_step()
 
     def _run(self) -> None:
         try:
             self._publish(EngineOutput(0, status=self._status()))
-            while not self._stopping:
+            while not self._stopping or self._launched:
                 self.step()
         except BaseException as error:
             log.exception("the engine thread died")
             self._on_death(error)
 
+    def _plan(self) -> StepPlan:
+        """The next step; none any more once the thread shall end."""
+        if self._stopping:
+            return StepPlan.of(())
+        if not self._scheduler.has_prefill:
+            return self._scheduler.schedule()
+        return self._scheduler.schedule(self._pace.max_prefill_tokens(self._scheduler.prefill_demand()))
+
     def _check_when_idle(self) -> None:
         """Checks once after each busy time that every block is back: the check reads the whole pool."""
-        if self._num_steps_checked < self.num_steps:
+        if self._num_steps_checked < self.num_steps and self._scheduler.is_idle:
             self._num_steps_checked = self.num_steps
             self._scheduler.check_when_idle()
 
     def _take_inbox(self) -> EngineOutput:
         output = EngineOutput(self.num_steps)
         if self._scheduler.is_idle:
+            if self._garbage is not None:
+                self._garbage.when_idle()
             self._obey(self._inbox.get(), output)
+            self._speed.wake(self._clock())
         while True:
             try:
                 self._obey(self._inbox.get_nowait(), output)
@@ -229,18 +162,9 @@ class Engine:
             case Stopping():
                 self._stopping = True
 
-    def _run_device(self, plan: StepPlan) -> StepOutcome:
-        """Runs a plan; a device failure ends the sequences in it and nothing else."""
-        began = time.perf_counter()
-        try:
-            sampled_ids = self._runner.run(plan)
-        except RuntimeError as error:
-            log.exception("step %d failed on the device", self.num_steps)
-            return self._scheduler.fail(plan, f"the step failed on the device: {type(error).__name__}")
-        self._speed.observe(plan, time.perf_counter() - began)
-        return self._scheduler.update(StepResult(plan, sampled_ids))
-
-    def _publish_outcome(self, outcome: StepOutcome) -> None:
+    def _retire(self, plan: StepPlan, step: PendingStep) -> None:
+        """Reads the tokens of a step and hands out what they mean."""
+        outcome = self._outcome(plan, step)
         self.num_steps += 1
         self._publish(
             EngineOutput(
@@ -250,6 +174,16 @@ class Engine:
                 status=self._status(),
             )
         )
+
+    def _outcome(self, plan: StepPlan, step: PendingStep) -> StepOutcome:
+        """A device failure ends the sequences in the step and nothing else."""
+        try:
+            sampled_ids = step.result()
+        except RuntimeError as error:
+            log.exception("step %d failed on the device", self.num_steps)
+            return self._scheduler.fail(plan, f"the step failed on the device: {type(error).__name__}")
+        self._step_time.observe(StepLoad.of(plan), self._speed.observe(plan, step))
+        return self._scheduler.update(StepResult(plan, sampled_ids))
 
     def _status(self) -> EngineStatus:
         scheduler = self._scheduler
@@ -262,10 +196,23 @@ class Engine:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             waiting_prefill_tokens=scheduler.waiting_prefill_tokens,
-            held=tuple(HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in scheduler.held()),
+            held=self._held_now(),
             draining=scheduler.is_draining,
             step_ms=self._speed.step_s * 1000,
             output_tokens_per_s=self._speed.output_tokens_per_s,
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             num_steps=self.num_steps,
+            exposed_host_ms=self._speed.exposed_host_s * 1000,
+            device_busy_fraction=self._speed.device_busy_fraction,
+            device_busy_s=self._speed.device_busy_s,
+            elapsed_s=self._speed.elapsed_s,
         )
+
+    def _held_now(self) -> tuple[HeldSequence, ...]:
+        """Made anew only when somebody came or went."""
+        if self._num_held_changes_seen != self._scheduler.num_held_changes:
+            self._num_held_changes_seen = self._scheduler.num_held_changes
+            self._held = tuple(
+                HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in self._scheduler.held()
+            )
+        return self._held

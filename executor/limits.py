@@ -26,6 +26,12 @@ class SchedulerLimits:
     batching: Batching
     enable_prefix_cache: bool
 
+    @property
+    def num_seat_rows(self) -> int:
+        """Rows of arrays kept by seat. Who is ended in flight keeps its row until the step in flight is retired, while
+        somebody else has already boarded: that can be everyone."""
+        return 2 * self.max_num_sequences
+
     def __post_init__(self) -> None:
         if self.max_num_sequences < 1:
             raise ValueError(f"max_num_sequences must be at least 1, not {self.max_num_sequences}")

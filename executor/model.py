@@ -2,7 +2,7 @@
 
 Owns weights and KV. Any decoder runs whose code calls attention through transformers' attention interface; whatever
 cannot run correctly is refused at load with the reason (`model_support`, `paged_attention`, `self_check`). Knows
-nothing of scheduling and sampling.
+nothing of scheduling.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,19 @@ from common.model_source import ModelError, ModelSource, model_errors
 from executor.attention.backend import LayerKv
 from executor.attention.choice import BackendChoice, choose_backend
 from executor.batch import StepBatch
+from executor.decoder_weights import read_decoder
 from executor.gguf_import import import_gguf
 from executor.model_files import check_weights, read_generation_defaults
 from executor.model_support import check_configuration, check_network
 from executor.packed_linear import pack_linears
 from executor.paged_attention import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
 from executor.quiet import quiet_transformers
+from executor.sampling import sample
+from executor.sampling_batch import SamplingBatch
 from executor.self_check import BLOCK_SIZE, NUM_BLOCKS, compare, expect
+
+if TYPE_CHECKING:
+    from executor.gpu.decoder import GpuDecoder
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +64,12 @@ class PagedModel:
     """A loaded model. `allocate_kv` comes before the first `forward`."""
 
     def __init__(
-        self, network: PreTrainedModel, layers: tuple[Layer, ...], choice: BackendChoice, description: ModelDescription
+        self,
+        network: PreTrainedModel,
+        layers: tuple[Layer, ...],
+        choice: BackendChoice,
+        description: ModelDescription,
+        gpu_decoder: GpuDecoder | None = None,
     ) -> None:
         self.description = description
         self.device = network.device
@@ -68,6 +79,8 @@ class PagedModel:
         self._network = network
         self._layers = layers
         self._backend = choice.backend
+        # A forward of our own in place of transformers'.
+        self.gpu_decoder = gpu_decoder
         self._kv: tuple[LayerKv, ...] = ()
 
     @classmethod
@@ -85,12 +98,22 @@ class PagedModel:
             choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers])
             if choice.is_fallback:
                 log.warning("attention backend %s", choice.reason)
-            pack_linears(network)
-            model = cls(network, layers, choice, _describe(source, folder, network, layers))
+            description = _describe(source, folder, network, layers)
+            gpu_decoder = (
+                _gpu_decoder(network, layers, choice, description) if choice.backend.name == "triton" else None
+            )
+            if gpu_decoder is None:
+                pack_linears(network)
+            model = cls(network, layers, choice, description, gpu_decoder)
             model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
             compare(expectation, model.forward, dtype)
-        model._kv = ()
+        model.free_kv()
         return model
+
+    @property
+    def kv(self) -> tuple[LayerKv, ...]:
+        """The KV of each layer, once it is allocated."""
+        return self._kv
 
     @property
     def dtype_name(self) -> str:
@@ -105,11 +128,17 @@ class PagedModel:
         """Makes room for blocks 1 to `num_blocks`, and for the spare block 0."""
         self._kv = self._allocate(num_blocks + 1, block_size)
 
+    def free_kv(self) -> None:
+        """Gives the blocks' memory back."""
+        self._kv = ()
+
     def forward(self, batch: StepBatch) -> Tensor:
         """Computes every token of the batch, keeps its KV, and returns the logits `[R, vocabulary]` in float32."""
         batch = batch.to(self.device)
         step = PagedStep(self._backend, self._layers, self._kv, batch)
         with torch.inference_mode():
+            if self.gpu_decoder is not None:
+                return self.gpu_decoder.forward(batch, self._kv).float()
             logits: Tensor = self._network(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.positions[None],
@@ -119,11 +148,29 @@ class PagedModel:
             ).logits
             return logits[0].float()
 
+    def step(self, batch: StepBatch, sampling: SamplingBatch) -> Tensor:
+        """Computes the batch and chooses the next tokens; returns their ids `[R]` int64, on the model's device."""
+        logits = self.forward(batch)
+        return logits.argmax(-1) if sampling.is_greedy else sample(logits, sampling.rows())
+
     def _allocate(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
         return tuple(
             self._backend.allocate(layer.shape, num_blocks, block_size, self.dtype, self.device)
             for layer in self._layers
         )
+
+
+def _gpu_decoder(
+    network: PreTrainedModel, layers: tuple[Layer, ...], choice: BackendChoice, description: ModelDescription
+) -> GpuDecoder | None:
+    """A forward of our own where the model is of the family that has one."""
+    from executor.gpu.decoder import GpuDecoder  # imports triton, which only this backend needs
+
+    weights = read_decoder(network, layers)
+    if isinstance(weights, str):
+        log.info("the forward pass is transformers', because %s", weights)
+        return None
+    return GpuDecoder(weights, choice.backend, description.context_length)
 
 
 def choose_device(name: str) -> torch.device:

@@ -58,14 +58,14 @@ class PrefixCache:
         sequence.num_cached_tokens = len(sequence.block_table) * block_size
         sequence.num_computed = sequence.num_cached_tokens
 
-    def publish(self, sequence: Sequence, start: int) -> None:
-        """Publishes the blocks that computing `[start, num_computed)` has filled. The step must be retired: before
-        that a reader could be ordered ahead of the write."""
+    def publish(self, sequence: Sequence, start: int, end: int) -> None:
+        """Publishes the blocks that computing `[start, end)` has filled. The step must be retired: before that a reader
+        could be ordered ahead of the write."""
         block_size = self._pool.block_size
-        first, end = start // block_size, sequence.num_computed // block_size
-        if first == end or not self._enabled or sequence.cache_salt is None:
+        first, last = start // block_size, end // block_size
+        if first == last or not self._enabled or sequence.cache_salt is None:
             return
-        for index in range(first, end):
+        for index in range(first, last):
             if index == len(sequence.block_hashes):
                 parent = sequence.block_hashes[-1] if index else root_hash(sequence.cache_salt)
                 filled = sequence.token_ids[index * block_size : (index + 1) * block_size]

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from executor.engine import EngineStatus
+from executor.engine_output import EngineStatus
 
 MIN_INTERVAL_S = 0.05
 MAX_INTERVAL_S = 1.0

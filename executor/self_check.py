@@ -60,8 +60,8 @@ def compare(expectation: Expectation, forward: Callable[[StepBatch], Tensor], dt
     )
     expected_of = {id(long): expectation.logits[0], id(short): expectation.logits[1]}
     for step in steps:
-        rows = tuple(PlanRow(sequence, start, end - start, True, 0) for sequence, start, end in step)
-        logits = forward(pack(StepPlan(rows, ()), BLOCK_SIZE))
+        rows = [PlanRow(sequence, start, end - start, True) for sequence, start, end in step]
+        logits = forward(pack(StepPlan.of(rows), BLOCK_SIZE))
         expected = torch.stack([expected_of[id(sequence)][end - 1] for sequence, _, end in step])
         distance = relative_distance(logits, expected)
         if not distance <= TOLERANCE.get(dtype, TOLERANCE_OF_HALF):

@@ -1,13 +1,17 @@
 """One choice of a request on this executor, and what a step does with it. Pure data.
 
 A sequence's tokens are its prompt followed by its output. `num_computed` of them have their KV in the blocks of
-`block_table`; the scheduler lets it chase `num_tokens`. Nothing here knows of time, devices or gRPC.
+`block_table`, or will have when the steps in flight are through; the scheduler lets it chase `num_tokens`, which counts
+the tokens that those steps will yield. Plans and tokens are columns, not an object for each row: a step is made and
+retired hundreds of times per second. Nothing here knows of time, devices or gRPC.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 
 class FinishReason(Enum):
@@ -45,8 +49,10 @@ class Sequence:
     """A sequence that waits or runs.
 
     `token_ids[:num_prompt_tokens]` is the prompt, the rest output (output of earlier placements included).
-    `block_table[i]` is the block that holds positions `[i * block_size, (i + 1) * block_size)`.
-    `num_reserved_blocks` is what the ledger promised; `cache_salt` None keeps it out of the prefix cache.
+    `block_table[i]` is the block that holds positions `[i * block_size, (i + 1) * block_size)`. `num_reserved_blocks`
+    is what the ledger promised; `cache_salt` None keeps it out of the prefix cache. `length_limit` is the number of
+    tokens at which it ends at the latest. `seat` numbers its rows in arrays that are kept between steps.
+    `num_in_flight` steps that are not retired have a row of it; `num_pending` of them will yield a token.
     """
 
     request_id: str
@@ -61,44 +67,80 @@ class Sequence:
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    length_limit: int = 0
+    seat: int | None = None
+    num_in_flight: int = 0
+    num_pending: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens known so far."""
-        return len(self.token_ids)
+        """Prompt and output tokens, those included that steps in flight will yield."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far."""
+        """Output tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRow:
+class PlanRow(NamedTuple):
     """What a step does with one sequence: compute positions `[start, start + num_tokens)`.
 
     `samples` says whether the row's last position yields the next token; a prefill chunk that is not the last of its
-    prompt does not. `output_index` is the index of that token among the sequence's output tokens.
+    prompt does not. `carries` says that the row's one input token comes from the step before, which is in flight.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
-    output_index: int
+    carries: bool = False
+
+    @property
+    def output_index(self) -> int:
+        """The index of the token that the row yields among the sequence's output tokens."""
+        return self.start + self.num_tokens - self.sequence.num_prompt_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step: its rows, decodes first, and the sequences that boarded for it."""
+    """One step in columns, decodes first; see `PlanRow`. `boarded` for it, `grown` got blocks for it."""
 
-    rows: tuple[PlanRow, ...]
-    boarded: tuple[Sequence, ...]
+    sequences: list[Sequence]
+    starts: list[int]
+    lengths: list[int]
+    samples: list[bool]
+    carries: list[bool]
+    boarded: tuple[Sequence, ...] = ()
+    grown: tuple[Sequence, ...] = ()
+
+    @classmethod
+    def of(cls, rows: Iterable[PlanRow]) -> StepPlan:
+        """A plan of these rows, outside any scheduler."""
+        rows = list(rows)
+        return cls(
+            [row.sequence for row in rows],
+            [row.start for row in rows],
+            [row.num_tokens for row in rows],
+            [row.samples for row in rows],
+            [row.carries for row in rows],
+        )
+
+    @property
+    def rows(self) -> tuple[PlanRow, ...]:
+        """The rows, made anew: for those who read a plan rarely."""
+        columns = (self.sequences, self.starts, self.lengths, self.samples, self.carries)
+        return tuple(PlanRow(*row) for row in zip(*columns, strict=True))
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences in the step."""
+        return len(self.sequences)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return sum(row.num_tokens for row in self.rows)
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +151,25 @@ class StepResult:
     sampled_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """One new output token, at `offset` among the sequence's output tokens."""
+@dataclass(slots=True)
+class NewTokens:
+    """The output tokens that a step yields, in columns; an offset is the index among the sequence's output tokens."""
 
-    sequence: Sequence
-    offset: int
-    token_id: int
+    sequences: list[Sequence] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[tuple[Sequence, int, int]]:
+        return zip(self.sequences, self.offsets, self.token_ids, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
-    """The end of a sequence. By the time it is handed out its blocks are released."""
+    """The end of a sequence. By the time it is handed out what was promised to it can be promised to others; its blocks
+    come free then too, or with the step in flight that still has a row of it."""
 
     sequence: Sequence
     reason: FinishReason
@@ -132,5 +181,5 @@ class FinishEvent:
 class StepOutcome:
     """What a step means for the streams: tokens, then ends."""
 
-    tokens: tuple[TokenEvent, ...]
+    tokens: NewTokens
     finished: tuple[FinishEvent, ...]

@@ -16,7 +16,8 @@ import grpc.aio
 from inflight.v1 import executor_pb2, executor_pb2_grpc
 
 from common.errors import FieldViolation, Reason, RequestError, invalid
-from executor.engine import Engine, EngineOutput, EngineStatus
+from executor.engine import Engine
+from executor.engine_output import EngineOutput, EngineStatus
 from executor.reporter import Reporter
 from executor.sequence import FinishReason, Sequence
 from executor.session import FINISH_REASON_PROTO, REJECT_REASON_PROTO, Session
@@ -167,8 +168,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             session.reject(sequence.request_id, sequence.attempt, REJECT_REASON_PROTO[refusal], refusal.value)
         for sequence in output.started:
             self._session_of[sequence].start(sequence)
-        for event in output.tokens:
-            self._session_of[event.sequence].token(event)
+        for sequence, offset, token_id in output.tokens:
+            self._session_of[sequence].token(sequence, offset, token_id)
         for end in output.finished:
             self._session_of.pop(end.sequence).finish(end)
         for session in self._sessions:
@@ -194,6 +195,10 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             output_tokens_per_s=status.output_tokens_per_s,
             prefill_tokens_per_s=status.prefill_tokens_per_s,
             num_steps=status.num_steps,
+            exposed_host_ms=status.exposed_host_ms,
+            device_busy_fraction=status.device_busy_fraction,
+            device_busy_s=status.device_busy_s,
+            elapsed_s=status.elapsed_s,
         )
         for held in status.held:
             report.held.add(request_id=held.request_id, attempt=held.attempt, reserved_blocks=held.reserved_blocks)

@@ -14,7 +14,7 @@ import heapq
 from inflight.v1 import executor_pb2, types_pb2
 
 from executor.admission import Refusal
-from executor.sequence import FinishEvent, FinishReason, Sequence, TokenEvent
+from executor.sequence import FinishEvent, FinishReason, Sequence
 
 FINISH_REASON_PROTO: dict[FinishReason, types_pb2.FinishReason] = {
     FinishReason.STOP_TOKEN: types_pb2.FINISH_REASON_STOP_TOKEN,
@@ -50,6 +50,10 @@ class Session:
         self._acked_frame = 0
         self._control = executor_pb2.ServeResponse()
         self._step = executor_pb2.StepFrame()
+        # The tokens of the pending frame: appending to lists costs far less than to the message.
+        self._token_slots: list[int] = []
+        self._token_offsets: list[int] = []
+        self._token_ids: list[int] = []
         self._wake = asyncio.Event()
 
     @property
@@ -79,11 +83,11 @@ class Session:
         self._step.started.add(slot=self._slots[sequence], cached_tokens=sequence.num_cached_tokens)
         self._wake.set()
 
-    def token(self, event: TokenEvent) -> None:
+    def token(self, sequence: Sequence, offset: int, token_id: int) -> None:
         """Adds a token to the pending frame."""
-        self._step.slots.append(self._slots[event.sequence])
-        self._step.offsets.append(event.offset)
-        self._step.token_ids.append(event.token_id)
+        self._token_slots.append(self._slots[sequence])
+        self._token_offsets.append(offset)
+        self._token_ids.append(token_id)
         self._wake.set()
 
     def finish(self, event: FinishEvent) -> None:
@@ -118,7 +122,7 @@ class Session:
 
     def _take(self) -> executor_pb2.ServeResponse | None:
         may_send_step = self._frame - self._acked_frame < self._max_unacked_steps and (
-            self._step.slots or self._step.started or self._step.finished
+            self._token_ids or self._step.started or self._step.finished
         )
         has_control = self._control.accepted or self._control.rejected or self._control.HasField("report")
         if not (may_send_step or has_control):
@@ -126,14 +130,21 @@ class Session:
         response, self._control = self._control, executor_pb2.ServeResponse()
         response.generation = self._generation
         if may_send_step:
-            self._frame += 1
-            self._step.frame = self._frame
-            response.step.CopyFrom(self._step)
-            self._step = executor_pb2.StepFrame()
-            for slot in self._ended_slots:
-                heapq.heappush(self._free_slots, slot)
-            self._ended_slots.clear()
+            self._fill_step(response.step)
         return response
+
+    def _fill_step(self, step: executor_pb2.StepFrame) -> None:
+        self._frame += 1
+        self._step.frame = self._frame
+        step.CopyFrom(self._step)
+        step.slots.extend(self._token_slots)
+        step.offsets.extend(self._token_offsets)
+        step.token_ids.extend(self._token_ids)
+        self._step = executor_pb2.StepFrame()
+        self._token_slots, self._token_offsets, self._token_ids = [], [], []
+        for slot in self._ended_slots:
+            heapq.heappush(self._free_slots, slot)
+        self._ended_slots.clear()
 
     def _take_slot(self) -> int:
         if self._free_slots:

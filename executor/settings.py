@@ -25,7 +25,9 @@ class ExecutorSettings(ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="type of weights and KV; auto: bfloat16 where the device has it"
     )
-    attention_backend: Literal["auto", "reference", "cpu"] = Field("auto", description="attention implementation")
+    attention_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
+        "auto", description="attention implementation"
+    )
     batching: Literal["inflight", "static"] = Field(
         "inflight", description="inflight: board and leave at every step; static: nobody boards until everyone got off"
     )
@@ -33,6 +35,11 @@ class ExecutorSettings(ProcessSettings):
     num_standby_sequences: int = Field(2, ge=0, le=4096, description="sequences held beyond the seats, ready to board")
     max_num_tokens: int = Field(512, ge=16, le=1_048_576, description="most tokens in a step")
     enable_chunked_context: bool = Field(True, description="compute long prompts in chunks mixed with decodes")
+    enable_overlap: bool = Field(True, description="plan and launch a step while the device computes the one before")
+    max_inter_token_ms: float = Field(
+        0.0, ge=0, description="longest step while someone decodes, by smaller chunks of prompts; 0: twice the usual"
+    )
+    enable_cuda_graphs: bool = Field(True, description="replay decode steps as CUDA graphs; off: launch every kernel")
     enable_kv_cache_reuse: bool = Field(True, description="reuse KV blocks of equal prompt prefixes")
     tokens_per_block: int = Field(16, ge=16, le=256, multiple_of=16, description="tokens per KV block")
     max_tokens_in_paged_kv_cache: int = Field(0, ge=0, description="KV pool size in tokens; 0: from free memory")

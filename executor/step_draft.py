@@ -1,24 +1,39 @@
 """A step plan while it is being made: its rows, what is left of its token budget, the blocks that its rows need.
 
-Whose turn it is, the scheduler decides.
+Whose turn it is, the scheduler decides. A row that is added counts as in flight from then on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from executor.blocks import BlockPool
 from executor.limits import SchedulerLimits
-from executor.sequence import PlanRow, Sequence, StepPlan
+from executor.sequence import Sequence, StepPlan
 
 
 class StepDraft:
-    """Takes rows until the token budget is spent."""
+    """Takes rows until the token budget is spent.
 
-    def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
+    `max_prefill_tokens` bounds what prompts take of it; None does not. It is a matter of chunks: a prompt that must be
+    computed at once is.
+    """
+
+    def __init__(self, limits: SchedulerLimits, pool: BlockPool, max_prefill_tokens: int | None) -> None:
         self._pool = pool
         self._is_chunked = limits.enable_chunked_context
         self._num_tokens_left = limits.max_num_tokens
-        self._rows: list[PlanRow] = []
+        self._max_prefill_tokens = max_prefill_tokens if self._is_chunked else None
+        self._sequences: list[Sequence] = []
+        self._starts: list[int] = []
+        self._lengths: list[int] = []
+        self._samples: list[bool] = []
+        self._carries: list[bool] = []
         self._boarded: list[Sequence] = []
+        self._grown: list[Sequence] = []
+        # Whose prompt is computed with this step, and whose last token it yields, whatever the tokens are.
+        self.prompts_done: list[Sequence] = []
+        self.ending: list[Sequence] = []
 
     @property
     def is_full(self) -> bool:
@@ -29,34 +44,76 @@ class StepDraft:
         """Notes that the sequence took a seat."""
         self._boarded.append(sequence)
 
-    def add_decode(self, sequence: Sequence) -> None:
-        """Adds the one token that the sequence is behind. The budget has one for every seat."""
-        self._add(sequence, 1)
+    def add_decodes(self, sequences: Iterable[Sequence]) -> None:
+        """Adds the one token that each sequence is behind. The budget has one for every seat, and they come first."""
+        assert not self._sequences
+        block_size = self._pool.block_size
+        for sequence in sequences:
+            start, num_pending = sequence.num_computed, sequence.num_pending
+            if start >= len(sequence.block_table) * block_size:
+                self._grow(sequence, start + 1)
+            self._sequences.append(sequence)
+            self._starts.append(start)
+            self._carries.append(num_pending > 0)
+            sequence.num_computed = start + 1
+            sequence.num_pending = num_pending + 1
+            sequence.num_in_flight += 1
+            if start + 2 >= sequence.length_limit:
+                self.ending.append(sequence)
+        num_decodes = len(self._sequences)
+        self._lengths = [1] * num_decodes
+        self._samples = [True] * num_decodes
+        self._num_tokens_left -= num_decodes
 
     def add_prefill(self, sequence: Sequence) -> None:
         """Adds as much of the prompt as this step can take. What does not fit closes the step: nobody overtakes it."""
         num_tokens = self._fitting_tokens(sequence.num_tokens - sequence.num_computed)
         if num_tokens > 0:
-            self._add(sequence, num_tokens)
+            self._add_chunk(sequence, num_tokens)
         else:
             self._num_tokens_left = 0
 
     def finish(self) -> StepPlan:
         """The plan."""
-        return StepPlan(tuple(self._rows), tuple(self._boarded))
+        return StepPlan(
+            self._sequences,
+            self._starts,
+            self._lengths,
+            self._samples,
+            self._carries,
+            tuple(self._boarded),
+            tuple(self._grown),
+        )
 
     def _fitting_tokens(self, num_wanted: int) -> int:
         if self._is_chunked:
-            return min(num_wanted, self._num_tokens_left)
+            num_fitting = min(num_wanted, self._num_tokens_left)
+            return num_fitting if self._max_prefill_tokens is None else min(num_fitting, self._max_prefill_tokens)
         # A prompt above the whole budget gets a step of its own.
-        return num_wanted if num_wanted <= self._num_tokens_left or not self._rows else 0
+        return num_wanted if num_wanted <= self._num_tokens_left or not self._sequences else 0
 
-    def _add(self, sequence: Sequence, num_tokens: int) -> None:
-        end = sequence.num_computed + num_tokens
+    def _add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
+        start = sequence.num_computed
+        end = start + num_tokens
         self._grow(sequence, end)
         samples = end == sequence.num_tokens
-        self._rows.append(PlanRow(sequence, sequence.num_computed, num_tokens, samples, sequence.num_output_tokens))
+        self._sequences.append(sequence)
+        self._starts.append(start)
+        self._lengths.append(num_tokens)
+        self._samples.append(samples)
+        self._carries.append(False)
+        sequence.num_computed = end
+        sequence.num_in_flight += 1
+        if samples:
+            sequence.num_pending += 1
+            self.prompts_done.append(sequence)
+            if end + 1 >= sequence.length_limit:
+                self.ending.append(sequence)
         self._num_tokens_left -= num_tokens
+        if self._max_prefill_tokens is not None:
+            self._max_prefill_tokens -= num_tokens
+            if self._max_prefill_tokens <= 0:
+                self._num_tokens_left = 0
 
     def _grow(self, sequence: Sequence, end: int) -> None:
         """Makes the block table reach position `end`."""
@@ -65,3 +122,4 @@ class StepDraft:
             blocks = self._pool.allocate(num_missing)
             assert blocks is not None, f"{sequence.request_id}: {num_missing} reserved blocks are not there"
             sequence.block_table.extend(blocks)
+            self._grown.append(sequence)

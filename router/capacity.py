@@ -8,6 +8,9 @@ from router.links import ExecutorLink
 from router.pools import Pool
 from router.store.types import ExecutorStanding, Snapshot
 
+# What an executor may not have measured.
+MEASURES = ("exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s")
+
 
 def model_of(pool: Pool) -> inference_pb2.Model:
     """A model as clients see it; limits and defaults are unset while it has no executor."""
@@ -39,7 +42,7 @@ def _executor_capacity(
     model: str, link: ExecutorLink, standing: ExecutorStanding | None
 ) -> inference_pb2.ExecutorCapacity:
     report = link.report or executor_pb2.Report()
-    return inference_pb2.ExecutorCapacity(
+    capacity = inference_pb2.ExecutorCapacity(
         executor_id=link.executor_id,
         model=model,
         accepting=standing is not None and standing.live and standing.accepting,
@@ -56,3 +59,7 @@ def _executor_capacity(
         batching=link.description.batching,
         num_steps=report.num_steps,
     )
+    for name in MEASURES:
+        if report.HasField(name):
+            setattr(capacity, name, getattr(report, name))
+    return capacity

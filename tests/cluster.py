@@ -26,7 +26,9 @@ from transformers import PreTrainedTokenizerFast
 
 from common.server import GrpcServer
 from executor.blocks import BlockPool
-from executor.engine import Engine, EngineOutput
+from executor.engine import Engine
+from executor.engine_output import EngineOutput
+from executor.launch import PendingStep
 from executor.scheduler import Batching, Scheduler, SchedulerLimits
 from executor.sequence import StepPlan
 from executor.service import ExecutorService, Identity
@@ -80,6 +82,23 @@ class ExecutorShape:
     max_num_sequences: int = 4
     num_standby_sequences: int = 0
     batching: Batching = Batching.INFLIGHT
+    overlap: bool = True
+
+
+class BrakedStep:
+    """A step that ends when the brake lets it."""
+
+    began_s = 0.0
+    ended_s = 0.0
+
+    def __init__(self, step: PendingStep, brake: Brake) -> None:
+        self._step = step
+        self._brake = brake
+
+    def result(self) -> tuple[int, ...]:
+        """See `PendingStep`."""
+        self._brake.wait()
+        return self._step.result()
 
 
 class BrakedDevice:
@@ -90,11 +109,13 @@ class BrakedDevice:
         self._brake = brake
         self.boarded: list[str] = []
 
-    def run(self, plan: StepPlan) -> tuple[int, ...]:
+    def launch(self, plan: StepPlan) -> PendingStep:
         """See `StepRunner`."""
         self.boarded.extend(sequence.request_id for sequence in plan.boarded)
-        self._brake.wait()
-        return self._device.run(plan)
+        return BrakedStep(self._device.launch(plan), self._brake)
+
+    def close(self) -> None:
+        """See `StepRunner`."""
 
 
 @dataclass(slots=True)
@@ -157,7 +178,7 @@ async def start_executor(
             loop.call_soon_threadsafe(service.on_output, output)
 
     device = BrakedDevice(FakeDevice(pool), brake)
-    engine = Engine(scheduler, device, publish, lambda error: None)
+    engine = Engine(scheduler, device, publish, lambda error: None, overlap=shape.overlap)
     description = executor_pb2.DescribeResponse(
         executor_id=name,
         generation=generation,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as ReadOnlyList
 
 from executor.blocks import BlockPool
+from executor.launch import PendingStep
 from executor.sequence import FinishReason, PlanRow, Sequence, StepPlan, Stopping
 
 VOCABULARY_SIZE = 5
@@ -32,24 +33,55 @@ def sampled_id(content: int) -> int:
     return content % VOCABULARY_SIZE
 
 
+class RunStep:
+    """A step that is through."""
+
+    began_s = 0.0
+    ended_s = 0.0
+
+    def __init__(self, sampled_ids: tuple[int, ...]) -> None:
+        self._sampled_ids = sampled_ids
+
+    def result(self) -> tuple[int, ...]:
+        """See `PendingStep`."""
+        return self._sampled_ids
+
+
 class FakeDevice:
     """Runs plans, and asserts that they read what they should and write only where they may."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._contents: dict[tuple[int, int], int] = {}
+        self._sampled: dict[tuple[Sequence, int], int] = {}
+        self._newest: dict[Sequence, int] = {}
+        self._lost: set[Sequence] = set()
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See `StepRunner`. The device is infinitely fast."""
+        return RunStep(self.run(plan))
+
+    def close(self) -> None:
+        """See `StepRunner`."""
 
     def run(self, plan: StepPlan) -> tuple[int, ...]:
         """Returns the sampled token ids of the rows that sample, in the order of the plan's rows."""
         for row in plan.rows:
             self._write(row)
-        return tuple(sampled_id(self._read(row)) for row in plan.rows if row.samples)
+        sampled_ids = {row.sequence: sampled_id(self._read(row)) for row in plan.rows if row.samples}
+        for row in plan.rows:
+            if row.samples:
+                self._sampled[row.sequence, row.start + row.num_tokens] = sampled_ids[row.sequence]
+        self._newest = sampled_ids
+        return tuple(sampled_ids.values())
 
     def corrupt(self, plan: StepPlan) -> None:
-        """Runs a step that fails: what it leaves where it writes is garbage."""
+        """Runs a step that fails: what it leaves where it writes is garbage, and so is what comes after it."""
+        self._lost.update(plan.sequences)
         for row in plan.rows:
             for position in range(row.start, row.start + row.num_tokens):
                 self._contents[self._place(row.sequence, position)] = 0
+        self._newest = {}
 
     def _write(self, row: PlanRow) -> None:
         sequence = row.sequence
@@ -61,15 +93,30 @@ class FakeDevice:
             assert block != 0, "the spare block is in a block table"
             assert self._pool.num_references(block) == 1, f"block {block} is written but shared"
             assert not self._pool.is_published(block), f"block {block} is written but published"
-            content = next_content(content, sequence.token_ids[position])
+            content = next_content(content, self._input_id(row, position))
             self._contents[block, offset] = content
 
     def _read(self, row: PlanRow) -> int:
         content = root_content(row.sequence)
+        if row.sequence in self._lost:
+            return content
         for position in range(row.start + row.num_tokens):
-            content = next_content(content, row.sequence.token_ids[position])
+            content = next_content(content, self._token_id(row.sequence, position))
             assert self._contents[self._place(row.sequence, position)] == content, f"wrong KV at position {position}"
         return content
+
+    def _input_id(self, row: PlanRow, position: int) -> int:
+        """A carried token must be one that the step just before has sampled, any other is known on the host."""
+        if not row.carries:
+            return row.sequence.token_ids[position]
+        assert row.num_tokens == 1
+        return 0 if row.sequence in self._lost else self._newest[row.sequence]
+
+    def _token_id(self, sequence: Sequence, position: int) -> int:
+        """What the host knows, or has still to read, or dropped because the sequence had been cancelled."""
+        if position < len(sequence.token_ids):
+            return sequence.token_ids[position]
+        return self._sampled[sequence, position]
 
     def _place(self, sequence: Sequence, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self._pool.block_size)

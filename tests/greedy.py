@@ -42,7 +42,7 @@ def generate_together(
         for row in rows:
             while len(row.sequence.block_table) * block_size < row.start + row.num_tokens:
                 row.sequence.block_table.append(free.pop())
-        token_ids = model.forward(pack(StepPlan(tuple(rows), ()), block_size)).argmax(-1).tolist()
+        token_ids = model.forward(pack(StepPlan.of(rows), block_size)).argmax(-1).tolist()
         for row in rows:
             row.sequence.num_computed += row.num_tokens
             if row.samples:
@@ -79,4 +79,4 @@ def assert_same(output_ids: list[int], reference: Reference) -> None:
 def _plan_row(sequence: Sequence, chunk_tokens: int) -> PlanRow:
     start = sequence.num_computed
     num_tokens = min(chunk_tokens, sequence.num_tokens - start)
-    return PlanRow(sequence, start, num_tokens, start + num_tokens == sequence.num_tokens, sequence.num_output_tokens)
+    return PlanRow(sequence, start, num_tokens, start + num_tokens == sequence.num_tokens)

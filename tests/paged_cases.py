@@ -46,10 +46,8 @@ def make_case(specs: SequenceOf[Spec], block_size: int, seed: int = 0) -> PagedC
     sequences = [make_sequence([0] * spec.num_context, [blocks.pop() for _ in range(count)])
                  for spec, count in zip(specs, counts, strict=True)]  # fmt: skip
     new = [
-        PlanRow(sequence, spec.num_context - spec.num_new, spec.num_new, True, 0)
+        PlanRow(sequence, spec.num_context - spec.num_new, spec.num_new, True)
         for sequence, spec in zip(sequences, specs, strict=True)
     ]
-    whole = [PlanRow(sequence, 0, sequence.num_tokens, True, 0) for sequence in sequences]
-    return PagedCase(
-        pack(StepPlan(tuple(new), ()), block_size), pack(StepPlan(tuple(whole), ()), block_size), sum(counts)
-    )
+    whole = [PlanRow(sequence, 0, sequence.num_tokens, True) for sequence in sequences]
+    return PagedCase(pack(StepPlan.of(new), block_size), pack(StepPlan.of(whole), block_size), sum(counts))

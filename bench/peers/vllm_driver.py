@@ -66,7 +66,7 @@ def context_tokens(setup: Setup) -> int:
     """Room for the longest request, in steps: vLLM compiles anew for each length, which takes a minute or more."""
     wanted = -(-setup.max_request_tokens // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS
     config = json.loads((Path(setup.model) / "config.json").read_text())
-    return min(wanted, config.get("max_position_embeddings", wanted))
+    return min(wanted, int(config.get("max_position_embeddings", wanted)))
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ def describe_workload(section: Section) -> str:
     if not workload.arrives_at_once:
         return f"{sent}, arriving over {max(request.arrival_s for request in workload.requests):.0f} s."
     return (
-        f"{sent}, all at once. For static batching a request of the benchmark's own holds each executor until its first "
-        "batch can leave full."
+        f"{sent}, all at once. For static batching a request of the benchmark's own holds each executor until its "
+        "first batch can leave full."
     )
 
 

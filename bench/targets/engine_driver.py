@@ -10,22 +10,21 @@ import queue
 import sys
 import time
 from collections import deque
-from typing import Any
 
+from bench.device_times import DeviceTimes, device_figures
 from bench.peers.driver import CannotRun, Request, Setup, TokenBatch, serve
 from common.settings import SettingError, load
 from executor.blocks import BlockPool
-from executor.engine import Engine, EngineOutput, EngineStatus
-from executor.main import Loaded, load_model
-from executor.runner import ModelRunner
+from executor.engine import Engine
+from executor.engine_output import EngineOutput
+from executor.garbage import GarbageCollection
+from executor.main import Loaded, load_model, start_runner
 from executor.scheduler import Scheduler
 from executor.sequence import Sampling, Sequence, Stopping
 from executor.settings import ExecutorSettings
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 CACHE_SALT = b"bench"
-# Figures that an engine may give of itself in its status, as they are named there.
-STATUS_FIGURES = ("device_busy_fraction", "exposed_host_ms")
 
 
 class _Admission:
@@ -80,11 +79,19 @@ class OwnEngine:
         self._died: BaseException | None = None
         self._admission = _Admission(loaded, settings.tokens_per_block)
         scheduler = Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block))
-        runner = ModelRunner(loaded.model, settings.tokens_per_block)
-        self._engine = Engine(scheduler, runner, self._publish, self._on_death)
+        garbage = GarbageCollection()
+        self._engine = Engine(
+            scheduler,
+            start_runner(settings, loaded),
+            self._publish,
+            self._on_death,
+            overlap=settings.enable_overlap,
+            max_inter_token_ms=settings.max_inter_token_ms,
+            garbage=garbage,
+        )
+        garbage.start()
         self._engine.start()
-        self._status: EngineStatus | None = None
-        self._num_steps_before = 0
+        self._times = self._times_before = DeviceTimes(0, 0.0, 0.0)
         self._words = {
             "engine": "inflight, the executor's engine alone",
             "backend": loaded.model.backend_name,
@@ -111,22 +118,23 @@ class OwnEngine:
         if output.rejected:
             sequence, refusal = output.rejected[0]
             raise RuntimeError(f"the engine refused request {sequence.request_id}: {refusal.value}")
-        self._status = output.status or self._status
+        if output.status is not None:
+            status = output.status
+            self._times = DeviceTimes(status.num_steps, status.device_busy_s, status.elapsed_s)
         for end in output.finished:
             self._admission.leave(end.sequence)
         if output.finished:
             self._submit_what_fits()
-        tokens = [(int(event.sequence.request_id), 1) for event in output.tokens]
+        tokens = [(int(sequence.request_id), 1) for sequence in output.tokens.sequences]
         return [TokenBatch(at, tokens)] if tokens else []
 
     def figures(self) -> dict[str, float]:
         """Steps of the run, and what else the engine's status says."""
-        if self._status is None:
-            return {}
-        num_steps = self._status.num_steps - self._num_steps_before
-        self._num_steps_before = self._status.num_steps
-        said: dict[str, Any] = {name: getattr(self._status, name, None) for name in STATUS_FIGURES}
-        return {"num_steps": num_steps, **{name: value for name, value in said.items() if value is not None}}
+        before, self._times_before = self._times_before, self._times
+        return {
+            "num_steps": self._times.num_steps - before.num_steps,
+            **device_figures(before, self._times),
+        }
 
     def _submit_what_fits(self) -> None:
         while (sequence := self._admission.next()) is not None:

@@ -142,6 +142,7 @@ struct AttendCall {
     void* outputs;                    // the same, contiguous
     const void *cached_keys, *cached_values;
     const int32_t *query_starts, *context_lengths, *block_tables;
+    const int32_t* table_rows;        // row i of the batch has block_tables[table_rows[i]]
     int64_t query_token_stride, query_head_stride, table_stride;
     int64_t num_sequences, num_heads, num_kv_heads, head_dim, block_size, num_threads;
     int64_t sliding_window;           // 0: none
@@ -371,7 +372,7 @@ void attend_item(const AttendCall& call, const Item& item, int kv_head, Workspac
         work.sum[row] = 0;
     }
 
-    const int32_t* table = call.block_tables + item.sequence * call.table_stride;
+    const int32_t* table = call.block_tables + call.table_rows[item.sequence] * call.table_stride;
     const int groups_per_block = (int)call.block_size / LANES;
     auto offset_of = [&](int index) {
         const int64_t group = (int64_t)table[index / groups_per_block] * groups_per_block + index % groups_per_block;

@@ -38,9 +38,9 @@ class ReferenceAttention:
     def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
         """Causal attention, the decodes at once, then each chunk in tiles."""
         outputs = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        num_decodes = batch.num_decodes
+        num_decodes, table_rows = batch.num_decodes, batch.table_rows.long()
         if num_decodes:
-            tables, lengths = batch.block_tables[:num_decodes], batch.context_lengths[:num_decodes]
+            tables, lengths = batch.block_tables[table_rows[:num_decodes]], batch.context_lengths[:num_decodes]
             outputs[:num_decodes] = _attend(
                 queries[:num_decodes, None], kv, tables, lengths, batch.block_size, scoring
             ).squeeze(1)
@@ -49,7 +49,7 @@ class ReferenceAttention:
             for start in range(starts[i], starts[i + 1], TILE_TOKENS):
                 end = min(start + TILE_TOKENS, starts[i + 1])
                 lengths = batch.context_lengths[i : i + 1] - (starts[i + 1] - end)
-                tables = batch.block_tables[i : i + 1]
+                tables = batch.block_tables[table_rows[i : i + 1]]
                 outputs[start:end] = _attend(
                     queries[None, start:end], kv, tables, lengths, batch.block_size, scoring
                 ).squeeze(0)

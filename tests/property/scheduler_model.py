@@ -27,6 +27,11 @@ class Expectation:
     finished: FinishEvent | None = None
     cancel_reason: FinishReason | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its end is certain: handed out, or asked for."""
+        return self.finished is not None or self.cancel_reason is not None
+
 
 @dataclass(slots=True)
 class Promises:

@@ -8,7 +8,7 @@ import pytest
 
 from executor.admission import AttemptLog
 from executor.scheduler import Refusal
-from executor.sequence import FinishEvent, FinishReason, StepOutcome
+from executor.sequence import FinishEvent, FinishReason, NewTokens, StepOutcome
 from tests.scheduling import (
     LIMITS,
     ends_of,
@@ -142,7 +142,7 @@ class TestAttempts:
         assert scheduler.offer(newer) is None
         assert scheduler.take_finished() == ()
 
-        assert retire(scheduler, plan) == StepOutcome((), (FinishEvent(older, FinishReason.CANCELLED),))
+        assert retire(scheduler, plan) == StepOutcome(NewTokens(), (FinishEvent(older, FinishReason.CANCELLED),))
         assert [sequence.attempt for sequence in scheduler.schedule().boarded] == [2]
         assert scheduler.offer(make_sequence("b", [1])) is Refusal.NO_CAPACITY
 
@@ -184,10 +184,10 @@ class TestCancel:
         plan = scheduler.schedule()
 
         assert scheduler.cancel("a", 1, FinishReason.CANCELLED) is None
-        assert scheduler.num_running == 2
+        assert list(scheduler.held()) == [other, cancelled]
         outcome = retire(scheduler, plan)
 
-        assert [token.sequence for token in outcome.tokens] == [other]
+        assert outcome.tokens.sequences == [other]
         assert outcome.finished == (FinishEvent(cancelled, FinishReason.CANCELLED),)
         assert cancelled.num_output_tokens == 0
 

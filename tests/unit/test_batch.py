@@ -15,7 +15,7 @@ def test_decodes_and_chunks_lie_behind_one_another() -> None:
     # Given a decode at position 17 and a prefill chunk of positions [14, 19)
     decode = make_sequence(list(range(100, 118)), [5, 3])
     chunk = make_sequence(list(range(200, 230)), [9, 2])
-    plan = StepPlan((PlanRow(decode, 17, 1, True, 0), PlanRow(chunk, 14, 5, False, 0)), ())
+    plan = StepPlan.of([PlanRow(decode, 17, 1, True), PlanRow(chunk, 14, 5, False)])
 
     batch = pack(plan, BLOCK_SIZE)
 
@@ -31,23 +31,17 @@ def test_decodes_and_chunks_lie_behind_one_another() -> None:
 
 def test_shorter_tables_are_padded_with_the_spare_block() -> None:
     short, long = make_sequence([1] * 3, [7]), make_sequence([1] * 33, [1, 2, 3])
-    batch = pack(StepPlan((PlanRow(short, 2, 1, True, 0), PlanRow(long, 32, 1, True, 0)), ()), BLOCK_SIZE)
+    batch = pack(StepPlan.of([PlanRow(short, 2, 1, True), PlanRow(long, 32, 1, True)]), BLOCK_SIZE)
     assert batch.block_tables.tolist() == [[7, 0, 0], [1, 2, 3]]
     assert batch.num_decodes == 2
 
 
-def test_blocks_allocated_ahead_are_left_out() -> None:
-    sequence = make_sequence([1] * 16, [4, 8, 6])
-    batch = pack(StepPlan((PlanRow(sequence, 0, 16, True, 0),), ()), BLOCK_SIZE)
-    assert batch.block_tables.tolist() == [[4]]
-    assert batch.logit_rows.tolist() == [15]
-
-
 def test_types_are_what_the_kernels_read() -> None:
-    batch = pack(StepPlan((PlanRow(make_sequence([1, 2], [1]), 0, 2, False, 0),), ()), BLOCK_SIZE)
+    batch = pack(StepPlan.of([PlanRow(make_sequence([1, 2], [1]), 0, 2, False)]), BLOCK_SIZE)
     longs = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logit_rows)
-    ints = (batch.query_starts, batch.context_lengths, batch.block_tables)
-    assert all(tensor.dtype == torch.int64 for tensor in longs)
+    carried = (batch.carried_rows, batch.carried_from)
+    ints = (batch.query_starts, batch.context_lengths, batch.block_tables, batch.table_rows)
+    assert all(tensor.dtype == torch.int64 for tensor in (*longs, *carried))
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in ints)
     assert batch.logit_rows.shape == (0,)
     assert batch.to(torch.device("cpu")) is batch

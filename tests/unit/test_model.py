@@ -27,9 +27,9 @@ from transformers import (
 from common.model_source import ModelError, resolve_model
 from executor import model as model_module
 from executor.attention.choice import choose_backend
-from executor.attention.cpu_build import BuildFailure
 from executor.batch import pack
 from executor.model import PagedModel
+from executor.native.build import BuildFailure
 from executor.packed_linear import PackedLinear, pack_linears
 from executor.self_check import relative_distance
 from executor.sequence import PlanRow, StepPlan
@@ -96,8 +96,8 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     for dtype_name in ("float32", "bfloat16"):
         model = load(folder, dtype_name=dtype_name, backend_name="cpu")
         model.allocate_kv(4, 16)
-        row = PlanRow(make_sequence(prompt, [4, 2, 1, 3]), 0, 50, True, 0)
-        logits.append(model.forward(pack(StepPlan((row,), ()), 16)))
+        row = PlanRow(make_sequence(prompt, [4, 2, 1, 3]), 0, 50, True)
+        logits.append(model.forward(pack(StepPlan.of([row]), 16)))
     assert logits[0].dtype == logits[1].dtype == torch.float32
     assert logits[0].shape == (1, VOCABULARY_SIZE)
     assert 0 < relative_distance(logits[1], logits[0]) < 0.05
@@ -200,8 +200,7 @@ def test_without_a_compiler_the_reference_runs_and_says_why(
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ({"backend_name": "triton"}, "'triton' is not built yet"),
-        ({"backend_name": "flash"}, "'flash' is unknown; use one of auto, reference, cpu"),
+        ({"backend_name": "flash"}, "'flash' is unknown; use one of auto, reference, cpu, triton"),
         ({"dtype_name": "int4"}, "dtype 'int4' is unknown; use auto, bfloat16 or float32"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from executor.scheduler import Batching, Refusal
-from executor.sequence import FinishEvent, FinishReason, StepOutcome, StepPlan
+from executor.sequence import FinishEvent, FinishReason, NewTokens, StepOutcome
 from tests.scheduling import (
     LIMITS,
     STOP_ID,
@@ -25,8 +25,8 @@ class TestStep:
     def test_nothing_to_do_gives_a_plan_without_rows(self) -> None:
         scheduler = make_scheduler()
 
-        assert scheduler.schedule() == StepPlan((), ())
-        assert scheduler.schedule() == StepPlan((), ())
+        assert scheduler.schedule().rows == ()
+        assert scheduler.schedule().rows == ()
 
     def test_prompt_is_computed_and_then_decoded_token_by_token(self) -> None:
         scheduler = make_scheduler()
@@ -87,12 +87,13 @@ class TestStep:
         assert [sequence.request_id for sequence in scheduler.schedule().boarded] == ["a"]
         assert scheduler.num_waiting == 1
 
-    def test_planning_twice_without_retiring_is_a_bug(self) -> None:
+    def test_planning_two_steps_ahead_is_a_bug(self) -> None:
         scheduler = make_scheduler()
         scheduler.offer(make_sequence("a", [1]))
         scheduler.schedule()
+        scheduler.schedule()
 
-        with pytest.raises(AssertionError, match="not retired"):
+        with pytest.raises(AssertionError, match="two plans"):
             scheduler.schedule()
 
     def test_retiring_another_plan_is_a_bug(self) -> None:
@@ -100,7 +101,7 @@ class TestStep:
         scheduler.offer(make_sequence("a", [1]))
         plan = scheduler.schedule()
 
-        with pytest.raises(AssertionError, match="plan in flight"):
+        with pytest.raises(AssertionError, match="oldest plan in flight"):
             retire(scheduler, replace(plan))
 
 
@@ -178,7 +179,7 @@ class TestEnds:
 
         outcomes = [step(scheduler, token_id) for token_id in (5, 6, 7)]
 
-        assert [(t.offset, t.token_id) for o in outcomes for t in o.tokens] == [(0, 5), (1, 6), (2, 7)]
+        assert [token[1:] for outcome in outcomes for token in outcome.tokens] == [(0, 5), (1, 6), (2, 7)]
         assert [ends_of(o) for o in outcomes] == [[], [], [("a", FinishReason.LENGTH)]]
         assert sequence.token_ids == [1, 2, 5, 6, 7]
         scheduler.check_when_idle()
@@ -191,7 +192,7 @@ class TestEnds:
 
         outcome = step(scheduler, STOP_ID)
 
-        assert [token.token_id for token in outcome.tokens] == [STOP_ID]
+        assert outcome.tokens.token_ids == [STOP_ID]
         assert outcome.finished == (FinishEvent(sequence, FinishReason.STOP_TOKEN, STOP_ID),)
 
     def test_stop_token_before_min_tokens_does_not_end(self) -> None:
@@ -226,7 +227,7 @@ class TestEnds:
 
         outcome = scheduler.fail(scheduler.schedule(), "device lost")
 
-        assert outcome == StepOutcome((), (FinishEvent(sequence, FinishReason.ERROR, error="device lost"),))
+        assert outcome == StepOutcome(NewTokens(), (FinishEvent(sequence, FinishReason.ERROR, error="device lost"),))
         assert (scheduler.pool.num_used, scheduler.pool.num_cached) == (0, 0)
         assert [event.sequence.request_id for event in run_until_idle(scheduler)] == ["b"]
 
@@ -239,7 +240,7 @@ class TestResume:
         plan = scheduler.schedule()
         assert rows_of(plan) == [("a", 0, 5, True)]
         assert plan.rows[0].output_index == 3
-        assert [(token.offset, token.token_id) for token in retire(scheduler, plan, 4).tokens] == [(3, 4)]
+        assert [token[1:] for token in retire(scheduler, plan, 4).tokens] == [(3, 4)]
         assert ends_of(step(scheduler)) == [("a", FinishReason.LENGTH)]
 
     def test_min_tokens_counts_prior_output(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 from inflight.v1 import executor_pb2
 
-from executor.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping, TokenEvent
+from executor.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping
 from executor.session import Session
 
 
@@ -36,8 +36,8 @@ async def test_tokens_of_a_step_leave_in_one_frame() -> None:
     session.accept(first)
     session.accept(second)
     await take(session)
-    session.token(TokenEvent(first, 0, 11))
-    session.token(TokenEvent(second, 0, 22))
+    session.token(first, 0, 11)
+    session.token(second, 0, 22)
     session.end_step(3)
     response = await take(session)
     assert response.generation == 7
@@ -52,11 +52,11 @@ async def test_slow_reader_gets_the_held_back_tokens_in_one_frame_and_control_at
     session = Session("router", 1, 1)
     sequence = make_sequence("a")
     session.accept(sequence)
-    session.token(TokenEvent(sequence, 0, 10))
+    session.token(sequence, 0, 10)
     assert (await take(session)).step.frame == 1
     # Given one unacknowledged frame, which is all that is allowed
     for offset in range(1, 5):
-        session.token(TokenEvent(sequence, offset, 10 + offset))
+        session.token(sequence, offset, 10 + offset)
     assert is_waiting(session)
     session.accept(make_sequence("b"))
     response = await take(session)

@@ -236,7 +236,7 @@ class SequenceLogprobs(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., offset: _Optional[int] = ..., values: _Optional[_Union[_types_pb2.PositionLogprobs, _Mapping]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("seq", "budget_blocks", "total_blocks", "used_blocks", "cached_blocks", "budget_sequences", "num_running", "num_waiting", "waiting_prefill_tokens", "held", "draining", "step_ms", "output_tokens_per_s", "prefill_tokens_per_s", "num_steps")
+    __slots__ = ("seq", "budget_blocks", "total_blocks", "used_blocks", "cached_blocks", "budget_sequences", "num_running", "num_waiting", "waiting_prefill_tokens", "held", "draining", "step_ms", "output_tokens_per_s", "prefill_tokens_per_s", "num_steps", "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +252,10 @@ class Report(_message.Message):
     OUTPUT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_HOST_MS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BUSY_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
     seq: int
     budget_blocks: int
     total_blocks: int
@@ -267,7 +271,11 @@ class Report(_message.Message):
     output_tokens_per_s: float
     prefill_tokens_per_s: float
     num_steps: int
-    def __init__(self, seq: _Optional[int] = ..., budget_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., budget_sequences: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldSequence, _Mapping]]] = ..., draining: _Optional[bool] = ..., step_ms: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    exposed_host_ms: float
+    device_busy_fraction: float
+    device_busy_s: float
+    elapsed_s: float
+    def __init__(self, seq: _Optional[int] = ..., budget_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., budget_sequences: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldSequence, _Mapping]]] = ..., draining: _Optional[bool] = ..., step_ms: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., exposed_host_ms: _Optional[float] = ..., device_busy_fraction: _Optional[float] = ..., device_busy_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ...) -> None: ...
 
 class HeldSequence(_message.Message):
     __slots__ = ("request_id", "attempt", "reserved_blocks")

@@ -409,7 +409,7 @@ class GetCapacityRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ExecutorCapacity(_message.Message):
-    __slots__ = ("executor_id", "model", "accepting", "seats_total", "seats_used", "num_waiting", "blocks_total", "blocks_used", "blocks_reserved", "blocks_cached", "block_size", "output_tokens_per_s", "step_ms", "batching", "num_steps")
+    __slots__ = ("executor_id", "model", "accepting", "seats_total", "seats_used", "num_waiting", "blocks_total", "blocks_used", "blocks_reserved", "blocks_cached", "block_size", "output_tokens_per_s", "step_ms", "batching", "num_steps", "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ACCEPTING_FIELD_NUMBER: _ClassVar[int]
@@ -425,6 +425,10 @@ class ExecutorCapacity(_message.Message):
     STEP_MS_FIELD_NUMBER: _ClassVar[int]
     BATCHING_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_HOST_MS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BUSY_FRACTION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     model: str
     accepting: bool
@@ -440,7 +444,11 @@ class ExecutorCapacity(_message.Message):
     step_ms: float
     batching: _types_pb2.BatchingMode
     num_steps: int
-    def __init__(self, executor_id: _Optional[str] = ..., model: _Optional[str] = ..., accepting: _Optional[bool] = ..., seats_total: _Optional[int] = ..., seats_used: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., block_size: _Optional[int] = ..., output_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    exposed_host_ms: float
+    device_busy_fraction: float
+    device_busy_s: float
+    elapsed_s: float
+    def __init__(self, executor_id: _Optional[str] = ..., model: _Optional[str] = ..., accepting: _Optional[bool] = ..., seats_total: _Optional[int] = ..., seats_used: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., block_size: _Optional[int] = ..., output_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., num_steps: _Optional[int] = ..., exposed_host_ms: _Optional[float] = ..., device_busy_fraction: _Optional[float] = ..., device_busy_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ...) -> None: ...
 
 class QueueDepth(_message.Message):
     __slots__ = ("model", "priority", "num_requests")

@@ -1,0 +1,58 @@
+"""What the loop tells the others: how it stands, and what a turn of it brought."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from executor.admission import Refusal
+from executor.sequence import FinishEvent, NewTokens, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSequence:
+    """What a report says of a sequence."""
+
+    request_id: str
+    attempt: int
+    reserved_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """How the engine stands after a step; blocks and sequences are counts, speeds are smoothed.
+
+    `exposed_host_ms` is how long the device waits for the host between two steps, `device_busy_fraction` its share of
+    the time in which there is work; `device_busy_s` of `elapsed_s` are the totals since the start.
+    """
+
+    budget_blocks: int
+    total_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    budget_sequences: int
+    num_running: int
+    num_waiting: int
+    waiting_prefill_tokens: int
+    held: tuple[HeldSequence, ...]
+    draining: bool
+    step_ms: float
+    output_tokens_per_s: float
+    prefill_tokens_per_s: float
+    num_steps: int
+    exposed_host_ms: float
+    device_busy_fraction: float
+    device_busy_s: float
+    elapsed_s: float
+
+
+@dataclass(slots=True)
+class EngineOutput:
+    """What came in or what a step brought, in this order: acceptances, boardings, tokens, ends."""
+
+    step: int
+    accepted: list[Sequence] = field(default_factory=list)
+    rejected: list[tuple[Sequence, Refusal]] = field(default_factory=list)
+    started: tuple[Sequence, ...] = ()
+    tokens: NewTokens = field(default_factory=NewTokens)
+    finished: list[FinishEvent] = field(default_factory=list)
+    status: EngineStatus | None = None

@@ -1,0 +1,114 @@
+"""How the rows of a step are sampled, in columns: kept by seat between steps, a step takes its rows.
+
+Owns no arithmetic of sampling. What changes from step to step is the output index alone, and for a sequence that has
+not its least number of tokens yet, which ids are banned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from executor.sampling import SampleRow
+from executor.sequence import Sampling, Sequence
+
+NO_IDS: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingBatch:
+    """Columns of the R rows that sample: `temperature` and `top_p` float64, `seed` uint64, the others int64.
+
+    The ids that cannot come out of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that
+    every row takes its largest logit and nothing is banned.
+    """
+
+    temperature: npt.NDArray[np.float64]
+    top_k: npt.NDArray[np.int64]
+    top_p: npt.NDArray[np.float64]
+    seed: npt.NDArray[np.uint64]
+    output_index: npt.NDArray[np.int64]
+    banned_starts: npt.NDArray[np.int64]
+    banned_ids: npt.NDArray[np.int64]
+    is_greedy: bool
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.output_index)
+
+    def rows(self) -> list[SampleRow]:
+        """The rows one by one."""
+        if not self.num_rows:
+            return []
+        columns = (column.tolist() for column in (self.temperature, self.top_k, self.top_p, self.seed))
+        samplings = [Sampling(*row) for row in zip(*columns, strict=True)]
+        banned = [frozenset(ids.tolist()) for ids in np.split(self.banned_ids, self.banned_starts[1:-1])]
+        return [SampleRow(*row) for row in zip(samplings, self.output_index.tolist(), banned, strict=True)]
+
+
+class SamplingColumns:
+    """The parameters of whoever has a seat."""
+
+    def __init__(self, num_seats: int) -> None:
+        self._temperature = np.zeros(num_seats)
+        self._top_k = np.zeros(num_seats, np.int64)
+        self._top_p = np.ones(num_seats)
+        self._seed = np.zeros(num_seats, np.uint64)
+        self._prompt_length = np.zeros(num_seats, np.int64)
+        # Seats that may not stop yet when they board. Most never are in here.
+        self._restrained: dict[int, Sequence] = {}
+
+    def board(self, sequence: Sequence) -> None:
+        """Takes in who has a new seat."""
+        seat, sampling = sequence.seat, sequence.sampling
+        assert seat is not None
+        self._temperature[seat] = sampling.temperature
+        self._top_k[seat] = sampling.top_k
+        self._top_p[seat] = sampling.top_p
+        self._seed[seat] = sampling.seed
+        self._prompt_length[seat] = sequence.num_prompt_tokens
+        self._restrained.pop(seat, None)
+        if sequence.stopping.min_tokens > 1 and sequence.stopping.stop_token_ids:
+            self._restrained[seat] = sequence
+
+    def select(self, seats: npt.NDArray[np.int32], ends: npt.NDArray[np.int32]) -> SamplingBatch:
+        """The columns of the seats that sample, whose contexts then have `ends` tokens."""
+        output_index = ends - self._prompt_length[seats]
+        temperature = self._temperature[seats]
+        banned_starts, banned_ids = self._banned(seats, output_index)
+        return SamplingBatch(
+            temperature=temperature,
+            top_k=self._top_k[seats],
+            top_p=self._top_p[seats],
+            seed=self._seed[seats],
+            output_index=output_index,
+            banned_starts=banned_starts,
+            banned_ids=banned_ids,
+            is_greedy=len(banned_ids) == 0 and not temperature.any(),
+        )
+
+    def _banned(
+        self, seats: npt.NDArray[np.int32], output_index: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        starts = np.zeros(len(seats) + 1, np.int64)
+        if not self._restrained:
+            return starts, np.zeros(0, np.int64)
+        banned = [
+            self._banned_at(seat, index) for seat, index in zip(seats.tolist(), output_index.tolist(), strict=True)
+        ]
+        np.cumsum([len(ids) for ids in banned], out=starts[1:])
+        return starts, np.array([token_id for ids in banned for token_id in sorted(ids)], np.int64)
+
+    def _banned_at(self, seat: int, output_index: int) -> frozenset[int]:
+        """The ids that would end the sequence are banned until it has its least number of tokens."""
+        sequence = self._restrained.get(seat)
+        if sequence is None:
+            return NO_IDS
+        # The token at output_index is the (output_index + 1)-th.
+        if output_index + 1 < sequence.stopping.min_tokens:
+            return sequence.stopping.stop_token_ids
+        del self._restrained[seat]
+        return NO_IDS

@@ -1,0 +1,84 @@
+"""An engine over a device that computes nothing and takes as long as a formula says, in virtual time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from executor.blocks import BlockPool
+from executor.engine import Engine
+from executor.engine_output import EngineOutput
+from executor.launch import PendingStep
+from executor.scheduler import Scheduler, SchedulerLimits
+from executor.sequence import Sequence, StepPlan
+from executor.step_time import StepLoad
+
+BLOCK_SIZE = 16
+
+
+def step_seconds(load: StepLoad) -> float:
+    """Like a small model on two cores: 10 ms for its weights, then so much for each token, key and value."""
+    return 0.010 + 150e-6 * load.num_tokens + 0.2e-6 * load.decode_context + 0.1e-6 * load.prefill_work
+
+
+@dataclass(frozen=True, slots=True)
+class ModelledStep:
+    """A step with its place in virtual time."""
+
+    began_s: float
+    ended_s: float
+    num_sampled: int
+
+    def result(self) -> tuple[int, ...]:
+        """See `PendingStep`."""
+        return (1,) * self.num_sampled
+
+
+@dataclass(slots=True)
+class ModelledDevice:
+    """Steps vary by up to `jitter` of their time."""
+
+    jitter: float
+    now_s: float = 0.0
+    random: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See `StepRunner`."""
+        began_s = self.now_s
+        self.now_s += step_seconds(StepLoad.of(plan)) * (1 + self.jitter * self.random.uniform(-1, 1))
+        return ModelledStep(began_s, self.now_s, sum(plan.samples))
+
+    def close(self) -> None:
+        """See `StepRunner`."""
+
+
+class Ride:
+    """An engine on a modelled device, driven turn by turn, and when each sequence's tokens came."""
+
+    def __init__(self, limits: SchedulerLimits, max_inter_token_ms: float = 0.0, jitter: float = 0.03) -> None:
+        self.device = ModelledDevice(jitter)
+        self.token_times: dict[Sequence, list[float]] = {}
+        num_blocks = 4 * limits.max_num_sequences * limits.context_length // BLOCK_SIZE
+        self.engine = Engine(
+            Scheduler(limits, BlockPool(num_blocks, BLOCK_SIZE)),
+            self.device,
+            self._publish,
+            lambda error: None,
+            max_inter_token_ms=max_inter_token_ms,
+            clock=lambda: self.device.now_s,
+        )
+
+    def submit(self, sequence: Sequence) -> None:
+        """Arrives now."""
+        self.token_times[sequence] = []
+        self.engine.submit(sequence)
+
+    def run_until(self, now_s: float) -> None:
+        """Turns of the loop until this virtual time."""
+        while self.device.now_s < now_s:
+            self.engine.step()
+
+    def _publish(self, output: EngineOutput) -> None:
+        # A step is read when the next is under way, here: when that has ended. So every time is one step late.
+        for sequence, _, _ in output.tokens:
+            self.token_times[sequence].append(self.device.now_s)

@@ -65,7 +65,7 @@ async def _bench(options: BenchOptions) -> int:
     async with AsyncExitStack() as opened:
         progress = opened.enter_context(Progress(console, num_targets * options.rounds * len(options.workloads)))
         started = await start_field(options, opened, progress)
-        sections = [await _compare(started, options, name, progress) for name in options.workloads]
+        sections = [await compare(started, options, name, progress) for name in options.workloads]
         report = Report(circumstances(options, started), tuple(sections), options.price_per_hour, options.slo)
     print_report(report, console)
     paths = write_report(report, options.out, options.name, options.json_path)
@@ -73,7 +73,7 @@ async def _bench(options: BenchOptions) -> int:
     return EXIT_FAILURE if any(run.measures.num_failed for section in sections for run in section.runs) else 0
 
 
-async def _compare(started: Field, options: BenchOptions, name: str, progress: Progress) -> Section:
+async def compare(started: Field, options: BenchOptions, name: str, progress: Progress) -> Section:
     """Runs everything once per round. Each round begins with another one, so that nobody is always the first."""
     runs: list[Run] = []
     warm_up = _warm_up(started, options)

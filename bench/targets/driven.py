@@ -59,6 +59,8 @@ class DrivenTarget:
         self._driver = driver
         self._slo = slo
         self._process = process
+        # During a run a driver does not listen: it would end only after the last token.
+        self._is_running = False
 
     @classmethod
     async def start(cls, driver: Driver, slo: Slo) -> Self:
@@ -102,8 +104,10 @@ class DrivenTarget:
         await self._write([begin, *requests])
         await self._write([{"go": True}])
         record = Record(workload)
+        self._is_running = True
         while "done" not in (line := await self._read(SILENCE_TIMEOUT_S)):
             on_tokens(record.take(line))
+        self._is_running = False
         return self._as_run(record, line["done"], round_number, meter.stop())
 
     def _as_run(self, record: Record, done: Mapping[str, Any], round_number: int, cores: Mapping[str, float]) -> Run:
@@ -122,11 +126,11 @@ class DrivenTarget:
         )
 
     async def stop(self) -> None:
-        """Closes its stdin, which ends it, and kills whatever is left of its session after a while."""
+        """Closes its stdin, which ends an idle driver, and kills whatever is left of it and its children."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(STOP_GRACE_S):
+            async with asyncio.timeout(0 if self._is_running else STOP_GRACE_S):
                 await self._process.wait()
         except TimeoutError:
             pass

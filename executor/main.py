@@ -28,6 +28,7 @@ from executor.engine import Engine
 from executor.engine_output import EngineOutput
 from executor.garbage import GarbageCollection
 from executor.kv_size import KvBudget, num_kv_blocks
+from executor.launch import StepRunner
 from executor.model import PagedModel
 from executor.runner import ModelRunner
 from executor.scheduler import Batching, Scheduler, SchedulerLimits
@@ -79,10 +80,16 @@ def load_model(settings: ExecutorSettings) -> Loaded:
     began = time.monotonic()
     source = resolve_model(settings.model)
     model = PagedModel.load(
-        source, dtype_name=settings.dtype, backend_name=settings.attention_backend, device_name=settings.device
+        source,
+        dtype_name=settings.dtype,
+        backend_name=settings.attention_backend,
+        device_name=settings.device,
+        weight_dtype=settings.weight_dtype,
+        forward_name=settings.forward,
     )
+    limits = _scheduler_limits(settings, model)
     num_blocks = num_kv_blocks(
-        _kv_budget(settings, model.device),
+        _kv_budget(settings, model, limits),
         settings.tokens_per_block,
         model.kv_bytes_per_block(settings.tokens_per_block),
     )
@@ -99,17 +106,27 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         settings.max_num_sequences,
         settings.batching,
     )
-    return Loaded(source, model, num_blocks, _scheduler_limits(settings, model))
+    return Loaded(source, model, num_blocks, limits)
 
 
-def _kv_budget(settings: ExecutorSettings, device: torch.device) -> KvBudget:
-    if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
+def _kv_budget(settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits) -> KvBudget:
+    if model.device.type == "cuda":
+        working_bytes = _working_bytes(settings, model, limits)
+        free_bytes = torch.cuda.mem_get_info(model.device)[0] - working_bytes
         fraction = settings.kv_cache_free_gpu_mem_fraction
     else:
         free_bytes = num_available_memory_bytes() or 0
         fraction = settings.kv_cache_free_host_mem_fraction
     return KvBudget(settings.max_tokens_in_paged_kv_cache, free_bytes, fraction)
+
+
+def _working_bytes(settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits) -> int:
+    """GPU memory of steps beside the KV. A model that transformers computes has to do with what the fraction leaves."""
+    if model.gpu_decoder is None:
+        return 0
+    from executor.gpu.memory import working_bytes  # imports triton, which only this needs
+
+    return working_bytes(model, limits, settings.tokens_per_block, uses_graphs=settings.enable_cuda_graphs)
 
 
 def _scheduler_limits(settings: ExecutorSettings, model: PagedModel) -> SchedulerLimits:
@@ -143,7 +160,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
     def on_death(error: BaseException) -> None:
         loop.call_soon_threadsafe(engine_died.set)
 
-    runner = ModelRunner(loaded.model, loaded.limits, settings.tokens_per_block)
+    runner = start_runner(settings, loaded)
     garbage = GarbageCollection()
     engine = Engine(
         scheduler,
@@ -177,6 +194,24 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
     await server.stop(grace_s=1.0)
     log.info("stopped")
     return EXIT_FAILED if engine_died.is_set() else 0
+
+
+def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
+    """The way to the model: on a GPU launched from the engine's thread, anywhere else on a thread of its own."""
+    model = loaded.model
+    if model.gpu_decoder is None:
+        return ModelRunner(model, loaded.limits, settings.tokens_per_block)
+    from executor.gpu.runner import GpuRunner  # imports triton, which only this needs
+
+    runner = GpuRunner(
+        model.gpu_decoder,
+        model.kv,
+        loaded.limits,
+        settings.tokens_per_block,
+        uses_graphs=settings.enable_cuda_graphs,
+    )
+    runner.prepare()
+    return runner
 
 
 def _identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:

@@ -112,7 +112,7 @@ class StepPlan:
     lengths: list[int]
     samples: list[bool]
     carries: list[bool]
-    num_decodes: int
+    num_decodes: int = 0
     boarded: tuple[Sequence, ...] = ()
     grown: tuple[Sequence, ...] = ()
 

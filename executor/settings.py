@@ -25,7 +25,15 @@ class ExecutorSettings(ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="type of weights and KV; auto: bfloat16 where the device has it"
     )
-    attention_backend: Literal["auto", "reference", "cpu"] = Field("auto", description="attention implementation")
+    weight_dtype: Literal["auto", "int8"] = Field(
+        "auto", description="type of the weights in memory; auto: that of dtype; int8: half as much to read, on a CPU"
+    )
+    forward: Literal["auto", "transformers"] = Field(
+        "auto", description="forward pass; auto: our own for the model families that have one, else transformers'"
+    )
+    attention_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
+        "auto", description="attention implementation"
+    )
     batching: Literal["inflight", "static"] = Field(
         "inflight", description="inflight: board and leave at every step; static: nobody boards until everyone got off"
     )
@@ -37,6 +45,7 @@ class ExecutorSettings(ProcessSettings):
     max_inter_token_ms: float = Field(
         0.0, ge=0, description="longest step while someone decodes, by smaller chunks of prompts; 0: twice the usual"
     )
+    enable_cuda_graphs: bool = Field(True, description="replay decode steps as CUDA graphs; off: launch every kernel")
     enable_kv_cache_reuse: bool = Field(True, description="reuse KV blocks of equal prompt prefixes")
     tokens_per_block: int = Field(16, ge=16, le=256, multiple_of=16, description="tokens per KV block")
     max_tokens_in_paged_kv_cache: int = Field(0, ge=0, description="KV pool size in tokens; 0: from free memory")

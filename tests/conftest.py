@@ -9,6 +9,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from hypothesis import settings
 
+# Kernels run under Triton's interpreter, on tensors of the CPU. It is chosen when triton is imported, which
+# transformers may do at any time; `make test-gpu` chooses the GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from client.stack.redis_server import PrivateRedis
 from router.store.connection import connect
 from router.store.keys import PoolKeys

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,11 +11,14 @@ import torch
 
 from common.model_source import ModelError
 from executor.attention.backend import AttentionBackend, KvShape
-from executor.attention.cpu import SUFFIXES, CpuAttention
-from executor.attention.cpu_build import BuildFailure, load_kernels
+from executor.attention.cpu import SUFFIXES, CpuAttention, load_kernels
 from executor.attention.reference import ReferenceAttention
+from executor.native.build import BuildFailure
 
-BACKEND_NAMES = ("auto", "reference", "cpu")
+BACKEND_NAMES = ("auto", "reference", "cpu", "triton")
+# The first GPUs with bfloat16 and with copies that run beside computation.
+MIN_CAPABILITY = (8, 0)
+MAX_TRITON_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +36,14 @@ def choose_backend(
     """The named backend, or with `auto` the fastest that can run; raises `ModelError` if the named one cannot."""
     if name == "reference":
         return BackendChoice(ReferenceAttention(), "reference: plain torch, as asked for")
-    if name == "triton":
-        raise ModelError("attention backend 'triton' is not built yet; use auto, reference or cpu")
     if name not in BACKEND_NAMES:
         raise ModelError(f"attention backend {name!r} is unknown; use one of {', '.join(BACKEND_NAMES)}")
-    if name == "auto" and device.type != "cpu":
-        return BackendChoice(ReferenceAttention(), f"reference: there is no other backend for {device.type} yet")
-    found = _cpu_backend(device, dtype, shapes)
+    wanted = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
+    found = _cpu_backend(device, dtype, shapes) if wanted == "cpu" else _triton_backend(device, shapes)
     if isinstance(found, BackendChoice):
         return found
-    if name == "cpu":
-        raise ModelError(f"attention backend 'cpu' cannot run: {found.reason}")
+    if name != "auto":
+        raise ModelError(f"attention backend {name!r} cannot run: {found.reason}")
     return BackendChoice(ReferenceAttention(), f"reference (slow), because {found.reason}", is_fallback=True)
 
 
@@ -59,3 +61,27 @@ def _cpu_backend(device: torch.device, dtype: torch.dtype, shapes: Sequence[KvSh
         return BuildFailure(f"heads of {largest} numbers are larger than {backend.max_head_dim}")
     how = "with bfloat16 instructions" if backend.has_bfloat16_instructions else "without bfloat16 instructions"
     return BackendChoice(backend, f"cpu: C++ kernels built for this processor, {how}")
+
+
+def _triton_backend(device: torch.device, shapes: Sequence[KvShape]) -> BackendChoice | BuildFailure:
+    if importlib.util.find_spec("triton") is None:
+        return BuildFailure("the package triton is not installed")
+    largest = max((shape.head_dim for shape in shapes), default=0)
+    if largest > MAX_TRITON_HEAD_DIM:
+        return BuildFailure(f"heads of {largest} numbers are larger than {MAX_TRITON_HEAD_DIM}")
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda":
+        if not interprets:
+            return BuildFailure(f"the device is {device.type}, and TRITON_INTERPRET=1 is not set")
+        return BackendChoice(_triton_attention(1), "triton: interpreted, very slowly, as the environment asks for")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return BuildFailure(f"the GPU has compute capability {capability}, and {MIN_CAPABILITY} is the least")
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return BackendChoice(_triton_attention(num_processors), "triton: our kernels for this GPU")
+
+
+def _triton_attention(num_processors: int) -> AttentionBackend:
+    from executor.attention.triton import TritonAttention  # imports triton, which a CPU does without
+
+    return TritonAttention(num_processors)

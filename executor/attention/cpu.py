@@ -6,14 +6,19 @@ Here tensors become pointers and strides; layout and arithmetic are described in
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from executor.attention.backend import KvShape, LayerKv, Scoring
 from executor.batch import StepBatch
+from executor.native.build import OPENMP_FLAG, BuildFailure, load_library
+from executor.native.memory import huge_zeros
 
+SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 # Tokens per group of the layout; block sizes are multiples of it, head sizes are rounded up to it.
 LANES = 16
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -37,7 +42,7 @@ class CpuAttention:
         assert block_size % LANES == 0 and shape.head_dim <= self.max_head_dim and device.type == "cpu"
         dim = -(-shape.head_dim // LANES) * LANES
         sizes = (num_blocks * (block_size // LANES), shape.num_kv_heads, LANES * dim)
-        return LayerKv(shape, torch.zeros(sizes, dtype=dtype), torch.zeros(sizes, dtype=dtype))
+        return LayerKv(shape, huge_zeros(sizes, dtype), huge_zeros(sizes, dtype))
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
         """Stores keys and values at the slots of the batch."""
@@ -87,6 +92,11 @@ class CpuAttention:
         )
         self._attend[kv.keys.dtype](ctypes.byref(call))
         return outputs
+
+
+def load_kernels(flags: Sequence[str] = ()) -> ctypes.CDLL | BuildFailure:
+    """The library that `CpuAttention` calls."""
+    return load_library("attention", [SOURCE], flags=[OPENMP_FLAG, *flags])
 
 
 class _WriteCall(ctypes.Structure):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
-from executor.attention.cpu import CpuAttention
-from executor.attention.cpu_build import PLAIN_FLAG, load_kernels
+from executor.attention.cpu import CpuAttention, load_kernels
 from executor.attention.reference import ReferenceAttention
+from executor.native.build import PLAIN_FLAG
 from tests.paged_cases import PagedCase, Spec, make_case
 from tests.torch_threads import torch_threads
 

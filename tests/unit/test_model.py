@@ -27,9 +27,9 @@ from transformers import (
 from common.model_source import ModelError, resolve_model
 from executor import model as model_module
 from executor.attention.choice import choose_backend
-from executor.attention.cpu_build import BuildFailure
 from executor.batch import pack
 from executor.model import PagedModel
+from executor.native.build import BuildFailure
 from executor.packed_linear import PackedLinear, pack_linears
 from executor.self_check import relative_distance
 from executor.sequence import PlanRow, StepPlan
@@ -200,8 +200,7 @@ def test_without_a_compiler_the_reference_runs_and_says_why(
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ({"backend_name": "triton"}, "'triton' is not built yet"),
-        ({"backend_name": "flash"}, "'flash' is unknown; use one of auto, reference, cpu"),
+        ({"backend_name": "flash"}, "'flash' is unknown; use one of auto, reference, cpu, triton"),
         ({"dtype_name": "int4"}, "dtype 'int4' is unknown; use auto, bfloat16 or float32"),
     ],
 )

@@ -1,0 +1,72 @@
+"""What was measured on a GPU, as plain values: seconds and counts, nothing derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePoint:
+    """A step of `num_sequences` decodes: through the runner, and the device's part of it alone."""
+
+    num_sequences: int
+    context: int
+    step_s: float
+    device_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPoint:
+    """A prompt computed in one step."""
+
+    num_tokens: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPoint:
+    """The attention kernels of one layer, for decodes."""
+
+    num_sequences: int
+    context: int
+    kernel_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRun:
+    """One engine serving one workload; times in seconds from the arrival or, between tokens, from the token before.
+
+    What an engine does not tell is None.
+    """
+
+    engine: str
+    workload: str
+    total_s: float
+    output_tokens: int
+    first_token_s: tuple[float, ...] = ()
+    between_tokens_s: tuple[float, ...] = ()
+    exposed_host_s: float | None = None
+    device_busy_fraction: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What could not be measured, and why, in words."""
+
+    what: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Figures:
+    """All of one run."""
+
+    circumstances: dict[str, str]
+    model: str
+    copy_bytes_per_s: float
+    matrix_operations_per_s: float
+    decodes: list[DecodePoint] = field(default_factory=list)
+    prefills: list[PrefillPoint] = field(default_factory=list)
+    attention: list[AttentionPoint] = field(default_factory=list)
+    served: list[ServedRun] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)

@@ -1,0 +1,149 @@
+"""Paged attention by our Triton kernels: any CUDA GPU since sm_80, or Triton's interpreter on a CPU.
+
+KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]` for keys and for values, so that what a program reads of a
+block is one piece. Launches depend on sizes alone: they can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from executor.attention.backend import KvShape, LayerKv, Scoring
+from executor.batch import StepBatch
+from executor.gpu.kernels.attention import attend_kernel, combine_kernel
+from executor.gpu.kernels.rope_write import write_kernel
+from executor.gpu.tiling import (
+    AttentionWork,
+    Tiling,
+    chunk_tiling,
+    decode_tiling,
+    num_row_tiles,
+    padded_dim,
+    power_of_two,
+)
+
+
+class TritonAttention:
+    """Launches the kernels: first the decodes of a step, then its chunks. `num_processors` is the GPU's."""
+
+    name = "triton"
+
+    def __init__(self, num_processors: int) -> None:
+        self._num_processors = num_processors
+
+    def allocate(
+        self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerKv:
+        """The KV of a layer, all zero."""
+        sizes = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
+        return LayerKv(
+            shape, torch.zeros(sizes, dtype=dtype, device=device), torch.zeros(sizes, dtype=dtype, device=device)
+        )
+
+    def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
+        """Stores keys and values at the slots of the batch."""
+        keys, values = with_contiguous_heads(keys), with_contiguous_heads(values)
+        write_kernel[(keys.shape[0],)](
+            keys,
+            values,
+            batch.slot_mapping,
+            kv.keys,
+            kv.values,
+            *(keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
+            *kv.keys.stride()[:3],
+            NUM_KV_HEADS=kv.shape.num_kv_heads,
+            HEAD_DIM=kv.shape.head_dim,
+            PADDED_HEADS=power_of_two(kv.shape.num_kv_heads),
+            PADDED_DIM=power_of_two(kv.shape.head_dim),
+            BLOCK_SIZE=kv.keys.shape[2],
+        )
+
+    def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
+        """Causal attention of the new tokens."""
+        outputs = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring)
+        num_decodes = batch.num_decodes
+        if num_decodes:
+            work = call.work(num_decodes, num_decodes)
+            call.launch(decode_tiling(work, self._num_processors), num_decodes, slice(0, num_decodes), is_decode=True)
+        if batch.num_sequences > num_decodes:
+            work = call.work(batch.num_tokens - num_decodes, batch.num_sequences - num_decodes)
+            tiling = chunk_tiling(work, self._num_processors)
+            tokens = slice(num_decodes, batch.num_tokens)
+            call.launch(tiling, num_row_tiles(work, tiling.rows), tokens, is_decode=False)
+        return outputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """The tensors of one call, and what its one or two launches have in common."""
+
+    queries: Tensor
+    outputs: Tensor
+    kv: LayerKv
+    batch: StepBatch
+    scoring: Scoring
+
+    def work(self, num_tokens: int, num_sequences: int) -> AttentionWork:
+        """The work of some of the sequences."""
+        shape, batch = self.kv.shape, self.batch
+        return AttentionWork(
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            max_context=batch.block_tables.shape[1] * batch.block_size,
+            num_kv_heads=shape.num_kv_heads,
+            group=self.queries.shape[1] // shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            element_bytes=self.queries.element_size(),
+        )
+
+    def launch(self, tiling: Tiling, num_tiles: int, tokens: slice, *, is_decode: bool) -> None:
+        """Attends for `tokens`, which are decodes or chunks; a chunk's first token has its sequence's number."""
+        kv, batch, scoring = self.kv, self.batch, self.scoring
+        partials, log_weights = self._room_for_splits(tiling.splits)
+        attend_kernel[(num_tiles, kv.shape.num_kv_heads, tiling.splits)](
+            *(self.queries, kv.keys, kv.values, self.outputs, partials, log_weights),
+            *(batch.query_starts, batch.context_lengths, batch.block_tables, batch.table_rows),
+            *(*self.queries.stride()[:2], *self.outputs.stride()[:2], *kv.keys.stride()[:3]),
+            batch.block_tables.stride(0),
+            # Each decode has one token, so tokens before the chunks are as many as sequences.
+            *(tokens.start, batch.num_sequences, scoring.scale, scoring.softcap or 0.0),
+            GROUP=self.queries.shape[1] // kv.shape.num_kv_heads,
+            HEAD_DIM=kv.shape.head_dim,
+            PADDED_DIM=padded_dim(kv.shape.head_dim),
+            BLOCK_SIZE=batch.block_size,
+            TILE_ROWS=tiling.rows,
+            TILE_KEYS=tiling.keys,
+            WINDOW=scoring.sliding_window or 0,
+            IS_DECODE=is_decode,
+            IS_CAPPED=scoring.softcap is not None,
+            NUM_SPLITS=tiling.splits,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+        if tiling.splits > 1:
+            outputs = self.outputs[tokens]
+            combine_kernel[outputs.shape[:2]](
+                *(partials[tokens], log_weights[tokens], outputs, *outputs.stride()[:2]),
+                HEAD_DIM=kv.shape.head_dim,
+                PADDED_DIM=padded_dim(kv.shape.head_dim),
+                NUM_SPLITS=tiling.splits,
+            )
+
+    def _room_for_splits(self, num_splits: int) -> tuple[Tensor, Tensor]:
+        """Partial results and their weights; with one split nothing uses them."""
+        if num_splits == 1:
+            return self.outputs, self.outputs
+        num_tokens, num_heads, head_dim = self.outputs.shape
+        sizes, device = (num_tokens, num_heads, num_splits), self.outputs.device
+        return torch.empty((*sizes, head_dim), dtype=torch.float32, device=device), torch.empty(
+            sizes, dtype=torch.float32, device=device
+        )
+
+
+def with_contiguous_heads(tensor: Tensor) -> Tensor:
+    """The kernels take any strides of tokens and heads."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

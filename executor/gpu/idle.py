@@ -1,0 +1,69 @@
+"""Steps that mean nothing: what a runner computes before there is work, to compile kernels and to see what they take.
+
+Every token is written to the spare block, and reads nothing but that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from executor.batch import StepBatch
+from executor.gpu.tiling import MAX_ROWS, MIN_ROWS
+from executor.sampling_batch import SamplingBatch
+
+
+def warm_up_lengths(
+    group: int, max_num_tokens: int, max_num_sequences: int, context_length: int
+) -> Iterator[list[int]]:
+    """Chunks of every size of row tile, few and many at a time; the step with the most tokens comes first."""
+    num_whole = max_num_tokens // context_length
+    yield [context_length] * min(num_whole, max_num_sequences) or [max_num_tokens]
+    rows = MIN_ROWS
+    while rows <= MAX_ROWS:
+        # One token would be a decode.
+        length = max(2, rows // group)
+        if length <= min(max_num_tokens, context_length):
+            yield [length]
+            yield [length] * min(max_num_sequences, max_num_tokens // length)
+        rows *= 2
+
+
+def idle_batch(lengths: Sequence[int], table_row: int, block_size: int) -> StepBatch:
+    """Sequences of so many new tokens and no others, on the host."""
+    num_tokens, num_sequences = sum(lengths), len(lengths)
+    starts = np.zeros(num_sequences + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return StepBatch(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+        query_starts=torch.from_numpy(starts),
+        context_lengths=torch.tensor(list(lengths), dtype=torch.int32),
+        block_tables=torch.zeros((1, 1), dtype=torch.int32),
+        table_rows=torch.full((num_sequences,), table_row, dtype=torch.int32),
+        logit_rows=torch.from_numpy(starts[1:].astype(np.int64) - 1),
+        carried_rows=nothing,
+        carried_from=nothing,
+        num_decodes=next((i for i, length in enumerate(lengths) if length != 1), num_sequences),
+        block_size=block_size,
+    )
+
+
+def idle_sampling(num_rows: int) -> SamplingBatch:
+    """Greedy rows."""
+    zeros = np.zeros(num_rows, np.int64)
+    return SamplingBatch(
+        temperature=np.zeros(num_rows),
+        top_k=zeros,
+        top_p=np.ones(num_rows),
+        seed=np.zeros(num_rows, np.uint64),
+        output_index=zeros,
+        banned_starts=np.zeros(num_rows + 1, np.int64),
+        banned_ids=np.zeros(0, np.int64),
+        is_greedy=True,
+    )

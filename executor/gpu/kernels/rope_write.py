@@ -1,0 +1,84 @@
+"""Storing new keys and values in their blocks, in Triton: as they are, or straight from the fused projection.
+
+KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]`; a slot is `block * block_size + offset`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rope_write_kernel(
+    qkv,  # [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * HALF_DIM]; the queries are rotated in place
+    query_norm, key_norm, positions, slots,
+    rotations,  # [positions, 2 * HALF_DIM] float32: cosines, then sines
+    keys, values, qkv_token_stride, block_stride, kv_head_stride, slot_stride, epsilon,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, HAS_NORMS: tl.constexpr,
+):  # fmt: skip
+    """Norms of heads where there are any, rotary embedding, KV write. Grid: tokens, tiles of heads of all kinds."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    halves = tl.arange(0, PADDED_HALF)
+    is_half = halves < HALF_DIM
+    source = qkv + token * qkv_token_stride + heads[:, None] * (2 * HALF_DIM) + halves[None, :]
+    mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_half[None, :]
+    low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF_DIM, mask=mask, other=0.0).to(tl.float32)
+
+    is_query, is_value = heads < NUM_HEADS, heads >= NUM_HEADS + NUM_KV_HEADS
+    new_low, new_high = low, high
+    if HAS_NORMS:
+        mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF_DIM)
+        scale = 1.0 / tl.sqrt(mean + epsilon)
+        new_low = low * scale[:, None] * of_kind(query_norm, key_norm, halves, is_query, is_half)
+        new_high = high * scale[:, None] * of_kind(query_norm, key_norm, halves + HALF_DIM, is_query, is_half)
+    angles = rotations + tl.load(positions + token).to(tl.int64) * (2 * HALF_DIM) + halves
+    cosine = tl.load(angles, mask=is_half, other=0.0)[None, :]
+    sine = tl.load(angles + HALF_DIM, mask=is_half, other=0.0)[None, :]
+    rotated_low = new_low * cosine - new_high * sine
+    rotated_high = new_high * cosine + new_low * sine
+    low = tl.where(is_value[:, None], low, rotated_low)
+    high = tl.where(is_value[:, None], high, rotated_high)
+
+    low, high = low.to(qkv.dtype.element_ty), high.to(qkv.dtype.element_ty)
+    query_mask = mask & is_query[:, None]
+    tl.store(source, low, mask=query_mask)
+    tl.store(source + HALF_DIM, high, mask=query_mask)
+    slot = tl.load(slots + token).to(tl.int64)
+    kv_heads = heads - tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS)
+    target = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride
+    offsets = target + kv_heads[:, None] * kv_head_stride + halves[None, :]
+    key_mask = mask & (~is_query & ~is_value)[:, None]
+    tl.store(keys + offsets, low, mask=key_mask)
+    tl.store(keys + offsets + HALF_DIM, high, mask=key_mask)
+    value_mask = mask & is_value[:, None]
+    tl.store(values + offsets, low, mask=value_mask)
+    tl.store(values + offsets + HALF_DIM, high, mask=value_mask)
+
+
+@triton.jit
+def of_kind(query_norm, key_norm, dims, is_query, is_dim):
+    """The norm's weight for each head of a tile, the queries' or the keys'."""
+    of_query = tl.load(query_norm + dims, mask=is_dim, other=0.0).to(tl.float32)
+    of_key = tl.load(key_norm + dims, mask=is_dim, other=0.0).to(tl.float32)
+    return tl.where(is_query[:, None], of_query[None, :], of_key[None, :])
+
+
+@triton.jit
+def write_kernel(
+    new_keys, new_values, slots, keys, values,
+    key_token_stride, key_head_stride, value_token_stride, value_head_stride, block_stride, kv_head_stride, slot_stride,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of one token. Grid: tokens."""
+    token = tl.program_id(0).to(tl.int64)
+    heads, dims = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED_DIM)[None, :]
+    mask = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
+    slot = tl.load(slots + token).to(tl.int64)
+    target = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + heads * kv_head_stride + dims
+    key_tile = tl.load(new_keys + token * key_token_stride + heads * key_head_stride + dims, mask=mask)
+    tl.store(keys + target, key_tile, mask=mask)
+    value_tile = tl.load(new_values + token * value_token_stride + heads * value_head_stride + dims, mask=mask)
+    tl.store(values + target, value_tile, mask=mask)

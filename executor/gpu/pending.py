@@ -1,0 +1,95 @@
+"""A step that was launched on the GPU, and how its tokens come back."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import torch
+from torch import Tensor
+
+
+class ReadBack:
+    """Host buffers for sampled ids; as many steps may be in flight as there are buffers."""
+
+    def __init__(self, num_buffers: int, num_ids: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._free = deque(torch.zeros(num_ids, dtype=torch.int32, pin_memory=is_cuda) for _ in range(num_buffers))
+
+    def start(self, sampled_ids: Tensor) -> Tensor:
+        """Begins to copy; the result is what is copied to."""
+        on_host = self._free.popleft()
+        on_host[: len(sampled_ids)].copy_(sampled_ids, non_blocking=True)
+        return on_host
+
+    def give_back(self, on_host: Tensor) -> None:
+        """The copy was read."""
+        self._free.append(on_host)
+
+
+class StepTimer:
+    """When the GPU began and ended a step, by events in its stream; on a CPU by the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.began_s = time.perf_counter()
+        is_cuda = device.type == "cuda"
+        self._began = torch.cuda.Event(enable_timing=True) if is_cuda else None
+        self._ended = torch.cuda.Event(enable_timing=True) if is_cuda else None
+        self._ended_s = self.began_s
+        if self._began is not None:
+            self._began.record()
+
+    def stop(self) -> None:
+        """The step is launched."""
+        self._ended_s = time.perf_counter()
+        if self._ended is not None:
+            self._ended.record()
+
+    def wait(self, not_before_s: float) -> float:
+        """Waits for the end; returns when that was. The step cannot have begun before the one before it ended.
+
+        Who comes late finds the step over, and when it ended is what it took behind its beginning.
+        """
+        if self._began is None or self._ended is None:
+            return self._ended_s
+        was_over = self._ended.query()
+        self._ended.synchronize()
+        if not was_over:
+            return time.perf_counter()
+        took_s: float = self._began.elapsed_time(self._ended) / 1000
+        return min(time.perf_counter(), max(self.began_s, not_before_s) + took_s)
+
+
+class LaunchedStep:
+    """See `executor.launch.PendingStep`. Steps are read in the order of their launch; `before` is the one before."""
+
+    def __init__(
+        self, timer: StepTimer, read_back: ReadBack, on_host: Tensor, num_ids: int, before: LaunchedStep | None
+    ) -> None:
+        self.began_s = timer.began_s
+        self.ended_s = timer.began_s
+        self._timer = timer
+        self._read_back = read_back
+        self._on_host = on_host
+        self._num_ids = num_ids
+        self._before = before
+
+    def result(self) -> tuple[int, ...]:
+        """Waits for the ids; called once."""
+        self.ended_s = self._timer.wait(self._before.ended_s if self._before is not None else 0.0)
+        self._before = None  # or every step would hold the one before it
+        token_ids = tuple(self._on_host[: self._num_ids].tolist())
+        self._read_back.give_back(self._on_host)
+        return token_ids
+
+
+class FailedStep:
+    """A step that could not be launched."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self.began_s = self.ended_s = time.perf_counter()
+        self._error = error
+
+    def result(self) -> tuple[int, ...]:
+        """Raises."""
+        raise self._error

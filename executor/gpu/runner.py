@@ -1,0 +1,146 @@
+"""Runs plans on a GPU: packs a step into one buffer, copies it once, launches, and reads the ids back when asked.
+
+Launching waits for nothing: the caller's thread makes the next plan while the device computes. A step of decodes alone
+is the replay of a CUDA graph; a step with chunks of prompts is launched kernel by kernel. Where there is no GPU the
+same is computed at once, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from executor.attention.backend import LayerKv
+from executor.batch import StepBatch, StepPacker
+from executor.gpu.buckets import bucket_of, decode_buckets
+from executor.gpu.decoder import GpuDecoder
+from executor.gpu.device_step import DeviceStep
+from executor.gpu.graphs import capture
+from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
+from executor.gpu.pending import FailedStep, LaunchedStep, ReadBack, StepTimer
+from executor.gpu.step_buffers import StepBuffers
+from executor.gpu.step_layout import StepLayout, has_room
+from executor.gpu.table_entries import NO_ENTRIES, TableFollower
+from executor.launch import PendingStep
+from executor.limits import SchedulerLimits
+from executor.sampling import sample
+from executor.sampling_batch import SamplingBatch, SamplingColumns
+from executor.sequence import StepPlan
+
+log = logging.getLogger(__name__)
+
+# Steps launched and not read: the engine has two at most.
+MAX_IN_FLIGHT = 4
+
+
+class GpuRunner:
+    """The engine's way to a model of the common family on a GPU. `prepare` comes before the first launch."""
+
+    def __init__(
+        self,
+        decoder: GpuDecoder,
+        kv: Sequence[LayerKv],
+        limits: SchedulerLimits,
+        block_size: int,
+        *,
+        uses_graphs: bool = True,
+    ) -> None:
+        num_seats, self._max_blocks = limits.num_seat_rows, -(-limits.context_length // block_size)
+        self._device = decoder.head.device
+        self._limits = limits
+        self._packer = StepPacker(num_seats, self._max_blocks, block_size)
+        self._columns = SamplingColumns(num_seats)
+        self._follower = TableFollower(num_seats, self._max_blocks)
+        most = StepLayout(_max_step_tokens(limits), limits.max_num_sequences, limits.max_num_sequences)
+        buffers = StepBuffers(self._device, most, num_seats, self._max_blocks)
+        self._buffers = buffers
+        self._step = DeviceStep(decoder, kv, buffers, block_size, limits.max_num_sequences)
+        self._read_back = ReadBack(MAX_IN_FLIGHT, limits.max_num_sequences, self._device)
+        self._buckets = decode_buckets(limits.max_num_sequences)
+        self._uses_graphs = uses_graphs and self._device.type == "cuda"
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._newest: LaunchedStep | None = None
+        self._block_size = block_size
+        self._group = decoder.shape.num_heads // decoder.shape.num_kv_heads
+
+    def prepare(self) -> None:
+        """Compiles what steps will need, and captures the graphs."""
+        limits = self._limits
+        sizes = (_max_step_tokens(limits), limits.max_num_sequences, limits.context_length)
+        for lengths in warm_up_lengths(self._group, *sizes):
+            self._compute_idle(lengths)
+        if self._uses_graphs:
+            with torch.inference_mode():
+                self._graphs = dict(capture(self._compute_decodes, self._buckets))
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See `StepRunner`."""
+        batch = self._packer.pack(plan)
+        entries = self._follower.follow(plan)
+        sampling = self._columns.select(plan, batch)
+        layout, bucket = self._layout_of(batch, sampling)
+        try:
+            timer = StepTimer(self._device)
+            with torch.inference_mode():
+                self._buffers.upload(layout, batch, sampling, entries)
+                self._compute(layout, bucket, batch.num_decodes)
+                self._draw_restricted(sampling)
+                on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
+            timer.stop()
+        except RuntimeError as error:
+            return FailedStep(error)
+        self._newest = LaunchedStep(timer, self._read_back, on_host, sampling.num_rows, self._newest)
+        return self._newest
+
+    def repeat_decodes(self, bucket: int) -> None:
+        """Computes the decodes of the newest step once more and hands their tokens to nobody: for measuring."""
+        with torch.inference_mode():
+            self._compute(StepLayout.of_decodes(bucket), bucket, bucket)
+
+    def close(self) -> None:
+        """Waits for the steps launched."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _layout_of(self, batch: StepBatch, sampling: SamplingBatch) -> tuple[StepLayout, int | None]:
+        """The layout of a step, and the bucket if it is one of decodes."""
+        if batch.num_tokens == batch.num_sequences == sampling.num_rows:
+            bucket = bucket_of(self._buckets, batch.num_sequences)
+            if bucket is not None:
+                return StepLayout.of_decodes(bucket), bucket
+        return StepLayout(batch.num_tokens, batch.num_sequences, sampling.num_rows), None
+
+    def _compute(self, layout: StepLayout, bucket: int | None, num_decodes: int) -> None:
+        graph = None if bucket is None else self._graphs.get(bucket)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._step.compute(layout, num_decodes if bucket is None else bucket)
+
+    def _draw_restricted(self, sampling: SamplingBatch) -> None:
+        """Rows that keep a part of the vocabulary only, or ban more ids than the layout holds, are drawn by torch."""
+        is_restricted = (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1))
+        chosen = np.flatnonzero(is_restricted | ~has_room(sampling)).tolist()
+        if chosen:
+            rows = sampling.rows()
+            token_ids = sample(self._step.logits[chosen].float(), [rows[i] for i in chosen])
+            self._buffers.sampled_ids[chosen] = token_ids.to(torch.int32)
+
+    def _compute_decodes(self, bucket: int) -> None:
+        self._step.compute(StepLayout.of_decodes(bucket), bucket)
+
+    def _compute_idle(self, lengths: Sequence[int]) -> None:
+        """A step that computes nothing real: every token is written to the spare block."""
+        layout = StepLayout(sum(lengths), len(lengths), len(lengths))
+        batch = idle_batch(lengths, self._buffers.spare_table_row, self._block_size)
+        with torch.inference_mode():
+            self._buffers.upload(layout, batch, idle_sampling(len(lengths)), NO_ENTRIES)
+            self._step.compute(layout, batch.num_decodes)
+
+
+def _max_step_tokens(limits: SchedulerLimits) -> int:
+    """Without chunks a prompt gets a step of its own, however long it is."""
+    return limits.max_num_tokens if limits.enable_chunked_context else max(limits.max_num_tokens, limits.context_length)

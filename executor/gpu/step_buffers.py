@@ -1,0 +1,137 @@
+"""The memory of a step on the device, at addresses that never change, and its way there.
+
+What changes from step to step travels in one copy: the words of `StepLayout`, and behind them what is new in the block
+tables, which are kept on the device, a row for each seat and a spare one of nothing but the spare block. The host's
+side is a ring of buffers: one is written again only when its copy is through.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from executor.batch import StepBatch
+from executor.gpu.kernels.step_inputs import follow_tables_kernel, resolve_kernel
+from executor.gpu.sampling import DrawRows
+from executor.gpu.step_layout import ALIGNMENT_WORDS, MAX_BANNED, StepLayout, Words
+from executor.gpu.table_entries import TableEntries
+from executor.sampling_batch import SamplingBatch
+
+RING = 2
+# Entries of block tables that one copy has room for.
+MAX_ENTRIES = 4096
+TILE = 256
+
+
+class HostRing:
+    """Host buffers that are copied to the device without waiting."""
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        self._device = device
+        is_cuda = device.type == "cuda"
+        self._buffers = [torch.zeros(num_words, dtype=torch.int32, pin_memory=is_cuda) for _ in range(RING)]
+        self._copied: list[torch.cuda.Event | None] = [None] * RING
+        self._next = 0
+
+    def take(self) -> Words:
+        """The words to write for the next copy."""
+        copied = self._copied[self._next]
+        if copied is not None:
+            copied.synchronize()
+        words: Words = self._buffers[self._next].numpy()
+        return words
+
+    def copy_to(self, target: Tensor, num_words: int) -> None:
+        """Copies the first words of what was taken."""
+        target[:num_words].copy_(self._buffers[self._next][:num_words], non_blocking=True)
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            self._copied[self._next] = event
+        self._next = (self._next + 1) % RING
+
+
+class StepBuffers:
+    """Inputs, block tables and sampled ids on the device. `sampled_ids` are those of the newest step."""
+
+    def __init__(self, device: torch.device, most: StepLayout, num_tables: int, max_blocks: int) -> None:
+        num_words = most.num_words + 2 * MAX_ENTRIES
+        self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._ring = HostRing(num_words, device)
+        self.spare_table_row = num_tables
+        self._tables = torch.zeros((num_tables + 1, max_blocks), dtype=torch.int32, device=device)
+        self.sampled_ids = torch.zeros(most.num_logits, dtype=torch.int32, device=device)
+
+    def upload(self, layout: StepLayout, batch: StepBatch, sampling: SamplingBatch, entries: TableEntries) -> None:
+        """Sends a step's inputs and what its block tables need."""
+        *before, last = entries.split(MAX_ENTRIES)
+        for part in before:
+            self._send(self._ring.take(), 0, part)
+        words = self._ring.take()
+        layout.fill(words, batch, sampling, self.spare_table_row)
+        self._send(words, layout.num_words, last)
+
+    def batch(self, layout: StepLayout, num_decodes: int, block_size: int) -> StepBatch:
+        """The inputs as kernels take them."""
+        of = self._field
+        nothing = self._words[:0]
+        return StepBatch(
+            token_ids=of(layout, "token_ids"),
+            positions=of(layout, "positions"),
+            slot_mapping=of(layout, "slot_mapping"),
+            query_starts=of(layout, "query_starts"),
+            context_lengths=of(layout, "context_lengths"),
+            block_tables=self._tables,
+            table_rows=of(layout, "table_rows"),
+            logit_rows=of(layout, "logit_rows"),
+            carried_rows=nothing,
+            carried_from=nothing,
+            num_decodes=num_decodes,
+            block_size=block_size,
+        )
+
+    def draw_rows(self, layout: StepLayout) -> DrawRows:
+        """How the rows are drawn."""
+        of = self._field
+        return DrawRows(
+            temperatures=of(layout, "temperatures").view(torch.float32),
+            seeds_low=of(layout, "seeds_low"),
+            seeds_high=of(layout, "seeds_high"),
+            output_indices=of(layout, "output_indices"),
+            banned_ids=of(layout, "banned_ids").view(-1, MAX_BANNED),
+            num_banned=of(layout, "num_banned"),
+        )
+
+    def resolve(self, layout: StepLayout) -> None:
+        """Fills in the tokens that the step before sampled."""
+        of = self._field
+        resolve_kernel[(-(-layout.num_sequences // TILE),)](
+            *(of(layout, "token_ids"), of(layout, "is_carried"), of(layout, "carried_from"), self.sampled_ids),
+            layout.num_sequences,
+            TILE=TILE,
+        )
+
+    def follow(self, first: int, count: int) -> None:
+        """Applies `count` entries of block tables that lie in the words from `first` on."""
+        places = self._words[first : first + count]
+        second = _behind(first, count)
+        blocks = self._words[second : second + count]
+        follow_tables_kernel[(-(-count // TILE),)](self._tables, places, blocks, count, TILE=TILE)
+
+    def _field(self, layout: StepLayout, name: str) -> Tensor:
+        return self._words[layout.fields[name]]
+
+    def _send(self, words: Words, first: int, entries: TableEntries) -> None:
+        """Copies `[0, first)` and the entries behind it, and applies those."""
+        count = len(entries.places)
+        second = _behind(first, count)
+        words[first : first + count] = entries.places
+        words[second : second + count] = entries.blocks
+        self._ring.copy_to(self._words, second + count)
+        if count:
+            self.follow(first, count)
+
+
+def _behind(first: int, count: int) -> int:
+    """Where something may start behind `count` words."""
+    return first + -(-count // ALIGNMENT_WORDS) * ALIGNMENT_WORDS

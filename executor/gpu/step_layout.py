@@ -1,0 +1,117 @@
+"""Everything that the host tells the GPU about a step, as one run of 32-bit words: one copy to the device. Pure.
+
+With T tokens, S sequences and R rows that sample, each field starts at a multiple of 16 bytes:
+
+    token_ids, positions, slot_mapping [T]
+    query_starts [S + 1], context_lengths, table_rows, is_carried, carried_from [S]
+    logit_rows, temperatures (float32), seeds_low, seeds_high, output_indices, num_banned [R], banned_ids [R, 8]
+
+A step of decodes may have a layout for more rows than it has. The padding rows compute a token 0 that alone has a
+context, write its KV to the spare block 0, which the table row they name consists of, and sample greedily.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from executor.batch import StepBatch
+from executor.sampling_batch import SamplingBatch
+
+Words = npt.NDArray[np.int32]
+
+# Ids that a row can have banned here; a row with more is drawn by torch.
+MAX_BANNED = 8
+ALIGNMENT_WORDS = 4
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Where each field of a step lies. Equal sizes give an equal layout."""
+
+    num_tokens: int
+    num_sequences: int
+    num_logits: int
+
+    @classmethod
+    def of_decodes(cls, num_rows: int) -> StepLayout:
+        """A step in which every row computes one token and samples."""
+        return cls(num_rows, num_rows, num_rows)
+
+    @cached_property
+    def fields(self) -> dict[str, slice]:
+        """The words of each field."""
+        tokens, sequences, logits = self.num_tokens, self.num_sequences, self.num_logits
+        sizes = (
+            *((name, tokens) for name in ("token_ids", "positions", "slot_mapping")),
+            ("query_starts", sequences + 1),
+            *((name, sequences) for name in ("context_lengths", "table_rows", "is_carried", "carried_from")),
+            *((name, logits) for name in ("logit_rows", "temperatures", "seeds_low", "seeds_high")),
+            *((name, logits) for name in ("output_indices", "num_banned")),
+            ("banned_ids", logits * MAX_BANNED),
+        )
+        fields, start = {}, 0
+        for name, size in sizes:
+            fields[name] = slice(start, start + size)
+            start += -(-size // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
+        return fields
+
+    @cached_property
+    def num_words(self) -> int:
+        """Words of the whole."""
+        end: int = self.fields["banned_ids"].stop
+        return -(-end // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
+
+    def fill(self, words: Words, batch: StepBatch, sampling: SamplingBatch, spare_table_row: int) -> None:
+        """Writes a step of at most these sizes; only a step of decodes may be smaller."""
+        views = {name: words[field] for name, field in self.fields.items()}
+        _fill_tokens(views, batch)
+        _fill_sequences(views, batch, spare_table_row)
+        views["logit_rows"][:] = np.arange(self.num_logits)
+        views["logit_rows"][: sampling.num_rows] = batch.logit_rows.numpy()
+        _fill_sampling(views, sampling)
+
+
+def has_room(sampling: SamplingBatch) -> npt.NDArray[np.bool_]:
+    """Which rows can have all their banned ids in the layout."""
+    return np.asarray(np.diff(sampling.banned_starts) <= MAX_BANNED)
+
+
+def _fill_tokens(views: dict[str, Words], batch: StepBatch) -> None:
+    for name in ("token_ids", "positions", "slot_mapping"):
+        views[name][: batch.num_tokens] = getattr(batch, name).numpy()
+        views[name][batch.num_tokens :] = 0
+
+
+def _fill_sequences(views: dict[str, Words], batch: StepBatch, spare_table_row: int) -> None:
+    num_sequences, starts = batch.num_sequences, views["query_starts"]
+    starts[: num_sequences + 1] = batch.query_starts.numpy()
+    starts[num_sequences + 1 :] = batch.num_tokens + np.arange(1, len(starts) - num_sequences)
+    for name, padding in (("context_lengths", 1), ("table_rows", spare_table_row)):
+        views[name][:num_sequences] = getattr(batch, name).numpy()
+        views[name][num_sequences:] = padding
+    carried = batch.carried_rows.numpy()
+    views["is_carried"][:] = 0
+    views["is_carried"][carried] = 1
+    views["carried_from"][carried] = batch.carried_from.numpy()
+
+
+def _fill_sampling(views: dict[str, Words], sampling: SamplingBatch) -> None:
+    num_rows = sampling.num_rows
+    temperatures = views["temperatures"].view(np.float32)
+    temperatures[:num_rows], temperatures[num_rows:] = sampling.temperature, 0.0
+    seeds = sampling.seed.view(np.uint32).reshape(-1, 2).view(np.int32)  # little-endian: the low word comes first
+    views["seeds_low"][:num_rows], views["seeds_high"][:num_rows] = seeds[:, 0], seeds[:, 1]
+    views["output_indices"][:num_rows] = sampling.output_index
+    views["num_banned"][:] = 0
+    if not len(sampling.banned_ids):
+        return
+    banned_ids = views["banned_ids"].reshape(-1, MAX_BANNED)
+    counts = np.diff(sampling.banned_starts)
+    for row in np.flatnonzero((counts > 0) & (counts <= MAX_BANNED)):
+        first, count = sampling.banned_starts[row], counts[row]
+        banned_ids[row, :count] = sampling.banned_ids[first : first + count]
+        views["num_banned"][row] = count

@@ -1,0 +1,478 @@
+#include "decoder.h"
+
+#include <functional>
+
+#include "row_ops.h"
+
+namespace inflight {
+
+class Decoder {
+  public:
+    virtual ~Decoder() = default;
+    virtual Arena& weights() = 0;
+    virtual void pack(int64_t layer, int64_t part, const void* numbers) = 0;
+    virtual void step(Pool& pool, const DecoderStep& step) = 0;
+};
+
+// What `pack` takes. Matrices are `[columns, depth]` of the element type, the rest is float32.
+enum Packed {
+    PACK_EMBEDDING,
+    PACK_HEAD,
+    PACK_FINAL_NORM,
+    PACK_QKV,
+    PACK_OUTPUT,
+    PACK_GATE_UP,
+    PACK_DOWN,
+    PACK_INPUT_NORM,
+    PACK_POST_ATTENTION_NORM,
+    PACK_QUERY_NORM,
+    PACK_KEY_NORM,
+    PACK_QKV_BIAS,
+    PACK_OUTPUT_BIAS,
+};
+
+template <class Element>
+class DecoderOf final : public Decoder {
+    using Number = typename Element::Number;
+
+  public:
+    DecoderOf(const DecoderShape& shape, bool has_int8_weights)
+        : shape_(shape),
+          has_int8_weights_(has_int8_weights),
+          windows_(shape.sliding_windows, shape.sliding_windows + shape.num_layers),
+          frequencies_(shape.inverse_frequencies, shape.inverse_frequencies + shape.head_dim / 2),
+          head_blocks_(round_up(shape.head_dim, BLOCK_COLUMNS) / BLOCK_COLUMNS),
+          layers_(shape.num_layers) {
+        Cursor count(nullptr);
+        place(count);
+        arena_ = std::make_unique<Arena>(count.used());
+        Cursor cursor(arena_->data());
+        place(cursor);
+    }
+
+    Arena& weights() override { return *arena_; }
+
+    void pack(int64_t layer, int64_t part, const void* numbers) override {
+        const int64_t hidden = shape_.hidden_size, heads = shape_.num_heads + 2 * shape_.num_kv_heads;
+        const int64_t dim = shape_.head_dim, inner = shape_.intermediate_size;
+        auto plain = [](int64_t column) { return column; };
+        switch (part) {
+            case PACK_EMBEDDING:
+                std::memcpy(embedding_, numbers, shape_.vocabulary_size * hidden * sizeof(Number));
+                break;
+            case PACK_HEAD: pack_matrix(head_, numbers, shape_.vocabulary_size, hidden, plain); break;
+            case PACK_QKV:
+                // Each head begins a block of its own.
+                pack_matrix(layers_[layer].qkv, numbers, heads * dim, hidden, [&](int64_t column) {
+                    return column / dim * head_blocks_ * BLOCK_COLUMNS + column % dim;
+                });
+                break;
+            case PACK_OUTPUT:
+                pack_matrix(layers_[layer].output, numbers, hidden, shape_.num_heads * dim, plain);
+                break;
+            case PACK_GATE_UP:
+                // Blocks of the gate and of the up projection take turns.
+                pack_matrix(layers_[layer].gate_up, numbers, 2 * inner, hidden, [&](int64_t column) {
+                    const int64_t index = column % inner;
+                    return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;
+                });
+                break;
+            case PACK_DOWN: pack_matrix(layers_[layer].down, numbers, hidden, inner, plain); break;
+            default: {
+                const auto [vector, size] = vector_of(layer, part);
+                std::memcpy(vector, numbers, size * sizeof(float));
+            }
+        }
+    }
+
+    void step(Pool& pool, const DecoderStep& step) override {
+        activations_.reserve(shape_, step.num_tokens);
+        const auto items =
+            attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads);
+        while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<Scratch>());
+        for (auto& scratch : scratch_) scratch->best.assign(step.num_logits, {-INFINITY, 0});
+        pool.run([&](Team& team) {
+            const TilesInUse tiles;
+            Run(*this, step, items, team).through_layers();
+        });
+        if (step.greedy_ids != nullptr) choose_greedily(step);
+    }
+
+  private:
+    struct Scratch {
+        Workspace<Element> attention;
+        alignas(64) float tile[TILE_ROWS * MAX_DIM];
+        std::vector<Best> best;
+        std::unique_ptr<Arena> wide;  // blocks of int8 weights as elements
+    };
+
+    // A thread's way through one step.
+    class Run {
+      public:
+        Run(DecoderOf& decoder, const DecoderStep& step, const std::vector<Item>& items, Team& team)
+            : decoder_(decoder),
+              shape_(decoder.shape_),
+              activations_(decoder.activations_),
+              step_(step),
+              items_(items),
+              team_(team),
+              scratch_(*decoder.scratch_[team.thread]),
+              last_(Clock::now()) {}
+
+        void through_layers() {
+            embed();
+            for (int64_t index = 0; index < shape_.num_layers; ++index) {
+                const Layer<Element>& layer = decoder_.layers_[index];
+                const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim};
+                norm(layer.input_norm, &kv);
+                project_qkv(layer, kv);
+                attend_all(kv, decoder_.windows_[index]);
+                add_product(OUTPUT, layer.output, activations_.attended, layer.output_bias);
+                norm(layer.post_attention_norm, nullptr);
+                gate_up(layer);
+                add_product(DOWN, layer.down, activations_.hidden, nullptr);
+            }
+            head();
+        }
+
+      private:
+        using Clock = std::chrono::steady_clock;
+
+        template <class Work>
+        void phase(Part part, int64_t num_tasks, const Work& work) {
+            team_.each(num_tasks, work);
+            if (team_.thread == 0 && step_.part_seconds != nullptr) {
+                const auto now = Clock::now();
+                step_.part_seconds[part] += std::chrono::duration<double>(now - last_).count();
+                last_ = now;
+            }
+        }
+
+        // Some rows at a time: few enough that every thread gets some, enough that handing them out costs little.
+        template <class Work>
+        void each_row(Part part, int64_t num_rows, const Work& work) {
+            const int64_t at_once = std::clamp<int64_t>(num_rows / (4 * team_.num_threads), 1, 16);
+            phase(part, (num_rows + at_once - 1) / at_once, [&](int64_t task) {
+                for (int64_t row = task * at_once; row < std::min(num_rows, (task + 1) * at_once); ++row) work(row);
+            });
+        }
+
+        // rows · matrix, some blocks of columns in a task, and in it as many rows as stay in the second-level cache while the
+        // columns pass. Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `num_blocks * 32` columns.
+        template <class Finish>
+        void product(Part part, const Matrix<Element>& matrix, int64_t num_blocks, const Rows<Element>& rows,
+                     int64_t num_rows, const Finish& finish) {
+            const int64_t fitting = CACHED_BYTES / rows.row_bytes() / TILE_ROWS * TILE_ROWS;
+            const int64_t at_once = std::clamp<int64_t>(fitting, TILE_ROWS, 512);
+            const int64_t num_chunks = (num_rows + at_once - 1) / at_once, num_columns = matrix.num_blocks / num_blocks;
+            const int64_t stride = num_blocks * BLOCK_COLUMNS, wide_bytes = matrix.num_steps * STEP_BYTES;
+            phase(part, num_chunks * num_columns, [&](int64_t task) {
+                const int64_t first_block = task % num_columns * num_blocks;
+                const int64_t start = task / num_columns * at_once, end = std::min(num_rows, start + at_once);
+                const char* blocks[MAX_DIM / BLOCK_COLUMNS];
+                for (int64_t i = 0; i < num_blocks; ++i)
+                    blocks[i] = widened(matrix, first_block + i, wide_room(num_blocks * wide_bytes) + i * wide_bytes);
+                for (int64_t row = start; row < end; row += TILE_ROWS) {
+                    const int count = (int)std::min<int64_t>(TILE_ROWS, end - row);
+                    for (int64_t i = 0; i < num_blocks; ++i) {
+                        float* tile = scratch_.tile + i * BLOCK_COLUMNS;
+                        multiply<Element>(blocks[i], matrix.num_steps, rows.row(row), rows.stride, count, tile, stride);
+                        if (matrix.is_narrow())
+                            scale_columns(matrix.scales + (first_block + i) * BLOCK_COLUMNS, count, tile, stride);
+                    }
+                    finish(first_block, row, count, scratch_.tile);
+                }
+            });
+        }
+
+        char* wide_room(int64_t num_bytes) {
+            if (!decoder_.has_int8_weights_) return nullptr;
+            if (scratch_.wide == nullptr || (int64_t)scratch_.wide->size() < num_bytes)
+                scratch_.wide = std::make_unique<Arena>(num_bytes);
+            return scratch_.wide->data();
+        }
+
+        void embed() {
+            const int64_t half = shape_.head_dim / 2, hidden = shape_.hidden_size;
+            each_row(EMBED, step_.num_tokens, [&](int64_t row) {
+                float* residual = activations_.residual + row * activations_.width;
+                const Number* embedding = decoder_.embedding_ + step_.token_ids[row] * hidden;
+                for (int64_t i = 0; i < hidden; ++i) residual[i] = Element::get(embedding[i]);
+                for (int64_t i = 0; i < half; ++i) {
+                    const float angle = (float)step_.positions[row] * decoder_.frequencies_[i];
+                    activations_.cosines[row * half + i] = std::cos(angle) * shape_.rope_scaling;
+                    activations_.sines[row * half + i] = std::sin(angle) * shape_.rope_scaling;
+                }
+            });
+        }
+
+        // Norms the residual; before keys and values are written, clears the groups that begin in this step.
+        void norm(const float* weight, const LayerKv* kv) {
+            each_row(NORM, step_.num_tokens, [&](int64_t row) {
+                norm_residual(row, weight, row);
+                if (kv != nullptr && step_.slots[row] % LANES == 0) clear_values<Element>(*kv, step_.slots[row]);
+            });
+        }
+
+        void norm_residual(int64_t row, const float* weight, int64_t to_row) {
+            Number* to = activations_.normed.row(to_row);
+            norm_row(activations_.residual + row * activations_.width, weight, shape_.hidden_size,
+                     shape_.norm_epsilon, [&](int64_t i, Floats x) { Element::put(to + i, x); });
+        }
+
+        void project_qkv(const Layer<Element>& layer, const LayerKv& kv) {
+            const int64_t blocks = decoder_.head_blocks_, stride = blocks * BLOCK_COLUMNS;
+            product(QKV, layer.qkv, blocks, activations_.normed, step_.num_tokens,
+                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                        for (int i = 0; i < num_rows; ++i)
+                            finish_head(layer, kv, block / blocks, row + i, tile + i * stride);
+                    });
+        }
+
+        // Bias, norm and rotation of a new query, key or value, and where it goes.
+        void finish_head(const Layer<Element>& layer, const LayerKv& kv, int64_t head, int64_t row, float* x) {
+            const int64_t dim = shape_.head_dim;
+            const int64_t kv_head = head - shape_.num_heads, value_head = kv_head - shape_.num_kv_heads;
+            if (layer.qkv_bias != nullptr)
+                for (int64_t d = 0; d < dim; ++d) x[d] += layer.qkv_bias[head * dim + d];
+            if (value_head < 0) {
+                const float* weight = kv_head < 0 ? layer.query_norm : layer.key_norm;
+                if (weight != nullptr)
+                    norm_row(x, weight, dim, shape_.norm_epsilon, [&](int64_t i, Floats y) { store(x + i, y); });
+                rotate_row(x, activations_.cosines + row * dim / 2, activations_.sines + row * dim / 2, dim / 2);
+            }
+            Number numbers[MAX_DIM];
+            Number* to = kv_head < 0 ? activations_.queries.row(row) + head * dim : numbers;
+            for (int64_t d = 0; d < dim; d += WIDTH) Element::put(to + d, load(x + d));
+            if (kv_head < 0) return;
+            if (value_head < 0)
+                write_key<Element>(kv, step_.slots[row], kv_head, numbers);
+            else
+                write_value<Element>(kv, step_.slots[row], value_head, numbers);
+        }
+
+        void attend_all(const LayerKv& kv, int64_t window) {
+            const Attention call{kv,
+                                 activations_.queries.numbers,
+                                 activations_.queries.stride,
+                                 shape_.head_dim,
+                                 activations_.attended.numbers,
+                                 activations_.attended.stride,
+                                 step_.query_starts,
+                                 step_.context_lengths,
+                                 step_.block_tables,
+                                 step_.table_rows,
+                                 step_.table_stride,
+                                 step_.num_sequences,
+                                 shape_.num_heads,
+                                 step_.block_size,
+                                 window,
+                                 shape_.attention_scale,
+                                 0.0f};
+            const AttentionTiles tiles;
+            const int64_t num_items = (int64_t)items_.size();
+            phase(ATTENTION, num_items, [&](int64_t task) {
+                const int64_t next = task + team_.num_threads;
+                attend<Element>(call, items_[task], next < num_items ? &items_[next] : nullptr, scratch_.attention);
+            });
+            const MatrixTiles tiles_again;
+        }
+
+        // residual += rows · matrix + bias
+        void add_product(Part part, const Matrix<Element>& matrix, const Rows<Element>& rows, const float* bias) {
+            product(part, matrix, 1, rows, step_.num_tokens, [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                const int64_t first = block * BLOCK_COLUMNS;
+                const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
+                for (int i = 0; i < num_rows; ++i) {
+                    float* to = activations_.residual + (row + i) * activations_.width + first;
+                    for (int64_t c = 0; c < columns; c += WIDTH) {
+                        Floats sum = load(to + c) + load(tile + i * BLOCK_COLUMNS + c);
+                        if (bias != nullptr) sum += load(bias + first + c);
+                        store(to + c, sum);
+                    }
+                }
+            });
+        }
+
+        void gate_up(const Layer<Element>& layer) {
+            product(GATE_UP, layer.gate_up, 2, activations_.normed, step_.num_tokens,
+                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                        for (int i = 0; i < num_rows; ++i) {
+                            Number* to = activations_.hidden.row(row + i) + block / 2 * BLOCK_COLUMNS;
+                            const float *gate = tile + i * 2 * BLOCK_COLUMNS, *up = gate + BLOCK_COLUMNS;
+                            for (int c = 0; c < BLOCK_COLUMNS; c += WIDTH)
+                                Element::put(to + c, gated<Element>(load(gate + c), load(up + c)));
+                        }
+                    });
+        }
+
+        void head() {
+            each_row(NORM, step_.num_logits,
+                     [&](int64_t row) { norm_residual(step_.logit_rows[row], decoder_.final_norm_, row); });
+            product(HEAD, decoder_.head_, HEAD_BLOCKS, activations_.normed, step_.num_logits,
+                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                        for (int i = 0; i < num_rows * HEAD_BLOCKS; ++i)
+                            take_logits(row + i / HEAD_BLOCKS, (block + i % HEAD_BLOCKS) * BLOCK_COLUMNS,
+                                        tile + i * BLOCK_COLUMNS);
+                    });
+        }
+
+        void take_logits(int64_t row, int64_t first, const float* logits) {
+            const int64_t count = std::clamp<int64_t>(shape_.vocabulary_size - first, 0, BLOCK_COLUMNS);
+            if (step_.logits != nullptr)
+                std::memcpy(step_.logits + row * shape_.vocabulary_size + first, logits, count * sizeof(float));
+            Best& best = scratch_.best[row];
+            bool may_win = false;
+            for (int i = 0; i < BLOCK_COLUMNS; i += WIDTH) may_win |= any_above(load(logits + i), best.logit);
+            if (!may_win) return;
+            for (int64_t i = 0; i < count; ++i)
+                if (logits[i] > best.logit) best = {logits[i], first + i};
+        }
+
+        static constexpr int64_t CACHED_BYTES = 768 << 10;
+
+        DecoderOf& decoder_;
+        const DecoderShape& shape_;
+        const Activations<Element>& activations_;
+        const DecoderStep& step_;
+        const std::vector<Item>& items_;
+        Team& team_;
+        Scratch& scratch_;
+        Clock::time_point last_;
+    };
+
+    // Which thread saw which columns is chance; who wins is not.
+    void choose_greedily(const DecoderStep& step) const {
+        for (int64_t row = 0; row < step.num_logits; ++row) {
+            Best best = scratch_[0]->best[row];
+            for (const auto& scratch : scratch_) {
+                const Best& other = scratch->best[row];
+                if (other.logit > best.logit || (other.logit == best.logit && other.id < best.id)) best = other;
+            }
+            step.greedy_ids[row] = best.id;
+        }
+    }
+
+    void place(Cursor& cursor) {
+        const int64_t hidden = shape_.hidden_size, width = round_up(hidden, BLOCK_COLUMNS), dim = shape_.head_dim;
+        const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads, inner = shape_.intermediate_size;
+        embedding_ = cursor.take<Number>(shape_.vocabulary_size * hidden);
+        head_ = place_matrix(cursor, shape_.vocabulary_size, hidden, HEAD_BLOCKS);
+        final_norm_ = cursor.take<float>(width);
+        for (Layer<Element>& layer : layers_) {
+            layer.qkv = place_matrix(cursor, heads * head_blocks_ * BLOCK_COLUMNS, hidden);
+            layer.output = place_matrix(cursor, hidden, shape_.num_heads * dim);
+            layer.gate_up = place_matrix(cursor, 2 * round_up(inner, BLOCK_COLUMNS), hidden);
+            layer.down = place_matrix(cursor, hidden, inner);
+            layer.input_norm = cursor.take<float>(width);
+            layer.post_attention_norm = cursor.take<float>(width);
+            layer.query_norm = shape_.has_head_norms ? cursor.take<float>(dim) : nullptr;
+            layer.key_norm = shape_.has_head_norms ? cursor.take<float>(dim) : nullptr;
+            layer.qkv_bias = shape_.has_qkv_bias ? cursor.take<float>(heads * dim) : nullptr;
+            layer.output_bias = shape_.has_output_bias ? cursor.take<float>(width) : nullptr;
+        }
+    }
+
+    Matrix<Element> place_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once = 1) {
+        Matrix<Element> matrix;
+        matrix.num_blocks = round_up(columns, blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
+        matrix.num_steps = padded_depth<Element>(depth) / (UNITS * Element::PAIR);
+        // While it is only counted there is no memory, but it must not look like wide weights.
+        float none;
+        if (has_int8_weights_) matrix.scales = &none;
+        const int64_t num_bytes = matrix.num_blocks * matrix.block_bytes();
+        if (has_int8_weights_) matrix.scales = cursor.take<float>(matrix.num_blocks * BLOCK_COLUMNS);
+        matrix.blocks = cursor.take<char>(num_bytes);
+        return matrix;
+    }
+
+    template <class Place>
+    void pack_matrix(const Matrix<Element>& matrix, const void* numbers, int64_t columns, int64_t depth,
+                     const Place& place) {
+        for (int64_t column = 0; column < columns; ++column)
+            pack_column(matrix, place(column), static_cast<const Number*>(numbers) + column * depth, depth);
+    }
+
+    std::pair<float*, int64_t> vector_of(int64_t index, int64_t part) const {
+        const int64_t hidden = shape_.hidden_size, dim = shape_.head_dim;
+        if (part == PACK_FINAL_NORM) return {final_norm_, hidden};
+        const Layer<Element>& layer = layers_[index];
+        switch (part) {
+            case PACK_INPUT_NORM: return {layer.input_norm, hidden};
+            case PACK_POST_ATTENTION_NORM: return {layer.post_attention_norm, hidden};
+            case PACK_QUERY_NORM: return {layer.query_norm, dim};
+            case PACK_KEY_NORM: return {layer.key_norm, dim};
+            case PACK_QKV_BIAS: return {layer.qkv_bias, (shape_.num_heads + 2 * shape_.num_kv_heads) * dim};
+            default: return {layer.output_bias, hidden};
+        }
+    }
+
+    static constexpr int64_t HEAD_BLOCKS = 4;  // of a task
+
+    const DecoderShape shape_;
+    const bool has_int8_weights_;
+    const std::vector<int64_t> windows_;
+    const std::vector<float> frequencies_;
+    const int64_t head_blocks_;
+    std::unique_ptr<Arena> arena_;
+    Number* embedding_ = nullptr;
+    Matrix<Element> head_;
+    float* final_norm_ = nullptr;
+    std::vector<Layer<Element>> layers_;
+    Activations<Element> activations_;
+    std::vector<std::unique_ptr<Scratch>> scratch_;
+};
+
+std::unique_ptr<Decoder> make_decoder(const DecoderShape& shape, int64_t is_bfloat16, int64_t has_int8_weights) {
+    if (is_bfloat16) return std::make_unique<DecoderOf<BFloat16>>(shape, has_int8_weights);
+    return std::make_unique<DecoderOf<Float32>>(shape, has_int8_weights);
+}
+
+}  // namespace inflight
+
+extern "C" {
+
+// Asks the system for what this build needs of it; 0 where it is refused. Must be the first call.
+int64_t inflight_prepare() {
+#ifdef INFLIGHT_AMX
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    return 1;
+#endif
+}
+
+void* inflight_pool_new(int64_t num_threads) { return new inflight::Pool((int)num_threads); }
+void inflight_pool_free(void* pool) { delete static_cast<inflight::Pool*>(pool); }
+
+// Null where there is not enough memory.
+void* inflight_decoder_new(const inflight::DecoderShape* shape, int64_t is_bfloat16, int64_t has_int8_weights) {
+    try {
+        return inflight::make_decoder(*shape, is_bfloat16, has_int8_weights).release();
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
+void inflight_decoder_free(void* decoder) { delete static_cast<inflight::Decoder*>(decoder); }
+
+void inflight_decoder_pack(void* decoder, int64_t layer, int64_t part, const void* numbers) {
+    static_cast<inflight::Decoder*>(decoder)->pack(layer, part, numbers);
+}
+
+// The packed weights, to be kept on disk and read back.
+void* inflight_decoder_weights(void* decoder) { return static_cast<inflight::Decoder*>(decoder)->weights().data(); }
+int64_t inflight_decoder_weight_bytes(void* decoder) {
+    return (int64_t)static_cast<inflight::Decoder*>(decoder)->weights().size();
+}
+
+// 0, or 1 where there is not enough memory for so many tokens.
+int64_t inflight_decoder_step(void* decoder, void* pool, const inflight::DecoderStep* step) {
+    try {
+        static_cast<inflight::Decoder*>(decoder)->step(*static_cast<inflight::Pool*>(pool), *step);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,145 @@
+// A forward pass of the common decoder family (Llama, Mistral, Qwen2, Qwen3) as one call.
+//
+// All threads go through the layers together, phase by phase: norm, projections with rotary embedding and KV write, attention,
+// output with residual, norm, gate and up with SiLU, down with residual. A phase is a list of tasks, each some columns of a
+// weight for some rows, so that a weight is read once per step. The residual stream is float32; what is multiplied has the
+// element type of the weights. Nothing is allocated in a step that is not larger than any before it.
+
+#pragma once
+
+#include <sys/mman.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "attention.h"
+#include "matmul.h"
+#include "pool.h"
+
+namespace inflight {
+
+// Memory in huge pages where the system has them: weights and activations are gone through from end to end.
+class Arena {
+  public:
+    explicit Arena(size_t num_bytes) : num_bytes_(round_up(num_bytes + 1, HUGE_PAGE)) {
+        memory_ = static_cast<char*>(std::aligned_alloc(HUGE_PAGE, num_bytes_));
+        if (memory_ == nullptr) throw std::bad_alloc();
+        madvise(memory_, num_bytes_, MADV_HUGEPAGE);
+        std::memset(memory_, 0, num_bytes_);
+    }
+    ~Arena() { std::free(memory_); }
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+
+    char* data() const { return memory_; }
+    size_t size() const { return num_bytes_; }
+
+  private:
+    static constexpr int64_t HUGE_PAGE = 2 << 20;
+    size_t num_bytes_;
+    char* memory_;
+};
+
+// Hands out parts of an arena; with no arena it only counts.
+class Cursor {
+  public:
+    explicit Cursor(char* memory) : memory_(memory) {}
+
+    template <class Number>
+    Number* take(int64_t count) {
+        char* taken = memory_ == nullptr ? nullptr : memory_ + used_;
+        used_ += round_up(count * (int64_t)sizeof(Number), 64);
+        return reinterpret_cast<Number*>(taken);
+    }
+    int64_t used() const { return used_; }
+
+  private:
+    char* memory_;
+    int64_t used_ = 0;
+};
+
+extern "C" {
+
+// decoder.py's `_Shape`, in the same order.
+struct DecoderShape {
+    int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocabulary_size;
+    int64_t has_qkv_bias, has_output_bias, has_head_norms;
+    float norm_epsilon, attention_scale, rope_scaling, padding;
+    const int64_t* sliding_windows;     // [num_layers], 0: none
+    const float* inverse_frequencies;   // [head_dim / 2]
+};
+
+// decoder.py's `_Step`, in the same order.
+struct DecoderStep {
+    const int64_t *token_ids, *positions, *slots;  // [num_tokens]
+    const int32_t *query_starts, *context_lengths, *block_tables, *table_rows;
+    const int64_t* logit_rows;                     // [num_logits]
+    void *const *keys, *const *values;             // [num_layers]
+    float* logits;                                 // [num_logits, vocabulary_size], or null
+    int64_t* greedy_ids;                           // [num_logits], or null
+    double* part_seconds;                          // [NUM_PARTS], added to, or null
+    int64_t num_tokens, num_sequences, num_logits, table_stride, block_size;
+};
+
+}  // extern "C"
+
+// The parts of a step that are timed apart.
+enum Part { EMBED, NORM, QKV, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, NUM_PARTS };
+
+template <class Element>
+struct Layer {
+    Matrix<Element> qkv, output, gate_up, down;
+    float *input_norm, *post_attention_norm, *query_norm, *key_norm, *qkv_bias, *output_bias;
+};
+
+// The largest logit of a row and its id; the lowest id among equals.
+struct Best {
+    float logit;
+    int64_t id;
+};
+
+// Rows of activations on their way through a step, with room for `capacity` tokens.
+template <class Element>
+struct Activations {
+    int64_t capacity = 0;
+    std::unique_ptr<Arena> arena;
+    int64_t width = 0;          // of the residual
+    float* residual = nullptr;  // [capacity, width]
+    float *cosines = nullptr, *sines = nullptr;  // [capacity, head_dim / 2]
+    Rows<Element> normed, queries, attended, hidden;
+
+    void reserve(const DecoderShape& shape, int64_t num_tokens) {
+        if (num_tokens <= capacity) return;
+        capacity = round_up(std::max<int64_t>(num_tokens, 64), 64);
+        Cursor count(nullptr);
+        place(shape, count);
+        arena = std::make_unique<Arena>(count.used());
+        Cursor cursor(arena->data());
+        place(shape, cursor);
+    }
+
+  private:
+    void place(const DecoderShape& shape, Cursor& cursor) {
+        const int64_t attention_depth = shape.num_heads * shape.head_dim;
+        width = round_up(shape.hidden_size, LANES);
+        residual = cursor.take<float>(capacity * width);
+        cosines = cursor.take<float>(capacity * shape.head_dim / 2);
+        sines = cursor.take<float>(capacity * shape.head_dim / 2);
+        normed = rows(cursor, shape.hidden_size);
+        queries = rows(cursor, attention_depth);
+        attended = rows(cursor, attention_depth);
+        hidden = rows(cursor, shape.intermediate_size);
+    }
+
+    Rows<Element> rows(Cursor& cursor, int64_t depth) {
+        Rows<Element> taken;
+        // 64 bytes more than the depth: with a power of two all rows would share a few cache sets.
+        taken.stride = padded_depth<Element>(depth) + UNITS * Element::PAIR;
+        taken.numbers = cursor.take<typename Element::Number>((capacity + TILE_ROWS) * taken.stride);
+        return taken;
+    }
+};
+
+}  // namespace inflight

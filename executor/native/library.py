@@ -1,0 +1,100 @@
+"""Our C++ code for CPUs, built for the best instructions that the processor has, or for lesser ones if asked.
+
+Which build runs is decided when a process starts, from what the system says of the processor: a cache folder or an
+image may have been made on another machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from executor.native.build import BuildFailure, load_library
+
+FOLDER = Path(__file__).parent
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """A build: the processor flags that it needs, as Linux spells them, and how the compiler is told."""
+
+    name: str
+    needs: frozenset[str]
+    compiler_flags: tuple[str, ...]
+
+
+_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16 = _V4 | {"avx512_bf16"}
+_AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
+
+# Calls within the library go straight to their target, which lets the compiler inline them; and two builds that are
+# loaded at once share nothing.
+COMMON_FLAGS = ("-fno-semantic-interposition", "-fno-gnu-unique", "-Wl,-Bsymbolic", "-Wno-maybe-uninitialized")
+
+# The best first.
+INSTRUCTION_SETS = (
+    InstructionSet("amx", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+    InstructionSet("avx512_bf16", _BF16, _BF16_FLAGS),
+    InstructionSet("avx512", _V4, ("-march=x86-64-v4",)),
+    InstructionSet("avx2", _V3, ("-march=x86-64-v3",)),
+    InstructionSet("plain", frozenset(), ("-march=x86-64",)),
+)
+# Processors other than x86-64 have one build, for themselves.
+NATIVE = InstructionSet("native", frozenset(), ())
+NAMES = ("auto", *(instructions.name for instructions in INSTRUCTION_SETS), NATIVE.name)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeLibrary:
+    """The loaded build and the name of its instruction set."""
+
+    calls: ctypes.CDLL
+    instructions: str
+
+
+def usable_instruction_sets(cpuinfo: Path = CPUINFO) -> tuple[InstructionSet, ...]:
+    """Those that this processor has, the best first."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return (NATIVE,)
+    flags = _processor_flags(cpuinfo)
+    return tuple(instructions for instructions in INSTRUCTION_SETS if instructions.needs <= flags)
+
+
+def load_native(name: str = "auto") -> NativeLibrary | BuildFailure:
+    """The named build, or with `auto` the best one that runs here; compiled if this machine has not done so before."""
+    usable = usable_instruction_sets()
+    chosen = [instructions for instructions in usable if name in ("auto", instructions.name)]
+    if not chosen:
+        names = ", ".join(instructions.name for instructions in usable)
+        return BuildFailure(f"this processor has no {name}; it has {names}")
+    failure: BuildFailure | None = None
+    for instructions in chosen:
+        library = _load(instructions)
+        if isinstance(library, NativeLibrary):
+            return library
+        failure = failure or library
+    assert failure is not None
+    return failure
+
+
+def _load(instructions: InstructionSet) -> NativeLibrary | BuildFailure:
+    headers = sorted(FOLDER.glob("*.h"))
+    calls = load_library("kernels", [FOLDER / "decoder.cpp"], headers, (*instructions.compiler_flags, *COMMON_FLAGS))
+    if isinstance(calls, BuildFailure):
+        return calls
+    if not calls.inflight_prepare():
+        return BuildFailure(f"the system does not let this process use {instructions.name}")
+    return NativeLibrary(calls, instructions.name)
+
+
+def _processor_flags(cpuinfo: Path) -> frozenset[str]:
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())

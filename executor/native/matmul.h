@@ -1,0 +1,278 @@
+// Matrix products with weights that are laid out once.
+//
+// A weight `[columns, depth]` (as in nn.Linear) is kept in blocks of 32 columns, and a block in steps along the depth, so that a
+// block is one stream of memory. A step is 64 bytes of depth: 16 units of PAIR numbers.
+//
+//     [block, step, 2 panels, 16 units, 16 columns, PAIR]     2 KB a step
+//
+// That is at once what AMX wants of its right-hand tiles (a panel of a step is one) and what a vector unit that broadcasts the
+// left-hand side wants. Activations are plain rows, 64 bytes of depth after the other. Depth and columns are filled up with
+// zeros. A product is made in tiles of up to 32 rows, in float32, and handed to whoever asked while in cache.
+//
+// A weight may be kept in int8 with a scale for each column, four of a column's numbers in a lane. A block is then widened once for
+// all the rows of a task; every int8 is a bfloat16 exactly, and the scale is applied to the sums.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "vectors.h"
+
+namespace inflight {
+
+constexpr int BLOCK_COLUMNS = 32;
+constexpr int TILE_ROWS = 32;
+constexpr int UNITS = 16;             // units of a step
+constexpr int64_t STEP_BYTES = 2048;  // of a block
+constexpr int NARROW_PAIR = 4;        // int8 numbers of a lane
+
+// Rows of activations. `stride` counts numbers and is a whole number of steps; there is room for whole tiles of rows.
+template <class Element>
+struct Rows {
+    typename Element::Number* numbers = nullptr;
+    int64_t stride = 0;
+
+    typename Element::Number* row(int64_t index) const { return numbers + index * stride; }
+    int64_t row_bytes() const { return stride * sizeof *numbers; }
+};
+
+template <class Element>
+constexpr int64_t padded_depth(int64_t depth) {
+    return round_up(depth, UNITS * Element::PAIR);
+}
+
+template <class Element>
+struct Matrix {
+    static constexpr int64_t STEP_NUMBERS = STEP_BYTES / sizeof(typename Element::Number);
+
+    char* blocks = nullptr;
+    int64_t num_blocks = 0, num_steps = 0;
+    float* scales = nullptr;  // [num_blocks * 32], int8 alone
+
+    bool is_narrow() const { return scales != nullptr; }
+    int64_t block_bytes() const { return num_steps * (is_narrow() ? STEP_NUMBERS : STEP_BYTES); }
+    char* block(int64_t index) const { return blocks + index * block_bytes(); }
+};
+
+// Index within a block of what stands `index` deep in a column, with PAIR numbers in a lane and STEP numbers deep steps.
+template <int PAIR, int STEP>
+constexpr int64_t place_in_block(int column, int64_t index) {
+    constexpr int ROWS = STEP / PAIR;  // of a panel in a step
+    const int64_t unit = index / PAIR;
+    const int64_t row = unit / ROWS * 2 * ROWS + column / LANES * ROWS + unit % ROWS;
+    return (row * LANES + column % LANES) * PAIR + index % PAIR;
+}
+
+// Lays out a column of `depth` numbers; in int8 its largest number becomes 127.
+template <class Element>
+void pack_column(const Matrix<Element>& matrix, int64_t column, const typename Element::Number* from, int64_t depth) {
+    constexpr int STEP = UNITS * Element::PAIR;
+    char* block = matrix.block(column / BLOCK_COLUMNS);
+    const int within = (int)(column % BLOCK_COLUMNS);
+    if (!matrix.is_narrow()) {
+        auto* to = reinterpret_cast<typename Element::Number*>(block);
+        for (int64_t i = 0; i < depth; ++i) to[place_in_block<Element::PAIR, STEP>(within, i)] = from[i];
+        return;
+    }
+    float largest = 0;
+    for (int64_t i = 0; i < depth; ++i) largest = std::max(largest, std::fabs(Element::get(from[i])));
+    const float scale = largest / 127.0f;
+    matrix.scales[column] = scale;
+    auto* to = reinterpret_cast<int8_t*>(block);
+    for (int64_t i = 0; i < depth; ++i)
+        to[place_in_block<NARROW_PAIR, STEP>(within, i)] =
+            scale > 0 ? (int8_t)std::lrint(Element::get(from[i]) / scale) : (int8_t)0;
+}
+
+// The four bytes of each lane as floats.
+ALWAYS_INLINE void split_bytes(Ints lanes, Floats (&floats)[NARROW_PAIR]) {
+#pragma GCC unroll 4
+    for (int byte = 0; byte < NARROW_PAIR; ++byte)
+        floats[byte] = __builtin_convertvector((lanes << (24 - 8 * byte)) >> 24, Floats);
+}
+
+// A block as elements: itself, or its int8 widened into `room`.
+template <class Element>
+const char* widened(const Matrix<Element>& matrix, int64_t index, char* room) {
+    constexpr int PAIR = Element::PAIR;
+    const char* from = matrix.block(index);
+    if (!matrix.is_narrow()) return from;
+    char* to = room;
+    const int64_t num_rows = matrix.num_steps * 2 * UNITS * PAIR / NARROW_PAIR;
+    for (int64_t row = 0; row < num_rows; ++row, from += 64, to += 64 * NARROW_PAIR / PAIR) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+            Floats floats[NARROW_PAIR];
+            split_bytes((Ints)load(reinterpret_cast<const float*>(from) + v * WIDTH), floats);
+#pragma GCC unroll 4
+            for (int unit = 0; unit < NARROW_PAIR / PAIR; ++unit) {
+                Floats out = floats[unit * PAIR];
+                // The lower half of a float that was a byte is zero: its upper half is the bfloat16.
+                if constexpr (PAIR == 2) out = (Floats)(((Words)out >> 16) | (Words)floats[unit * PAIR + 1]);
+                store(reinterpret_cast<float*>(to + unit * 64) + v * WIDTH, out);
+            }
+        }
+    }
+    return room;
+}
+
+#ifdef INFLIGHT_AMX
+
+// Tiles 0-3 sum, 4-5 are rows of activations, 6-7 panels of weights; all are 16 rows of 64 bytes.
+struct TileConfiguration {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+class MatrixTiles {
+  public:
+    MatrixTiles() {
+        // Static, because GCC takes only its first bytes for read.
+        static const TileConfiguration configuration;
+        _tile_loadconfig(&configuration);
+    }
+};
+
+// While it lives, the thread's tiles are set up for products.
+class TilesInUse {
+  public:
+    ~TilesInUse() { _tile_release(); }
+
+  private:
+    MatrixTiles tiles_;
+};
+
+template <bool HAS_SECOND_ROWS>
+void multiply_by_tiles(const char* block, int64_t num_steps, const uint16_t* rows, int64_t stride, float* out,
+                       int64_t out_stride) {
+    const int64_t row_bytes = stride * sizeof *rows;
+    const char* left = reinterpret_cast<const char*>(rows);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t step = 0; step < num_steps; ++step, left += 64, block += STEP_BYTES) {
+        _tile_loadd(6, block, 64);
+        _tile_loadd(7, block + STEP_BYTES / 2, 64);
+        _tile_loadd(4, left, row_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (HAS_SECOND_ROWS) {
+            _tile_loadd(5, left + 16 * row_bytes, row_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    const int64_t out_bytes = out_stride * sizeof(float);
+    _tile_stored(0, out, out_bytes);
+    _tile_stored(1, out + LANES, out_bytes);
+    if constexpr (HAS_SECOND_ROWS) {
+        _tile_stored(2, out + 16 * out_stride, out_bytes);
+        _tile_stored(3, out + 16 * out_stride + LANES, out_bytes);
+    }
+}
+
+#else
+struct MatrixTiles {
+    MatrixTiles() {}
+};
+struct TilesInUse {
+    TilesInUse() {}
+};
+#endif
+
+// Rows that fit the registers together with the columns of a block: sums, a vector of weights, the broadcast.
+#if defined(__AVX512F__)
+constexpr int REGISTER_ROWS = 12;
+#else
+constexpr int REGISTER_ROWS = 6;
+#endif
+// Vectors of columns that a pass over a block takes: all 32 columns, or the 16 that 16 registers have room for.
+constexpr int PASS_VECTORS = 2;
+constexpr int NUM_PASSES = BLOCK_COLUMNS / WIDTH / PASS_VECTORS;
+// Steps of a block that stay in the first-level cache while all rows pass.
+constexpr int64_t STEPS_AT_ONCE = 12;
+
+// Adds to `sums[row, 32 columns]`, for the columns of one pass.
+template <class Element, int ROWS>
+void multiply_by_vectors(const char* block, int pass, int64_t num_steps, const typename Element::Number* rows,
+                         int64_t stride, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+    using Number = typename Element::Number;
+    Floats sum[ROWS][PASS_VECTORS];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < PASS_VECTORS; ++v) sum[r][v] = sums[r][pass * PASS_VECTORS + v];
+    const char* columns[PASS_VECTORS];
+    for (int v = 0; v < PASS_VECTORS; ++v) {
+        const int vector = pass * PASS_VECTORS + v;
+        columns[v] = block + vector / VECTORS * (STEP_BYTES / 2) + vector % VECTORS * 4 * WIDTH;
+    }
+    for (int64_t step = 0; step < num_steps; ++step, rows += UNITS * Element::PAIR) {
+        for (int unit = 0; unit < UNITS; ++unit) {
+            typename Element::Vector loaded[PASS_VECTORS];
+#pragma GCC unroll 2
+            for (int v = 0; v < PASS_VECTORS; ++v)
+                loaded[v] =
+                    Element::load_units(reinterpret_cast<const Number*>(columns[v] + step * STEP_BYTES + unit * 64));
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r) {
+                const auto left = unit_at<Element>(rows + r * stride, unit);
+#pragma GCC unroll 2
+                for (int v = 0; v < PASS_VECTORS; ++v)
+                    sum[r][v] = Element::multiply_add(sum[r][v], left, loaded[v]);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < PASS_VECTORS; ++v) sums[r][pass * PASS_VECTORS + v] = sum[r][v];
+}
+
+// Calls `multiply_by_vectors` with the number of rows as a constant.
+template <class Element, int ROWS = REGISTER_ROWS>
+void multiply_some(int num_rows, const char* block, int pass, int64_t num_steps, const typename Element::Number* rows,
+                   int64_t stride, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+    if constexpr (ROWS > 1)
+        if (num_rows < ROWS)
+            return multiply_some<Element, ROWS - 1>(num_rows, block, pass, num_steps, rows, stride, sums);
+    multiply_by_vectors<Element, ROWS>(block, pass, num_steps, rows, stride, sums);
+}
+
+// `out[r, 0..32) = rows[r] · block`, for up to 32 rows; whatever lies behind the last row of `out` may be overwritten.
+template <class Element>
+void multiply(const char* block, int64_t num_steps, const typename Element::Number* rows, int64_t stride, int num_rows,
+              float* out, int64_t out_stride) {
+#ifdef INFLIGHT_AMX
+    if constexpr (Element::PAIR == 2) {
+        if (num_rows > 16)
+            multiply_by_tiles<true>(block, num_steps, rows, stride, out, out_stride);
+        else
+            multiply_by_tiles<false>(block, num_steps, rows, stride, out, out_stride);
+        return;
+    }
+#endif
+    Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
+    for (int64_t step = 0; step < num_steps; step += STEPS_AT_ONCE)
+        for (int pass = 0; pass < NUM_PASSES; ++pass)
+            for (int row = 0; row < num_rows; row += REGISTER_ROWS)
+                multiply_some<Element>(std::min(REGISTER_ROWS, num_rows - row), block + step * STEP_BYTES, pass,
+                                       std::min(STEPS_AT_ONCE, num_steps - step),
+                                       rows + row * stride + step * UNITS * Element::PAIR, stride, sums + row);
+    for (int row = 0; row < num_rows; ++row)
+        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
+}
+
+// Multiplies the columns of a block that was kept in int8 by their scales.
+inline void scale_columns(const float* scales, int num_rows, float* out, int64_t out_stride) {
+    for (int row = 0; row < num_rows; ++row)
+        for (int column = 0; column < BLOCK_COLUMNS; column += WIDTH) {
+            float* to = out + row * out_stride + column;
+            store(to, load(to) * load(scales + column));
+        }
+}
+
+}  // namespace inflight

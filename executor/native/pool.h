@@ -1,0 +1,169 @@
+// Threads that go through the phases of a step together.
+//
+// `run` wakes every thread once per step; inside, `Team::each` hands out the tasks of a phase one by one and returns when all
+// of them are done. Handing out one by one matters more than locality: where another process takes a core for a while, the
+// other threads do the rest of the phase. Within a step a waiting thread spins, then offers its core to whoever else wants it, and
+// sleeps only when a phase takes unreasonably long: being woken takes longer than most phases. Between steps it sleeps soon.
+
+#pragma once
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "vectors.h"
+
+namespace inflight {
+
+// About 50 microseconds on current processors.
+constexpr int SPINS = 1000;
+// Offers of the core before a thread sleeps: some milliseconds, of which others have as much as they want.
+constexpr int OFFERS_IN_STEP = 20000;
+
+ALWAYS_INLINE void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// A number that threads wait on until it changes.
+struct Signal {
+    std::atomic<uint32_t> value{0};
+    std::atomic<uint32_t> num_asleep{0};
+
+    void wait_while(uint32_t seen, int num_offers) {
+        for (int spin = 0; spin < SPINS; ++spin) {
+            if (value.load(std::memory_order_acquire) != seen) return;
+            pause_briefly();
+        }
+        for (int offer = 0; offer < num_offers; ++offer) {
+            if (value.load(std::memory_order_acquire) != seen) return;
+            sched_yield();
+        }
+        num_asleep.fetch_add(1);
+        while (value.load() == seen) futex(FUTEX_WAIT_PRIVATE, seen);
+        num_asleep.fetch_sub(1);
+    }
+
+    // Sequentially consistent on both sides: either the sleeper sees the new value or we see the sleeper.
+    void raise() {
+        value.fetch_add(1);
+        if (num_asleep.load() > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
+    }
+
+  private:
+    void futex(int operation, uint32_t argument) {
+        syscall(SYS_futex, reinterpret_cast<uint32_t*>(&value), operation, argument, nullptr, nullptr, 0);
+    }
+};
+
+// What the threads of a pool share while they go through a phase.
+struct Phase {
+    alignas(64) std::atomic<int64_t> next_task{0};
+    alignas(64) std::atomic<int> num_arrived{0};
+    alignas(64) Signal ended;
+};
+
+// While it lives, this thread takes numbers too small for a full float as zero: each would cost some hundred cycles.
+class NoTinyNumbers {
+  public:
+#if defined(__x86_64__)
+    NoTinyNumbers() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(saved_ | 0x8040); }
+    ~NoTinyNumbers() { __builtin_ia32_ldmxcsr(saved_); }
+    NoTinyNumbers(const NoTinyNumbers&) = delete;
+    NoTinyNumbers& operator=(const NoTinyNumbers&) = delete;
+
+  private:
+    const unsigned saved_;
+#else
+    NoTinyNumbers() {}
+#endif
+};
+
+// One thread's view of a step.
+class Team {
+  public:
+    Team(int thread, int num_threads, Phase& phase) : thread(thread), num_threads(num_threads), phase_(phase) {}
+
+    const int thread, num_threads;
+
+    // Calls `work(task)` for every task in `[0, num_tasks)` on some thread, and returns when all are done.
+    template <class Work>
+    void each(int64_t num_tasks, const Work& work) {
+        for (int64_t task; (task = phase_.next_task.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) work(task);
+        const uint32_t seen = phase_.ended.value.load(std::memory_order_acquire);
+        if (phase_.num_arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads) {
+            // Everybody has run out of tasks, so nobody looks at these two before the signal.
+            phase_.next_task.store(0, std::memory_order_relaxed);
+            phase_.num_arrived.store(0, std::memory_order_relaxed);
+            phase_.ended.raise();
+        } else {
+            phase_.ended.wait_while(seen, OFFERS_IN_STEP);
+        }
+    }
+
+  private:
+    Phase& phase_;
+};
+
+// The threads themselves: the caller of `run` and `num_threads - 1` more. One `run` at a time.
+class Pool {
+  public:
+    explicit Pool(int num_threads) : num_threads_(num_threads) {
+        for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
+    }
+
+    ~Pool() {
+        work_ = nullptr;
+        started_.raise();
+        for (std::thread& thread : threads_) thread.join();
+    }
+
+    Pool(const Pool&) = delete;
+    Pool& operator=(const Pool&) = delete;
+
+    int num_threads() const { return num_threads_; }
+
+    // Calls `work` on every thread at once and returns when all of them are through.
+    void run(const std::function<void(Team&)>& work) {
+        work_ = &work;
+        started_.raise();
+        take_part(0);
+    }
+
+  private:
+    void take_part(int thread) {
+        const NoTinyNumbers no_tiny_numbers;
+        Team team(thread, num_threads_, phase_);
+        (*work_)(team);
+        team.each(0, [](int64_t) {});
+    }
+
+    void serve(int thread) {
+        pthread_setname_np(pthread_self(), "inflight-math");
+        for (uint32_t seen = 0;; ++seen) {
+            started_.wait_while(seen, 0);
+            if (work_ == nullptr) return;
+            take_part(thread);
+        }
+    }
+
+    const int num_threads_;
+    const std::function<void(Team&)>* work_ = nullptr;
+    Phase phase_;
+    alignas(64) Signal started_;
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace inflight

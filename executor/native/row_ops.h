@@ -1,0 +1,44 @@
+// What is done to single rows between the products: norms, rotary embedding, SiLU.
+
+#pragma once
+
+#include <cmath>
+
+#include "vectors.h"
+
+namespace inflight {
+
+// Root mean square norm of `size` numbers: x / sqrt(mean(x^2) + epsilon) * weight (Zhang & Sennrich 2019). What follows them up to
+// a multiple of 16 must be zero in `from`.
+//
+// Calls `put(i, x)` with `WIDTH` results at a time, which may go where `from` is.
+template <class Put>
+ALWAYS_INLINE void norm_row(const float* from, const float* weight, int64_t size, float epsilon, const Put& put) {
+    Floats squares = {};
+    const int64_t width = round_up(size, LANES);
+    for (int64_t i = 0; i < width; i += WIDTH) {
+        const Floats x = load(from + i);
+        squares += x * x;
+    }
+    const float factor = 1.0f / std::sqrt(sum_of(squares) / size + epsilon);
+    for (int64_t i = 0; i < width; i += WIDTH) put(i, load(from + i) * factor * load(weight + i));
+}
+
+// Rotary embedding of a head in place (Su et al. 2021): number i turns with number i + half.
+inline void rotate_row(float* __restrict__ x, const float* __restrict__ cosines, const float* __restrict__ sines,
+                       int64_t half) {
+    for (int64_t i = 0; i < half; ++i) {
+        const float first = x[i], second = x[half + i];
+        x[i] = first * cosines[i] - second * sines[i];
+        x[half + i] = second * cosines[i] + first * sines[i];
+    }
+}
+
+// silu(gate) * up, where silu(x) = x / (1 + e^-x).
+template <class Element>
+ALWAYS_INLINE Floats gated(Floats gate, Floats up) {
+    const Floats negative = (gate < -87.0f) ? all(87.0f) : -gate;
+    return gate / (1.0f + power_of_two<Element>(negative * LOG2_E)) * up;
+}
+
+}  // namespace inflight

@@ -1,0 +1,342 @@
+// Chooses the next token of one row of logits, as executor/sampling.py says; that file's torch code is the oracle.
+//
+// A row is looked at in groups of 64 ids. Random words come from Philox4x32-10, 16 counters for a group, and most groups end
+// there: an upper bound of the noise, read off the exponent of the uniform number, already shows that no token of the group
+// can win. The few that might are computed exactly, in double precision rounded to float, so that the result is the same on
+// every processor. top_k and top_p look for the smallest value that stays, not for an order: with the largest of every group
+// at hand, only groups that reach into the top are read.
+//
+// Thread-safe: everything that is kept between calls lies in the caller's Scratch. A NaN is never chosen and weighs nothing.
+// Where there is nothing to choose (all NaN or -inf) the lowest id that is not banned comes out.
+
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "noise.h"
+
+namespace inflight {
+
+// How a row is sampled: greedily unless `temperature` > 0; `top_k` 0 and `top_p` 1 keep every token.
+struct SampleRow {
+    float temperature;
+    int32_t top_k;
+    double top_p;
+    uint64_t seed;
+    int64_t output_index;
+    const int32_t* banned;
+    int32_t num_banned;
+};
+
+namespace sampling {
+
+struct Scratch {
+    std::vector<float> maxima;      // of every group, divided by the temperature
+    std::vector<float> candidates;  // values that may stay
+    std::vector<double> masses;     // of top_p's bins
+    alignas(64) float tail[GROUP];  // the last group, where the vocabulary does not fill it
+};
+
+// A row as groups; a value is what the memory holds, divided by `divisor`.
+struct Values {
+    float* logits;
+    float* tail;
+    float* maxima;
+    int64_t num_whole, num_groups;
+    float divisor;
+
+    float* group(int64_t index) const { return index < num_whole ? logits + index * GROUP : tail; }
+    INFLIGHT_INLINE Floats vector(const float* group, int index) const { return load(group + index * LANES) / divisor; }
+};
+
+inline Values as_groups(float* logits, int64_t size, Scratch& scratch) {
+    const int64_t num_groups = (size + GROUP - 1) / GROUP, num_whole = size / GROUP;
+    scratch.maxima.resize(num_groups);
+    std::fill(scratch.tail, scratch.tail + GROUP, NOTHING);
+    std::copy(logits + num_whole * GROUP, logits + size, scratch.tail);
+    return {logits, scratch.tail, scratch.maxima.data(), num_whole, num_groups, 1.0f};
+}
+
+// Fills in the maxima and returns the first group that has the largest.
+inline int64_t find_maxima(const Values& values) {
+    int64_t first = 0;
+    for (int64_t i = 0; i < values.num_groups; ++i) {
+        const float* group = values.group(i);
+        Floats largest = all(NOTHING);
+        for (int v = 0; v < VECTORS; ++v) largest = larger(load(group + v * LANES), largest);
+        values.maxima[i] = largest_lane(largest);
+        if (values.maxima[i] > values.maxima[first]) first = i;
+    }
+    return first;
+}
+
+// ---- top_k and top_p ----
+
+// Values above `value` stay, and of those equal to it the `room` lowest ids.
+struct Edge {
+    float value;
+    int64_t room;
+};
+
+inline Edge edge_of(const float* kept, int64_t count) {
+    const float value = *std::min_element(kept, kept + count);
+    return {value, std::count(kept, kept + count, value)};
+}
+
+// A value that at least `count` values reach, because that many groups do; -inf where there are not so many groups.
+inline float reached_by(const Values& values, int64_t count, Scratch& scratch) {
+    if (count > values.num_groups) return NOTHING;
+    std::vector<float>& maxima = scratch.candidates;
+    maxima.assign(values.maxima, values.maxima + values.num_groups);
+    std::nth_element(maxima.begin(), maxima.begin() + (count - 1), maxima.end(), std::greater<float>());
+    return maxima[count - 1];
+}
+
+// Puts the values that are at least `threshold`, but not -inf, into the scratch.
+inline void collect(const Values& values, float threshold, Scratch& scratch) {
+    threshold = std::max(threshold, std::numeric_limits<float>::lowest());
+    std::vector<float>& found = scratch.candidates;
+    found.resize(values.num_groups * GROUP);
+    size_t count = 0;
+    for (int64_t i = 0; i < values.num_groups; ++i) {
+        if (!(values.maxima[i] >= threshold)) continue;
+        const float* group = values.group(i);
+        for (int j = 0; j < GROUP; ++j) {
+            const float value = group[j] / values.divisor;
+            found[count] = value;
+            count += value >= threshold;
+        }
+    }
+    found.resize(count);
+}
+
+inline double mass_of(const float* begin, const float* end, float largest) {
+    double mass = 0;
+    for (; begin < end; ++begin) mass += std::exp((double)*begin - largest);
+    return mass;
+}
+
+// Brings the largest values to the front and returns how many stay while those before them weigh less than `needed`; what
+// is in doubt is halved, not put in order. `mass` comes before all of them. 0 if all together weigh less.
+inline int64_t count_needed(std::vector<float>& values, float largest, double mass, double needed) {
+    float *begin = values.data(), *end = begin + values.size(), *from = begin, *to = end;
+    while (to - from > 64) {
+        float* middle = from + (to - from) / 2;
+        std::nth_element(from, middle, to, std::greater<float>());
+        const double front = mass_of(from, middle, largest);
+        if (mass + front >= needed) {
+            to = middle;
+        } else {
+            mass += front;
+            from = middle;
+        }
+    }
+    std::sort(from, to, std::greater<float>());
+    for (; from < to; ++from) {
+        mass += mass_of(from, from + 1, largest);
+        if (mass >= needed) return from + 1 - begin;
+    }
+    return to < end ? to - begin : 0;
+}
+
+inline Edge find_top_k(const Values& values, float largest, int64_t top_k, double top_p, Scratch& scratch) {
+    collect(values, reached_by(values, top_k, scratch), scratch);
+    std::vector<float>& kept = scratch.candidates;
+    if ((int64_t)kept.size() > top_k) {
+        std::nth_element(kept.begin(), kept.begin() + (top_k - 1), kept.end(), std::greater<float>());
+        kept.resize(top_k);
+    }
+    if (top_p >= 1) return edge_of(kept.data(), kept.size());
+    const double total = mass_of(kept.data(), kept.data() + kept.size(), largest);
+    const int64_t count = count_needed(kept, largest, 0, top_p * total);
+    return edge_of(kept.data(), count > 0 ? count : kept.size());
+}
+
+// Sum of e^(value - largest).
+inline double total_mass(const Values& values, float largest) {
+    Doubles low = {}, high = {};
+    for (int64_t i = 0; i < values.num_groups; ++i) {
+        const float* group = values.group(i);
+        Floats sum = {};
+        for (int v = 0; v < VECTORS; ++v) sum += exponential(values.vector(group, v) - largest);
+        low += __builtin_convertvector(half_of<HalfFloats>(sum, 0), Doubles);
+        high += __builtin_convertvector(half_of<HalfFloats>(sum, 1), Doubles);
+    }
+    low += high;
+    double total = 0;
+    for (int lane = 0; lane < LANES / 2; ++lane) total += low[lane];
+    return total;
+}
+
+// Bins of 1/32 below the largest value, the last one open; a token there weighs less than 1e-27 of the largest.
+constexpr int NUM_BINS = 2048;
+INFLIGHT_INLINE Ints bins_of(Floats values, float largest) {
+    const Floats bin = (largest - values) * 32.0f;
+    return __builtin_convertvector((bin < (float)NUM_BINS) ? bin : all(NUM_BINS - 1), Ints);
+}
+
+// Sums of e^(value - largest) by bin.
+inline void weigh_bins(const Values& values, float largest, double* masses) {
+    for (int64_t i = 0; i < values.num_groups; ++i) {
+        const float* group = values.group(i);
+        for (int v = 0; v < VECTORS; ++v) {
+            const Floats value = values.vector(group, v), weight = exponential(value - largest);
+            const Ints bin = bins_of(value, largest);
+            alignas(64) float weights[LANES];
+            alignas(64) int32_t bins[LANES];
+            std::memcpy(weights, &weight, sizeof weights);
+            std::memcpy(bins, &bin, sizeof bins);
+            for (int lane = 0; lane < LANES; ++lane) masses[bins[lane]] += weights[lane];
+        }
+    }
+}
+
+inline void collect_bin(const Values& values, float largest, int wanted, std::vector<float>& found) {
+    found.clear();
+    for (int64_t i = 0; i < values.num_groups; ++i) {
+        const float* group = values.group(i);
+        for (int v = 0; v < VECTORS; ++v) {
+            const Floats value = values.vector(group, v);
+            const Ints is_wanted = bins_of(value, largest) == wanted & value > NOTHING;
+            if (!any(is_wanted)) continue;
+            for (int lane = 0; lane < LANES; ++lane)
+                if (is_wanted[lane]) found.push_back(value[lane]);
+        }
+    }
+}
+
+// For a flat distribution: weighs the bins, and looks only at those values that lie in the bin of the edge.
+inline Edge find_in_bins(const Values& values, float largest, double needed, Scratch& scratch) {
+    std::vector<double>& masses = scratch.masses;
+    masses.assign(NUM_BINS, 0.0);
+    weigh_bins(values, largest, masses.data());
+    double mass = 0;
+    int edge = 0;
+    while (edge < NUM_BINS - 1 && mass + masses[edge] < needed) mass += masses[edge++];
+    std::vector<float>& candidates = scratch.candidates;
+    collect_bin(values, largest, edge, candidates);
+    if (candidates.empty()) return {NOTHING, 0};  // rounding: not even all of them weigh as much
+    const int64_t count = count_needed(candidates, largest, mass, needed);
+    return edge_of(candidates.data(), count > 0 ? count : candidates.size());
+}
+
+inline Edge find_top_p(const Values& values, float largest, double top_p, Scratch& scratch) {
+    const double needed = top_p * total_mass(values, largest);
+    collect(values, reached_by(values, std::min<int64_t>(64, values.num_groups), scratch), scratch);
+    std::vector<float>& likeliest = scratch.candidates;
+    const int64_t count = count_needed(likeliest, largest, 0, needed);
+    return count > 0 ? edge_of(likeliest.data(), count) : find_in_bins(values, largest, needed, scratch);
+}
+
+// Writes the values that stay, and -inf for the others; groups without any are marked by their maximum instead.
+inline void keep(const Values& values, Edge edge) {
+    for (int64_t i = 0; i < values.num_groups; ++i) {
+        if (!(values.maxima[i] >= edge.value)) {
+            values.maxima[i] = NOTHING;
+            continue;
+        }
+        float* group = values.group(i);
+        for (int v = 0; v < VECTORS; ++v) {
+            const Floats value = values.vector(group, v);
+            Ints stays = value > edge.value;
+            const Ints at_edge = value == edge.value;
+            if (any(at_edge))
+                for (int lane = 0; lane < LANES; ++lane)
+                    if (at_edge[lane] && edge.room > 0) stays[lane] = -1, --edge.room;
+            store(group + v * LANES, stays ? value : all(NOTHING));
+        }
+    }
+}
+
+// ---- The draw ----
+
+struct Draw {
+    uint64_t seed;
+    int64_t output_index;
+    float best = NOTHING;
+    int64_t id = std::numeric_limits<int64_t>::max();
+
+    INFLIGHT_INLINE void look_at(const Values& values, int64_t index) {
+        const float* group = values.group(index);
+        Words words[VECTORS];
+        group_words(index, seed, output_index, words);
+        Ints may_win[VECTORS], some = {};
+        for (int v = 0; v < VECTORS; ++v) {
+            may_win[v] = values.vector(group, v) + noise_bound(words[v]) >= all(best);
+            some |= may_win[v];
+        }
+        if (any(some)) look_closely(values, index, words, may_win);
+    }
+
+    void look_closely(const Values& values, int64_t index, const Words* words, const Ints* may_win) {
+        alignas(64) uint32_t word[GROUP];
+        alignas(64) int32_t chosen[GROUP];
+        std::memcpy(word, words, sizeof word);
+        std::memcpy(chosen, may_win, sizeof chosen);
+        for (int j = 0; j < GROUP; ++j) {
+            if (!chosen[j]) continue;
+            const float score = values.group(index)[j] / values.divisor + gumbel(word[j]);
+            const int64_t candidate = index * GROUP + j;
+            if (score > best || (score == best && candidate < id)) best = score, id = candidate;
+        }
+    }
+};
+
+inline int64_t draw(const Values& values, int64_t first, uint64_t seed, int64_t output_index) {
+    Draw draw{seed, output_index};
+    draw.look_at(values, first);
+    for (int64_t i = 0; i < values.num_groups; ++i)
+        if (i != first && values.maxima[i] + LARGEST_BOUND >= draw.best) draw.look_at(values, i);
+    return draw.id;
+}
+
+inline int64_t lowest_allowed(const SampleRow& row, int64_t vocabulary_size) {
+    const int32_t* end = row.banned + row.num_banned;
+    for (int64_t id = 0; id < vocabulary_size; ++id)
+        if (std::find(row.banned, end, (int32_t)id) == end) return id;
+    return 0;
+}
+
+inline bool restricts(const SampleRow& row, int64_t vocabulary_size) {
+    return (row.top_k > 0 && row.top_k < vocabulary_size) || row.top_p < 1;
+}
+
+// Whether sample_row writes to the logits of this row.
+inline bool changes_logits(const SampleRow& row, int64_t vocabulary_size) {
+    return row.num_banned > 0 || (row.temperature > 0 && restricts(row, vocabulary_size));
+}
+
+// The next token of a row of at least one logit.
+inline int64_t sample_row(float* logits, int64_t vocabulary_size, const SampleRow& row, Scratch& scratch) {
+    for (int32_t i = 0; i < row.num_banned; ++i)
+        if (row.banned[i] >= 0 && row.banned[i] < vocabulary_size) logits[row.banned[i]] = NOTHING;
+    Values values = as_groups(logits, vocabulary_size, scratch);
+    const int64_t first = find_maxima(values);
+    const float largest = values.maxima[first];
+    if (largest == NOTHING) return lowest_allowed(row, vocabulary_size);
+    const float* group = values.group(first);
+    const int64_t greedy = first * GROUP + (std::find(group, group + GROUP, largest) - group);
+    // A temperature near 0 may take even the largest out of float's range.
+    if (!(row.temperature > 0) || largest / row.temperature == NOTHING) return greedy;
+
+    values.divisor = row.temperature;
+    for (int64_t i = 0; i < values.num_groups; ++i) values.maxima[i] /= values.divisor;
+    const float scaled = values.maxima[first];
+    // An infinite value wins in any case, the lowest id of several.
+    if (restricts(row, vocabulary_size) && !std::isinf(scaled)) {
+        const bool has_top_k = row.top_k > 0 && row.top_k < vocabulary_size;
+        keep(values, has_top_k ? find_top_k(values, scaled, row.top_k, row.top_p, scratch)
+                               : find_top_p(values, scaled, row.top_p, scratch));
+        values.divisor = 1;
+    }
+    return draw(values, first, row.seed, row.output_index);
+}
+
+}  // namespace sampling
+
+using sampling::changes_logits;
+using sampling::sample_row;
+using sampling::Scratch;
+
+}  // namespace inflight

@@ -1,0 +1,180 @@
+// Vectors as wide as the target has them, and the element types that the kernels are written for.
+//
+// Data lies in groups of 16 columns (or tokens), and a vector holds one number of WIDTH of them, so no sum ever runs across a
+// vector. Vectors wider than the target's would live in memory: GCC keeps them in no register. An element type says
+// how many numbers along the summed dimension share a lane: 1 for float32, 2 for bfloat16, whose dot-product instruction takes
+// pairs. What the target lacks is spelled out in plain arithmetic.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#define INFLIGHT_DPBF16 1
+#endif
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define INFLIGHT_AMX 1
+#endif
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+namespace inflight {
+
+constexpr int LANES = 16;  // columns or tokens of a group, whatever the target
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+constexpr int VECTORS = LANES / WIDTH;  // of a group
+
+// GCC's vector types: split into what the machine has.
+typedef float Floats __attribute__((vector_size(4 * WIDTH)));
+typedef float UnalignedFloats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t UnalignedWords __attribute__((vector_size(4 * WIDTH), aligned(2), may_alias));
+
+ALWAYS_INLINE Floats load(const float* from) { return *reinterpret_cast<const UnalignedFloats*>(from); }
+ALWAYS_INLINE void store(float* to, Floats value) { *reinterpret_cast<UnalignedFloats*>(to) = value; }
+ALWAYS_INLINE Floats all(float value) { return value - Floats{}; }
+ALWAYS_INLINE float as_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Round to nearest even; a NaN stays one.
+ALWAYS_INLINE Words round_to_bfloat16(Floats value) {
+    const Words bits = (Words)value;
+    const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (value == value) ? rounded : (bits >> 16) | 0x40u;
+}
+
+struct Float32 {
+    using Number = float;
+    using Unit = float;
+    using Vector = Floats;
+    static constexpr int PAIR = 1;
+    static ALWAYS_INLINE Vector load_units(const Number* from) { return load(from); }
+    static ALWAYS_INLINE Floats multiply_add(Floats sum, Unit unit, Vector units) { return sum + unit * units; }
+    static ALWAYS_INLINE void put(Number* to, Floats value) { store(to, value); }
+    static ALWAYS_INLINE float get(Number number) { return number; }
+};
+
+struct BFloat16 {
+    using Number = uint16_t;
+    using Unit = uint32_t;  // two numbers, the first in the low half
+    using Vector = Words;
+    static constexpr int PAIR = 2;
+    static ALWAYS_INLINE Vector load_units(const Number* from) {
+        return *reinterpret_cast<const UnalignedWords*>(from);
+    }
+    static ALWAYS_INLINE Floats multiply_add(Floats sum, Unit unit, Vector units) {
+#ifdef INFLIGHT_DPBF16
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)unit), (__m512bh)units);
+#else
+        const Floats low = (Floats)(units << 16), high = (Floats)(units & 0xffff0000u);
+        return sum + as_float(unit << 16) * low + as_float(unit & 0xffff0000u) * high;
+#endif
+    }
+    static ALWAYS_INLINE void put(Number* to, Floats value) {
+#ifdef INFLIGHT_DPBF16
+        _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)value));
+#else
+        const Words words = round_to_bfloat16(value);
+        for (int lane = 0; lane < WIDTH; ++lane) to[lane] = (Number)words[lane];
+#endif
+    }
+    static ALWAYS_INLINE float get(Number number) { return as_float((uint32_t)number << 16); }
+};
+
+// 2^x, 0 where that is too small to matter: x = n + r, a polynomial in r, n into the exponent. To about one unit in the last
+// place of a float32; where the result becomes a bfloat16 (8 bits), four terms of the polynomial do.
+template <class Element = Float32>
+ALWAYS_INLINE Floats power_of_two(Floats x) {
+#if defined(__AVX512F__)
+    const Floats n = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+    const Floats shifted = x + to_integer;
+    const Floats n = shifted - to_integer;
+#endif
+    const Floats r = x - n;
+    Floats sum;
+    if constexpr (Element::PAIR == 1) {
+        sum = all(1.5403530e-4f);
+        sum = sum * r + 1.3333558e-3f;
+        sum = sum * r + 9.6181291e-3f;
+        sum = sum * r + 5.5504109e-2f;
+    } else {
+        sum = all(5.5504109e-2f);
+    }
+    sum = sum * r + 2.4022651e-1f;
+    sum = sum * r + 6.9314718e-1f;
+    sum = sum * r + 1.0f;
+#if defined(__AVX512F__)
+    return (Floats)_mm512_scalef_ps((__m512)sum, (__m512)n);
+#else
+    const Ints exponent = ((Ints)shifted - (Ints)all(to_integer) + 127) << 23;
+    return (x < -126.0f) ? Floats{} : sum * (Floats)exponent;
+#endif
+}
+
+constexpr float LOG2_E = 1.44269504f;
+
+ALWAYS_INLINE Floats exponential(Floats x) { return power_of_two(x * LOG2_E); }
+
+ALWAYS_INLINE Floats soft_capped(Floats x, float cap) {
+    const Floats ratio = x / cap;
+    const Floats e = exponential((ratio > 0.0f) ? -2.0f * ratio : 2.0f * ratio);
+    const Floats magnitude = cap * (1.0f - e) / (1.0f + e);
+    return (ratio > 0.0f) ? magnitude : -magnitude;
+}
+
+ALWAYS_INLINE int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+
+template <class Element>
+ALWAYS_INLINE typename Element::Unit unit_at(const typename Element::Number* numbers, int64_t index) {
+    typename Element::Unit unit;
+    std::memcpy(&unit, numbers + index * Element::PAIR, sizeof unit);
+    return unit;
+}
+
+ALWAYS_INLINE float sum_of(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float sum = 0;
+    for (int lane = 0; lane < WIDTH; ++lane) sum += x[lane];
+    return sum;
+#endif
+}
+
+ALWAYS_INLINE float largest_of(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float largest = x[0];
+    for (int lane = 1; lane < WIDTH; ++lane) largest = x[lane] > largest ? x[lane] : largest;
+    return largest;
+#endif
+}
+
+ALWAYS_INLINE bool any_above(Floats x, float bound) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(bound), _CMP_GT_OQ) != 0;
+#else
+    return largest_of(x) > bound;
+#endif
+}
+
+}  // namespace inflight

@@ -1,0 +1,86 @@
+"""The Triton kernels on a GPU, against the reference backend and the torch sampler on the same device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from executor.attention.backend import KvShape, Scoring
+from executor.gpu.layers import gated, residual_norm
+from executor.gpu.sampling import DrawRows, draw
+from executor.sampling import SampleRow, sample
+from executor.sequence import Sampling
+from tests.kernels.comparison import assert_attends_as_the_reference
+from tests.paged_cases import Spec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+MIXED = (*(Spec(1, 37 * i + 1) for i in range(9)), Spec(130, 130), Spec(5, 700), Spec(300, 900))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size"),
+    [(64, 1, 16), (64, 3, 16), (80, 7, 32), (96, 16, 16), (128, 4, 16), (128, 8, 32), (256, 2, 16)],
+)
+@pytest.mark.parametrize("num_processors", [1, 132], ids=["whole", "split"])
+def test_attention_equals_the_reference(
+    gpu: torch.device, dtype: torch.dtype, head_dim: int, group: int, block_size: int, num_processors: int
+) -> None:
+    assert_attends_as_the_reference(
+        MIXED,
+        KvShape(2, head_dim),
+        group,
+        block_size=block_size,
+        num_processors=num_processors,
+        dtype=dtype,
+        device=gpu,
+    )
+
+
+@pytest.mark.parametrize("scoring", [Scoring(0.1, 33), Scoring(0.1, 512, 2.0), Scoring(0.3, None, 30.0)], ids=str)
+def test_window_and_cap_equal_the_reference(gpu: torch.device, scoring: Scoring) -> None:
+    for num_processors in (1, 132):
+        assert_attends_as_the_reference(
+            MIXED, KvShape(2, 128), 4, scoring=scoring, num_processors=num_processors, device=gpu
+        )
+
+
+@pytest.mark.parametrize("num_tokens", [2, 4, 8])
+def test_verification_equals_the_reference(gpu: torch.device, num_tokens: int) -> None:
+    specs = tuple(Spec(num_tokens, 100 * i + num_tokens) for i in range(1, 8))
+    assert_attends_as_the_reference(specs, KvShape(8, 128), 4, dtype=torch.bfloat16, num_processors=132, device=gpu)
+
+
+def test_norm_and_gate_equal_torch(gpu: torch.device) -> None:
+    hidden, delta, weight = (torch.randn(77, 4096, device=gpu) for _ in range(3))
+    expected = hidden + delta
+    outputs = residual_norm(hidden, delta, weight[0], 1e-5)
+    torch.testing.assert_close(hidden, expected)
+    torch.testing.assert_close(outputs, torch.nn.functional.rms_norm(expected, (4096,), weight[0], 1e-5))
+    gate_up = torch.randn(33, 2 * 14336, device=gpu)
+    gate, up = gate_up.chunk(2, 1)
+    torch.testing.assert_close(gated(gate_up), torch.nn.functional.silu(gate) * up)
+
+
+def test_draws_are_those_of_the_torch_sampler(gpu: torch.device) -> None:
+    # Given a vocabulary of many chunks; only a tie in the last bits of the noise could turn out otherwise
+    num_rows, vocabulary_size = 64, 128_256
+    logits = torch.randn(num_rows, vocabulary_size, device=gpu) * 3
+    rows = [SampleRow(Sampling(0.1 * (i % 16), 0, 1.0, 2**40 * i + i), 1000 * i, frozenset()) for i in range(num_rows)]
+    words = torch.zeros(num_rows, dtype=torch.int32, device=gpu)
+    seeds = torch.tensor([row.sampling.seed for row in rows])
+    token_ids = words.clone()
+    draw(
+        logits,
+        DrawRows(
+            temperatures=torch.tensor([row.sampling.temperature for row in rows], device=gpu),
+            seeds_low=(seeds & 0x7FFF_FFFF).to(gpu, torch.int32),
+            seeds_high=(seeds >> 32).to(gpu, torch.int32),
+            output_indices=torch.tensor([row.output_index for row in rows], dtype=torch.int32, device=gpu),
+            banned_ids=words[:, None],
+            num_banned=words,
+        ),
+        token_ids,
+    )
+    assert token_ids.tolist() == sample(logits, rows).tolist()

@@ -1,0 +1,90 @@
+"""A model on a GPU, from the folder to its tokens: kernels, graphs, loop and pool as an executor uses them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.model_source import resolve_model
+from executor.gpu.memory import working_bytes
+from executor.gpu.runner import GpuRunner
+from executor.main import load_model
+from executor.model import PagedModel
+from executor.runner import ModelRunner
+from executor.settings import ExecutorSettings
+from tests.greedy import assert_same, generate_alone, generate_together
+from tests.kernels.test_gpu_decoder import FAMILY, PROMPTS
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, requests
+from tests.tiny_models import save_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+
+def load(folder: Path, backend_name: str) -> PagedModel:
+    source = resolve_model(str(folder))
+    model = PagedModel.load(source, dtype_name="float32", backend_name=backend_name, device_name="cuda")
+    model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_model(FAMILY["llama"], tmp_path / "llama")
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = save_model(FAMILY[name], tmp_path / name)
+    network: Any = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
+    model = load(folder, "auto")
+    assert model.gpu_decoder is not None
+
+    together = generate_together(model, PROMPTS, num_tokens=20, chunk_tokens=6)
+
+    for output_ids, prompt in zip(together, PROMPTS, strict=True):
+        assert_same(output_ids, generate_alone(network, prompt, 20))
+
+
+def test_generic_path_runs_on_the_same_kernels(folder: Path) -> None:
+    network: Any = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
+    model = load(folder, "triton")
+    model.gpu_decoder = None
+    together = generate_together(model, PROMPTS, num_tokens=10, chunk_tokens=6)
+    for output_ids, prompt in zip(together, PROMPTS, strict=True):
+        assert_same(output_ids, generate_alone(network, prompt, 10))
+
+
+@pytest.mark.parametrize("uses_graphs", [True, False], ids=["graphs", "launches"])
+def test_runner_gives_the_tokens_of_the_generic_runner(folder: Path, uses_graphs: bool) -> None:
+    expected = outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), requests())
+    model = load(folder, "triton")
+    assert model.gpu_decoder is not None
+    runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, uses_graphs=uses_graphs)
+    runner.prepare()
+    assert outputs(runner, requests()) == expected
+
+
+def test_times_of_a_step_do_not_overlap_those_of_the_next(folder: Path) -> None:
+    model = load(folder, "triton")
+    assert model.gpu_decoder is not None
+    runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE)
+    runner.prepare()
+    outputs(runner, requests()[:1])
+    newest = runner._newest
+    assert newest is not None
+    assert newest.began_s <= newest.ended_s
+
+
+def test_pool_leaves_room_for_what_steps_take(folder: Path) -> None:
+    settings = ExecutorSettings(model=str(folder), device="cuda", max_num_sequences=8, max_num_tokens=64)
+    loaded = load_model(settings)
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    assert loaded.num_blocks * loaded.model.kv_bytes_per_block(settings.tokens_per_block) > 0.5 * total_bytes * 0.9
+    assert free_bytes > 0
+    model = load(folder, "triton")
+    assert working_bytes(model, LIMITS, BLOCK_SIZE, uses_graphs=True) > 0
+    assert model.kv == ()

@@ -1,0 +1,50 @@
+"""Attention by our kernels against the reference backend, on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
+from executor.attention.reference import ReferenceAttention
+from executor.attention.triton import TritonAttention
+from tests.paged_cases import PagedCase, Spec, make_case
+
+CPU = torch.device("cpu")
+# Outputs are averages of values around 1; float16 has 11 bits and bfloat16 8.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def filled(
+    backend: AttentionBackend, shape: KvShape, case: PagedCase, keys: Tensor, values: Tensor, block_size: int
+) -> LayerKv:
+    """The history of a case in a pool whose every number was NaN, as if a broken sequence had used it before."""
+    kv = backend.allocate(shape, case.num_blocks + 1, block_size, keys.dtype, keys.device)
+    kv.keys.fill_(float("nan"))
+    kv.values.fill_(float("nan"))
+    backend.write(kv, keys, values, case.history.to(keys.device))
+    return kv
+
+
+def assert_attends_as_the_reference(
+    specs: tuple[Spec, ...],
+    shape: KvShape,
+    group: int,
+    *,
+    scoring: Scoring = Scoring(0.2),  # noqa: B008 - immutable
+    block_size: int = 16,
+    num_processors: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> None:
+    """Attention by our kernels, as if on a GPU with so many processors, against the reference's."""
+    case = make_case(specs, block_size)
+    size = (case.history.num_tokens, shape.num_kv_heads, shape.head_dim)
+    keys, values = torch.randn(2, *size).to(device, dtype)
+    queries = torch.randn(case.batch.num_tokens, shape.num_kv_heads * group, shape.head_dim).to(device, dtype)
+    batch = case.batch.to(device)
+    results = [
+        backend.attend(queries, filled(backend, shape, case, keys, values, block_size), batch, scoring)
+        for backend in (TritonAttention(num_processors), ReferenceAttention())
+    ]
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE[dtype])

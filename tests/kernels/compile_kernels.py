@@ -1,0 +1,163 @@
+"""Compiles what our launchers would launch on a GPU that is not there: `python -m tests.kernels.compile_kernels 90`.
+
+The launchers run on tensors without storage. In place of a launch, the kernel is compiled for the arguments it was
+given, specialised as Triton does it: for integers that are 1 and for what 16 divides. Prints a line of JSON each.
+Runs in a process of its own, for this one has the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from executor.attention.backend import KvShape, Scoring
+from executor.attention.triton import TritonAttention
+from executor.batch import StepBatch
+from executor.gpu.layers import gated, residual_norm, rope_write
+from executor.gpu.sampling import DrawRows, draw
+from executor.gpu.step_buffers import StepBuffers
+from executor.gpu.step_layout import StepLayout
+
+META = torch.device("meta")
+BLOCK_SIZE = 16
+# An H100 or H200; an A100 has 108, which changes the splits only.
+NUM_PROCESSORS = 132
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Attention of one kind of model."""
+
+    shape: KvShape
+    num_heads: int
+    scoring: Scoring = Scoring(0.1)  # noqa: RUF009 - immutable
+    dtype: torch.dtype = torch.bfloat16
+
+
+LLAMA_8B = Variant(KvShape(8, 128), 32)
+VARIANTS = (
+    LLAMA_8B,
+    Variant(KvShape(3, 64), 9),  # SmolLM2
+    Variant(KvShape(8, 256), 16, Scoring(0.1, 4096, 50.0)),  # Gemma 2
+    Variant(KvShape(32, 80), 32, Scoring(0.1, 2047)),
+    Variant(KvShape(1, 96), 16, dtype=torch.float32),
+)
+
+# New tokens of each sequence: decodes that fill the GPU, drafts to verify, a few decodes, a prompt beside decodes.
+BATCHES = ([1] * 128, [4] * 8, [1] * 4, [1] * 32 + [480])
+
+
+def main(capability: int) -> int:
+    """Compiles everything; returns the exit code."""
+    seen: set[str] = set()
+
+    def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        names = [param.name for param in kernel.params]
+        bound = dict(zip(names, args, strict=False)) | {name: options.pop(name) for name in names if name in options}
+        source = specialised(kernel, bound)
+        key = f"{kernel.__name__} {source.signature} {source.constants} {source.attrs} {options}"
+        if key in seen:
+            return
+        seen.add(key)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        print(json.dumps({"kernel": kernel.__name__, "shared_bytes": compiled.metadata.shared, **options}))
+
+    JITFunction.run = compile_launch
+    for variant in VARIANTS:
+        for lengths in BATCHES if variant is LLAMA_8B else BATCHES[-1:]:
+            launch_attention(variant, batch_of(lengths))
+    launch_layers()
+    return 0
+
+
+def specialised(kernel: Any, bound: dict[str, Any]) -> ASTSource:
+    """The source of a kernel for these arguments."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, param in enumerate(kernel.params):
+        value = bound[param.name]
+        is_specialised = not param.do_not_specialize
+        if param.is_constexpr or (is_specialised and isinstance(value, int) and value == 1):
+            signature[param.name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        else:
+            signature[param.name] = POINTERS[value.dtype] if isinstance(value, Tensor) else "i32"
+            if isinstance(value, Tensor) or (is_specialised and value % 16 == 0):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def batch_of(lengths: list[int]) -> StepBatch:
+    """Sequences with so many new tokens, in contexts of up to 8,192."""
+    num_tokens, num_sequences = sum(lengths), len(lengths)
+    return StepBatch(
+        token_ids=empty(num_tokens, dtype=torch.int32),
+        positions=empty(num_tokens, dtype=torch.int32),
+        slot_mapping=empty(num_tokens, dtype=torch.int64),
+        query_starts=empty(num_sequences + 1, dtype=torch.int32),
+        context_lengths=empty(num_sequences, dtype=torch.int32),
+        block_tables=empty(num_sequences, 8192 // BLOCK_SIZE, dtype=torch.int32),
+        table_rows=empty(num_sequences, dtype=torch.int32),
+        logit_rows=empty(num_sequences, dtype=torch.int64),
+        carried_rows=empty(0, dtype=torch.int64),
+        carried_from=empty(0, dtype=torch.int64),
+        num_decodes=sum(length == 1 for length in lengths),
+        block_size=BLOCK_SIZE,
+    )
+
+
+def launch_attention(variant: Variant, batch: StepBatch) -> None:
+    """Both ways of writing, and attention."""
+    shape, dtype = variant.shape, variant.dtype
+    backend = TritonAttention(NUM_PROCESSORS)
+    kv = backend.allocate(shape, 100, BLOCK_SIZE, dtype, META)
+    qkv = empty(batch.num_tokens, (variant.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, dtype=dtype)
+    table, norm = empty(8192, shape.head_dim, dtype=torch.float32), empty(shape.head_dim, dtype=dtype)
+    keys = empty(batch.num_tokens, shape.num_kv_heads, shape.head_dim, dtype=dtype)
+    backend.write(kv, keys, keys, batch)
+    rope_write(qkv, None, batch.positions, batch.slot_mapping, table, kv, 1e-5)
+    queries = rope_write(qkv, (norm, norm), batch.positions, batch.slot_mapping, table, kv, 1e-5)
+    backend.attend(queries, kv, batch, variant.scoring)
+
+
+def launch_layers() -> None:
+    """The rest of a step, with the sizes of Llama-3-8B and of SmolLM2."""
+    for hidden_size, intermediate_size, vocabulary_size in ((4096, 14336, 128256), (576, 1536, 49152)):
+        hidden = empty(8, hidden_size, dtype=torch.bfloat16)
+        residual_norm(hidden, None, hidden[0], 1e-5)
+        residual_norm(hidden, hidden, hidden[0], 1e-5)
+        gated(empty(8, 2 * intermediate_size, dtype=torch.bfloat16))
+        words = empty(8, dtype=torch.int32)
+        rows = DrawRows(empty(8, dtype=torch.float32), words, words, words, empty(8, 8, dtype=torch.int32), words)
+        draw(empty(8, vocabulary_size, dtype=torch.bfloat16), rows, words)
+    layout = StepLayout(100, 20, 20)
+    buffers = StepBuffers(META, layout, 40, 512)
+    buffers.resolve(layout)
+    buffers.follow(0, 3)
+
+
+def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without storage."""
+    return torch.empty(sizes, dtype=dtype, device=META)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,33 @@
+"""Every kernel compiles to machine code for the GPUs of data centres, without one being there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+KERNELS = {"attend_kernel", "combine_kernel", "write_kernel", "rope_write_kernel"} | {
+    "residual_norm_kernel", "gated_kernel", "draw_kernel", "choose_kernel", "resolve_kernel", "follow_tables_kernel",
+}  # fmt: skip
+# What a program may use (CUDA C++ programming guide, technical specifications per compute capability).
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", MAX_SHARED_BYTES)
+def test_everything_that_is_launched_compiles_and_fits(tmp_path: Path, capability: int) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_kernels", str(capability)],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    compiled = [json.loads(line) for line in result.stdout.splitlines()]
+    assert {kernel["kernel"] for kernel in compiled} == KERNELS
+    too_large = [kernel for kernel in compiled if kernel["shared_bytes"] > MAX_SHARED_BYTES[capability]]
+    assert not too_large

@@ -1,0 +1,52 @@
+"""The GPU's own forward of the common decoder family, under the interpreter, gives the logits of the generic path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from common.model_source import resolve_model
+from executor.model import PagedModel
+from tests.greedy import assert_same, generate_alone, generate_together
+from tests.tiny_models import save_model, sizes
+from tests.torch_threads import torch_threads
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+FAMILY: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**sizes()),
+    "llama-yarn-bias-tied": LlamaConfig(**sizes(rope_parameters=YARN, attention_bias=True, tie_word_embeddings=True)),
+    "mistral-window": MistralConfig(**sizes(sliding_window=8)),
+    "qwen2-one-sliding-layer": Qwen2Config(**sizes(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
+    "qwen3": Qwen3Config(**sizes(head_dim=32)),
+}
+PROMPTS = [[5, 9, 3, 77, 41, 8, 2, 30, 64, 12, 33, 90, 7], [14], [21, 22, 23, 24, 25, 26]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = save_model(FAMILY[name], tmp_path / name)
+    network: Any = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
+    model = PagedModel.load(resolve_model(str(folder)), dtype_name="float32", backend_name="triton", device_name="cpu")
+    assert model.gpu_decoder is not None
+
+    together = generate_together(model, PROMPTS, num_tokens=4, chunk_tokens=6)
+
+    for output_ids, prompt in zip(together, PROMPTS, strict=True):
+        assert_same(output_ids, generate_alone(network, prompt, 4))

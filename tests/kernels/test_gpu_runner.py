@@ -1,0 +1,135 @@
+"""The GPU's runner, without a GPU: what a CUDA graph would replay is computed at once, by Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from common.model_source import resolve_model
+from executor.blocks import BlockPool
+from executor.gpu.device_step import DeviceStep
+from executor.gpu.runner import GpuRunner
+from executor.launch import PendingStep, StepRunner
+from executor.limits import Batching, SchedulerLimits
+from executor.model import PagedModel
+from executor.runner import ModelRunner
+from executor.scheduler import Scheduler
+from executor.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping
+from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.torch_threads import torch_threads
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 16
+LIMITS = SchedulerLimits(
+    max_num_sequences=3,
+    num_standby_sequences=4,
+    max_num_tokens=16,
+    context_length=64,
+    enable_chunked_context=True,
+    batching=Batching.INFLIGHT,
+    enable_prefix_cache=True,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(**sizes(num_hidden_layers=1))
+    return save_model(config, tmp_path_factory.mktemp("model") / "tiny")
+
+
+def load(folder: Path, backend_name: str) -> PagedModel:
+    source = resolve_model(str(folder))
+    model = PagedModel.load(source, dtype_name="float32", backend_name=backend_name, device_name="cpu")
+    model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    return model
+
+
+def gpu_runner(folder: Path) -> GpuRunner:
+    model = load(folder, "triton")
+    assert model.gpu_decoder is not None
+    return GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE)
+
+
+def sequence(
+    number: int, num_prompt_tokens: int, sampling: Sampling, min_tokens: int = 0, num_stops: int = 0
+) -> Sequence:
+    token_ids = [(7 * number + 5 * i) % VOCABULARY_SIZE for i in range(num_prompt_tokens)]
+    stopping = Stopping(max_tokens=5, min_tokens=min_tokens, stop_token_ids=frozenset(range(num_stops)))
+    return Sequence(f"request-{number}", 1, token_ids, num_prompt_tokens, sampling, stopping, 3, b"salt")
+
+
+def requests() -> list[Sequence]:
+    """More than there are seats: greedy and random, restricted and not, prompts of a token and of several chunks."""
+    return [
+        sequence(0, 20, Sampling(0.0, 0, 1.0, 0)),
+        sequence(1, 1, Sampling(1.0, 0, 1.0, 2**63 + 5)),
+        sequence(2, 14, Sampling(0.8, 5, 0.9, 7)),
+        sequence(3, 30, Sampling(0.5, 0, 1.0, 11), min_tokens=3, num_stops=4),
+        sequence(4, 3, Sampling(0.0, 0, 1.0, 0), min_tokens=4, num_stops=40),
+    ]
+
+
+def outputs(runner: StepRunner, sequences: list[Sequence]) -> list[list[int]]:
+    """What the sequences yield, each step launched before the one before is read."""
+    scheduler = Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
+    for some in sequences:
+        assert scheduler.offer(some) is None
+    launched: deque[tuple[StepPlan, PendingStep]] = deque()
+    while launched or not scheduler.is_idle:
+        plan = scheduler.schedule()
+        if plan.sequences:
+            launched.append((plan, runner.launch(plan)))
+        if len(launched) > (1 if plan.sequences else 0):
+            done, pending = launched.popleft()
+            scheduler.update(StepResult(done, pending.result()))
+    runner.close()
+    return [some.token_ids[some.num_prompt_tokens :] for some in sequences]
+
+
+def test_what_compiles_kernels_at_the_start_changes_no_token(folder: Path) -> None:
+    runner = gpu_runner(folder)
+    runner.prepare()
+    greedy = [requests()[0]]
+    assert outputs(runner, greedy) == outputs(
+        ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), [requests()[0]]
+    )
+
+
+def test_step_that_cannot_be_launched_raises_when_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a runner whose first step finds no memory
+    runner, scheduler = gpu_runner(folder), Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
+    scheduler.offer(requests()[0])
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("there is no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceStep, "compute", no_memory)
+        plan = scheduler.schedule()
+        pending = runner.launch(plan)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        pending.result()
+    scheduler.fail(plan, "no memory")
+
+    # Then the steps after it are right
+    assert outputs(runner, [requests()[1]]) == outputs(
+        ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), [requests()[1]]
+    )
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_the_generic_runner(folder: Path) -> None:
+    expected = outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), requests())
+    assert outputs(gpu_runner(folder), requests()) == expected
+    assert all(expected)

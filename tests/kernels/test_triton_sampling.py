@@ -1,0 +1,104 @@
+"""Drawing by the Triton kernels, under the interpreter: the torch sampler's random words, and its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from executor.gpu.sampling import CHUNK, DrawRows, draw
+from executor.philox import MASK
+from executor.philox import philox as torch_philox
+from executor.sampling import LARGEST_UNIFORM, SampleRow, sample
+from executor.sequence import Sampling
+from tests.kernels.probes import noise_kernel, words_kernel
+from tests.torch_threads import torch_threads
+
+VOCABULARY_SIZE = CHUNK + 37
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+def signed(words: Sequence[int]) -> Tensor:
+    """32-bit words as int32 tensors hold them."""
+    return torch.tensor(words, dtype=torch.int64).to(torch.uint32).view(torch.int32)
+
+
+def draw_rows(rows: Sequence[SampleRow]) -> DrawRows:
+    banned = torch.zeros(len(rows), 3, dtype=torch.int32)
+    for i, row in enumerate(rows):
+        banned[i, : len(row.banned_ids)] = torch.tensor(sorted(row.banned_ids), dtype=torch.int32)
+    return DrawRows(
+        temperatures=torch.tensor([row.sampling.temperature for row in rows]),
+        seeds_low=signed([row.sampling.seed & MASK for row in rows]),
+        seeds_high=signed([row.sampling.seed >> 32 for row in rows]),
+        output_indices=torch.tensor([row.output_index for row in rows], dtype=torch.int32),
+        banned_ids=banned,
+        num_banned=torch.tensor([len(row.banned_ids) for row in rows], dtype=torch.int32),
+    )
+
+
+def drawn(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    token_ids = torch.full((len(rows),), 999_999, dtype=torch.int32)
+    draw(logits, draw_rows(rows), token_ids)
+    return token_ids.tolist()
+
+
+def row(temperature: float, seed: int = 0, output_index: int = 0, banned: Sequence[int] = ()) -> SampleRow:
+    return SampleRow(Sampling(temperature, 0, 1.0, seed), output_index, frozenset(banned))
+
+
+def test_words_are_bit_for_bit_those_of_the_torch_generator() -> None:
+    # Given keys and counters with every bit in use
+    counters = torch.randint(2**32, (256,), generator=torch.Generator().manual_seed(0))
+    seed, output_index = 0xFEDC_BA98_7654_3210, 77
+    words = torch.empty(4, 256, dtype=torch.int32)
+    keys = signed([seed & MASK, seed >> 32]).tolist()
+    words_kernel[(1,)](signed(counters.tolist()), words, output_index, *keys, COUNT=256)
+
+    zero = torch.zeros(1, dtype=torch.int64)
+    key = (zero + (seed & MASK), zero + (seed >> 32))
+    expected = torch.stack(torch_philox((counters, zero + output_index, zero, zero), key))
+    assert torch.equal(words.long() & MASK, expected)
+
+
+def test_noise_is_exact_to_the_last_bits_also_at_both_ends() -> None:
+    ends = [*range(28), *(2**32 - 2**i for i in range(32)), *(2**i for i in range(5, 32))]
+    words = torch.tensor(ends + [0] * (128 - len(ends)))
+    noise = torch.empty(128)
+    noise_kernel[(1,)](signed(words.tolist()), noise, COUNT=128)
+
+    uniform = ((words.float() + 0.5) * 2.0**-32).clamp(max=LARGEST_UNIFORM).double()
+    torch.testing.assert_close(noise.double(), -torch.log(-torch.log1p(-uniform)), rtol=1e-6, atol=1e-6)
+
+
+def test_tokens_are_those_of_the_torch_sampler() -> None:
+    # Given greedy and random rows, seeds of 64 bits, and ids that are banned
+    logits = torch.randn(8, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(1)) * 3
+    top = logits.topk(3).indices.tolist()
+    rows = [
+        row(0.0),
+        row(0.0, banned=top[1]),
+        *(row(temperature, seed=2**64 - 1 - i, output_index=i) for i, temperature in enumerate((0.1, 0.7, 1.0, 2.0))),
+        row(0.3, seed=5, banned=top[6]),
+        row(1.5, seed=2**40, output_index=100_000),
+    ]
+    assert drawn(logits, rows) == sample(logits, rows).tolist()
+
+
+def test_equal_logits_go_to_the_lowest_id_across_chunks() -> None:
+    logits = torch.zeros(2, VOCABULARY_SIZE)
+    logits[0, [CHUNK + 5, CHUNK - 1, 70]] = 4.0
+    assert drawn(logits, [row(0.0), row(0.0)]) == [70, 0]
+
+
+def test_logits_of_half_precision_are_drawn_from_as_float32() -> None:
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    rows = [row(0.0), row(1.0, seed=1), row(0.5, seed=2)]
+    assert drawn(logits, rows) == sample(logits, rows).tolist()

@@ -1,0 +1,68 @@
+"""Whether a sampled id is right, to within what rounding to float32 can do to a score. Computed in float64.
+
+A score is `logit / temperature + noise`. The division is exact to the last bit everywhere; noise is rounded. An
+implementation that takes each logarithm right to one unit in the last place (torch's are) gives noise that is off by at
+most one unit of its own and, through the inner logarithm, 2^-23; adding it to the logit rounds once more. Two tokens
+whose scores are nearer than both errors together may win in either order.
+
+Where tokens before the edge of top_p hold just about top_p, one more or one less may stay: the sum of 50,000 float32
+exponentials, each right to some units of 2^-24, decides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from executor.philox import philox
+from executor.sampling import LARGEST_UNIFORM, SampleRow, keep_top
+
+TOP_P_TOLERANCE = 1e-6
+
+
+def is_right(logits: Tensor, row: SampleRow, token_id: int) -> bool:
+    """Whether `token_id` is what sampling `logits[V]` gives, or nearer to it than rounding."""
+    logits = logits.clone()
+    logits[list(row.banned_ids)] = float("-inf")
+    if row.sampling.temperature == 0:
+        return token_id == int(logits.argmax())
+    scaled = logits / torch.tensor(row.sampling.temperature)
+    noise = _noise(row, logits.shape[0])
+    scores = scaled.double().numpy() + noise
+    errors = _spacing(noise) + 2.0**-23 + _spacing(scores)
+    return any(
+        token_id in kept and scores[token_id] + errors[token_id] >= (scores[kept] - errors[kept]).max()
+        for kept in _kept(scaled, row)
+    )
+
+
+def _kept(scaled: Tensor, row: SampleRow) -> list[NDArray[np.int64]]:
+    """The ids that stay, and those that stay where top_p is a little more or less."""
+    top_p = row.sampling.top_p
+    several = [top_p] if top_p >= 1 else [top_p, top_p - TOP_P_TOLERANCE, min(top_p + TOP_P_TOLERANCE, 1.0)]
+    return [_keep_top(scaled, row.sampling.top_k, some) for some in several]
+
+
+def _keep_top(scaled: Tensor, top_k: int, top_p: float) -> NDArray[np.int64]:
+    ids, is_kept = keep_top(scaled[None], torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))
+    return ids[is_kept].numpy()
+
+
+def _noise(row: SampleRow, size: int) -> NDArray[np.float64]:
+    counters = torch.arange(-(-size // 4))
+    seed, mask = row.sampling.seed, 0xFFFF_FFFF
+    index, zero = torch.tensor([row.output_index]), torch.tensor([0])
+    words = torch.stack(
+        philox((counters, index, zero, zero), (torch.tensor([seed & mask]), torch.tensor([seed >> 32]))), -1
+    ).flatten()[:size]
+    uniform = ((words.float() + 0.5) * 2.0**-32).clamp_(max=LARGEST_UNIFORM).double().numpy()
+    noise: NDArray[np.float64] = -np.log(-np.log1p(-uniform))
+    return noise
+
+
+def _spacing(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A unit in the last place of the values as float32; that of an infinite one is 0."""
+    finite = np.where(np.isfinite(values), values, 0.0)
+    return np.spacing(np.abs(finite).astype(np.float32)).astype(np.float64)

@@ -1,0 +1,62 @@
+"""Quality figures: the arithmetic, the report, and a measurement of a tiny model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from bench import quality
+from bench.agreement import agreement, cut, perplexity
+from bench.quality import QualityReport, Result, to_json, to_markdown
+
+
+def test_perplexity_is_the_number_of_equally_likely_tokens() -> None:
+    assert perplexity([math.log(1 / 8)] * 5) == pytest.approx(8)
+    assert perplexity([math.log(1 / 4), math.log(1 / 16)]) == pytest.approx(8)
+
+
+def test_gaps_are_the_references_where_the_likeliest_token_differs() -> None:
+    figures = agreement([1, 2, 3, 4], [0.5, 0.1, 3.0, 0.2], [1, 9, 3, 9], [-1.0] * 4)
+    assert (figures.num_positions, figures.num_different, figures.share_equal) == (4, 2, 0.5)
+    assert (figures.gap_p50, figures.gap_p99, figures.gap_max) == (0.1, 0.2, 0.2)
+    assert figures.share_of_smaller_gaps == 0.5
+
+
+def test_no_difference_has_no_gaps() -> None:
+    figures = agreement([1, 2], [0.5, 0.1], [1, 2], [-1.0, -3.0])
+    assert figures.share_equal == 1
+    assert figures.gap_max is None
+    assert figures.share_of_smaller_gaps is None
+    assert figures.perplexity == pytest.approx(math.exp(2))
+
+
+def test_text_is_cut_into_prompts_of_one_length_without_overlap() -> None:
+    assert cut(range(11), 3) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+def test_report_has_a_line_for_every_variant_and_path() -> None:
+    equal = agreement([1, 2], [0.5, 0.1], [1, 2], [-1.0, -1.0])
+    other = agreement([1, 2], [0.5, 0.125], [1, 3], [-1.0, -1.1])
+    report = QualityReport(
+        {"model": "tiny"}, math.e, (Result("float32", "one by one", equal), Result("bfloat16", "one by one", other))
+    )
+    lines = to_markdown(report).splitlines()
+    assert "- model: tiny" in lines
+    assert "| float32 | one by one | 2.7183 | +0.000% | 100.00% | 0 of 2 | – | – | – | – |" in lines
+    assert "| bfloat16 | one by one | 2.8577 | +5.127% | 50.00% | 1 of 2 | 0.125 | 0.125 | 0.125 | 50.0% |" in lines
+    results = json.loads(to_json(report))["results"]
+    assert [(result["variant"], result["num_different"]) for result in results] == [("float32", 0), ("bfloat16", 1)]
+
+
+def test_unknown_variant_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        quality.main(["--variants", "float8"])
+    assert "'float8' is not one of float32, bfloat16" in capsys.readouterr().err
+
+
+def test_model_that_is_not_there_is_an_error_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert quality.main(["--model", str(tmp_path / "nowhere"), "--out", str(tmp_path)]) == 1
+    assert "nowhere" in capsys.readouterr().err

@@ -1,0 +1,163 @@
+"""What is decided on the host for a step on a GPU: buckets, the words that travel, what block tables lack."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from executor.batch import pack
+from executor.gpu.buckets import bucket_of, decode_buckets
+from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
+from executor.gpu.step_layout import MAX_BANNED, StepLayout, has_room
+from executor.gpu.table_entries import TableFollower
+from executor.sampling_batch import SamplingBatch
+from executor.sequence import PlanRow, Sequence, StepPlan
+from tests.paged_cases import make_sequence
+
+SPARE_ROW = 9
+
+
+@pytest.mark.parametrize(
+    ("most", "buckets"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (20, (1, 2, 4, 8, 16, 20)),
+        (96, (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96)),
+        (300, (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), 256, 288, 300)),
+    ],
+)
+def test_buckets_reach_from_one_to_every_seat(most: int, buckets: tuple[int, ...]) -> None:
+    assert decode_buckets(most) == buckets
+
+
+def test_a_batch_takes_the_smallest_bucket_that_holds_it() -> None:
+    buckets = decode_buckets(20)
+    assert [bucket_of(buckets, rows) for rows in (1, 3, 8, 9, 20, 21)] == [1, 4, 8, 16, 20, None]
+
+
+def sampling_of(num_rows: int, banned: dict[int, list[int]]) -> SamplingBatch:
+    """Rows that differ in everything."""
+    counts = [len(banned.get(row, [])) for row in range(num_rows)]
+    return SamplingBatch(
+        temperature=np.linspace(0, 1, num_rows),
+        top_k=np.zeros(num_rows, np.int64),
+        top_p=np.ones(num_rows),
+        seed=np.array([2**64 - 1 - 3 * row for row in range(num_rows)], np.uint64),
+        output_index=np.arange(num_rows) * 10,
+        banned_starts=np.concatenate(([0], np.cumsum(counts))),
+        banned_ids=np.array([token_id for row in sorted(banned) for token_id in banned[row]], np.int64),
+        is_greedy=False,
+    )
+
+
+def filled(layout: StepLayout, plan: StepPlan, sampling: SamplingBatch) -> dict[str, list[int]]:
+    words = np.full(layout.num_words, 77, np.int32)
+    layout.fill(words, pack(plan, 16), sampling, SPARE_ROW)
+    return {name: words[field].tolist() for name, field in layout.fields.items()}
+
+
+def test_padding_rows_have_a_context_of_one_token_in_the_spare_block() -> None:
+    # Given three decodes in a bucket of five
+    sequences = [make_sequence([10 * i + j for j in range(20)], [2 * i + 1, 2 * i + 2]) for i in range(3)]
+    plan = StepPlan.of(PlanRow(sequence, 19, 1, True) for sequence in sequences)
+
+    words = filled(StepLayout.of_decodes(5), plan, sampling_of(3, {}))
+
+    assert words["token_ids"] == [19, 29, 39, 0, 0]
+    assert words["positions"] == [19, 19, 19, 0, 0]
+    assert words["slot_mapping"] == [2 * 16 + 3, 4 * 16 + 3, 6 * 16 + 3, 0, 0]
+    assert words["query_starts"] == [0, 1, 2, 3, 4, 5]
+    assert words["context_lengths"] == [20, 20, 20, 1, 1]
+    assert words["table_rows"] == [0, 1, 2, SPARE_ROW, SPARE_ROW]
+    assert words["is_carried"] == [0] * 5
+    assert words["logit_rows"] == [0, 1, 2, 3, 4]
+    assert np.array(words["temperatures"], np.int32).view(np.float32).tolist() == [0.0, 0.5, 1.0, 0.0, 0.0]
+
+
+def test_chunks_and_carried_tokens_keep_their_rows() -> None:
+    # Given a decode whose token is not known yet, and a chunk that yields a token
+    decode, chunk = make_sequence(list(range(6)), [1]), make_sequence(list(range(50, 90)), [2, 3, 4])
+    plan = StepPlan.of([PlanRow(decode, 6, 1, True, carries=True), PlanRow(chunk, 37, 3, True)])
+
+    words = filled(StepLayout(4, 2, 2), plan, sampling_of(2, {}))
+
+    assert words["token_ids"] == [0, 87, 88, 89]
+    assert words["query_starts"] == [0, 1, 4]
+    assert words["context_lengths"] == [7, 40]
+    assert words["logit_rows"] == [0, 3]
+    assert (words["is_carried"], words["carried_from"][0]) == ([1, 0], 0)
+
+
+def test_seeds_are_two_words_and_banned_ids_stay_with_their_row() -> None:
+    sequences = [make_sequence([1, 2], [i + 1]) for i in range(3)]
+    sampling = sampling_of(3, {0: [5, 6], 2: list(range(MAX_BANNED + 1))})
+
+    words = filled(StepLayout.of_decodes(3), StepPlan.of(PlanRow(s, 1, 1, True) for s in sequences), sampling)
+
+    seeds = [(2**64 - 1 - 3 * row) for row in range(3)]
+    assert [word & 0xFFFF_FFFF for word in words["seeds_low"]] == [seed & 0xFFFF_FFFF for seed in seeds]
+    assert [word & 0xFFFF_FFFF for word in words["seeds_high"]] == [seed >> 32 for seed in seeds]
+    assert words["output_indices"] == [0, 10, 20]
+    assert words["num_banned"] == [2, 0, 0], "the last row bans more than there is room for"
+    assert words["banned_ids"][:2] == [5, 6]
+    assert has_room(sampling).tolist() == [True, True, False]
+
+
+def test_fields_start_at_multiples_of_16_bytes() -> None:
+    layout = StepLayout(7, 3, 2)
+    assert all(field.start % 4 == 0 for field in layout.fields.values())
+    assert layout.num_words % 4 == 0
+
+
+def seated(seat: int, block_table: list[int]) -> Sequence:
+    sequence = make_sequence([0], block_table)
+    sequence.seat = seat
+    return sequence
+
+
+def test_tables_are_sent_once_and_grow_from_there() -> None:
+    follower = TableFollower(num_tables=3, max_blocks=10)
+    first, second = seated(2, [7, 8]), seated(0, [5])
+
+    boarded = follower.follow(StepPlan([], [], [], [], [], boarded=(first, second), grown=(first,)))
+    first.block_table += [9, 4]
+    grown = follower.follow(StepPlan([], [], [], [], [], grown=(first,)))
+
+    assert (boarded.places.tolist(), boarded.blocks.tolist()) == ([20, 21, 0], [7, 8, 5])
+    assert (grown.places.tolist(), grown.blocks.tolist()) == ([22, 23], [9, 4])
+
+
+def test_who_boards_a_seat_again_starts_its_table_anew() -> None:
+    follower = TableFollower(num_tables=1, max_blocks=4)
+    follower.follow(StepPlan([], [], [], [], [], boarded=(seated(0, [1, 2, 3]),)))
+    entries = follower.follow(StepPlan([], [], [], [], [], boarded=(seated(0, [9]),)))
+    assert (entries.places.tolist(), entries.blocks.tolist()) == ([0], [9])
+
+
+def test_entries_are_split_into_what_a_copy_holds() -> None:
+    follower = TableFollower(num_tables=1, max_blocks=10)
+    entries = follower.follow(StepPlan([], [], [], [], [], boarded=(seated(0, list(range(7))),)))
+    assert [part.blocks.tolist() for part in entries.split(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    nothing = follower.follow(StepPlan([], [], [], [], []))
+    assert [part.blocks.tolist() for part in nothing.split(3)] == [[]]
+
+
+def test_warm_up_reaches_every_row_tile_within_the_limits() -> None:
+    lengths = list(warm_up_lengths(4, max_num_tokens=100, max_num_sequences=8, context_length=200))
+    assert lengths == [[100], [4], [4] * 8, [8], [8] * 8, [16], [16] * 6, [32], [32] * 3]
+
+
+def test_no_warm_up_is_longer_than_a_context() -> None:
+    lengths = list(warm_up_lengths(1, max_num_tokens=100, max_num_sequences=8, context_length=40))
+    assert lengths == [[40, 40], [16], [16] * 6, [32], [32] * 3]
+
+
+def test_idle_step_stays_in_the_spare_block() -> None:
+    batch = idle_batch([1, 3], SPARE_ROW, 16)
+    assert not batch.slot_mapping.any()
+    assert batch.table_rows.tolist() == [SPARE_ROW, SPARE_ROW]
+    assert (batch.positions.tolist(), batch.num_decodes) == ([0, 0, 1, 2], 1)
+    assert torch.equal(batch.logit_rows, torch.tensor([0, 3]))
+    assert idle_sampling(2).num_rows == 2

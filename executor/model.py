@@ -85,7 +85,13 @@ class PagedModel:
 
     @classmethod
     def load(
-        cls, source: ModelSource, *, dtype_name: str = "auto", backend_name: str = "auto", device_name: str = "auto"
+        cls,
+        source: ModelSource,
+        *,
+        dtype_name: str = "auto",
+        backend_name: str = "auto",
+        device_name: str = "auto",
+        instructions: str = "auto",
     ) -> PagedModel:
         """Loads and checks a model; raises `ModelError` with the reason if it cannot be served."""
         device = choose_device(device_name)
@@ -95,7 +101,7 @@ class PagedModel:
         with _unsupported(network.config):
             expectation = expect(network, _vocabulary_size(network))
             layers = _probe_layers(network)
-            choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers])
+            choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
             if choice.is_fallback:
                 log.warning("attention backend %s", choice.reason)
             description = _describe(source, folder, network, layers)

@@ -6,6 +6,7 @@ import platform
 from pathlib import Path
 
 from executor.native.build import PLAIN_FLAG
+from executor.native.library import NativeLibrary, load_native, usable_instruction_sets
 
 _IS_X86 = platform.machine() == "x86_64"
 _HAS_AVX2 = _IS_X86 and " avx2 " in Path("/proc/cpuinfo").read_text()
@@ -18,3 +19,12 @@ BUILDS: dict[str, tuple[str, ...]] = {
     **({"sse2": ("-march=x86-64",)} if _IS_X86 else {}),
     "plain": (PLAIN_FLAG, "-march=x86-64") if _IS_X86 else (PLAIN_FLAG,),
 }
+
+INSTRUCTION_SETS = [instructions.name for instructions in usable_instruction_sets()]
+
+
+def library_of(instructions: str) -> NativeLibrary:
+    """The library built for an instruction set that this processor has."""
+    library = load_native(instructions)
+    assert isinstance(library, NativeLibrary), library
+    return library

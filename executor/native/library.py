@@ -1,7 +1,7 @@
 """Our C++ code for CPUs, built for the best instructions that the processor has, or for lesser ones if asked.
 
-Which build runs is decided when a process starts, from what the system says of the processor: a cache folder or an image
-may have been made on another machine.
+Which build runs is decided when a process starts, from what the system says of the processor: a cache folder or an
+image may have been made on another machine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from executor.native.build import BuildFailure, load_library
 
 FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / name for name in ("decoder.cpp", "attention.cpp", "sampler.cpp", "pool.cpp"))
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -80,7 +81,7 @@ def load_native(name: str = "auto") -> NativeLibrary | BuildFailure:
 
 def _load(instructions: InstructionSet) -> NativeLibrary | BuildFailure:
     headers = sorted(FOLDER.glob("*.h"))
-    calls = load_library("kernels", [FOLDER / "decoder.cpp"], headers, instructions.compiler_flags)
+    calls = load_library("kernels", SOURCES, headers, instructions.compiler_flags)
     if isinstance(calls, BuildFailure):
         return calls
     if not calls.inflight_prepare():

@@ -22,7 +22,7 @@ WARM_UP_STEPS = 5
 
 
 def seated(num_sequences: int, num_tokens: int, first_block: int, block_size: int) -> list[Sequence]:
-    """Sequences with so many tokens, each with blocks of its own from `first_block` on; the last token is not computed."""
+    """Sequences with so many tokens, each with its own blocks from `first_block` on; the last token is not computed."""
     num_blocks = -(-num_tokens // block_size)
     sequences = []
     for seat in range(num_sequences):

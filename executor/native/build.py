@@ -22,8 +22,6 @@ from common.disk_cache import build_once, cache_folder
 COMPILERS = ("g++", "c++", "clang++")
 # -Wno-psabi: vectors wider than the machine's are only passed between functions that are inlined.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread", "-Wno-psabi")
-# For tests: without the instructions that only some processors have.
-PLAIN_FLAG = "-DINFLIGHT_PLAIN"
 TIMEOUT_S = 300
 
 

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__) || defined(__AMX_TILE__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 

@@ -20,6 +20,9 @@ from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.paged_cases import PagedCase, Spec, make_case
 from tests.torch_threads import torch_threads
 
+# The first test of a build may have to wait for the compiler.
+pytestmark = pytest.mark.timeout(600)
+
 CPU = torch.device("cpu")
 # bfloat16 has 8 bits; outputs are averages of values around 1.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}

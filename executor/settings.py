@@ -34,6 +34,9 @@ class ExecutorSettings(ProcessSettings):
     attention_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
         "auto", description="attention implementation"
     )
+    cpu_isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "native"] = Field(
+        "auto", description="instructions that the CPU kernels are built for; auto: the best that the processor has"
+    )
     batching: Literal["inflight", "static"] = Field(
         "inflight", description="inflight: board and leave at every step; static: nobody boards until everyone got off"
     )

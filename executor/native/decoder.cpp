@@ -446,19 +446,6 @@ std::unique_ptr<Decoder> make_decoder(const DecoderShape& shape, int64_t is_bflo
 
 extern "C" {
 
-// Asks the system for what this build needs of it; 0 where it is refused. Must be the first call.
-int64_t inflight_prepare() {
-#ifdef INFLIGHT_AMX
-    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-#else
-    return 1;
-#endif
-}
-
-void* inflight_pool_new(int64_t num_threads) { return new inflight::Pool((int)num_threads); }
-void inflight_pool_free(void* pool) { delete static_cast<inflight::Pool*>(pool); }
-
 // Null where there is not enough memory.
 void* inflight_decoder_new(const inflight::DecoderShape* shape, int64_t is_bfloat16, int64_t has_int8_weights) {
     try {

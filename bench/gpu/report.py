@@ -26,8 +26,8 @@ def to_markdown(figures: Figures, shape: ModelShape) -> str:
     sections = [
         f"# {figures.model} on {figures.circumstances.get('gpu', 'a GPU')}",
         "\n".join(f"- {name}: {text}" for name, text in figures.circumstances.items()),
-        f"Random weights, bfloat16, {shape.num_parameters / 1e9:.2f} billion parameters. Limits measured in the same run: "
-        f"copy {limits.copy_bytes_per_s / 1e12:.2f} TB/s (read and written), matrix products "
+        f"Random weights, bfloat16, {shape.num_parameters / 1e9:.2f} billion parameters. Limits, measured in the same "
+        f"run: copy {limits.copy_bytes_per_s / 1e12:.2f} TB/s (read and written), matrix products "
         f"{limits.matrix_operations_per_s / 1e12:.0f} TFLOP/s.",
         *_section("Decode", _decode_rows(figures, shape, limits), f"Goal: {DECODE_GOAL:.0%} at 32 to 128 sequences."),
         *_section("Prefill", _prefill_rows(figures, shape, limits), f"Goal: {PREFILL_GOAL:.0%}."),

@@ -95,6 +95,11 @@ class GpuRunner:
         self._newest = LaunchedStep(timer, self._read_back, on_host, sampling.num_rows, self._newest)
         return self._newest
 
+    def repeat_decodes(self, bucket: int) -> None:
+        """Computes the decodes of the newest step once more and hands their tokens to nobody: for measuring."""
+        with torch.inference_mode():
+            self._compute(StepLayout.of_decodes(bucket), bucket, bucket)
+
     def close(self) -> None:
         """Waits for the steps launched."""
         if self._device.type == "cuda":

@@ -22,7 +22,7 @@ WARM_UP_STEPS = 5
 
 
 def seated(num_sequences: int, num_tokens: int, first_block: int, block_size: int) -> list[Sequence]:
-    """Sequences with so many tokens, each with blocks of its own from `first_block` on; the last token is not computed."""
+    """Sequences with so many tokens, each with a seat and, from `first_block` on, blocks of its own."""
     num_blocks = -(-num_tokens // block_size)
     sequences = []
     for seat in range(num_sequences):
@@ -95,7 +95,7 @@ def attention_s(
 
     def every_layer() -> None:
         for layer_kv in kv:
-            backend.attend(queries, layer_kv, batch, Scoring(kv[0].shape.head_dim**-0.5))
+            backend.attend(queries, layer_kv, batch, Scoring(kv[0].shape.head_dim ** -0.5))
 
     every_layer()
     torch.cuda.synchronize()

@@ -41,8 +41,13 @@ async def run_process(tmp_path: Path, planned: Workload, variant: str = "") -> R
 async def until_stopped(pid: int) -> None:
     """A signal is sent at once and takes effect a little later."""
     async with asyncio.timeout(10):
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        while not is_stopped(pid):
             await asyncio.sleep(0.001)
+
+
+def is_stopped(pid: int) -> bool:
+    """What the system says of a process after its command's name."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def drive_scripted(engine: ScriptedEngine, requests: list[Request], concurrency: int | None) -> list[dict[str, Any]]:

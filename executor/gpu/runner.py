@@ -87,7 +87,7 @@ class GpuRunner:
             with torch.inference_mode():
                 self._buffers.upload(layout, batch, sampling, entries)
                 self._compute(layout, bucket, batch.num_decodes)
-                self._draw_restricted(sampling)
+                self._draw_crowded(sampling)
                 on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
             timer.stop()
         except RuntimeError as error:
@@ -126,10 +126,9 @@ class GpuRunner:
         else:
             self._step.compute(layout, num_decodes if bucket is None else bucket)
 
-    def _draw_restricted(self, sampling: SamplingBatch) -> None:
-        """Rows that keep a part of the vocabulary only, or ban more ids than the layout holds, are drawn by torch."""
-        is_restricted = (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1))
-        chosen = np.flatnonzero(is_restricted | ~has_room(sampling)).tolist()
+    def _draw_crowded(self, sampling: SamplingBatch) -> None:
+        """Rows that ban more ids than the layout holds are drawn again, by torch."""
+        chosen = np.flatnonzero(~has_room(sampling)).tolist()
         if chosen:
             rows = sampling.rows()
             token_ids = sample(self._step.logits[chosen].float(), [rows[i] for i in chosen])

@@ -24,8 +24,8 @@ FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 class DecoderShape:
     """Sizes and constants.
 
-    `rope_scaling` multiplies cosines and sines of positions times `inverse_frequencies[head_dim / 2]`; a window of None is
-    the whole context.
+    `rope_scaling` multiplies cosines and sines of positions times `inverse_frequencies[head_dim / 2]`; a window of None
+    is the whole context.
     """
 
     num_layers: int

@@ -80,7 +80,12 @@ def load_model(settings: ExecutorSettings) -> Loaded:
     began = time.monotonic()
     source = resolve_model(settings.model)
     model = PagedModel.load(
-        source, dtype_name=settings.dtype, backend_name=settings.attention_backend, device_name=settings.device
+        source,
+        dtype_name=settings.dtype,
+        backend_name=settings.attention_backend,
+        device_name=settings.device,
+        weight_dtype=settings.weight_dtype,
+        forward_name=settings.forward,
     )
     limits = _scheduler_limits(settings, model)
     num_blocks = num_kv_blocks(

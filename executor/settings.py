@@ -25,6 +25,12 @@ class ExecutorSettings(ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="type of weights and KV; auto: bfloat16 where the device has it"
     )
+    weight_dtype: Literal["auto", "int8"] = Field(
+        "auto", description="type of the weights in memory; auto: that of dtype; int8: half as much to read, on a CPU"
+    )
+    forward: Literal["auto", "transformers"] = Field(
+        "auto", description="forward pass; auto: our own for the model families that have one, else transformers'"
+    )
     attention_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
         "auto", description="attention implementation"
     )

@@ -1,7 +1,7 @@
 """Our C++ code for CPUs, built for the best instructions that the processor has, or for lesser ones if asked.
 
-Which build runs is decided when a process starts, from what the system says of the processor: a cache folder or an image
-may have been made on another machine.
+Which build runs is decided when a process starts, from what the system says of the processor: a cache folder or an
+image may have been made on another machine.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = _V4 | {"avx512_bf16"}
 _AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
+
+# Calls within the library go straight to their target, which lets the compiler inline them; and two builds that are
+# loaded at once share nothing.
+COMMON_FLAGS = ("-fno-semantic-interposition", "-fno-gnu-unique", "-Wl,-Bsymbolic", "-Wno-maybe-uninitialized")
 
 # The best first.
 INSTRUCTION_SETS = (
@@ -80,7 +84,7 @@ def load_native(name: str = "auto") -> NativeLibrary | BuildFailure:
 
 def _load(instructions: InstructionSet) -> NativeLibrary | BuildFailure:
     headers = sorted(FOLDER.glob("*.h"))
-    calls = load_library("kernels", [FOLDER / "decoder.cpp"], headers, instructions.compiler_flags)
+    calls = load_library("kernels", [FOLDER / "decoder.cpp"], headers, (*instructions.compiler_flags, *COMMON_FLAGS))
     if isinstance(calls, BuildFailure):
         return calls
     if not calls.inflight_prepare():

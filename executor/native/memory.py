@@ -1,7 +1,7 @@
 """Zeroed memory in huge pages, where the system has them.
 
-A step reads the KV of every sequence from blocks that lie anywhere in the pool. In pages of 4 KB nearly every block costs a
-walk through the page tables, which in a virtual machine takes longer than reading the block.
+A step reads the KV of every sequence from blocks that lie anywhere in the pool. In pages of 4 KB nearly every block
+costs a walk through the page tables, which in a virtual machine takes longer than reading the block.
 """
 
 from __future__ import annotations

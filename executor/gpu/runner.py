@@ -70,10 +70,11 @@ class GpuRunner:
         """Compiles what steps will need, and captures the graphs."""
         limits = self._limits
         sizes = (_max_step_tokens(limits), limits.max_num_sequences, limits.context_length)
-        for lengths in warm_up_lengths(self._group, *sizes):
-            self._compute_idle(lengths)
-        if self._uses_graphs:
-            with torch.inference_mode():
+        with torch.inference_mode():
+            for lengths in (*warm_up_lengths(self._group, *sizes), *([1] * bucket for bucket in self._buckets)):
+                layout = self._upload_idle(lengths)
+                self._step.compute(layout, len(lengths) if max(lengths) == 1 else 0)
+            if self._uses_graphs:
                 self._graphs = dict(capture(self._compute_decodes, self._buckets))
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -135,15 +136,18 @@ class GpuRunner:
             self._buffers.sampled_ids[chosen] = token_ids.to(torch.int32)
 
     def _compute_decodes(self, bucket: int) -> None:
-        self._step.compute(StepLayout.of_decodes(bucket), bucket)
+        """Computes padding rows alone, or captures what any rows of the bucket need."""
+        layout = StepLayout.of_decodes(bucket)
+        if not torch.cuda.is_current_stream_capturing():
+            self._upload_idle([1] * bucket)
+        self._step.compute(layout, bucket)
 
-    def _compute_idle(self, lengths: Sequence[int]) -> None:
-        """A step that computes nothing real: every token is written to the spare block."""
+    def _upload_idle(self, lengths: Sequence[int]) -> StepLayout:
+        """Sends a step that means nothing: every token is written to the spare block."""
         layout = StepLayout(sum(lengths), len(lengths), len(lengths))
         batch = idle_batch(lengths, self._buffers.spare_table_row, self._block_size)
-        with torch.inference_mode():
-            self._buffers.upload(layout, batch, idle_sampling(len(lengths)), NO_ENTRIES)
-            self._step.compute(layout, batch.num_decodes)
+        self._buffers.upload(layout, batch, idle_sampling(len(lengths)), NO_ENTRIES)
+        return layout
 
 
 def _max_step_tokens(limits: SchedulerLimits) -> int:

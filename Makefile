@@ -35,7 +35,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
 
-.PHONY: help setup demo up test test-gpu lint format protos bench bench-peers bench-soak bench-gpu clean
+.PHONY: help setup demo up test test-gpu lint format protos bench bench-host bench-peers bench-soak bench-gpu clean
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -47,6 +47,7 @@ help:
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate protos/gen again"
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
+	@echo "make bench-host   what the host's part of a step costs"
 	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
 	@echo "make bench-soak   10,000 short requests, watching the memory of the processes"
 	@echo "make bench-gpu  decode, prefill and workloads on an NVIDIA GPU against its limits and transformers"
@@ -99,6 +100,9 @@ protos: setup
 
 bench: setup
 	@$(BIN)/inflight bench $(ARGS)
+
+bench-host: setup
+	@$(BIN)/python -m bench.host_time $(ARGS)
 
 bench-peers: setup
 	@$(BIN)/python bench/peers/install.py $(PEERS)

@@ -86,6 +86,7 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         device_name=settings.device,
         weight_dtype=settings.weight_dtype,
         forward_name=settings.forward,
+        instructions=settings.cpu_isa,
     )
     limits = _scheduler_limits(settings, model)
     num_blocks = num_kv_blocks(

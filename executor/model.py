@@ -112,7 +112,7 @@ class PagedModel:
         with _unsupported(network.config):
             expectation = expect(network, _vocabulary_size(network))
             layers = _probe_layers(network)
-            choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers])
+            choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
             if choice.is_fallback:
                 log.warning("attention backend %s", choice.reason)
             description = _describe(source, folder, network, layers)

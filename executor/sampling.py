@@ -16,20 +16,14 @@ written out here in torch runs on any device and is the oracle in tests.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from executor.native.build import BuildFailure
-from executor.native.sampler import NativeSampler, SamplingColumns, load_sampler
 from executor.philox import MASK, philox
 from executor.sequence import Sampling
-
-log = logging.getLogger(__name__)
 
 # Candidates looked at first for a row with top_p but no top_k; if they hold too little, all are sorted.
 FIRST_CANDIDATES = 1024
@@ -48,22 +42,9 @@ class SampleRow:
     banned_ids: frozenset[int]
 
 
-def choose_sampler(device: torch.device) -> NativeSampler | None:
-    """The faster sampler where it can run on the device's logits; says in the log why if it should but cannot."""
-    if device.type != "cpu":
-        return None
-    library = load_sampler()
-    if isinstance(library, BuildFailure):
-        log.warning("sampling is slow, because %s", library.reason)
-        return None
-    return NativeSampler(library)
-
-
-def sample(logits: Tensor, rows: Sequence[SampleRow], native: NativeSampler | None = None) -> Tensor:
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Returns the token ids `[R]` int64 of `logits[R, vocabulary]`, which it leaves as they are."""
     assert logits.shape[0] == len(rows)
-    if native is not None:
-        return native.sample(logits.float(), columns_of(rows))
     logits = _without_banned(logits, rows)
     token_ids = logits.argmax(-1)
     random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
@@ -74,21 +55,6 @@ def sample(logits: Tensor, rows: Sequence[SampleRow], native: NativeSampler | No
     if restricted:
         token_ids[restricted] = _draw_from_top(_scaled(logits, rows, restricted), [rows[i] for i in restricted])
     return token_ids
-
-
-def columns_of(rows: Sequence[SampleRow]) -> SamplingColumns:
-    """The rows as `NativeSampler` wants them."""
-    samplings = [row.sampling for row in rows]
-    banned = [sorted(row.banned_ids) for row in rows]
-    return SamplingColumns(
-        temperatures=np.array([sampling.temperature for sampling in samplings], np.float32),
-        top_ks=np.array([sampling.top_k for sampling in samplings], np.int32),
-        top_ps=np.array([sampling.top_p for sampling in samplings], np.float64),
-        seeds=np.array([sampling.seed for sampling in samplings], np.uint64),
-        output_indices=np.array([row.output_index for row in rows], np.int64),
-        banned_starts=np.cumsum([0, *map(len, banned)], dtype=np.int32),
-        banned_ids=np.array([token_id for ids in banned for token_id in ids], np.int32),
-    )
 
 
 def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:

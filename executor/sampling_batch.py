@@ -6,33 +6,53 @@ not its least number of tokens yet, which ids are banned.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from executor.batch import StepBatch
 from executor.sampling import SampleRow
-from executor.sequence import Sampling, Sequence
+from executor.sequence import Sampling, Sequence, StepPlan
 
 NO_IDS: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """Columns of the R rows that sample: `temperature` and `top_p` float64, `seed` uint64, the others int64.
+    """Columns of the R rows that sample, as our C++ sampler wants them: each is contiguous.
 
     The ids that cannot come out of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that
     every row takes its largest logit and nothing is banned.
     """
 
-    temperature: npt.NDArray[np.float64]
-    top_k: npt.NDArray[np.int64]
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
     top_p: npt.NDArray[np.float64]
     seed: npt.NDArray[np.uint64]
     output_index: npt.NDArray[np.int64]
-    banned_starts: npt.NDArray[np.int64]
-    banned_ids: npt.NDArray[np.int64]
+    banned_starts: npt.NDArray[np.int32]  # [R + 1]
+    banned_ids: npt.NDArray[np.int32]
     is_greedy: bool
+
+    @classmethod
+    def of(cls, rows: Iterable[SampleRow]) -> SamplingBatch:
+        """The rows in columns."""
+        rows = list(rows)
+        samplings = [row.sampling for row in rows]
+        temperature = np.array([sampling.temperature for sampling in samplings], np.float32)
+        banned_starts, banned_ids = _columns_of_ids([row.banned_ids for row in rows])
+        return cls(
+            temperature=temperature,
+            top_k=np.array([sampling.top_k for sampling in samplings], np.int32),
+            top_p=np.array([sampling.top_p for sampling in samplings], np.float64),
+            seed=np.array([sampling.seed for sampling in samplings], np.uint64),
+            output_index=np.array([row.output_index for row in rows], np.int64),
+            banned_starts=banned_starts,
+            banned_ids=banned_ids,
+            is_greedy=len(banned_ids) == 0 and not temperature.any(),
+        )
 
     @property
     def num_rows(self) -> int:
@@ -53,30 +73,21 @@ class SamplingColumns:
     """The parameters of whoever has a seat."""
 
     def __init__(self, num_seats: int) -> None:
-        self._temperature = np.zeros(num_seats)
-        self._top_k = np.zeros(num_seats, np.int64)
+        self._temperature = np.zeros(num_seats, np.float32)
+        self._top_k = np.zeros(num_seats, np.int32)
         self._top_p = np.ones(num_seats)
         self._seed = np.zeros(num_seats, np.uint64)
         self._prompt_length = np.zeros(num_seats, np.int64)
         # Seats that may not stop yet when they board. Most never are in here.
         self._restrained: dict[int, Sequence] = {}
 
-    def board(self, sequence: Sequence) -> None:
-        """Takes in who has a new seat."""
-        seat, sampling = sequence.seat, sequence.sampling
-        assert seat is not None
-        self._temperature[seat] = sampling.temperature
-        self._top_k[seat] = sampling.top_k
-        self._top_p[seat] = sampling.top_p
-        self._seed[seat] = sampling.seed
-        self._prompt_length[seat] = sequence.num_prompt_tokens
-        self._restrained.pop(seat, None)
-        if sequence.stopping.min_tokens > 1 and sequence.stopping.stop_token_ids:
-            self._restrained[seat] = sequence
-
-    def select(self, seats: npt.NDArray[np.int32], ends: npt.NDArray[np.int32]) -> SamplingBatch:
-        """The columns of the seats that sample, whose contexts then have `ends` tokens."""
-        output_index = ends - self._prompt_length[seats]
+    def select(self, plan: StepPlan, batch: StepBatch) -> SamplingBatch:
+        """The columns of the rows that sample. Plans come in the order in which they are made."""
+        for sequence in plan.boarded:
+            self._board(sequence)
+        sampling_rows = np.flatnonzero(plan.samples)
+        seats = batch.table_rows.numpy()[sampling_rows]
+        output_index = batch.context_lengths.numpy()[sampling_rows] - self._prompt_length[seats]
         temperature = self._temperature[seats]
         banned_starts, banned_ids = self._banned(seats, output_index)
         return SamplingBatch(
@@ -90,17 +101,26 @@ class SamplingColumns:
             is_greedy=len(banned_ids) == 0 and not temperature.any(),
         )
 
+    def _board(self, sequence: Sequence) -> None:
+        seat, sampling = sequence.seat, sequence.sampling
+        assert seat is not None
+        self._temperature[seat] = sampling.temperature
+        self._top_k[seat] = sampling.top_k
+        self._top_p[seat] = sampling.top_p
+        self._seed[seat] = sampling.seed
+        self._prompt_length[seat] = sequence.num_prompt_tokens
+        self._restrained.pop(seat, None)
+        if sequence.stopping.min_tokens > 1 and sequence.stopping.stop_token_ids:
+            self._restrained[seat] = sequence
+
     def _banned(
         self, seats: npt.NDArray[np.int32], output_index: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        starts = np.zeros(len(seats) + 1, np.int64)
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         if not self._restrained:
-            return starts, np.zeros(0, np.int64)
-        banned = [
-            self._banned_at(seat, index) for seat, index in zip(seats.tolist(), output_index.tolist(), strict=True)
-        ]
-        np.cumsum([len(ids) for ids in banned], out=starts[1:])
-        return starts, np.array([token_id for ids in banned for token_id in sorted(ids)], np.int64)
+            return np.zeros(len(seats) + 1, np.int32), np.zeros(0, np.int32)
+        return _columns_of_ids(
+            [self._banned_at(seat, index) for seat, index in zip(seats.tolist(), output_index.tolist(), strict=True)]
+        )
 
     def _banned_at(self, seat: int, output_index: int) -> frozenset[int]:
         """The ids that would end the sequence are banned until it has its least number of tokens."""
@@ -112,3 +132,12 @@ class SamplingColumns:
             return sequence.stopping.stop_token_ids
         del self._restrained[seat]
         return NO_IDS
+
+
+def _columns_of_ids(
+    of_rows: Collection[Collection[int]],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Where the ids of each row start, and the ids."""
+    starts = np.zeros(len(of_rows) + 1, np.int32)
+    np.cumsum([len(ids) for ids in of_rows], out=starts[1:])
+    return starts, np.array([token_id for ids in of_rows for token_id in sorted(ids)], np.int32)

@@ -34,12 +34,15 @@ class ExecutorSettings(ProcessSettings):
     attention_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
         "auto", description="attention implementation"
     )
+    cpu_isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "native"] = Field(
+        "auto", description="instructions that the CPU kernels are built for; auto: the best that the processor has"
+    )
     batching: Literal["inflight", "static"] = Field(
         "inflight", description="inflight: board and leave at every step; static: nobody boards until everyone got off"
     )
     max_num_sequences: int = Field(32, ge=1, le=4096, description="seats: most sequences in a step")
     num_standby_sequences: int = Field(2, ge=0, le=4096, description="sequences held beyond the seats, ready to board")
-    max_num_tokens: int = Field(512, ge=16, le=1_048_576, description="most tokens in a step")
+    max_num_tokens: int = Field(1024, ge=16, le=1_048_576, description="most tokens in a step")
     enable_chunked_context: bool = Field(True, description="compute long prompts in chunks mixed with decodes")
     enable_overlap: bool = Field(True, description="plan and launch a step while the device computes the one before")
     max_inter_token_ms: float = Field(

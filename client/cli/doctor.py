@@ -171,7 +171,10 @@ def model_on_disk(model: str) -> Finding:
 
 
 def backend() -> Finding:
-    """The attention backend that an executor would choose here. Builds its kernels, as an executor would."""
+    """The attention backend that an executor would choose here, and for which instructions it is built.
+
+    Builds its kernels, as an executor would.
+    """
     try:
         choice: Any = importlib.import_module("executor.attention.choice")
     except ImportError as error:

@@ -11,9 +11,11 @@ import torch
 
 from common.model_source import ModelError
 from executor.attention.backend import AttentionBackend, KvShape
-from executor.attention.cpu import SUFFIXES, CpuAttention, load_kernels
+from executor.attention.cpu import SUFFIXES, CpuAttention, max_head_dim
 from executor.attention.reference import ReferenceAttention
 from executor.native.build import BuildFailure
+from executor.native.library import load_native
+from executor.native.pool import NativePool
 
 BACKEND_NAMES = ("auto", "reference", "cpu", "triton")
 # The first GPUs with bfloat16 and with copies that run beside computation.
@@ -31,15 +33,22 @@ class BackendChoice:
 
 
 def choose_backend(
-    name: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[KvShape] = ()
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[KvShape] = (),
+    instructions: str = "auto",
 ) -> BackendChoice:
-    """The named backend, or with `auto` the fastest that can run; raises `ModelError` if the named one cannot."""
+    """The named backend, or with `auto` the fastest that can run; raises `ModelError` if the named one cannot.
+
+    `instructions` are what the `cpu` backend is built for; see `load_native`. It computes on as many threads as torch.
+    """
     if name == "reference":
         return BackendChoice(ReferenceAttention(), "reference: plain torch, as asked for")
     if name not in BACKEND_NAMES:
         raise ModelError(f"attention backend {name!r} is unknown; use one of {', '.join(BACKEND_NAMES)}")
     wanted = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
-    found = _cpu_backend(device, dtype, shapes) if wanted == "cpu" else _triton_backend(device, shapes)
+    found = _cpu_backend(device, dtype, shapes, instructions) if wanted == "cpu" else _triton_backend(device, shapes)
     if isinstance(found, BackendChoice):
         return found
     if name != "auto":
@@ -47,20 +56,25 @@ def choose_backend(
     return BackendChoice(ReferenceAttention(), f"reference (slow), because {found.reason}", is_fallback=True)
 
 
-def _cpu_backend(device: torch.device, dtype: torch.dtype, shapes: Sequence[KvShape]) -> BackendChoice | BuildFailure:
+def _cpu_backend(
+    device: torch.device, dtype: torch.dtype, shapes: Sequence[KvShape], instructions: str
+) -> BackendChoice | BuildFailure:
     if device.type != "cpu":
         return BuildFailure(f"the device is {device.type}")
     if dtype not in SUFFIXES:
         return BuildFailure(f"it computes in {' and '.join(SUFFIXES.values())}, not {dtype}")
-    kernels = load_kernels()
-    if isinstance(kernels, BuildFailure):
-        return kernels
-    backend = CpuAttention(kernels)
-    largest = max((shape.head_dim for shape in shapes), default=0)
-    if largest > backend.max_head_dim:
-        return BuildFailure(f"heads of {largest} numbers are larger than {backend.max_head_dim}")
-    how = "with bfloat16 instructions" if backend.has_bfloat16_instructions else "without bfloat16 instructions"
-    return BackendChoice(backend, f"cpu: C++ kernels built for this processor, {how}")
+    library = load_native(instructions)
+    if isinstance(library, BuildFailure):
+        if instructions != "auto":
+            raise ModelError(f"instruction set {instructions!r} cannot be used: {library.reason}")
+        return library
+    largest, limit = max((shape.head_dim for shape in shapes), default=0), max_head_dim(library)
+    if largest > limit:
+        return BuildFailure(f"heads of {largest} numbers are larger than {limit}")
+    num_threads = torch.get_num_threads()
+    backend = CpuAttention(library, NativePool(library, num_threads))
+    how = f"built for {library.instructions}, on {num_threads} thread{'s' if num_threads > 1 else ''}"
+    return BackendChoice(backend, f"cpu: C++ kernels {how}")
 
 
 def _triton_backend(device: torch.device, shapes: Sequence[KvShape]) -> BackendChoice | BuildFailure:

@@ -1,39 +1,38 @@
-"""Paged attention by our C++ kernels (cpu_kernels.cpp), for bfloat16 and float32 on a CPU.
+"""Paged attention by our C++ kernels (native/attention.cpp), for bfloat16 and float32 on a CPU.
 
-Here tensors become pointers and strides; layout and arithmetic are described in the kernels' file.
+Here tensors become pointers and strides; layout and arithmetic are described in native/attention.h.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from executor.attention.backend import KvShape, LayerKv, Scoring
 from executor.batch import StepBatch
-from executor.native.build import OPENMP_FLAG, BuildFailure, load_library
+from executor.native.library import NativeLibrary
 from executor.native.memory import huge_zeros
+from executor.native.pool import NativePool
 
-SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 # Tokens per group of the layout; block sizes are multiples of it, head sizes are rounded up to it.
 LANES = 16
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class CpuAttention:
-    """Calls the kernels. `kernels` is the loaded library."""
+    """Calls the kernels on the threads of `pool`."""
 
     name = "cpu"
 
-    def __init__(self, kernels: ctypes.CDLL) -> None:
-        self._write = {dtype: _entry(kernels, f"inflight_write_kv_{name}") for dtype, name in SUFFIXES.items()}
-        self._attend = {dtype: _entry(kernels, f"inflight_attend_{name}") for dtype, name in SUFFIXES.items()}
-        self.max_head_dim = int(kernels.inflight_max_head_dim())
-        self.has_bfloat16_instructions = bool(kernels.inflight_has_bfloat16_instructions())
+    def __init__(self, library: NativeLibrary, pool: NativePool) -> None:
+        calls = library.calls
+        self._write = {dtype: _entry(calls, f"inflight_write_kv_{name}") for dtype, name in SUFFIXES.items()}
+        self._attend = {dtype: _entry(calls, f"inflight_attend_{name}") for dtype, name in SUFFIXES.items()}
+        self._pool = pool
+        self.max_head_dim = max_head_dim(library)
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -60,9 +59,8 @@ class CpuAttention:
             num_tokens=keys.shape[0],
             num_kv_heads=kv.shape.num_kv_heads,
             head_dim=kv.shape.head_dim,
-            num_threads=torch.get_num_threads(),
         )
-        self._write[kv.keys.dtype](ctypes.byref(call))
+        self._write[kv.keys.dtype](self._pool.address, ctypes.byref(call))
 
     def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
         """Causal attention of the new tokens."""
@@ -85,47 +83,46 @@ class CpuAttention:
             num_kv_heads=kv.shape.num_kv_heads,
             head_dim=kv.shape.head_dim,
             block_size=batch.block_size,
-            num_threads=torch.get_num_threads(),
             sliding_window=scoring.sliding_window or 0,
             scale=scoring.scale,
             softcap=scoring.softcap or 0.0,
         )
-        self._attend[kv.keys.dtype](ctypes.byref(call))
+        self._attend[kv.keys.dtype](self._pool.address, ctypes.byref(call))
         return outputs
 
 
-def load_kernels(flags: Sequence[str] = ()) -> ctypes.CDLL | BuildFailure:
-    """The library that `CpuAttention` calls."""
-    return load_library("attention", [SOURCE], flags=[OPENMP_FLAG, *flags])
+def max_head_dim(library: NativeLibrary) -> int:
+    """The largest heads that the kernels take."""
+    return int(library.calls.inflight_max_head_dim())
 
 
 class _WriteCall(ctypes.Structure):
-    """`WriteCall` of cpu_kernels.cpp."""
+    """`WriteCall` of attention.cpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values", "cached_keys", "cached_values", "slots")),
         *((name, c_int64) for name in ("key_token_stride", "key_head_stride")),
         *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
-        *((name, c_int64) for name in ("num_tokens", "num_kv_heads", "head_dim", "num_threads")),
+        *((name, c_int64) for name in ("num_tokens", "num_kv_heads", "head_dim")),
     )
 
 
 class _AttendCall(ctypes.Structure):
-    """`AttendCall` of cpu_kernels.cpp."""
+    """`AttendCall` of attention.cpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "outputs", "cached_keys", "cached_values")),
         *((name, c_void_p) for name in ("query_starts", "context_lengths", "block_tables", "table_rows")),
         *((name, c_int64) for name in ("query_token_stride", "query_head_stride", "table_stride")),
         *((name, c_int64) for name in ("num_sequences", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, c_int64) for name in ("block_size", "num_threads", "sliding_window")),
+        *((name, c_int64) for name in ("block_size", "sliding_window")),
         *((name, c_float) for name in ("scale", "softcap")),
     )
 
 
-def _entry(kernels: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
-    function = kernels[name]
-    function.argtypes = (c_void_p,)
+def _entry(calls: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
+    function = calls[name]
+    function.argtypes = (c_void_p, c_void_p)
     function.restype = None
     return function
 

@@ -12,7 +12,11 @@ import torch
 
 from executor.batch import StepBatch
 from executor.gpu.tiling import MAX_ROWS, MIN_ROWS
+from executor.sampling import SampleRow
 from executor.sampling_batch import SamplingBatch
+from executor.sequence import Sampling
+
+GREEDY_ROW = SampleRow(Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0), output_index=0, banned_ids=frozenset())
 
 
 def warm_up_lengths(
@@ -56,14 +60,4 @@ def idle_batch(lengths: Sequence[int], table_row: int, block_size: int) -> StepB
 
 def idle_sampling(num_rows: int) -> SamplingBatch:
     """Greedy rows."""
-    zeros = np.zeros(num_rows, np.int64)
-    return SamplingBatch(
-        temperature=np.zeros(num_rows),
-        top_k=zeros,
-        top_p=np.ones(num_rows),
-        seed=np.zeros(num_rows, np.uint64),
-        output_index=zeros,
-        banned_starts=np.zeros(num_rows + 1, np.int64),
-        banned_ids=np.zeros(0, np.int64),
-        is_greedy=True,
-    )
+    return SamplingBatch.of([GREEDY_ROW] * num_rows)

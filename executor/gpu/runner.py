@@ -81,7 +81,7 @@ class GpuRunner:
         """See `StepRunner`."""
         batch = self._packer.pack(plan)
         entries = self._follower.follow(plan)
-        sampling = self._select(plan, batch)
+        sampling = self._columns.select(plan, batch)
         layout, bucket = self._layout_of(batch, sampling)
         try:
             timer = StepTimer(self._device)
@@ -105,12 +105,6 @@ class GpuRunner:
         """Waits for the steps launched."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _select(self, plan: StepPlan, batch: StepBatch) -> SamplingBatch:
-        for sequence in plan.boarded:
-            self._columns.board(sequence)
-        rows = np.flatnonzero(plan.samples)
-        return self._columns.select(batch.table_rows.numpy()[rows], batch.context_lengths.numpy()[rows])
 
     def _layout_of(self, batch: StepBatch, sampling: SamplingBatch) -> tuple[StepLayout, int | None]:
         """The layout of a step, and the bucket if it is one of decodes."""

@@ -2,9 +2,6 @@
 
 A library has a plain C interface, so it compiles in seconds without torch's headers. It is kept in the disk cache under
 a digest of everything that decides its code: sources, flags, compiler and this machine's processor.
-
-A library that runs on OpenMP threads shares the process with torch, which does so too. Two OpenMP runtimes mean two
-thread pools that fight for the cores, so it is linked against the one that torch carries.
 """
 
 from __future__ import annotations
@@ -16,19 +13,15 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from common.disk_cache import build_once, cache_folder
 
 COMPILERS = ("g++", "c++", "clang++")
 # -Wno-psabi: vectors wider than the machine's are only passed between functions that are inlined.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread", "-Wno-psabi")
-OPENMP_FLAG = "-fopenmp"
-# For tests: without the instructions that only some processors have.
-PLAIN_FLAG = "-DINFLIGHT_PLAIN"
 TIMEOUT_S = 300
 
 
@@ -69,29 +62,17 @@ def _find_compiler() -> str | None:
 
 def _digest(compiler: str, files: Sequence[Path], flags: Sequence[str]) -> str:
     texts = (file.read_text(encoding="utf-8") for file in files)
-    parts = (*texts, *flags, _run([compiler, "--version"]), _processor(), str(_torch_openmp()))
+    parts = (*texts, *flags, _run([compiler, "--version"]), _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _compile(compiler: str, sources: Sequence[Path], flags: Sequence[str], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     compiled = [str(target.with_name(f"{source.stem}.o")) for source in sources]
-    for source, to in zip(sources, compiled, strict=True):
-        _run([compiler, *flags, "-c", str(source), "-o", to])
-    _run([compiler, "-shared", *compiled, *_runtimes(flags), "-o", str(target)])
-
-
-def _runtimes(flags: Sequence[str]) -> Sequence[str]:
-    """What the library is linked against."""
-    openmp = _torch_openmp()
-    if OPENMP_FLAG not in flags:
-        return ["-pthread"]
-    return ["-pthread", OPENMP_FLAG] if openmp is None else ["-pthread", str(openmp), f"-Wl,-rpath,{openmp.parent}"]
-
-
-def _torch_openmp() -> Path | None:
-    """The GNU OpenMP runtime inside the torch package, where there is one."""
-    return next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
+    commands = [[compiler, *flags, "-c", str(source), "-o", to] for source, to in zip(sources, compiled, strict=True)]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(_run, commands))
+    _run([compiler, "-shared", *compiled, "-pthread", "-o", str(target)])
 
 
 def _processor() -> str:

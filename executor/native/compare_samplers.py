@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from executor.native.sampler import NativeSampler
-from executor.sampling import SampleRow, choose_sampler, sample
+from executor.native.sampler import NativeSampler, choose_sampler
+from executor.sampling import SampleRow, sample
+from executor.sampling_batch import SamplingBatch
 from executor.sequence import Sampling
 
 # Name, temperature, top_k, top_p.
@@ -55,10 +56,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _compare(logits: Tensor, rows: Sequence[SampleRow], native: NativeSampler, rounds: int) -> str:
+    sampling = SamplingBatch.of(rows)
     times_ms: dict[str, list[float]] = {"torch": [], "native": []}
     for _ in range(rounds + 1):  # the first fills caches
         expected, torch_ms = _timed(lambda: sample(logits, rows))
-        found, native_ms = _timed(lambda: sample(logits, rows, native))
+        found, native_ms = _timed(lambda: native.sample(logits, sampling))
         times_ms["torch"].append(torch_ms / len(rows))
         times_ms["native"].append(native_ms / len(rows))
     torch_ms, native_ms = (statistics.median(times[1:]) for times in times_ms.values())

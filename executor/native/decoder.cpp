@@ -99,9 +99,13 @@ class DecoderOf final : public Decoder {
     }
 
   private:
+    static constexpr int64_t CACHED_BYTES = 768 << 10;           // of activations, in the second-level cache
+    static constexpr int64_t TILE_NUMBERS = 64 << 10;             // sums of a task
+    static_assert(TILE_NUMBERS >= TILE_ROWS * MAX_DIM);
+
     struct Scratch {
         Workspace<Element> attention;
-        alignas(64) float tile[TILE_ROWS * MAX_DIM];
+        alignas(64) float tile[TILE_NUMBERS];
         std::vector<Best> best;
         std::unique_ptr<Arena> wide;  // blocks of int8 weights as elements
     };
@@ -162,27 +166,39 @@ class DecoderOf final : public Decoder {
         template <class Finish>
         void product(Part part, const Matrix<Element>& matrix, int64_t num_blocks, const Rows<Element>& rows,
                      int64_t num_rows, const Finish& finish) {
-            const int64_t fitting = CACHED_BYTES / rows.row_bytes() / TILE_ROWS * TILE_ROWS;
-            const int64_t at_once = std::clamp<int64_t>(fitting, TILE_ROWS, 512);
+            const int64_t stride = num_blocks * BLOCK_COLUMNS;
+            const int64_t fitting = std::min(CACHED_BYTES / rows.row_bytes(), TILE_NUMBERS / stride);
+            const int64_t at_once = std::max<int64_t>(fitting / TILE_ROWS * TILE_ROWS, TILE_ROWS);
             const int64_t num_chunks = (num_rows + at_once - 1) / at_once, num_columns = matrix.num_blocks / num_blocks;
-            const int64_t stride = num_blocks * BLOCK_COLUMNS, wide_bytes = matrix.num_steps * STEP_BYTES;
             phase(part, num_chunks * num_columns, [&](int64_t task) {
-                const int64_t first_block = task % num_columns * num_blocks;
-                const int64_t start = task / num_columns * at_once, end = std::min(num_rows, start + at_once);
-                const char* blocks[MAX_DIM / BLOCK_COLUMNS];
+                const int64_t first_block = task % num_columns * num_blocks, start = task / num_columns * at_once;
+                const int64_t end = std::min(num_rows, start + at_once);
                 for (int64_t i = 0; i < num_blocks; ++i)
-                    blocks[i] = widened(matrix, first_block + i, wide_room(num_blocks * wide_bytes) + i * wide_bytes);
-                for (int64_t row = start; row < end; row += TILE_ROWS) {
-                    const int count = (int)std::min<int64_t>(TILE_ROWS, end - row);
-                    for (int64_t i = 0; i < num_blocks; ++i) {
-                        float* tile = scratch_.tile + i * BLOCK_COLUMNS;
-                        multiply<Element>(blocks[i], matrix.num_steps, rows.row(row), rows.stride, count, tile, stride);
-                        if (matrix.is_narrow())
-                            scale_columns(matrix.scales + (first_block + i) * BLOCK_COLUMNS, count, tile, stride);
-                    }
-                    finish(first_block, row, count, scratch_.tile);
-                }
+                    multiply_block(matrix, first_block + i, rows, start, end, scratch_.tile + i * BLOCK_COLUMNS, stride);
+                for (int64_t row = start; row < end; row += TILE_ROWS)
+                    finish(first_block, row, rows_of_tile(row, end), scratch_.tile + (row - start) * stride);
             });
+        }
+
+        static int rows_of_tile(int64_t row, int64_t end) { return (int)std::min<int64_t>(TILE_ROWS, end - row); }
+
+        // Rows [start, end) times a block, some steps after the other, each while it is in the first-level cache.
+        void multiply_block(const Matrix<Element>& matrix, int64_t index, const Rows<Element>& rows, int64_t start,
+                            int64_t end, float* out, int64_t stride) {
+            const char* block = widened(matrix, index, wide_room(matrix.num_steps * STEP_BYTES));
+            const int64_t num_passes = end - start > TILE_ROWS ? (matrix.num_steps + CACHED_STEPS - 1) / CACHED_STEPS : 1;
+            for (int64_t pass = 0; pass < num_passes; ++pass) {
+                const int64_t first = pass * matrix.num_steps / num_passes;
+                const int64_t last = (pass + 1) * matrix.num_steps / num_passes;
+                for (int64_t row = start; row < end; row += TILE_ROWS)
+                    multiply<Element>(block + first * STEP_BYTES, last - first,
+                                      rows.row(row) + first * UNITS * Element::PAIR, rows.stride, rows_of_tile(row, end),
+                                      pass > 0, out + (row - start) * stride, stride);
+            }
+            if (!matrix.is_narrow()) return;
+            for (int64_t row = start; row < end; row += TILE_ROWS)
+                scale_columns(matrix.scales + index * BLOCK_COLUMNS, rows_of_tile(row, end), out + (row - start) * stride,
+                              stride);
         }
 
         char* wide_room(int64_t num_bytes) {
@@ -329,8 +345,6 @@ class DecoderOf final : public Decoder {
                 if (logits[i] > best.logit) best = {logits[i], first + i};
         }
 
-        static constexpr int64_t CACHED_BYTES = 768 << 10;
-
         DecoderOf& decoder_;
         const DecoderShape& shape_;
         const Activations<Element>& activations_;
@@ -431,19 +445,6 @@ std::unique_ptr<Decoder> make_decoder(const DecoderShape& shape, int64_t is_bflo
 }  // namespace inflight
 
 extern "C" {
-
-// Asks the system for what this build needs of it; 0 where it is refused. Must be the first call.
-int64_t inflight_prepare() {
-#ifdef INFLIGHT_AMX
-    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-#else
-    return 1;
-#endif
-}
-
-void* inflight_pool_new(int64_t num_threads) { return new inflight::Pool((int)num_threads); }
-void inflight_pool_free(void* pool) { delete static_cast<inflight::Pool*>(pool); }
 
 // Null where there is not enough memory.
 void* inflight_decoder_new(const inflight::DecoderShape* shape, int64_t is_bfloat16, int64_t has_int8_weights) {

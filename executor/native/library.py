@@ -14,6 +14,7 @@ from pathlib import Path
 from executor.native.build import BuildFailure, load_library
 
 FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / name for name in ("decoder.cpp", "attention.cpp", "sampler.cpp", "pool.cpp"))
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -84,7 +85,7 @@ def load_native(name: str = "auto") -> NativeLibrary | BuildFailure:
 
 def _load(instructions: InstructionSet) -> NativeLibrary | BuildFailure:
     headers = sorted(FOLDER.glob("*.h"))
-    calls = load_library("kernels", [FOLDER / "decoder.cpp"], headers, (*instructions.compiler_flags, *COMMON_FLAGS))
+    calls = load_library("kernels", SOURCES, headers, (*instructions.compiler_flags, *COMMON_FLAGS))
     if isinstance(calls, BuildFailure):
         return calls
     if not calls.inflight_prepare():

@@ -24,6 +24,8 @@ namespace inflight {
 constexpr int BLOCK_COLUMNS = 32;
 constexpr int TILE_ROWS = 32;
 constexpr int UNITS = 16;             // units of a step
+// Steps of a block that stay in the first-level cache, beside the rows that pass, while all rows of a task do so.
+constexpr int64_t CACHED_STEPS = 9;
 constexpr int64_t STEP_BYTES = 2048;  // of a block
 constexpr int NARROW_PAIR = 4;        // int8 numbers of a lane
 
@@ -145,14 +147,23 @@ class TilesInUse {
 };
 
 template <bool HAS_SECOND_ROWS>
-void multiply_by_tiles(const char* block, int64_t num_steps, const uint16_t* rows, int64_t stride, float* out,
+void multiply_by_tiles(const char* block, int64_t num_steps, const uint16_t* rows, int64_t stride, bool adds, float* out,
                        int64_t out_stride) {
-    const int64_t row_bytes = stride * sizeof *rows;
+    const int64_t row_bytes = stride * sizeof *rows, out_bytes = out_stride * sizeof(float);
     const char* left = reinterpret_cast<const char*>(rows);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (adds) {
+        _tile_loadd(0, out, out_bytes);
+        _tile_loadd(1, out + LANES, out_bytes);
+        if constexpr (HAS_SECOND_ROWS) {
+            _tile_loadd(2, out + 16 * out_stride, out_bytes);
+            _tile_loadd(3, out + 16 * out_stride + LANES, out_bytes);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
     for (int64_t step = 0; step < num_steps; ++step, left += 64, block += STEP_BYTES) {
         _tile_loadd(6, block, 64);
         _tile_loadd(7, block + STEP_BYTES / 2, 64);
@@ -165,7 +176,6 @@ void multiply_by_tiles(const char* block, int64_t num_steps, const uint16_t* row
             _tile_dpbf16ps(3, 5, 7);
         }
     }
-    const int64_t out_bytes = out_stride * sizeof(float);
     _tile_stored(0, out, out_bytes);
     _tile_stored(1, out + LANES, out_bytes);
     if constexpr (HAS_SECOND_ROWS) {
@@ -192,9 +202,6 @@ constexpr int REGISTER_ROWS = 6;
 // Vectors of columns that a pass over a block takes: all 32 columns, or the 16 that 16 registers have room for.
 constexpr int PASS_VECTORS = 2;
 constexpr int NUM_PASSES = BLOCK_COLUMNS / WIDTH / PASS_VECTORS;
-// Steps of a block that stay in the first-level cache while all rows pass.
-constexpr int64_t STEPS_AT_ONCE = 12;
-
 // Adds to `sums[row, 32 columns]`, for the columns of one pass.
 template <class Element, int ROWS>
 void multiply_by_vectors(const char* block, int pass, int64_t num_steps, const typename Element::Number* rows,
@@ -242,26 +249,27 @@ void multiply_some(int num_rows, const char* block, int pass, int64_t num_steps,
     multiply_by_vectors<Element, ROWS>(block, pass, num_steps, rows, stride, sums);
 }
 
-// `out[r, 0..32) = rows[r] · block`, for up to 32 rows; whatever lies behind the last row of `out` may be overwritten.
+// `out[r, 0..32) = rows[r] · block` for up to 32 rows, or with `adds` is increased by that. Whatever lies behind the last row of
+// `out` may be overwritten.
 template <class Element>
 void multiply(const char* block, int64_t num_steps, const typename Element::Number* rows, int64_t stride, int num_rows,
-              float* out, int64_t out_stride) {
+              bool adds, float* out, int64_t out_stride) {
 #ifdef INFLIGHT_AMX
     if constexpr (Element::PAIR == 2) {
         if (num_rows > 16)
-            multiply_by_tiles<true>(block, num_steps, rows, stride, out, out_stride);
+            multiply_by_tiles<true>(block, num_steps, rows, stride, adds, out, out_stride);
         else
-            multiply_by_tiles<false>(block, num_steps, rows, stride, out, out_stride);
+            multiply_by_tiles<false>(block, num_steps, rows, stride, adds, out, out_stride);
         return;
     }
 #endif
     Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
-    for (int64_t step = 0; step < num_steps; step += STEPS_AT_ONCE)
-        for (int pass = 0; pass < NUM_PASSES; ++pass)
-            for (int row = 0; row < num_rows; row += REGISTER_ROWS)
-                multiply_some<Element>(std::min(REGISTER_ROWS, num_rows - row), block + step * STEP_BYTES, pass,
-                                       std::min(STEPS_AT_ONCE, num_steps - step),
-                                       rows + row * stride + step * UNITS * Element::PAIR, stride, sums + row);
+    for (int row = 0; adds && row < num_rows; ++row)
+        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) sums[row][v] = load(out + row * out_stride + v * WIDTH);
+    for (int pass = 0; pass < NUM_PASSES; ++pass)
+        for (int row = 0; row < num_rows; row += REGISTER_ROWS)
+            multiply_some<Element>(std::min(REGISTER_ROWS, num_rows - row), block, pass, num_steps, rows + row * stride,
+                                   stride, sums + row);
     for (int row = 0; row < num_rows; ++row)
         for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
 }

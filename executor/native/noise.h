@@ -1,6 +1,6 @@
 // Random numbers for sampling: Philox4x32-10, and the Gumbel noise that is made of its words.
 //
-// Philox is done for eight counters in a vector, one in the low half of every 64-bit lane; what a product leaves in the high
+// Philox is done for several counters in a vector, one in the low half of every 64-bit lane; what a product leaves in the high
 // half is never looked at. Noise is computed in double precision and rounded, so that it is the same on every processor; it is
 // slow, and an upper bound that takes a few instructions says for which of many words it is needed.
 
@@ -11,66 +11,48 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 
-#if defined(__SSE2__) && !defined(INFLIGHT_PLAIN)
-#include <immintrin.h>
-#endif
-
-#define INFLIGHT_INLINE inline __attribute__((always_inline))
+#include "vectors.h"
 
 namespace inflight {
 namespace sampling {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "two 32-bit words are written as one of 64 bits");
 
-constexpr int LANES = 16;
-constexpr int VECTORS = 4;
-constexpr int GROUP = VECTORS * LANES;
+constexpr int GROUP = 64;
+constexpr int GROUP_VECTORS = GROUP / WIDTH;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef float UnalignedFloats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef float HalfFloats __attribute__((vector_size(32)));
-typedef double Doubles __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint64_t Longs __attribute__((vector_size(64)));
+typedef float HalfFloats __attribute__((vector_size(2 * WIDTH)));
+typedef double Doubles __attribute__((vector_size(4 * WIDTH)));
+typedef uint64_t Longs __attribute__((vector_size(4 * WIDTH)));
 
-INFLIGHT_INLINE Floats load(const float* from) { return *reinterpret_cast<const UnalignedFloats*>(from); }
-INFLIGHT_INLINE void store(float* to, Floats value) { *reinterpret_cast<UnalignedFloats*>(to) = value; }
-INFLIGHT_INLINE Floats all(float value) { return value - Floats{}; }
-INFLIGHT_INLINE Floats larger(Floats x, Floats y) { return (x > y) ? x : y; }  // y where x is NaN
-INFLIGHT_INLINE Floats as_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+ALWAYS_INLINE Floats larger(Floats x, Floats y) { return (x > y) ? x : y; }  // y where x is NaN
+ALWAYS_INLINE Floats as_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
-template <class Half, class Whole>
-INFLIGHT_INLINE Half half_of(const Whole& whole, int index) {
-    Half half;
+ALWAYS_INLINE Doubles half_of(const Floats& whole, int index) {
+    HalfFloats half;
     std::memcpy(&half, reinterpret_cast<const char*>(&whole) + index * sizeof half, sizeof half);
-    return half;
+    return __builtin_convertvector(half, Doubles);
 }
 
-INFLIGHT_INLINE float largest_lane(Floats x) {
-    typedef float Quarter __attribute__((vector_size(16)));
-    const HalfFloats low = half_of<HalfFloats>(x, 0), high = half_of<HalfFloats>(x, 1);
-    const HalfFloats eight = (low > high) ? low : high;
-    const Quarter first = half_of<Quarter>(eight, 0), second = half_of<Quarter>(eight, 1);
-    const Quarter four = (first > second) ? first : second;
-    return std::max(std::max(four[0], four[1]), std::max(four[2], four[3]));
-}
-
-INFLIGHT_INLINE bool any(Ints mask) {
-#if defined(__AVX512F__) && !defined(INFLIGHT_PLAIN)
+ALWAYS_INLINE bool any(Ints mask) {
+#if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
 #else
-    const Longs bits = (Longs)mask;
-    return ((bits[0] | bits[1]) | (bits[2] | bits[3]) | (bits[4] | bits[5]) | (bits[6] | bits[7])) != 0;
+    const Longs lanes = (Longs)mask;
+    uint64_t bits = 0;
+    for (int lane = 0; lane < WIDTH / 2; ++lane) bits |= lanes[lane];
+    return bits != 0;
 #endif
 }
 
-// e^x to about one unit in the last place for -87 <= x <= 0; 0 below, and for a NaN.
-INFLIGHT_INLINE Floats exponential(Floats x) {
+// e^x to about one unit in the last place for -87 <= x <= 0; 0 below, and for a NaN. Nearer than the one for attention, whose
+// error grows with x: here tens of thousands of small weights are added up.
+ALWAYS_INLINE Floats small_exponential(Floats x) {
     const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
-    const Floats shifted = x * 1.44269504f + to_integer;
+    const Floats shifted = x * LOG2_E + to_integer;
     const Floats n = shifted - to_integer;
     const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     Floats sum = all(1.0f / 720);
@@ -86,35 +68,27 @@ INFLIGHT_INLINE Floats exponential(Floats x) {
 
 // ---- Random numbers ----
 
-// Eight products of the low halves of `x` with a 32-bit number.
-INFLIGHT_INLINE Longs multiply_low(Longs x, uint32_t factor) {
-#if defined(__AVX512F__) && !defined(INFLIGHT_PLAIN)
+constexpr int COUNTERS = WIDTH / 2;  // side by side
+
+// Products of the low halves of `x` with a 32-bit number.
+ALWAYS_INLINE Longs multiply_low(Longs x, uint32_t factor) {
+#if defined(__AVX512F__)
     return (Longs)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(factor));
-#elif defined(__AVX2__) && !defined(INFLIGHT_PLAIN)
-    __m256i parts[2];
-    std::memcpy(parts, &x, sizeof x);
-    for (__m256i& part : parts) part = _mm256_mul_epu32(part, _mm256_set1_epi64x(factor));
-    std::memcpy(&x, parts, sizeof x);
-    return x;
-#elif defined(__SSE2__) && !defined(INFLIGHT_PLAIN)
-    __m128i parts[4];
-    std::memcpy(parts, &x, sizeof x);
-    for (__m128i& part : parts) part = _mm_mul_epu32(part, _mm_set1_epi64x(factor));
-    std::memcpy(&x, parts, sizeof x);
-    return x;
+#elif defined(__AVX2__)
+    return (Longs)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(factor));
 #else
     return (x & 0xffffffffu) * (uint64_t)factor;
 #endif
 }
 
-// Eight counters side by side, one in the low half of every lane; the high halves hold anything.
+// Counters side by side, one in the low half of every lane; the high halves hold anything.
 struct Counters {
     Longs word[4];
 };
 
-// Philox4x32-10 (see philox.py) of NUM times eight counters; several at once hide the time that a product takes.
+// Philox4x32-10 (see philox.py) of NUM vectors of counters; several at once hide the time that a product takes.
 template <int NUM>
-INFLIGHT_INLINE void philox(Counters (&counters)[NUM], uint64_t key) {
+ALWAYS_INLINE void philox(Counters (&counters)[NUM], uint64_t key) {
     uint32_t low = (uint32_t)key, high = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; ++round) {
         for (Counters& x : counters) {
@@ -129,32 +103,37 @@ INFLIGHT_INLINE void philox(Counters (&counters)[NUM], uint64_t key) {
     }
 }
 
-template <int... LANE>
-INFLIGHT_INLINE Words pick(Longs x, Longs y) {
+// Lanes of `x` and of `y` in turn: the even ones, or the odd ones.
+template <int ODD, size_t... LANE>
+ALWAYS_INLINE Words pick(Longs x, Longs y, std::index_sequence<LANE...>) {
 #if defined(__clang__) || __GNUC__ >= 12
-    return (Words)__builtin_shufflevector(x, y, LANE...);
+    return (Words)__builtin_shufflevector(x, y, (int)(LANE % 2 == 0 ? LANE + ODD : COUNTERS + LANE - 1 + ODD)...);
 #else
-    return (Words)__builtin_shuffle(x, y, Longs{LANE...});
+    return (Words)__builtin_shuffle(x, y, Longs{(LANE % 2 == 0 ? LANE + ODD : COUNTERS + LANE - 1 + ODD)...});
 #endif
 }
 
-// The words of 32 ids in their order. Lanes hold the counters 0 4 1 5 2 6 3 7, so that pairs of words only change places
-// inside 128 bits.
-INFLIGHT_INLINE void put_words(const Counters& x, Words* to) {
+// The words of `4 * COUNTERS` ids in their order. The first half of the counters lies in the even lanes (eight lanes hold 0 4 1 5
+// 2 6 3 7), so that pairs of words only change places inside 128 bits.
+ALWAYS_INLINE void put_words(const Counters& x, Words* to) {
+    constexpr std::make_index_sequence<COUNTERS> lanes;
     const Longs front = (x.word[0] & 0xffffffffu) | (x.word[1] << 32);
     const Longs back = (x.word[2] & 0xffffffffu) | (x.word[3] << 32);
-    to[0] = pick<0, 8, 2, 10, 4, 12, 6, 14>(front, back);
-    to[1] = pick<1, 9, 3, 11, 5, 13, 7, 15>(front, back);
+    to[0] = pick<0>(front, back, lanes);
+    to[1] = pick<1>(front, back, lanes);
 }
 
 // The random words of the ids [64 * group, 64 * group + 64): word `id % 4` of counter (id / 4, output index, 0, 0).
-INFLIGHT_INLINE void group_words(int64_t group, uint64_t seed, int64_t output_index, Words (&words)[VECTORS]) {
-    const Longs lane = {0, 4, 1, 5, 2, 6, 3, 7}, none = {};
-    const Longs first = lane + (uint64_t)(group * GROUP / 4), index = none + (uint64_t)output_index;
-    Counters counters[2] = {{{first, index, none, none}}, {{first + 8, index, none, none}}};
-    philox(counters, seed);
-    put_words(counters[0], words);
-    put_words(counters[1], words + 2);
+ALWAYS_INLINE void group_words(int64_t group, uint64_t seed, int64_t output_index, Words (&words)[GROUP_VECTORS]) {
+    Longs lane = {};
+    for (int i = 0; i < COUNTERS; ++i) lane[i] = i % 2 * (COUNTERS / 2) + i / 2;
+    const Longs none = {}, first = lane + (uint64_t)(group * GROUP / 4), index = none + (uint64_t)output_index;
+    for (int done = 0; done < GROUP / 4; done += 2 * COUNTERS) {
+        Counters counters[2] = {{{first + done, index, none, none}}, {{first + (done + COUNTERS), index, none, none}}};
+        philox(counters, seed);
+        put_words(counters[0], words + done * 4 / WIDTH);
+        put_words(counters[1], words + done * 4 / WIDTH + 2);
+    }
 }
 
 // -log(-log(1 - u)), u being the middle of the word's interval.
@@ -166,7 +145,7 @@ inline float gumbel(uint32_t word) {
 // At least the noise of each word, at most 0.1 more where it is large. -log(-log(1 - u)) <= -log(u), and read as an integer
 // a float lies below the line of its logarithm: 2^23 * (log2(x) + 127) >= bits(x). The last bit of the word is left out,
 // which lowers u and lets the conversion be the signed one that every processor has; 1e-3 is for rounding.
-INFLIGHT_INLINE Floats noise_bound(Words words) {
+ALWAYS_INLINE Floats noise_bound(Words words) {
     constexpr float LN2 = 0.693147181f;
     const Floats uniform = as_floats((Ints)(words >> 1)) + 0.25f;  // at most 2^31 u
     return (31 + 127) * LN2 + 1e-3f - as_floats((Ints)uniform) * (LN2 * 0x1p-23f);

@@ -166,4 +166,17 @@ class Pool {
     std::vector<std::thread> threads_;
 };
 
+// Calls `work` on every thread of the pool, or on this one alone where there is none to be had or to be woken.
+template <class Work>
+void run_on(Pool* pool, const Work& work) {
+    if (pool != nullptr) {
+        pool->run(work);
+    } else {
+        const NoTinyNumbers no_tiny_numbers;
+        Phase phase;
+        Team team(0, 1, phase);
+        work(team);
+    }
+}
+
 }  // namespace inflight

@@ -47,7 +47,7 @@ struct Values {
     float divisor;
 
     float* group(int64_t index) const { return index < num_whole ? logits + index * GROUP : tail; }
-    INFLIGHT_INLINE Floats vector(const float* group, int index) const { return load(group + index * LANES) / divisor; }
+    ALWAYS_INLINE Floats vector(const float* group, int index) const { return load(group + index * WIDTH) / divisor; }
 };
 
 inline Values as_groups(float* logits, int64_t size, Scratch& scratch) {
@@ -64,8 +64,8 @@ inline int64_t find_maxima(const Values& values) {
     for (int64_t i = 0; i < values.num_groups; ++i) {
         const float* group = values.group(i);
         Floats largest = all(NOTHING);
-        for (int v = 0; v < VECTORS; ++v) largest = larger(load(group + v * LANES), largest);
-        values.maxima[i] = largest_lane(largest);
+        for (int v = 0; v < GROUP_VECTORS; ++v) largest = larger(load(group + v * WIDTH), largest);
+        values.maxima[i] = largest_of(largest);
         if (values.maxima[i] > values.maxima[first]) first = i;
     }
     return first;
@@ -159,19 +159,19 @@ inline double total_mass(const Values& values, float largest) {
     for (int64_t i = 0; i < values.num_groups; ++i) {
         const float* group = values.group(i);
         Floats sum = {};
-        for (int v = 0; v < VECTORS; ++v) sum += exponential(values.vector(group, v) - largest);
-        low += __builtin_convertvector(half_of<HalfFloats>(sum, 0), Doubles);
-        high += __builtin_convertvector(half_of<HalfFloats>(sum, 1), Doubles);
+        for (int v = 0; v < GROUP_VECTORS; ++v) sum += small_exponential(values.vector(group, v) - largest);
+        low += half_of(sum, 0);
+        high += half_of(sum, 1);
     }
     low += high;
     double total = 0;
-    for (int lane = 0; lane < LANES / 2; ++lane) total += low[lane];
+    for (int lane = 0; lane < WIDTH / 2; ++lane) total += low[lane];
     return total;
 }
 
 // Bins of 1/32 below the largest value, the last one open; a token there weighs less than 1e-27 of the largest.
 constexpr int NUM_BINS = 2048;
-INFLIGHT_INLINE Ints bins_of(Floats values, float largest) {
+ALWAYS_INLINE Ints bins_of(Floats values, float largest) {
     const Floats bin = (largest - values) * 32.0f;
     return __builtin_convertvector((bin < (float)NUM_BINS) ? bin : all(NUM_BINS - 1), Ints);
 }
@@ -180,14 +180,14 @@ INFLIGHT_INLINE Ints bins_of(Floats values, float largest) {
 inline void weigh_bins(const Values& values, float largest, double* masses) {
     for (int64_t i = 0; i < values.num_groups; ++i) {
         const float* group = values.group(i);
-        for (int v = 0; v < VECTORS; ++v) {
-            const Floats value = values.vector(group, v), weight = exponential(value - largest);
+        for (int v = 0; v < GROUP_VECTORS; ++v) {
+            const Floats value = values.vector(group, v), weight = small_exponential(value - largest);
             const Ints bin = bins_of(value, largest);
-            alignas(64) float weights[LANES];
-            alignas(64) int32_t bins[LANES];
+            alignas(64) float weights[WIDTH];
+            alignas(64) int32_t bins[WIDTH];
             std::memcpy(weights, &weight, sizeof weights);
             std::memcpy(bins, &bin, sizeof bins);
-            for (int lane = 0; lane < LANES; ++lane) masses[bins[lane]] += weights[lane];
+            for (int lane = 0; lane < WIDTH; ++lane) masses[bins[lane]] += weights[lane];
         }
     }
 }
@@ -196,11 +196,11 @@ inline void collect_bin(const Values& values, float largest, int wanted, std::ve
     found.clear();
     for (int64_t i = 0; i < values.num_groups; ++i) {
         const float* group = values.group(i);
-        for (int v = 0; v < VECTORS; ++v) {
+        for (int v = 0; v < GROUP_VECTORS; ++v) {
             const Floats value = values.vector(group, v);
-            const Ints is_wanted = bins_of(value, largest) == wanted & value > NOTHING;
+            const Ints is_wanted = (bins_of(value, largest) == wanted) & (value > NOTHING);
             if (!any(is_wanted)) continue;
-            for (int lane = 0; lane < LANES; ++lane)
+            for (int lane = 0; lane < WIDTH; ++lane)
                 if (is_wanted[lane]) found.push_back(value[lane]);
         }
     }
@@ -237,14 +237,14 @@ inline void keep(const Values& values, Edge edge) {
             continue;
         }
         float* group = values.group(i);
-        for (int v = 0; v < VECTORS; ++v) {
+        for (int v = 0; v < GROUP_VECTORS; ++v) {
             const Floats value = values.vector(group, v);
             Ints stays = value > edge.value;
             const Ints at_edge = value == edge.value;
             if (any(at_edge))
-                for (int lane = 0; lane < LANES; ++lane)
+                for (int lane = 0; lane < WIDTH; ++lane)
                     if (at_edge[lane] && edge.room > 0) stays[lane] = -1, --edge.room;
-            store(group + v * LANES, stays ? value : all(NOTHING));
+            store(group + v * WIDTH, stays ? value : all(NOTHING));
         }
     }
 }
@@ -257,12 +257,12 @@ struct Draw {
     float best = NOTHING;
     int64_t id = std::numeric_limits<int64_t>::max();
 
-    INFLIGHT_INLINE void look_at(const Values& values, int64_t index) {
+    ALWAYS_INLINE void look_at(const Values& values, int64_t index) {
         const float* group = values.group(index);
-        Words words[VECTORS];
+        Words words[GROUP_VECTORS];
         group_words(index, seed, output_index, words);
-        Ints may_win[VECTORS], some = {};
-        for (int v = 0; v < VECTORS; ++v) {
+        Ints may_win[GROUP_VECTORS], some = {};
+        for (int v = 0; v < GROUP_VECTORS; ++v) {
             may_win[v] = values.vector(group, v) + noise_bound(words[v]) >= all(best);
             some |= may_win[v];
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,11 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
-from executor.attention.cpu import CpuAttention, load_kernels
+from executor.attention.cpu import CpuAttention
 from executor.attention.reference import ReferenceAttention
-from executor.native.build import PLAIN_FLAG
+from executor.native.library import NativeLibrary
+from executor.native.pool import NativePool
+from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.paged_cases import PagedCase, Spec, make_case
 from tests.torch_threads import torch_threads
+
+# The first test of a build may have to wait for the compiler.
+pytestmark = pytest.mark.timeout(600)
 
 CPU = torch.device("cpu")
 # bfloat16 has 8 bits; outputs are averages of values around 1.
@@ -35,12 +39,14 @@ scorings = st.builds(
 shapes = st.builds(KvShape, st.integers(1, 3), st.sampled_from([2, 10, 16, 64, 72, 80, 96, 128, 256]))
 
 
-@pytest.fixture(scope="module", params=["native", "plain"])
-def cpu_attention(request: pytest.FixtureRequest) -> CpuAttention:
-    """The kernels as they are built here, and without the instructions of this processor for bfloat16."""
-    kernels = load_kernels([PLAIN_FLAG] if request.param == "plain" else [])
-    assert isinstance(kernels, ctypes.CDLL), kernels
-    return CpuAttention(kernels)
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
+    return library_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def cpu_attention(library: NativeLibrary) -> CpuAttention:
+    return CpuAttention(library, NativePool(library, 1))
 
 
 @pytest.fixture(autouse=True)
@@ -114,15 +120,15 @@ def test_cpu_kernels_take_strided_views(cpu_attention: CpuAttention) -> None:
     assert torch.equal(outputs[0], outputs[1])
 
 
-def test_number_of_threads_does_not_change_the_result(cpu_attention: CpuAttention) -> None:
+def test_number_of_threads_does_not_change_the_result(library: NativeLibrary) -> None:
     shape, case = KvShape(3, 64), make_case([Spec(200, 333), *(Spec(1, 100 + i) for i in range(20))], 16)
     keys, values = torch.randn(2, case.history.num_tokens, 3, 64)
     queries = torch.randn(case.batch.num_tokens, 9, 64)
     outputs = []
     for count in (1, 3):
-        with torch_threads(count):
-            kv = filled(cpu_attention, shape, case, keys, values, 16)
-            outputs.append(cpu_attention.attend(queries, kv, case.batch, Scoring(0.125)))
+        backend = CpuAttention(library, NativePool(library, count))
+        kv = filled(backend, shape, case, keys, values, 16)
+        outputs.append(backend.attend(queries, kv, case.batch, Scoring(0.125)))
     assert torch.equal(outputs[0], outputs[1])
 
 

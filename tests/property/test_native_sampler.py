@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 
 import pytest
@@ -11,11 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor.native.sampler import NativeSampler, load_sampler
+from executor.native.pool import NativePool
+from executor.native.sampler import NativeSampler
 from executor.sampling import SampleRow, sample
+from executor.sampling_batch import SamplingBatch
 from executor.sequence import Sampling
-from tests.native_builds import BUILDS
+from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.sampling_oracle import is_right
+
+# The first test of a build may have to wait for the compiler.
+pytestmark = pytest.mark.timeout(600)
 
 SIZES = [1, 3, 63, 64, 65, 300, 5000]
 
@@ -29,11 +33,14 @@ samplings = st.builds(
 rows = st.builds(SampleRow, samplings, st.integers(0, 2**31), st.frozensets(st.integers(0, 299), max_size=3))
 
 
-@pytest.fixture(scope="module", params=BUILDS)
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
 def native(request: pytest.FixtureRequest) -> NativeSampler:
-    library = load_sampler(BUILDS[request.param])
-    assert isinstance(library, ctypes.CDLL), library
-    return NativeSampler(library)
+    return NativeSampler(library_of(request.param))
+
+
+def drawn(native: NativeSampler, logits: Tensor, row: SampleRow) -> int:
+    """The one token of one row."""
+    return int(native.sample(logits[None], SamplingBatch.of([row])))
 
 
 def row_logits(seed: int, size: int, shape: str) -> Tensor:
@@ -70,7 +77,7 @@ def test_native_sampler_chooses_what_the_torch_sampler_does(
     native: NativeSampler, row: SampleRow, logits: Tensor
 ) -> None:
     row, before = within(row, logits.shape[0]), logits.clone()
-    expected, token_id = int(sample(logits[None], [row])), int(sample(logits[None], [row], native))
+    expected, token_id = int(sample(logits[None], [row])), drawn(native, logits, row)
     has_choice = bool((logits > float("-inf"))[sorted(set(range(logits.shape[0])) - row.banned_ids)].any())
     assert token_id == expected or not has_choice or is_right(logits, row, token_id)
     assert torch.equal(logits, before), "the caller's logits stay as they are"
@@ -86,12 +93,13 @@ def test_a_row_gives_the_same_token_alone_and_in_any_company(
 ) -> None:
     shuffled = [(row, row_logits(seed, 300, "ties")) for row, seed in batch]
     order.shuffle(shuffled)
-    together = sample(torch.stack([logits for _, logits in shuffled]), [row for row, _ in shuffled], native).tolist()
-    alone = [int(sample(logits[None], [row], native)) for row, logits in shuffled]
+    logits = torch.stack([logits for _, logits in shuffled])
+    together = native.sample(logits, SamplingBatch.of(row for row, _ in shuffled)).tolist()
+    alone = [drawn(native, logits, row) for row, logits in shuffled]
     assert together == alone
 
 
-def test_builds_for_all_processors_choose_the_same() -> None:
+def test_builds_for_all_processors_choose_the_same_on_any_number_of_threads() -> None:
     # top_p is not among them: how exponentials are added up differs with the width of a vector
     logits = torch.randn(60, 3000, generator=torch.Generator().manual_seed(1))
     some = [
@@ -99,10 +107,10 @@ def test_builds_for_all_processors_choose_the_same() -> None:
         for i in range(60)
     ]
     chosen = []
-    for flags in BUILDS.values():
-        library = load_sampler(flags)
-        assert isinstance(library, ctypes.CDLL), library
-        chosen.append(sample(logits, some, NativeSampler(library)).tolist())
+    for instructions in INSTRUCTION_SETS:
+        library = library_of(instructions)
+        for pool in (None, NativePool(library, 3)):
+            chosen.append(NativeSampler(library, pool).sample(logits, SamplingBatch.of(some)).tolist())
     assert all(ids == chosen[0] for ids in chosen)
 
 

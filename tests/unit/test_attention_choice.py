@@ -67,6 +67,14 @@ def test_cpu_backend_is_refused_for_a_gpu() -> None:
         choose_backend("cpu", CUDA, torch.bfloat16)
 
 
+def test_instructions_that_are_asked_for_by_name_are_not_replaced() -> None:
+    cpu, shapes = torch.device("cpu"), [KvShape(2, 16)]
+    with pytest.raises(ModelError, match="instruction set 'sse9' cannot be used: this processor has no sse9; it has"):
+        choose_backend("auto", cpu, torch.float32, shapes, instructions="sse9")
+    # where no kernels are wanted it does not matter
+    assert choose_backend("reference", cpu, torch.float32, shapes, instructions="sse9").backend.name == "reference"
+
+
 @pytest.mark.slow
 def test_backends_are_chosen_where_triton_is_not_installed() -> None:
     program = "import sys; sys.modules['triton'] = None; import executor.attention.choice"

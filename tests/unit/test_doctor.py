@@ -10,6 +10,7 @@ import pytest
 from client.cli import doctor
 from client.cli.doctor import Finding, Verdict
 from client.cli.main import main
+from executor.native.library import usable_instruction_sets
 
 
 def test_the_processor_is_named_with_the_instructions_that_matter(tmp_path: Path) -> None:
@@ -89,3 +90,5 @@ def test_the_backend_is_the_one_that_an_executor_would_choose() -> None:
     finding = doctor.backend()
     assert finding.text.split(":")[0].split(" ")[0] in ("cpu", "reference")
     assert finding.verdict is not Verdict.MISSING
+    if finding.text.startswith("cpu"):
+        assert any(f"built for {instructions.name}," in finding.text for instructions in usable_instruction_sets())

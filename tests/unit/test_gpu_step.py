@@ -11,8 +11,9 @@ from executor.gpu.buckets import bucket_of, decode_buckets
 from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
 from executor.gpu.step_layout import MAX_BANNED, StepLayout, has_room
 from executor.gpu.table_entries import TableFollower
+from executor.sampling import SampleRow
 from executor.sampling_batch import SamplingBatch
-from executor.sequence import PlanRow, Sequence, StepPlan
+from executor.sequence import PlanRow, Sampling, Sequence, StepPlan
 from tests.paged_cases import make_sequence
 
 SPARE_ROW = 9
@@ -39,16 +40,13 @@ def test_a_batch_takes_the_smallest_bucket_that_holds_it() -> None:
 
 def sampling_of(num_rows: int, banned: dict[int, list[int]]) -> SamplingBatch:
     """Rows that differ in everything."""
-    counts = [len(banned.get(row, [])) for row in range(num_rows)]
-    return SamplingBatch(
-        temperature=np.linspace(0, 1, num_rows),
-        top_k=np.zeros(num_rows, np.int64),
-        top_p=np.ones(num_rows),
-        seed=np.array([2**64 - 1 - 3 * row for row in range(num_rows)], np.uint64),
-        output_index=np.arange(num_rows) * 10,
-        banned_starts=np.concatenate(([0], np.cumsum(counts))),
-        banned_ids=np.array([token_id for row in sorted(banned) for token_id in banned[row]], np.int64),
-        is_greedy=False,
+    return SamplingBatch.of(
+        SampleRow(
+            Sampling(row / max(1, num_rows - 1), top_k=0, top_p=1.0, seed=2**64 - 1 - 3 * row),
+            output_index=10 * row,
+            banned_ids=frozenset(banned.get(row, [])),
+        )
+        for row in range(num_rows)
     )
 
 

@@ -185,7 +185,7 @@ def test_model_whose_logits_differ_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_without_a_compiler_the_reference_runs_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("executor.attention.choice.load_kernels", lambda: BuildFailure("there is no C++ compiler"))
+    monkeypatch.setattr("executor.attention.choice.load_native", lambda name: BuildFailure("there is no C++ compiler"))
     folder = save_model(SUPPORTED["llama"], tmp_path / "tiny")
 
     model = load(folder, backend_name="auto")

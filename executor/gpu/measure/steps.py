@@ -49,7 +49,7 @@ def decode_step_s(runner: GpuRunner, num_sequences: int, context: int, block_siz
         rows = [PlanRow(sequence, first + step, 1, True, step > 0) for sequence in sequences]
         plan = StepPlan.of(rows)
         if step == 0:
-            plan = StepPlan(plan.sequences, plan.starts, plan.lengths, plan.samples, plan.carries, tuple(sequences))
+            plan = replace(plan, boarded=tuple(sequences))
         pending.append(runner.launch(plan))
         if len(pending) > 1:
             pending.popleft().result()
@@ -63,7 +63,7 @@ def prefill_step_s(runner: GpuRunner, num_tokens: int, block_size: int, repetiti
     times = []
     for _ in range(repetitions + 1):
         (sequence,) = seated(1, num_tokens, 1, block_size)
-        plan = StepPlan([sequence], [0], [num_tokens], [True], [False], boarded=(sequence,))
+        plan = replace(StepPlan.of([PlanRow(sequence, 0, num_tokens, True)]), boarded=(sequence,))
         began_s = time.perf_counter()
         runner.launch(plan).result()
         times.append(time.perf_counter() - began_s)

@@ -31,7 +31,9 @@ class CpuAttention:
         calls = library.calls
         self._write = {dtype: _entry(calls, f"inflight_write_kv_{name}") for dtype, name in SUFFIXES.items()}
         self._attend = {dtype: _entry(calls, f"inflight_attend_{name}") for dtype, name in SUFFIXES.items()}
-        self._pool = pool
+        # One step runs at a time, so whatever else computes it may share the threads.
+        self.library = library
+        self.pool = pool
         self.max_head_dim = max_head_dim(library)
 
     def allocate(
@@ -60,7 +62,7 @@ class CpuAttention:
             num_kv_heads=kv.shape.num_kv_heads,
             head_dim=kv.shape.head_dim,
         )
-        self._write[kv.keys.dtype](self._pool.address, ctypes.byref(call))
+        self._write[kv.keys.dtype](self.pool.address, ctypes.byref(call))
 
     def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
         """Causal attention of the new tokens."""
@@ -87,7 +89,7 @@ class CpuAttention:
             scale=scoring.scale,
             softcap=scoring.softcap or 0.0,
         )
-        self._attend[kv.keys.dtype](self._pool.address, ctypes.byref(call))
+        self._attend[kv.keys.dtype](self.pool.address, ctypes.byref(call))
         return outputs
 
 

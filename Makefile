@@ -2,6 +2,7 @@
 #
 #   make setup PYTHON=python3.12                     another interpreter
 #   make setup PIP_ARGS="--extra-index-url URL"      another source of packages, say for a CPU build of torch
+#   make bench-peers PEERS=vllm                      some of the engines to compare with
 #   make test PYTEST_ARGS="tests/unit -k scheduler"  some of the tests
 
 SHELL := bash
@@ -11,8 +12,14 @@ SHELL := bash
 
 PYTHON ?= python3
 PIP_ARGS ?=
+PEERS ?=
+SOAK_REQUESTS ?= 10000
 PYTEST_ARGS ?=
+PEERS ?=
+SOAK_REQUESTS ?= 10000
 ARGS ?=
+PEERS ?=
+SOAK_REQUESTS ?= 10000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +35,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
 
-.PHONY: help setup demo up test test-gpu lint format protos bench bench-gpu clean
+.PHONY: help setup demo up test test-gpu lint format protos bench bench-host bench-peers bench-soak bench-gpu clean
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -40,6 +47,9 @@ help:
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate protos/gen again"
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
+	@echo "make bench-host   what the host's part of a step costs"
+	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
+	@echo "make bench-soak   10,000 short requests, watching the memory of the processes"
 	@echo "make bench-gpu  decode, prefill and workloads on an NVIDIA GPU against its limits and transformers"
 	@echo "make clean   remove .venv and everything generated at run time"
 
@@ -90,6 +100,15 @@ protos: setup
 
 bench: setup
 	@$(BIN)/inflight bench $(ARGS)
+
+bench-host: setup
+	@$(BIN)/python -m bench.host_time $(ARGS)
+
+bench-peers: setup
+	@$(BIN)/python bench/peers/install.py $(PEERS)
+
+bench-soak: setup
+	@$(BIN)/inflight bench --soak $(SOAK_REQUESTS) --seats 32 $(ARGS)
 
 bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m bench.gpu.main $(ARGS)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 
-from bench.measures import Outcome, Run, SeatSample, measure
-from bench.workloads import GATE_TOKENS, PlannedRequest, Workload
+from bench.device_times import DeviceTimes, added_up, device_figures
+from bench.measures import NO_SLO, Outcome, Run, SeatSample, Slo, distributions, measure
+from bench.processes import CoreMeter
+from bench.targets.target import OnTokens
+from bench.token_times import TokenTimes
+from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
 from client.aio import Client
 from client.errors import InflightError
 from client.events import Delta, Event, Started
@@ -21,17 +25,31 @@ GATE_PROMPT_IDS = (0,)
 GATE_TIMEOUT_S = 2.0
 GATE_INTERVAL_S = 0.02
 
+NO_SESSIONS: Mapping[str, int] = {}
+
 Clock = Callable[[], float]
 
 
-async def run_workload(client: Client, workload: Workload, *, mode: str, round_number: int) -> Run:
-    """Runs a workload to its end, sampling the seats meanwhile.
+async def run_workload(
+    client: Client,
+    workload: Workload,
+    *,
+    mode: str,
+    round_number: int,
+    slo: Slo = NO_SLO,
+    sessions: Mapping[str, int] = NO_SESSIONS,
+    on_tokens: OnTokens = lambda number: None,
+) -> Run:
+    """Runs a workload to its end, sampling the seats meanwhile. `sessions` are those whose processor time counts.
 
-    Where all requests come at once, a request of our own holds every executor until enough of them wait there: a static
-    batch would else leave with the very first passenger alone, and cost static batching a whole round.
+    Where all requests come at once, a request of our own holds every executor that is not known to board in flight,
+    until enough of them wait there: a static batch would else leave with the very first passenger alone.
     """
-    before = await sample_seats(client, 0.0)
-    gates = await _close_gates(client, before.num_executors) if workload.arrives_at_once else []
+    before, times_before = await sample_seats(client, 0.0), await _device_times(client)
+    holds = workload.arrives_at_once and await _boards_by_batch(client)
+    gates = await _close_gates(client, before.num_executors) if holds else []
+    places = nullcontext() if workload.concurrency is None else asyncio.Semaphore(workload.concurrency)
+    meter = CoreMeter(sessions)
     start = time.perf_counter()
 
     def clock() -> float:
@@ -40,7 +58,7 @@ async def run_workload(client: Client, workload: Workload, *, mode: str, round_n
     ended = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         sampling = group.create_task(_sample_until(client, ended, clock))
-        sending = [group.create_task(_send(client, planned, clock)) for planned in workload.requests]
+        sending = [group.create_task(_send(client, planned, clock, places, on_tokens)) for planned in workload.requests]
         if gates:
             await _until_crowded(client, min(before.seats_total, len(sending)) + len(gates))
             for gate in gates:
@@ -48,13 +66,18 @@ async def run_workload(client: Client, workload: Workload, *, mode: str, round_n
         outcomes = [await sent for sent in sending]
         ended.set()
         samples = await sampling
+    cores = meter.stop()
     after = await _settled(client, clock)
+    figures = device_figures(times_before, await _device_times(client))
     return Run(
         mode=mode,
         round=round_number,
-        measures=measure(outcomes, samples, after.num_steps - before.num_steps),
+        measures=measure(outcomes, samples, after.num_steps - before.num_steps, slo),
         samples=tuple(samples),
         errors=tuple(dict.fromkeys(outcome.error for outcome in outcomes if outcome.error is not None)),
+        distributions=distributions(outcomes),
+        cores=cores,
+        figures=figures,
     )
 
 
@@ -71,6 +94,16 @@ async def sample_seats(client: Client, at_s: float) -> SeatSample:
         blocks_used=sum(executor.blocks_used for executor in executors),
         num_steps=sum(executor.num_steps for executor in executors),
     )
+
+
+async def _device_times(client: Client) -> DeviceTimes:
+    """The totals of all executors."""
+    executors = (await client.capacity()).executors
+    return added_up([DeviceTimes(one.num_steps, one.device_busy_s, one.elapsed_s) for one in executors])
+
+
+async def _boards_by_batch(client: Client) -> bool:
+    return any(executor.batching != "inflight" for executor in (await client.capacity()).executors)
 
 
 async def _close_gates(client: Client, num_executors: int) -> list[AsyncGenerator[Event, None]]:
@@ -96,34 +129,33 @@ async def _until_crowded(client: Client, num_requests: int) -> None:
                 await asyncio.sleep(GATE_INTERVAL_S)  # the API has no watch
 
 
-async def _send(client: Client, planned: PlannedRequest, clock: Clock) -> Outcome:
-    """Sends one request at its time and reads it to the end."""
+async def _send(
+    client: Client,
+    planned: PlannedRequest,
+    clock: Clock,
+    places: AbstractAsyncContextManager[None],
+    on_tokens: OnTokens,
+) -> Outcome:
+    """Sends one request at its time, when there is a place for it, and reads it to the end."""
     await asyncio.sleep(planned.arrival_s)
-    sent_s = clock()
-    first_s: float | None = None
-    last_s = sent_s
-    tokens = 0
-    gaps_ms: list[float] = []
+    async with places:
+        return await _send_now(client, planned, clock, on_tokens)
+
+
+async def _send_now(client: Client, planned: PlannedRequest, clock: Clock, on_tokens: OnTokens) -> Outcome:
+    arrivals = TokenTimes(clock())
     error: str | None = None
     try:
         async for delta in client.generate(
             token_ids=planned.prompt_ids, max_tokens=planned.output_tokens, ignore_eos=True, temperature=0.0
         ):
-            if delta.num_tokens == 0:
-                continue
-            now_s = clock()
-            if first_s is None:
-                first_s = now_s
-                gaps_ms += [0.0] * (delta.num_tokens - 1)
-            else:
-                gaps_ms += [(now_s - last_s) * 1e3 / delta.num_tokens] * delta.num_tokens
-            last_s = now_s
-            tokens += delta.num_tokens
-        if tokens != planned.output_tokens:
-            error = f"{tokens} tokens came of {planned.output_tokens}"
+            arrivals.take(clock(), delta.num_tokens)
+            on_tokens(delta.num_tokens)
+        if arrivals.num_tokens != planned.output_tokens:
+            error = f"{arrivals.num_tokens} tokens came of {planned.output_tokens}"
     except InflightError as refused:
         error = str(refused)
-    return Outcome(sent_s, first_s, clock(), tokens, tuple(gaps_ms), error)
+    return arrivals.outcome(clock(), error)
 
 
 async def _sample_until(client: Client, ended: asyncio.Event, clock: Clock) -> list[SeatSample]:

@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+# Points of a distribution that are kept: every percent from the least to the most.
+NUM_QUANTILES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request must keep to count as goodput: time to first token, and mean time between its tokens."""
+
+    ttft_ms: float | None = None
+    inter_token_ms: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is anything to keep."""
+        return self.ttft_ms is not None or self.inter_token_ms is not None
+
+
+NO_SLO = Slo()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +71,33 @@ class Measures:
     inter_token_p99_ms: float | None
     tokens_per_step: float | None
     mean_seats: float | None
+    slo_fraction: float | None = None
+    goodput_requests_per_min: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Distributions:
+    """What a run's measures are the ends of: every percentile from 0 to 100, empty where nothing came."""
+
+    ttft_ms: tuple[float, ...] = ()
+    inter_token_ms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of one mode: what came out and the time line of the seats."""
+    """One run of one mode: what came out and the time line of the seats.
+
+    `cores` is the processor time of each part over the run's time; `figures` is what the engine says of itself.
+    """
 
     mode: str
     round: int
     measures: Measures
     samples: tuple[SeatSample, ...]
     errors: tuple[str, ...]
+    distributions: Distributions = Distributions()
+    cores: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 def percentile(values: Sequence[float], fraction: float) -> float | None:
@@ -73,15 +108,17 @@ def percentile(values: Sequence[float], fraction: float) -> float | None:
     return sorted(values)[max(rank, 1) - 1]
 
 
-def measure(outcomes: Sequence[Outcome], samples: Sequence[SeatSample], num_steps: int | None) -> Measures:
+def measure(
+    outcomes: Sequence[Outcome], samples: Sequence[SeatSample], num_steps: int | None, slo: Slo = NO_SLO
+) -> Measures:
     """The figures of a run. `num_steps` are the executors' steps during it."""
     good = [outcome for outcome in outcomes if outcome.error is None]
+    kept = [outcome for outcome in good if keeps(outcome, slo)] if slo.is_set else None
     total_s = max((outcome.ended_s for outcome in outcomes), default=0.0) - min(
         (outcome.sent_s for outcome in outcomes), default=0.0
     )
     tokens = sum(outcome.output_tokens for outcome in outcomes)
-    waits_ms = [(o.first_token_s - o.sent_s) * 1e3 for o in good if o.first_token_s is not None]
-    gaps_ms = [gap for outcome in good for gap in outcome.gaps_ms]
+    waits_ms, gaps_ms = ttfts_ms(good), inter_token_ms(good)
     return Measures(
         num_requests=len(outcomes),
         num_failed=len(outcomes) - len(good),
@@ -95,7 +132,50 @@ def measure(outcomes: Sequence[Outcome], samples: Sequence[SeatSample], num_step
         inter_token_p99_ms=percentile(gaps_ms, 0.99),
         tokens_per_step=tokens / num_steps if num_steps else None,
         mean_seats=mean_seats(samples, total_s),
+        slo_fraction=len(kept) / len(outcomes) if kept is not None and outcomes else None,
+        goodput_requests_per_min=60 * len(kept) / total_s if kept is not None and total_s else None,
     )
+
+
+def keeps(outcome: Outcome, slo: Slo) -> bool:
+    """Whether a request kept the objectives; one that never began kept none."""
+    if outcome.first_token_s is None:
+        return False
+    ttft_ms = (outcome.first_token_s - outcome.sent_s) * 1e3
+    mean_gap_ms = sum(outcome.gaps_ms) / len(outcome.gaps_ms) if outcome.gaps_ms else 0.0
+    return (slo.ttft_ms is None or ttft_ms <= slo.ttft_ms) and (
+        slo.inter_token_ms is None or mean_gap_ms <= slo.inter_token_ms
+    )
+
+
+def ttfts_ms(outcomes: Sequence[Outcome]) -> list[float]:
+    """Times from sending to the first token."""
+    return [(o.first_token_s - o.sent_s) * 1e3 for o in outcomes if o.first_token_s is not None]
+
+
+def inter_token_ms(outcomes: Sequence[Outcome]) -> list[float]:
+    """Times between consecutive tokens of one request."""
+    return [gap for outcome in outcomes for gap in outcome.gaps_ms]
+
+
+def distributions(outcomes: Sequence[Outcome]) -> Distributions:
+    """How the times of the requests that went well are spread."""
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    return Distributions(quantiles(ttfts_ms(good)), quantiles(inter_token_ms(good)))
+
+
+def quantiles(values: Sequence[float]) -> tuple[float, ...]:
+    """Every percentile from 0 to 100 (nearest rank)."""
+    if not values:
+        return ()
+    ordered = sorted(values)
+    ranks = (max(1, math.ceil(percent * len(ordered) / NUM_QUANTILES)) for percent in range(NUM_QUANTILES + 1))
+    return tuple(round(ordered[rank - 1], 3) for rank in ranks)
+
+
+def cost_per_million(price_per_hour: float, output_tokens_per_s: float) -> float | None:
+    """What a million output tokens cost on a machine of this price; None where none came."""
+    return price_per_hour / (output_tokens_per_s * 3600) * 1e6 if output_tokens_per_s else None
 
 
 def mean_seats(samples: Sequence[SeatSample], until_s: float) -> float | None:

@@ -31,7 +31,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCapacity:
-    """What one executor holds. `batching` is `inflight`, `static` or `unspecified`."""
+    """What one executor holds. `batching` is `inflight`, `static` or `unspecified`.
+
+    `device_busy_s` of the `elapsed_s` in which there was work are totals since its start; None where not measured.
+    """
 
     executor_id: str
     model: str
@@ -48,6 +51,8 @@ class ExecutorCapacity:
     step_ms: float
     batching: str
     num_steps: int
+    device_busy_s: float | None = None
+    elapsed_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,8 @@ def _executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
         step_ms=wire.step_ms,
         batching=_name(types_pb2.BatchingMode, wire.batching, "BATCHING_MODE_"),
         num_steps=wire.num_steps,
+        device_busy_s=wire.device_busy_s if wire.HasField("device_busy_s") else None,
+        elapsed_s=wire.elapsed_s if wire.HasField("elapsed_s") else None,
     )
 
 

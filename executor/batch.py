@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from executor.sequence import StepPlan
+from executor.sequence import Sequence, StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,10 +86,21 @@ class StepBatch:
         self.token_ids[self.carried_rows] = sampled_ids[self.carried_from]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """A plan's rows as arrays `[S]`."""
+
+    sequences: list[Sequence]
+    seats: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int64]
+    num_decodes: int
+
+
 class StepPacker:
     """What is kept between steps for each seat, and the batches that are made of it.
 
-    Plans are packed in the order in which they are made, each before the next one is.
+    Plans are packed in the order in which they are made, each before the next one is. Most steps decode for whom the
+    one before did: then even the arrays of the rows are taken from that one, with one added to each position.
     """
 
     def __init__(self, num_seats: int, max_blocks: int, block_size: int) -> None:
@@ -100,36 +111,52 @@ class StepPacker:
         self._num_written = [0] * num_seats
         # Where among the ids that the newest step samples the seat's token is.
         self._sampled_index = np.zeros(num_seats, np.int64)
+        self._counted = np.arange(num_seats + 1)
+        self._newest = _Rows([], np.zeros(0, np.int32), np.zeros(0, np.int64), 0)
 
     def pack(self, plan: StepPlan) -> StepBatch:
         """Lays a plan with at least one row out as tensors on the host."""
         self._follow_tables(plan)
-        seats = seats_of(plan)
-        starts, lengths = np.array(plan.starts, np.int32), np.array(plan.lengths, np.int32)
-        query_starts = np.zeros(len(seats) + 1, np.int32)
-        np.cumsum(lengths, out=query_starts[1:])
-        row_of_token = np.repeat(np.arange(len(seats)), lengths)
-        positions = np.arange(len(row_of_token)) - (query_starts[:-1] - starts)[row_of_token]
-        blocks = self._tables[seats[row_of_token], positions // self._block_size].astype(np.int64)
-        samples = np.array(plan.samples, np.bool_)
-        carried_rows = np.flatnonzero(plan.carries)  # decodes are first, so row i is token i
-        carried_from = self._sampled_index[seats[carried_rows]]
-        sampling_seats = seats[samples]
-        self._sampled_index[sampling_seats] = np.arange(len(sampling_seats))
+        self._newest = rows = self._rows(plan)
+        if plan.num_decodes == plan.num_rows:
+            lengths, query_starts = np.ones(plan.num_rows, np.int64), self._counted[: plan.num_rows + 1]
+            positions, seat_of_token, sampling_rows = rows.starts, rows.seats, self._counted[: plan.num_rows]
+        else:
+            lengths = np.array(plan.lengths)
+            query_starts = np.concatenate(([0], np.cumsum(lengths)))
+            seat_of_token = np.repeat(rows.seats, lengths)
+            positions = np.arange(len(seat_of_token)) + np.repeat(rows.starts - query_starts[:-1], lengths)
+            sampling_rows = np.flatnonzero(plan.samples)
+        blocks = self._tables[seat_of_token, positions // self._block_size].astype(np.int64)
+        carried_rows, carried_from = self._carried(plan, rows)
+        self._sampled_index[rows.seats[sampling_rows]] = self._counted[: len(sampling_rows)]
         return StepBatch(
-            token_ids=torch.from_numpy(_token_ids(plan)),
+            token_ids=torch.from_numpy(_token_ids(plan, len(carried_rows))),
             positions=torch.from_numpy(positions),
             slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
-            query_starts=torch.from_numpy(query_starts),
-            context_lengths=torch.from_numpy(starts + lengths),
+            query_starts=torch.from_numpy(query_starts.astype(np.int32)),
+            context_lengths=torch.from_numpy((rows.starts + lengths).astype(np.int32)),
             block_tables=self._table_tensor,
-            table_rows=torch.from_numpy(seats),
-            logit_rows=torch.from_numpy((query_starts[1:][samples] - 1).astype(np.int64)),
+            table_rows=torch.from_numpy(rows.seats),
+            logit_rows=torch.from_numpy(query_starts[1:][sampling_rows] - 1),
             carried_rows=torch.from_numpy(carried_rows),
             carried_from=torch.from_numpy(carried_from),
-            num_decodes=_num_leading_ones(lengths),
+            num_decodes=_num_leading_ones(plan),
             block_size=self._block_size,
         )
+
+    def _rows(self, plan: StepPlan) -> _Rows:
+        newest = self._newest
+        if plan.num_decodes == plan.num_rows == newest.num_decodes and plan.sequences == newest.sequences:
+            return _Rows(plan.sequences, newest.seats, newest.starts + 1, plan.num_decodes)
+        seats = np.array([sequence.seat for sequence in plan.sequences], np.int32)
+        return _Rows(plan.sequences, seats, np.array(plan.starts, np.int64), plan.num_decodes)
+
+    def _carried(self, plan: StepPlan, rows: _Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Which tokens the step before yields, and where among its own they are. Decodes are first: row i is token
+        i."""
+        carried_rows = self._counted[: plan.num_rows] if all(plan.carries) else np.flatnonzero(plan.carries)
+        return carried_rows, self._sampled_index[rows.seats[carried_rows]]
 
     def _follow_tables(self, plan: StepPlan) -> None:
         for sequence in plan.boarded:
@@ -154,12 +181,9 @@ def pack(plan: StepPlan, block_size: int) -> StepBatch:
     return batch
 
 
-def seats_of(plan: StepPlan) -> npt.NDArray[np.int32]:
-    """The seat of each row."""
-    return np.array([sequence.seat for sequence in plan.sequences], np.int32)
-
-
-def _token_ids(plan: StepPlan) -> npt.NDArray[np.int64]:
+def _token_ids(plan: StepPlan, num_carried: int) -> npt.NDArray[np.int64]:
+    if num_carried == plan.num_rows:
+        return np.zeros(num_carried, np.int64)
     token_ids: list[int] = []
     for sequence, start, length, carries in zip(plan.sequences, plan.starts, plan.lengths, plan.carries, strict=True):
         if carries:
@@ -171,6 +195,9 @@ def _token_ids(plan: StepPlan) -> npt.NDArray[np.int64]:
     return np.array(token_ids, np.int64)
 
 
-def _num_leading_ones(lengths: npt.NDArray[np.int32]) -> int:
-    longer = np.flatnonzero(lengths != 1)
-    return int(longer[0]) if longer.size else len(lengths)
+def _num_leading_ones(plan: StepPlan) -> int:
+    """Decodes, and what there is of chunks of one token right behind them."""
+    count = plan.num_decodes
+    while count < plan.num_rows and plan.lengths[count] == 1:
+        count += 1
+    return count

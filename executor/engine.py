@@ -62,7 +62,7 @@ class Engine:
         self._stopping = False
         # Launched and not retired, oldest first; so many of them may run on while the next is planned.
         self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
-        self._num_ahead = 1 if overlap else 0
+        self.overlaps = overlap
         self._held: tuple[HeldSequence, ...] = ()
         self._num_held_changes_seen = 0
 
@@ -96,7 +96,7 @@ class Engine:
         if plan.sequences:
             self._launched.append((plan, self._runner.launch(plan)))
         self._publish_answers(output)
-        if len(self._launched) > (self._num_ahead if plan.sequences else 0):
+        if len(self._launched) > (1 if self.overlaps and plan.sequences else 0):
             self._retire(*self._launched.popleft())
         self._check_when_idle()
         if self._garbage is not None:

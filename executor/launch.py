@@ -10,8 +10,15 @@ from executor.sequence import StepPlan
 class PendingStep(Protocol):
     """A launched step. When `result` has returned or raised, the device worked on it in `[began_s, ended_s)`."""
 
-    began_s: float
-    ended_s: float
+    @property
+    def began_s(self) -> float:
+        """By the clock of the engine, at most too early: a step that had to wait began when the one before ended."""
+        ...
+
+    @property
+    def ended_s(self) -> float:
+        """By the clock of the engine."""
+        ...
 
     def result(self) -> tuple[int, ...]:
         """Waits, and returns the sampled token ids of the rows that sample, in the order of the plan's rows.

@@ -84,6 +84,8 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         dtype_name=settings.dtype,
         backend_name=settings.attention_backend,
         device_name=settings.device,
+        weight_dtype=settings.weight_dtype,
+        forward_name=settings.forward,
         instructions=settings.cpu_isa,
     )
     limits = _scheduler_limits(settings, model)

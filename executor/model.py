@@ -22,10 +22,13 @@ from common.model_source import ModelError, ModelSource, model_errors
 from executor.attention.backend import LayerKv
 from executor.attention.choice import BackendChoice, choose_backend
 from executor.batch import StepBatch
-from executor.decoder_weights import read_decoder
+from executor.decoder_weights import DecoderWeights, read_decoder
 from executor.gguf_import import import_gguf
 from executor.model_files import check_weights, read_generation_defaults
 from executor.model_support import check_configuration, check_network
+from executor.native.build import BuildFailure
+from executor.native.decoder import NativeDecoder, form_of, why_not
+from executor.native.library import load_native
 from executor.packed_linear import pack_linears
 from executor.paged_attention import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
 from executor.quiet import quiet_transformers
@@ -70,17 +73,19 @@ class PagedModel:
         choice: BackendChoice,
         description: ModelDescription,
         gpu_decoder: GpuDecoder | None = None,
+        native: NativeDecoder | None = None,
     ) -> None:
         self.description = description
         self.device = network.device
         self.dtype = network.dtype
         self.backend_name = choice.backend.name
         self.backend_reason = choice.reason
-        self._network = network
+        # A forward of our own in place of transformers'; whose weights are not needed then.
+        self.gpu_decoder = gpu_decoder
+        self.native = native
+        self._network = network if native is None else None
         self._layers = layers
         self._backend = choice.backend
-        # A forward of our own in place of transformers'.
-        self.gpu_decoder = gpu_decoder
         self._kv: tuple[LayerKv, ...] = ()
 
     @classmethod
@@ -91,9 +96,15 @@ class PagedModel:
         dtype_name: str = "auto",
         backend_name: str = "auto",
         device_name: str = "auto",
+        weight_dtype: str = "auto",
+        forward_name: str = "auto",
         instructions: str = "auto",
     ) -> PagedModel:
-        """Loads and checks a model; raises `ModelError` with the reason if it cannot be served."""
+        """Loads and checks a model; raises `ModelError` with the reason if it cannot be served.
+
+        `weight_dtype` is `auto` (that of the activations) or `int8`; `forward_name` is `auto` (our own where the model
+        has one) or `transformers`; `instructions` names the build of our CPU code.
+        """
         device = choose_device(device_name)
         dtype = choose_dtype(dtype_name, device)
         folder = source.folder if source.gguf_file is None else import_gguf(source)
@@ -105,14 +116,10 @@ class PagedModel:
             if choice.is_fallback:
                 log.warning("attention backend %s", choice.reason)
             description = _describe(source, folder, network, layers)
-            gpu_decoder = (
-                _gpu_decoder(network, layers, choice, description) if choice.backend.name == "triton" else None
-            )
-            if gpu_decoder is None:
-                pack_linears(network)
-            model = cls(network, layers, choice, description, gpu_decoder)
+            own = _own_forward(network, layers, choice, description, weight_dtype, forward_name, instructions)
+            model = cls(network, layers, choice, description, own.gpu, own.native)
             model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-            compare(expectation, model.forward, dtype)
+            compare(expectation, model.forward, dtype, has_int8_weights=weight_dtype == "int8")
         model.free_kv()
         return model
 
@@ -141,10 +148,13 @@ class PagedModel:
     def forward(self, batch: StepBatch) -> Tensor:
         """Computes every token of the batch, keeps its KV, and returns the logits `[R, vocabulary]` in float32."""
         batch = batch.to(self.device)
+        if self.native is not None:
+            return self.native.logits(batch, self._kv)
         step = PagedStep(self._backend, self._layers, self._kv, batch)
         with torch.inference_mode():
             if self.gpu_decoder is not None:
                 return self.gpu_decoder.forward(batch, self._kv).float()
+            assert self._network is not None
             logits: Tensor = self._network(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.positions[None],
@@ -156,6 +166,8 @@ class PagedModel:
 
     def step(self, batch: StepBatch, sampling: SamplingBatch) -> Tensor:
         """Computes the batch and chooses the next tokens; returns their ids `[R]` int64, on the model's device."""
+        if self.native is not None and sampling.is_greedy:
+            return self.native.greedy(batch, self._kv)
         logits = self.forward(batch)
         return logits.argmax(-1) if sampling.is_greedy else sample(logits, sampling.rows())
 
@@ -166,17 +178,59 @@ class PagedModel:
         )
 
 
-def _gpu_decoder(
-    network: PreTrainedModel, layers: tuple[Layer, ...], choice: BackendChoice, description: ModelDescription
-) -> GpuDecoder | None:
-    """A forward of our own where the model is of the family that has one."""
-    from executor.gpu.decoder import GpuDecoder  # imports triton, which only this backend needs
+@dataclass(frozen=True, slots=True)
+class OwnForward:
+    """A forward of our own, of which there is one at most."""
 
-    weights = read_decoder(network, layers)
+    gpu: GpuDecoder | None = None
+    native: NativeDecoder | None = None
+
+
+def _own_forward(
+    network: PreTrainedModel,
+    layers: tuple[Layer, ...],
+    choice: BackendChoice,
+    description: ModelDescription,
+    weight_dtype: str,
+    forward_name: str,
+    instructions: str,
+) -> OwnForward:
+    """Packs the weights for our own forward where the model has one, else for transformers'."""
+    weights = read_decoder(network, layers) if forward_name == "auto" else "transformers' is asked for"
+    if choice.backend.name == "triton" and not isinstance(weights, str):
+        return OwnForward(gpu=_gpu_decoder(weights, choice, description))
+    if choice.backend.name == "cpu" and not isinstance(weights, str):
+        native = _native_decoder(weights, network.dtype, weight_dtype == "int8", instructions)
+        if isinstance(native, NativeDecoder):
+            return OwnForward(native=native)
+        weights = native
     if isinstance(weights, str):
         log.info("the forward pass is transformers', because %s", weights)
-        return None
+    if weight_dtype == "int8":
+        why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
+        raise ModelError(f"int8 weights need our own forward pass on a CPU, and {why}")
+    pack_linears(network)
+    return OwnForward()
+
+
+def _gpu_decoder(weights: DecoderWeights, choice: BackendChoice, description: ModelDescription) -> GpuDecoder:
+    from executor.gpu.decoder import GpuDecoder  # imports triton, which only this backend needs
+
     return GpuDecoder(weights, choice.backend, description.context_length)
+
+
+def _native_decoder(
+    weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool, instructions: str
+) -> NativeDecoder | str:
+    """The model packed for our C++ code, or why that cannot be."""
+    if (obstacle := why_not(weights.shape)) is not None:
+        return obstacle
+    library = load_native(instructions)
+    if isinstance(library, BuildFailure):
+        return library.reason
+    native = NativeDecoder(library, form_of(weights, dtype, has_int8_weights), torch.get_num_threads())
+    native.pack(weights)
+    return native
 
 
 def choose_device(name: str) -> torch.device:

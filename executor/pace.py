@@ -2,8 +2,7 @@
 
 A step with prefill may take `max_inter_token_ms`, or, when that is 0, twice what the decodes alone would: so the
 slowest steps stay within twice the usual one. Where more sequences wait for their first token than decode, they count
-for more: then a step may take as much longer as they are more, for a half-empty batch helps nobody. When nobody decodes
-there is nobody to hold up.
+for more, and there is no limit: large chunks are the faster way to a full batch, and a half-empty one helps nobody.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ class Pace:
 
     def max_prefill_tokens(self, demand: PrefillDemand) -> int | None:
         """None is no limit."""
-        if demand.num_decodes == 0 or demand.num_behind == 0 or not self._step_time.knows_prefill:
+        if demand.num_behind == 0 or not self._step_time.knows_prefill:
+            return None
+        if demand.num_decodes == 0 or (self._max_inter_token_s == 0 and demand.num_behind > demand.num_decodes):
             return None
         decode_s = self._step_time.predict(StepLoad(demand.num_decodes, demand.decode_context))
-        chunk = self._step_time.fitting_chunk(max(0.0, self._longest_s(decode_s, demand) - decode_s), demand.position)
+        longest_s = self._max_inter_token_s or 2 * decode_s * MARGIN
+        chunk = self._step_time.fitting_chunk(max(0.0, longest_s - decode_s), demand.position)
         if chunk == float("inf"):
             return None
         return max(self._least_tokens, int(chunk))
-
-    def _longest_s(self, decode_s: float, demand: PrefillDemand) -> float:
-        if self._max_inter_token_s > 0:
-            return self._max_inter_token_s
-        return decode_s * (1 + max(1.0, demand.num_behind / demand.num_decodes)) * MARGIN

@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,34 +30,51 @@ class LaunchedStep:
         self.sampling = sampling
         self.began_s = 0.0
         self.ended_s = 0.0
+        self.marks: GpuMarks | None = None
         self._outcome: queue.SimpleQueue[Tensor | BaseException] = queue.SimpleQueue()
-        self._copied: torch.cuda.Event | None = None
 
-    def settle(self, sampled_ids: Tensor) -> None:
-        """Hands the ids over; from a GPU as a copy that may still be on its way."""
-        if sampled_ids.is_cuda:
-            on_host = torch.empty(sampled_ids.shape, dtype=sampled_ids.dtype, pin_memory=True)
-            on_host.copy_(sampled_ids, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-            sampled_ids = on_host
-        self.ended_s = time.perf_counter()
-        self._outcome.put(sampled_ids)
-
-    def fail(self, error: BaseException) -> None:
-        """Hands the failure over."""
-        self.ended_s = time.perf_counter()
-        self._outcome.put(error)
+    def settle(self, outcome: Tensor | BaseException) -> None:
+        """Hands the sampled ids over, on the host, or the failure."""
+        self._outcome.put(outcome)
 
     def result(self) -> tuple[int, ...]:
         """See `PendingStep`."""
         outcome = self._outcome.get()
         if isinstance(outcome, BaseException):
             raise outcome
-        if self._copied is not None:
-            self._copied.synchronize()
-            self.ended_s = time.perf_counter()
+        if self.marks is not None:
+            self.began_s, self.ended_s = self.marks.wait()
         return tuple(outcome.tolist())
+
+
+class GpuMarks:
+    """Begin and end of a step on the stream of a GPU, and what time that was on the host.
+
+    The GPU tells how far two marks lie apart. A step is placed behind the end of the one before if that still ran when
+    it was launched, else at the moment of its launch.
+    """
+
+    def __init__(self, before: GpuMarks | None) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._before = None if before is None or before._end.query() else before
+        self._launched_s = time.perf_counter()
+        self._ended_s = 0.0
+        self._begin.record()
+
+    def end(self) -> None:
+        """Everything of the step is on the stream."""
+        self._end.record()
+
+    def wait(self) -> tuple[float, float]:
+        """Waits for the end; returns the host's times. Steps are waited for in order."""
+        self._end.synchronize()
+        before, self._before = self._before, None
+        began_s = self._launched_s
+        if before is not None:
+            began_s = before._ended_s + before._end.elapsed_time(self._begin) / 1000
+        self._ended_s = began_s + self._begin.elapsed_time(self._end) / 1000
+        return began_s, self._ended_s
 
 
 class ModelRunner:
@@ -75,11 +91,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """See `StepRunner`."""
         batch = self._packer.pack(plan)
-        for sequence in plan.boarded:
-            self._columns.board(sequence)
-        sampling_rows = np.flatnonzero(plan.samples)
-        seats, ends = batch.table_rows.numpy()[sampling_rows], batch.context_lengths.numpy()[sampling_rows]
-        step = LaunchedStep(batch, self._columns.select(seats, ends))
+        step = LaunchedStep(batch, self._columns.select(plan, batch))
         self._launched.put(step)
         return step
 
@@ -90,14 +102,36 @@ class ModelRunner:
 
     def _run(self) -> None:
         sampled_ids: Tensor | None = None
+        marks: GpuMarks | None = None
         while (step := self._launched.get()) is not None:
-            step.began_s = time.perf_counter()
             try:
-                sampled_ids = self._compute(step, sampled_ids)
-                step.settle(sampled_ids)
+                if self._model.device.type == "cuda":
+                    sampled_ids, marks = self._launch_on_gpu(step, sampled_ids, marks)
+                else:
+                    sampled_ids = self._run_here(step, sampled_ids)
             except BaseException as error:
-                sampled_ids = None
-                step.fail(error)
+                sampled_ids, marks = None, None
+                step.ended_s = time.perf_counter()
+                step.settle(error)
+
+    def _run_here(self, step: LaunchedStep, sampled_before: Tensor | None) -> Tensor:
+        step.began_s = time.perf_counter()
+        sampled_ids = self._compute(step, sampled_before)
+        step.ended_s = time.perf_counter()
+        step.settle(sampled_ids)
+        return sampled_ids
+
+    def _launch_on_gpu(
+        self, step: LaunchedStep, sampled_before: Tensor | None, marks_before: GpuMarks | None
+    ) -> tuple[Tensor, GpuMarks]:
+        """Puts the step on the stream, and behind it the copy of its tokens to the host."""
+        step.marks = marks = GpuMarks(marks_before)
+        sampled_ids = self._compute(step, sampled_before)
+        on_host = torch.empty(sampled_ids.shape, dtype=sampled_ids.dtype, pin_memory=True)
+        on_host.copy_(sampled_ids, non_blocking=True)
+        marks.end()
+        step.settle(on_host)
+        return sampled_ids, marks
 
     def _compute(self, step: LaunchedStep, sampled_before: Tensor | None) -> Tensor:
         batch = step.batch.to(self._model.device)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from executor.batch import StepBatch
 from executor.sampling import SampleRow
-from executor.sequence import Sampling, Sequence
+from executor.sequence import Sampling, Sequence, StepPlan
 
 NO_IDS: frozenset[int] = frozenset()
 
@@ -80,22 +81,13 @@ class SamplingColumns:
         # Seats that may not stop yet when they board. Most never are in here.
         self._restrained: dict[int, Sequence] = {}
 
-    def board(self, sequence: Sequence) -> None:
-        """Takes in who has a new seat."""
-        seat, sampling = sequence.seat, sequence.sampling
-        assert seat is not None
-        self._temperature[seat] = sampling.temperature
-        self._top_k[seat] = sampling.top_k
-        self._top_p[seat] = sampling.top_p
-        self._seed[seat] = sampling.seed
-        self._prompt_length[seat] = sequence.num_prompt_tokens
-        self._restrained.pop(seat, None)
-        if sequence.stopping.min_tokens > 1 and sequence.stopping.stop_token_ids:
-            self._restrained[seat] = sequence
-
-    def select(self, seats: npt.NDArray[np.int32], ends: npt.NDArray[np.int32]) -> SamplingBatch:
-        """The columns of the seats that sample, whose contexts then have `ends` tokens."""
-        output_index = ends - self._prompt_length[seats]
+    def select(self, plan: StepPlan, batch: StepBatch) -> SamplingBatch:
+        """The columns of the rows that sample. Plans come in the order in which they are made."""
+        for sequence in plan.boarded:
+            self._board(sequence)
+        sampling_rows = np.flatnonzero(plan.samples)
+        seats = batch.table_rows.numpy()[sampling_rows]
+        output_index = batch.context_lengths.numpy()[sampling_rows] - self._prompt_length[seats]
         temperature = self._temperature[seats]
         banned_starts, banned_ids = self._banned(seats, output_index)
         return SamplingBatch(
@@ -108,6 +100,18 @@ class SamplingColumns:
             banned_ids=banned_ids,
             is_greedy=len(banned_ids) == 0 and not temperature.any(),
         )
+
+    def _board(self, sequence: Sequence) -> None:
+        seat, sampling = sequence.seat, sequence.sampling
+        assert seat is not None
+        self._temperature[seat] = sampling.temperature
+        self._top_k[seat] = sampling.top_k
+        self._top_p[seat] = sampling.top_p
+        self._seed[seat] = sampling.seed
+        self._prompt_length[seat] = sequence.num_prompt_tokens
+        self._restrained.pop(seat, None)
+        if sequence.stopping.min_tokens > 1 and sequence.stopping.stop_token_ids:
+            self._restrained[seat] = sequence
 
     def _banned(
         self, seats: npt.NDArray[np.int32], output_index: npt.NDArray[np.int64]

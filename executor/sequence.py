@@ -104,13 +104,15 @@ class PlanRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step in columns, decodes first; see `PlanRow`. `boarded` for it, `grown` got blocks for it."""
+    """One step in columns; see `PlanRow`. The first `num_decodes` rows have one token and yield one. `boarded` for it,
+    `grown` got blocks for it."""
 
     sequences: list[Sequence]
     starts: list[int]
     lengths: list[int]
     samples: list[bool]
     carries: list[bool]
+    num_decodes: int = 0
     boarded: tuple[Sequence, ...] = ()
     grown: tuple[Sequence, ...] = ()
 
@@ -118,12 +120,14 @@ class StepPlan:
     def of(cls, rows: Iterable[PlanRow]) -> StepPlan:
         """A plan of these rows, outside any scheduler."""
         rows = list(rows)
+        is_decode = [row.num_tokens == 1 and row.samples for row in rows]
         return cls(
             [row.sequence for row in rows],
             [row.start for row in rows],
             [row.num_tokens for row in rows],
             [row.samples for row in rows],
             [row.carries for row in rows],
+            [*is_decode, False].index(False),
         )
 
     @property

@@ -115,12 +115,13 @@ class Session:
         """Waits until something can be sent and takes it."""
         while True:
             self._wake.clear()
-            response = self._take()
+            response = self.take()
             if response is not None:
                 return response
             await self._wake.wait()
 
-    def _take(self) -> executor_pb2.ServeResponse | None:
+    def take(self) -> executor_pb2.ServeResponse | None:
+        """What can be sent now, if anything."""
         may_send_step = self._frame - self._acked_frame < self._max_unacked_steps and (
             self._token_ids or self._step.started or self._step.finished
         )

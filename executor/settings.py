@@ -25,6 +25,12 @@ class ExecutorSettings(ProcessSettings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="type of weights and KV; auto: bfloat16 where the device has it"
     )
+    weight_dtype: Literal["auto", "int8"] = Field(
+        "auto", description="type of the weights in memory; auto: that of dtype; int8: half as much to read, on a CPU"
+    )
+    forward: Literal["auto", "transformers"] = Field(
+        "auto", description="forward pass; auto: our own for the model families that have one, else transformers'"
+    )
     attention_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
         "auto", description="attention implementation"
     )
@@ -36,7 +42,7 @@ class ExecutorSettings(ProcessSettings):
     )
     max_num_sequences: int = Field(32, ge=1, le=4096, description="seats: most sequences in a step")
     num_standby_sequences: int = Field(2, ge=0, le=4096, description="sequences held beyond the seats, ready to board")
-    max_num_tokens: int = Field(512, ge=16, le=1_048_576, description="most tokens in a step")
+    max_num_tokens: int = Field(1024, ge=16, le=1_048_576, description="most tokens in a step")
     enable_chunked_context: bool = Field(True, description="compute long prompts in chunks mixed with decodes")
     enable_overlap: bool = Field(True, description="plan and launch a step while the device computes the one before")
     max_inter_token_ms: float = Field(

@@ -32,7 +32,7 @@ class Speed:
 
     def wake(self, now_s: float) -> None:
         """There is work again: from here on the device waits for the host."""
-        self._since_s = now_s
+        self._since_s = max(self._since_s, now_s)
 
     def observe(self, plan: StepPlan, step: PendingStep) -> float:
         """Takes in one step; returns how long the device was busy with it.

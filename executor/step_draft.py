@@ -29,6 +29,7 @@ class StepDraft:
         self._lengths: list[int] = []
         self._samples: list[bool] = []
         self._carries: list[bool] = []
+        self._num_decodes = 0
         self._boarded: list[Sequence] = []
         self._grown: list[Sequence] = []
         # Whose prompt is computed with this step, and whose last token it yields, whatever the tokens are.
@@ -60,10 +61,10 @@ class StepDraft:
             sequence.num_in_flight += 1
             if start + 2 >= sequence.length_limit:
                 self.ending.append(sequence)
-        num_decodes = len(self._sequences)
-        self._lengths = [1] * num_decodes
-        self._samples = [True] * num_decodes
-        self._num_tokens_left -= num_decodes
+        self._num_decodes = len(self._sequences)
+        self._lengths = [1] * self._num_decodes
+        self._samples = [True] * self._num_decodes
+        self._num_tokens_left -= self._num_decodes
 
     def add_prefill(self, sequence: Sequence) -> None:
         """Adds as much of the prompt as this step can take. What does not fit closes the step: nobody overtakes it."""
@@ -81,6 +82,7 @@ class StepDraft:
             self._lengths,
             self._samples,
             self._carries,
+            self._num_decodes,
             tuple(self._boarded),
             tuple(self._grown),
         )

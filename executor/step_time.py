@@ -44,7 +44,7 @@ class StepLoad:
     def of(cls, plan: StepPlan) -> StepLoad:
         """The load of a plan."""
         num_tokens = sum(plan.lengths)
-        if num_tokens == plan.num_rows:
+        if plan.num_decodes == plan.num_rows:
             return cls(num_tokens, sum(plan.starts) + num_tokens)
         decode_context, prefill_work = 0, 0.0
         for start, length in zip(plan.starts, plan.lengths, strict=True):
@@ -123,4 +123,5 @@ class StepTime:
 
 
 def _features(load: StepLoad) -> Floats:
-    return np.array([1.0, load.num_tokens, load.decode_context, load.prefill_work]) / SCALE
+    features: Floats = np.array([1.0, load.num_tokens, load.decode_context, load.prefill_work]) / SCALE
+    return features

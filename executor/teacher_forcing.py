@@ -75,11 +75,8 @@ def _forced(model: PagedModel, sequences: Sequence[TokenSequence], chunk_tokens:
     parts: list[list[Predictions]] = [[] for _ in sequences]
     for start in range(0, max(sequence.num_tokens for sequence in sequences) - 1, chunk_tokens):
         going = [(i, some) for i, some in enumerate(sequences) if start < some.num_tokens - 1]
-        rows = tuple(
-            PlanRow(some, start, min(chunk_tokens, some.num_tokens - 1 - start), samples=True, output_index=0)
-            for _, some in going
-        )
-        batch = pack(StepPlan(rows, boarded=()), BLOCK_SIZE)
+        rows = [PlanRow(some, start, min(chunk_tokens, some.num_tokens - 1 - start), samples=True) for _, some in going]
+        batch = pack(StepPlan.of(rows), BLOCK_SIZE)
         logits = model.forward(replace(batch, logit_rows=torch.arange(batch.num_tokens)))
         of_rows = logits.split([row.num_tokens for row in rows])
         for (i, some), row, row_logits in zip(going, rows, of_rows, strict=True):

@@ -26,9 +26,9 @@ def to_markdown(figures: Figures, shape: ModelShape) -> str:
     sections = [
         f"# {figures.model} on {figures.circumstances.get('gpu', 'a GPU')}",
         "\n".join(f"- {name}: {text}" for name, text in figures.circumstances.items()),
-        f"Random weights, bfloat16, {shape.num_parameters / 1e9:.2f} billion parameters. "
-        f"Limits measured in the same run: copy {limits.copy_bytes_per_s / 1e12:.2f} TB/s (read and written), "
-        f"matrix products {limits.matrix_operations_per_s / 1e12:.0f} TFLOP/s.",
+        f"Random weights, bfloat16, {shape.num_parameters / 1e9:.2f} billion parameters. Limits, measured in the same "
+        f"run: copy {limits.copy_bytes_per_s / 1e12:.2f} TB/s (read and written), matrix products "
+        f"{limits.matrix_operations_per_s / 1e12:.0f} TFLOP/s.",
         *_section("Decode", _decode_rows(figures, shape, limits), f"Goal: {DECODE_GOAL:.0%} at 32 to 128 sequences."),
         *_section("Prefill", _prefill_rows(figures, shape, limits), f"Goal: {PREFILL_GOAL:.0%}."),
         *_section("Attention of one layer", _attention_rows(figures, shape, limits)),
@@ -102,8 +102,9 @@ def _attention_rows(figures: Figures, shape: ModelShape, limits: Limits) -> list
 
 
 def _served_rows(runs: Iterable[ServedRun]) -> list[list[str]]:
-    latencies = ["TTFT p50/p99 ms", "inter-token p50/p99 ms", "host ms"]
-    rows = [["workload", "engine", "output tokens/s", "total s", *latencies]]
+    rows = [
+        ["workload", "engine", "output tokens/s", "total s", "TTFT p50/p99 ms", "inter-token p50/p99 ms", "host ms"]
+    ]
     for run in runs:
         exposed = "–" if run.exposed_host_s is None else f"{run.exposed_host_s * 1e3:.2f}"
         rows.append(

@@ -45,7 +45,8 @@ class GpuDecoder:
         self._backend = backend
         scorings = (Scoring(shape.attention_scale, window) for window in shape.sliding_windows)
         self._layers = tuple(_fuse(layer, scoring) for layer, scoring in zip(weights.layers, scorings, strict=True))
-        self._rotations = rotation_table(weights.inverse_frequencies, shape.rope_scaling, context_length)
+        frequencies = torch.tensor(shape.inverse_frequencies, device=self._head.device)
+        self._rotations = rotation_table(frequencies, shape.rope_scaling, context_length)
 
     @property
     def head(self) -> Tensor:

@@ -80,7 +80,7 @@ class GpuRunner:
         """See `StepRunner`."""
         batch = self._packer.pack(plan)
         entries = self._follower.follow(plan)
-        sampling = self._select(plan, batch)
+        sampling = self._columns.select(plan, batch)
         layout, bucket = self._layout_of(batch, sampling)
         try:
             timer = StepTimer(self._device)
@@ -95,16 +95,15 @@ class GpuRunner:
         self._newest = LaunchedStep(timer, self._read_back, on_host, sampling.num_rows, self._newest)
         return self._newest
 
+    def repeat_decodes(self, bucket: int) -> None:
+        """Computes the decodes of the newest step once more and hands their tokens to nobody: for measuring."""
+        with torch.inference_mode():
+            self._compute(StepLayout.of_decodes(bucket), bucket, bucket)
+
     def close(self) -> None:
         """Waits for the steps launched."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-    def _select(self, plan: StepPlan, batch: StepBatch) -> SamplingBatch:
-        for sequence in plan.boarded:
-            self._columns.board(sequence)
-        rows = np.flatnonzero(plan.samples)
-        return self._columns.select(batch.table_rows.numpy()[rows], batch.context_lengths.numpy()[rows])
 
     def _layout_of(self, batch: StepBatch, sampling: SamplingBatch) -> tuple[StepLayout, int | None]:
         """The layout of a step, and the bucket if it is one of decodes."""

@@ -31,14 +31,14 @@ enum Packed {
     PACK_OUTPUT_BIAS,
 };
 
-template <class Element, class Weight>
+template <class Element>
 class DecoderOf final : public Decoder {
     using Number = typename Element::Number;
-    static constexpr bool NARROWS = Activations<Element, Weight>::NARROWS;
 
   public:
-    explicit DecoderOf(const DecoderShape& shape)
+    DecoderOf(const DecoderShape& shape, bool has_int8_weights)
         : shape_(shape),
+          has_int8_weights_(has_int8_weights),
           windows_(shape.sliding_windows, shape.sliding_windows + shape.num_layers),
           frequencies_(shape.inverse_frequencies, shape.inverse_frequencies + shape.head_dim / 2),
           head_blocks_(round_up(shape.head_dim, BLOCK_COLUMNS) / BLOCK_COLUMNS),
@@ -58,7 +58,7 @@ class DecoderOf final : public Decoder {
         auto plain = [](int64_t column) { return column; };
         switch (part) {
             case PACK_EMBEDDING:
-                std::memcpy(const_cast<Number*>(embedding_), numbers, shape_.vocabulary_size * hidden * sizeof(Number));
+                std::memcpy(embedding_, numbers, shape_.vocabulary_size * hidden * sizeof(Number));
                 break;
             case PACK_HEAD: pack_matrix(head_, numbers, shape_.vocabulary_size, hidden, plain); break;
             case PACK_QKV:
@@ -80,7 +80,7 @@ class DecoderOf final : public Decoder {
             case PACK_DOWN: pack_matrix(layers_[layer].down, numbers, hidden, inner, plain); break;
             default: {
                 const auto [vector, size] = vector_of(layer, part);
-                std::memcpy(const_cast<float*>(vector), numbers, size * sizeof(float));
+                std::memcpy(vector, numbers, size * sizeof(float));
             }
         }
     }
@@ -99,11 +99,15 @@ class DecoderOf final : public Decoder {
     }
 
   private:
+    static constexpr int64_t CACHED_BYTES = 768 << 10;           // of activations, in the second-level cache
+    static constexpr int64_t TILE_NUMBERS = 64 << 10;             // sums of a task
+    static_assert(TILE_NUMBERS >= TILE_ROWS * MAX_DIM);
+
     struct Scratch {
         Workspace<Element> attention;
-        alignas(64) float tile[TILE_ROWS * MAX_DIM];
-        std::vector<float> row;
+        alignas(64) float tile[TILE_NUMBERS];
         std::vector<Best> best;
+        std::unique_ptr<Arena> wide;  // blocks of int8 weights as elements
     };
 
     // A thread's way through one step.
@@ -117,26 +121,20 @@ class DecoderOf final : public Decoder {
               items_(items),
               team_(team),
               scratch_(*decoder.scratch_[team.thread]),
-              last_(Clock::now()) {
-            scratch_.row.resize(
-                round_up(std::max({shape_.hidden_size, shape_.num_heads * shape_.head_dim, shape_.intermediate_size}),
-                         LANES),
-                0.0f);
-        }
+              last_(Clock::now()) {}
 
         void through_layers() {
             embed();
             for (int64_t index = 0; index < shape_.num_layers; ++index) {
-                const Layer<Weight>& layer = decoder_.layers_[index];
+                const Layer<Element>& layer = decoder_.layers_[index];
                 const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim};
                 norm(layer.input_norm, &kv);
                 project_qkv(layer, kv);
                 attend_all(kv, decoder_.windows_[index]);
-                add_product(OUTPUT, layer.output, narrowed(activations_.attended, shape_.num_heads * shape_.head_dim),
-                            layer.output_bias);
+                add_product(OUTPUT, layer.output, activations_.attended, layer.output_bias);
                 norm(layer.post_attention_norm, nullptr);
                 gate_up(layer);
-                add_product(DOWN, layer.down, narrowed(activations_.hidden, shape_.intermediate_size), nullptr);
+                add_product(DOWN, layer.down, activations_.hidden, nullptr);
             }
             head();
         }
@@ -163,17 +161,51 @@ class DecoderOf final : public Decoder {
             });
         }
 
-        // Columns times rows: as many rows in a task as stay in the second-level cache while the columns pass.
-        template <class Work>
-        void each_tile(Part part, int64_t num_columns, int64_t row_bytes, const Work& work) {
-            const int64_t num_rows = step_.num_tokens;
-            const int64_t at_once = std::clamp<int64_t>(CACHED_BYTES / row_bytes / TILE_ROWS * TILE_ROWS, TILE_ROWS, 512);
-            const int64_t num_chunks = (num_rows + at_once - 1) / at_once;
+        // rows · matrix, some blocks of columns in a task, and in it as many rows as stay in the second-level cache while the
+        // columns pass. Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `num_blocks * 32` columns.
+        template <class Finish>
+        void product(Part part, const Matrix<Element>& matrix, int64_t num_blocks, const Rows<Element>& rows,
+                     int64_t num_rows, const Finish& finish) {
+            const int64_t stride = num_blocks * BLOCK_COLUMNS;
+            const int64_t fitting = std::min(CACHED_BYTES / rows.row_bytes(), TILE_NUMBERS / stride);
+            const int64_t at_once = std::max<int64_t>(fitting / TILE_ROWS * TILE_ROWS, TILE_ROWS);
+            const int64_t num_chunks = (num_rows + at_once - 1) / at_once, num_columns = matrix.num_blocks / num_blocks;
             phase(part, num_chunks * num_columns, [&](int64_t task) {
-                const int64_t end = std::min(num_rows, (task / num_columns + 1) * at_once);
-                for (int64_t row = task / num_columns * at_once; row < end; row += TILE_ROWS)
-                    work(task % num_columns, row, (int)std::min<int64_t>(TILE_ROWS, end - row));
+                const int64_t first_block = task % num_columns * num_blocks, start = task / num_columns * at_once;
+                const int64_t end = std::min(num_rows, start + at_once);
+                for (int64_t i = 0; i < num_blocks; ++i)
+                    multiply_block(matrix, first_block + i, rows, start, end, scratch_.tile + i * BLOCK_COLUMNS, stride);
+                for (int64_t row = start; row < end; row += TILE_ROWS)
+                    finish(first_block, row, rows_of_tile(row, end), scratch_.tile + (row - start) * stride);
             });
+        }
+
+        static int rows_of_tile(int64_t row, int64_t end) { return (int)std::min<int64_t>(TILE_ROWS, end - row); }
+
+        // Rows [start, end) times a block, some steps after the other, each while it is in the first-level cache.
+        void multiply_block(const Matrix<Element>& matrix, int64_t index, const Rows<Element>& rows, int64_t start,
+                            int64_t end, float* out, int64_t stride) {
+            const char* block = widened(matrix, index, wide_room(matrix.num_steps * STEP_BYTES));
+            const int64_t num_passes = end - start > TILE_ROWS ? (matrix.num_steps + CACHED_STEPS - 1) / CACHED_STEPS : 1;
+            for (int64_t pass = 0; pass < num_passes; ++pass) {
+                const int64_t first = pass * matrix.num_steps / num_passes;
+                const int64_t last = (pass + 1) * matrix.num_steps / num_passes;
+                for (int64_t row = start; row < end; row += TILE_ROWS)
+                    multiply<Element>(block + first * STEP_BYTES, last - first,
+                                      rows.row(row) + first * UNITS * Element::PAIR, rows.stride, rows_of_tile(row, end),
+                                      pass > 0, out + (row - start) * stride, stride);
+            }
+            if (!matrix.is_narrow()) return;
+            for (int64_t row = start; row < end; row += TILE_ROWS)
+                scale_columns(matrix.scales + index * BLOCK_COLUMNS, rows_of_tile(row, end), out + (row - start) * stride,
+                              stride);
+        }
+
+        char* wide_room(int64_t num_bytes) {
+            if (!decoder_.has_int8_weights_) return nullptr;
+            if (scratch_.wide == nullptr || (int64_t)scratch_.wide->size() < num_bytes)
+                scratch_.wide = std::make_unique<Arena>(num_bytes);
+            return scratch_.wide->data();
         }
 
         void embed() {
@@ -190,7 +222,7 @@ class DecoderOf final : public Decoder {
             });
         }
 
-        // Norms the residual into `input`; before keys and values are written, clears the groups that begin in this step.
+        // Norms the residual; before keys and values are written, clears the groups that begin in this step.
         void norm(const float* weight, const LayerKv* kv) {
             each_row(NORM, step_.num_tokens, [&](int64_t row) {
                 norm_residual(row, weight, row);
@@ -199,33 +231,30 @@ class DecoderOf final : public Decoder {
         }
 
         void norm_residual(int64_t row, const float* weight, int64_t to_row) {
+            Number* to = activations_.normed.row(to_row);
             norm_row(activations_.residual + row * activations_.width, weight, shape_.hidden_size,
-                     shape_.norm_epsilon, scratch_.row.data());
-            put_row(scratch_.row.data(), activations_.width, activations_.input, to_row);
+                     shape_.norm_epsilon, [&](int64_t i, Floats x) { Element::put(to + i, x); });
         }
 
-        void project_qkv(const Layer<Weight>& layer, const LayerKv& kv) {
+        void project_qkv(const Layer<Element>& layer, const LayerKv& kv) {
             const int64_t blocks = decoder_.head_blocks_, stride = blocks * BLOCK_COLUMNS;
-            const int64_t num_heads = shape_.num_heads + 2 * shape_.num_kv_heads;
-            const Rows<Weight>& input = activations_.input;
-            each_tile(QKV, num_heads, input.stride * sizeof(*input.numbers), [&](int64_t head, int64_t row, int num_rows) {
-                for (int64_t block = 0; block < blocks; ++block)
-                    multiply(layer.qkv, head * blocks + block, input, row, num_rows,
-                             scratch_.tile + block * BLOCK_COLUMNS, stride);
-                for (int i = 0; i < num_rows; ++i)
-                    finish_head(layer, kv, head, row + i, scratch_.tile + i * stride);
-            });
+            product(QKV, layer.qkv, blocks, activations_.normed, step_.num_tokens,
+                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                        for (int i = 0; i < num_rows; ++i)
+                            finish_head(layer, kv, block / blocks, row + i, tile + i * stride);
+                    });
         }
 
         // Bias, norm and rotation of a new query, key or value, and where it goes.
-        void finish_head(const Layer<Weight>& layer, const LayerKv& kv, int64_t head, int64_t row, float* x) {
+        void finish_head(const Layer<Element>& layer, const LayerKv& kv, int64_t head, int64_t row, float* x) {
             const int64_t dim = shape_.head_dim;
             const int64_t kv_head = head - shape_.num_heads, value_head = kv_head - shape_.num_kv_heads;
             if (layer.qkv_bias != nullptr)
                 for (int64_t d = 0; d < dim; ++d) x[d] += layer.qkv_bias[head * dim + d];
             if (value_head < 0) {
                 const float* weight = kv_head < 0 ? layer.query_norm : layer.key_norm;
-                if (weight != nullptr) norm_row(x, weight, dim, shape_.norm_epsilon, x);
+                if (weight != nullptr)
+                    norm_row(x, weight, dim, shape_.norm_epsilon, [&](int64_t i, Floats y) { store(x + i, y); });
                 rotate_row(x, activations_.cosines + row * dim / 2, activations_.sines + row * dim / 2, dim / 2);
             }
             Number numbers[MAX_DIM];
@@ -265,78 +294,47 @@ class DecoderOf final : public Decoder {
             const MatrixTiles tiles_again;
         }
 
-        // The rows as the weights' elements; where these are others, every row is rounded first.
-        const Rows<Weight>& narrowed(const Rows<Element>& rows, int64_t depth) {
-            if constexpr (NARROWS) {
-                const int64_t width = round_up(depth, LANES);
-                each_row(NORM, step_.num_tokens, [&](int64_t row) {
-                    for (int64_t i = 0; i < depth; ++i) scratch_.row[i] = Element::get(rows.row(row)[i]);
-                    std::fill(scratch_.row.data() + depth, scratch_.row.data() + width, 0.0f);
-                    put_row(scratch_.row.data(), width, activations_.input, row);
-                });
-                return activations_.input;
-            } else {
-                return rows;
-            }
-        }
-
         // residual += rows · matrix + bias
-        void add_product(Part part, const Matrix<Weight>& matrix, const Rows<Weight>& rows, const float* bias) {
-            each_tile(part, matrix.num_blocks, rows.stride * sizeof(*rows.numbers),
-                      [&](int64_t block, int64_t row, int num_rows) {
-                          multiply(matrix, block, rows, row, num_rows, scratch_.tile, BLOCK_COLUMNS);
-                          const int64_t first = block * BLOCK_COLUMNS;
-                          const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
-                          for (int i = 0; i < num_rows; ++i) {
-                              float* to = activations_.residual + (row + i) * activations_.width + first;
-                              const float* sums = scratch_.tile + i * BLOCK_COLUMNS;
-                              for (int64_t c = 0; c < columns; c += WIDTH) {
-                                  Floats sum = load(to + c) + load(sums + c);
-                                  if (bias != nullptr) sum += load(bias + first + c);
-                                  store(to + c, sum);
-                              }
-                          }
-                      });
-        }
-
-        void gate_up(const Layer<Weight>& layer) {
-            const Rows<Weight>& input = activations_.input;
-            constexpr int STRIDE = 2 * BLOCK_COLUMNS;
-            each_tile(GATE_UP, layer.gate_up.num_blocks / 2, input.stride * sizeof(*input.numbers),
-                      [&](int64_t block, int64_t row, int num_rows) {
-                          multiply(layer.gate_up, 2 * block, input, row, num_rows, scratch_.tile, STRIDE);
-                          multiply(layer.gate_up, 2 * block + 1, input, row, num_rows, scratch_.tile + BLOCK_COLUMNS,
-                                   STRIDE);
-                          for (int i = 0; i < num_rows; ++i) {
-                              Number* to = activations_.hidden.row(row + i) + block * BLOCK_COLUMNS;
-                              const float* sums = scratch_.tile + i * STRIDE;
-                              for (int c = 0; c < BLOCK_COLUMNS; c += WIDTH)
-                                  Element::put(to + c, gated(load(sums + c), load(sums + BLOCK_COLUMNS + c)));
-                          }
-                      });
-        }
-
-        void head() {
-            each_row(NORM, step_.num_logits, [&](int64_t row) {
-                norm_residual(step_.logit_rows[row], decoder_.final_norm_, row);
-            });
-            constexpr int64_t AT_ONCE = 4;
-            const Matrix<Weight>& matrix = decoder_.head_;
-            phase(HEAD, (matrix.num_blocks + AT_ONCE - 1) / AT_ONCE, [&](int64_t task) {
-                const int64_t end = std::min(matrix.num_blocks, (task + 1) * AT_ONCE);
-                for (int64_t row = 0; row < step_.num_logits; row += TILE_ROWS) {
-                    const int num_rows = (int)std::min<int64_t>(TILE_ROWS, step_.num_logits - row);
-                    for (int64_t block = task * AT_ONCE; block < end; ++block) {
-                        multiply(matrix, block, activations_.input, row, num_rows, scratch_.tile, BLOCK_COLUMNS);
-                        for (int i = 0; i < num_rows; ++i)
-                            take_logits(row + i, block * BLOCK_COLUMNS, scratch_.tile + i * BLOCK_COLUMNS);
+        void add_product(Part part, const Matrix<Element>& matrix, const Rows<Element>& rows, const float* bias) {
+            product(part, matrix, 1, rows, step_.num_tokens, [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                const int64_t first = block * BLOCK_COLUMNS;
+                const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
+                for (int i = 0; i < num_rows; ++i) {
+                    float* to = activations_.residual + (row + i) * activations_.width + first;
+                    for (int64_t c = 0; c < columns; c += WIDTH) {
+                        Floats sum = load(to + c) + load(tile + i * BLOCK_COLUMNS + c);
+                        if (bias != nullptr) sum += load(bias + first + c);
+                        store(to + c, sum);
                     }
                 }
             });
         }
 
+        void gate_up(const Layer<Element>& layer) {
+            product(GATE_UP, layer.gate_up, 2, activations_.normed, step_.num_tokens,
+                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                        for (int i = 0; i < num_rows; ++i) {
+                            Number* to = activations_.hidden.row(row + i) + block / 2 * BLOCK_COLUMNS;
+                            const float *gate = tile + i * 2 * BLOCK_COLUMNS, *up = gate + BLOCK_COLUMNS;
+                            for (int c = 0; c < BLOCK_COLUMNS; c += WIDTH)
+                                Element::put(to + c, gated<Element>(load(gate + c), load(up + c)));
+                        }
+                    });
+        }
+
+        void head() {
+            each_row(NORM, step_.num_logits,
+                     [&](int64_t row) { norm_residual(step_.logit_rows[row], decoder_.final_norm_, row); });
+            product(HEAD, decoder_.head_, HEAD_BLOCKS, activations_.normed, step_.num_logits,
+                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                        for (int i = 0; i < num_rows * HEAD_BLOCKS; ++i)
+                            take_logits(row + i / HEAD_BLOCKS, (block + i % HEAD_BLOCKS) * BLOCK_COLUMNS,
+                                        tile + i * BLOCK_COLUMNS);
+                    });
+        }
+
         void take_logits(int64_t row, int64_t first, const float* logits) {
-            const int64_t count = std::min<int64_t>(BLOCK_COLUMNS, shape_.vocabulary_size - first);
+            const int64_t count = std::clamp<int64_t>(shape_.vocabulary_size - first, 0, BLOCK_COLUMNS);
             if (step_.logits != nullptr)
                 std::memcpy(step_.logits + row * shape_.vocabulary_size + first, logits, count * sizeof(float));
             Best& best = scratch_.best[row];
@@ -347,11 +345,9 @@ class DecoderOf final : public Decoder {
                 if (logits[i] > best.logit) best = {logits[i], first + i};
         }
 
-        static constexpr int64_t CACHED_BYTES = 768 << 10;
-
         DecoderOf& decoder_;
         const DecoderShape& shape_;
-        const Activations<Element, Weight>& activations_;
+        const Activations<Element>& activations_;
         const DecoderStep& step_;
         const std::vector<Item>& items_;
         Team& team_;
@@ -375,9 +371,9 @@ class DecoderOf final : public Decoder {
         const int64_t hidden = shape_.hidden_size, width = round_up(hidden, BLOCK_COLUMNS), dim = shape_.head_dim;
         const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads, inner = shape_.intermediate_size;
         embedding_ = cursor.take<Number>(shape_.vocabulary_size * hidden);
-        head_ = place_matrix(cursor, shape_.vocabulary_size, hidden);
+        head_ = place_matrix(cursor, shape_.vocabulary_size, hidden, HEAD_BLOCKS);
         final_norm_ = cursor.take<float>(width);
-        for (Layer<Weight>& layer : layers_) {
+        for (Layer<Element>& layer : layers_) {
             layer.qkv = place_matrix(cursor, heads * head_blocks_ * BLOCK_COLUMNS, hidden);
             layer.output = place_matrix(cursor, hidden, shape_.num_heads * dim);
             layer.gate_up = place_matrix(cursor, 2 * round_up(inner, BLOCK_COLUMNS), hidden);
@@ -391,35 +387,30 @@ class DecoderOf final : public Decoder {
         }
     }
 
-    Matrix<Weight> place_matrix(Cursor& cursor, int64_t columns, int64_t depth) {
-        Matrix<Weight> matrix;
-        matrix.num_blocks = round_up(columns, BLOCK_COLUMNS) / BLOCK_COLUMNS;
-        matrix.num_steps = padded_depth<Weight>(depth) / (UNITS * Weight::PAIR);
-        matrix.blocks = cursor.take<char>(matrix_bytes<Weight>(columns, depth));
-        if (NARROWS) matrix.scales = cursor.take<float>(matrix.num_blocks * BLOCK_COLUMNS);
+    Matrix<Element> place_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once = 1) {
+        Matrix<Element> matrix;
+        matrix.num_blocks = round_up(columns, blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
+        matrix.num_steps = padded_depth<Element>(depth) / (UNITS * Element::PAIR);
+        // While it is only counted there is no memory, but it must not look like wide weights.
+        float none;
+        if (has_int8_weights_) matrix.scales = &none;
+        const int64_t num_bytes = matrix.num_blocks * matrix.block_bytes();
+        if (has_int8_weights_) matrix.scales = cursor.take<float>(matrix.num_blocks * BLOCK_COLUMNS);
+        matrix.blocks = cursor.take<char>(num_bytes);
         return matrix;
     }
 
     template <class Place>
-    void pack_matrix(Matrix<Weight>& matrix, const void* numbers, int64_t columns, int64_t depth, const Place& place) {
-        std::vector<typename Weight::Number> narrow(NARROWS ? depth : 0);
-        for (int64_t column = 0; column < columns; ++column) {
-            const Number* from = static_cast<const Number*>(numbers) + column * depth;
-            const int64_t to = place(column);
-            char* block = const_cast<char*>(matrix.block(to / BLOCK_COLUMNS));
-            if constexpr (NARROWS) {
-                const_cast<float*>(matrix.scales)[to] = narrow_column<Element, Weight>(from, depth, narrow.data());
-                pack_column<Weight>(block, (int)(to % BLOCK_COLUMNS), narrow.data(), depth);
-            } else {
-                pack_column<Weight>(block, (int)(to % BLOCK_COLUMNS), from, depth);
-            }
-        }
+    void pack_matrix(const Matrix<Element>& matrix, const void* numbers, int64_t columns, int64_t depth,
+                     const Place& place) {
+        for (int64_t column = 0; column < columns; ++column)
+            pack_column(matrix, place(column), static_cast<const Number*>(numbers) + column * depth, depth);
     }
 
-    std::pair<const float*, int64_t> vector_of(int64_t index, int64_t part) const {
+    std::pair<float*, int64_t> vector_of(int64_t index, int64_t part) const {
         const int64_t hidden = shape_.hidden_size, dim = shape_.head_dim;
         if (part == PACK_FINAL_NORM) return {final_norm_, hidden};
-        const Layer<Weight>& layer = layers_[index];
+        const Layer<Element>& layer = layers_[index];
         switch (part) {
             case PACK_INPUT_NORM: return {layer.input_norm, hidden};
             case PACK_POST_ATTENTION_NORM: return {layer.post_attention_norm, hidden};
@@ -430,24 +421,25 @@ class DecoderOf final : public Decoder {
         }
     }
 
+    static constexpr int64_t HEAD_BLOCKS = 4;  // of a task
+
     const DecoderShape shape_;
+    const bool has_int8_weights_;
     const std::vector<int64_t> windows_;
     const std::vector<float> frequencies_;
     const int64_t head_blocks_;
     std::unique_ptr<Arena> arena_;
-    const Number* embedding_ = nullptr;
-    Matrix<Weight> head_;
-    const float* final_norm_ = nullptr;
-    std::vector<Layer<Weight>> layers_;
-    Activations<Element, Weight> activations_;
+    Number* embedding_ = nullptr;
+    Matrix<Element> head_;
+    float* final_norm_ = nullptr;
+    std::vector<Layer<Element>> layers_;
+    Activations<Element> activations_;
     std::vector<std::unique_ptr<Scratch>> scratch_;
 };
 
 std::unique_ptr<Decoder> make_decoder(const DecoderShape& shape, int64_t is_bfloat16, int64_t has_int8_weights) {
-    if (is_bfloat16 && has_int8_weights) return std::make_unique<DecoderOf<BFloat16, Int8>>(shape);
-    if (is_bfloat16) return std::make_unique<DecoderOf<BFloat16, BFloat16>>(shape);
-    if (has_int8_weights) return std::make_unique<DecoderOf<Float32, Int8>>(shape);
-    return std::make_unique<DecoderOf<Float32, Float32>>(shape);
+    if (is_bfloat16) return std::make_unique<DecoderOf<BFloat16>>(shape, has_int8_weights);
+    return std::make_unique<DecoderOf<Float32>>(shape, has_int8_weights);
 }
 
 }  // namespace inflight

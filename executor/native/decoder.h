@@ -88,10 +88,10 @@ struct DecoderStep {
 // The parts of a step that are timed apart.
 enum Part { EMBED, NORM, QKV, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, NUM_PARTS };
 
-template <class Weight>
+template <class Element>
 struct Layer {
-    Matrix<Weight> qkv, output, gate_up, down;
-    const float *input_norm, *post_attention_norm, *query_norm, *key_norm, *qkv_bias, *output_bias;
+    Matrix<Element> qkv, output, gate_up, down;
+    float *input_norm, *post_attention_norm, *query_norm, *key_norm, *qkv_bias, *output_bias;
 };
 
 // The largest logit of a row and its id; the lowest id among equals.
@@ -101,17 +101,14 @@ struct Best {
 };
 
 // Rows of activations on their way through a step, with room for `capacity` tokens.
-template <class Element, class Weight>
+template <class Element>
 struct Activations {
-    static constexpr bool NARROWS = !std::is_same_v<Element, Weight>;
-
     int64_t capacity = 0;
     std::unique_ptr<Arena> arena;
     int64_t width = 0;          // of the residual
     float* residual = nullptr;  // [capacity, width]
     float *cosines = nullptr, *sines = nullptr;  // [capacity, head_dim / 2]
-    Rows<Element> queries, attended, hidden;
-    Rows<Weight> input;  // what the next product takes, where that is not one of the above
+    Rows<Element> normed, queries, attended, hidden;
 
     void reserve(const DecoderShape& shape, int64_t num_tokens) {
         if (num_tokens <= capacity) return;
@@ -130,20 +127,17 @@ struct Activations {
         residual = cursor.take<float>(capacity * width);
         cosines = cursor.take<float>(capacity * shape.head_dim / 2);
         sines = cursor.take<float>(capacity * shape.head_dim / 2);
-        queries = rows<Element>(cursor, attention_depth);
-        attended = rows<Element>(cursor, attention_depth);
-        hidden = rows<Element>(cursor, shape.intermediate_size);
-        input = rows<Weight>(cursor, NARROWS ? std::max({shape.hidden_size, attention_depth, shape.intermediate_size})
-                                             : shape.hidden_size);
+        normed = rows(cursor, shape.hidden_size);
+        queries = rows(cursor, attention_depth);
+        attended = rows(cursor, attention_depth);
+        hidden = rows(cursor, shape.intermediate_size);
     }
 
-    template <class Number>
-    Rows<Number> rows(Cursor& cursor, int64_t depth) {
-        Rows<Number> taken;
+    Rows<Element> rows(Cursor& cursor, int64_t depth) {
+        Rows<Element> taken;
         // 64 bytes more than the depth: with a power of two all rows would share a few cache sets.
-        taken.stride = padded_depth<Number>(depth) + UNITS * Number::PAIR;
-        taken.numbers = cursor.take<typename Number::Number>((capacity + TILE_ROWS) * taken.stride);
-        taken.scales = cursor.take<float>(capacity + TILE_ROWS);
+        taken.stride = padded_depth<Element>(depth) + UNITS * Element::PAIR;
+        taken.numbers = cursor.take<typename Element::Number>((capacity + TILE_ROWS) * taken.stride);
         return taken;
     }
 };

@@ -1,11 +1,13 @@
 """The common decoder family on a CPU: weights laid out for decoder.cpp, and a step as one call into it.
 
-Here tensors become pointers; what is computed, and how the weights lie in memory, is described in decoder.h and matmul.h.
+Here tensors become pointers; what is computed, and how the weights lie in memory, is described in decoder.h and
+matmul.h.
 """
 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from torch import Tensor
 from executor.attention.backend import LayerKv
 from executor.batch import StepBatch
 from executor.decoder_weights import DecoderShape, DecoderWeights
+from executor.native.library import NativeLibrary
 
 LANES = 16
 DTYPES = (torch.bfloat16, torch.float32)
@@ -71,45 +74,33 @@ def why_not(shape: DecoderShape) -> str | None:
 class NativeDecoder:
     """A packed model and the threads that compute it. One step at a time."""
 
-    def __init__(self, library: ctypes.CDLL, form: DecoderForm, num_threads: int) -> None:
+    def __init__(self, library: NativeLibrary, form: DecoderForm, num_threads: int) -> None:
         self.form = form
-        self._library = _declared(library)
-        shape = form.shape
-        windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
-        frequencies = np.ascontiguousarray(shape.inverse_frequencies, np.float32)
-        layout = _Shape(
-            *(getattr(shape, name) for name in _SHAPE_SIZES),
-            *(int(flag) for flag in (form.has_qkv_bias, form.has_output_bias, form.has_head_norms)),
-            *(getattr(shape, name) for name in _SHAPE_FACTORS),
-            0.0,
-            windows.ctypes.data,
-            frequencies.ctypes.data,
-        )
-        is_bfloat16 = form.dtype == torch.bfloat16
-        self._decoder = library.inflight_decoder_new(ctypes.byref(layout), is_bfloat16, form.has_int8_weights)
-        if not self._decoder:
-            raise MemoryError("there is not enough memory for the packed weights")
-        self._pool = library.inflight_pool_new(num_threads)
+        self.instructions = library.instructions
         # Seconds that the steps so far spent in each of PARTS.
         self.part_seconds = np.zeros(len(PARTS))
-
-    def close(self) -> None:
-        """Ends the threads and frees the weights."""
-        self._library.inflight_pool_free(self._pool)
-        self._library.inflight_decoder_free(self._decoder)
+        calls = _declared(library.calls)
+        layout, kept = _layout(form)
+        decoder = calls.inflight_decoder_new(ctypes.byref(layout), form.dtype == torch.bfloat16, form.has_int8_weights)
+        del kept
+        if not decoder:
+            raise MemoryError("there is not enough memory for the packed weights")
+        pool = calls.inflight_pool_new(num_threads)
+        self._calls, self._decoder, self._pool = calls, decoder, pool
+        self._free = weakref.finalize(self, _free, calls, decoder, pool)
 
     def pack(self, weights: DecoderWeights) -> None:
         """Lays the weights out."""
         for layer, part, tensor in _parts(weights):
             dtype = self.form.dtype if part in MATRICES else torch.float32
             numbers = tensor.detach().to(dtype).contiguous()
-            self._library.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr())
+            self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr())
 
     @property
     def packed(self) -> memoryview:
         """The packed weights, to be kept and put back."""
-        num_bytes = self._library.inflight_decoder_weight_bytes(self._decoder)
-        address = self._library.inflight_decoder_weights(self._decoder)
+        num_bytes = self._calls.inflight_decoder_weight_bytes(self._decoder)
+        address = self._calls.inflight_decoder_weights(self._decoder)
         return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
     def logits(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
@@ -119,14 +110,13 @@ class NativeDecoder:
         return logits
 
     def greedy(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
-        """The ids `[R]` int64 of the largest logits, the lowest among equals. The logits themselves are never stored."""
+        """The ids `[R]` int64 of the largest logits, the lowest among equals. The logits are never stored."""
         ids = torch.empty(batch.logit_rows.shape[0], dtype=torch.int64)
         self._run(batch, kv, greedy_ids=ids.data_ptr())
         return ids
 
     def _run(self, batch: StepBatch, kv: tuple[LayerKv, ...], **results: int) -> None:
         count = len(kv)
-        table_rows = torch.arange(batch.num_sequences, dtype=torch.int32)
         step = _Step(
             token_ids=batch.token_ids.data_ptr(),
             positions=batch.positions.data_ptr(),
@@ -134,7 +124,7 @@ class NativeDecoder:
             query_starts=batch.query_starts.data_ptr(),
             context_lengths=batch.context_lengths.data_ptr(),
             block_tables=batch.block_tables.data_ptr(),
-            table_rows=table_rows.data_ptr(),
+            table_rows=batch.table_rows.data_ptr(),
             logit_rows=batch.logit_rows.data_ptr(),
             keys=(c_void_p * count)(*(layer.keys.data_ptr() for layer in kv)),
             values=(c_void_p * count)(*(layer.values.data_ptr() for layer in kv)),
@@ -146,8 +136,13 @@ class NativeDecoder:
             block_size=batch.block_size,
             **results,
         )
-        if self._library.inflight_decoder_step(self._decoder, self._pool, ctypes.byref(step)):
+        if self._calls.inflight_decoder_step(self._decoder, self._pool, ctypes.byref(step)):
             raise RuntimeError(f"there is not enough memory for a step of {batch.num_tokens} tokens")
+
+
+def _free(calls: Any, decoder: int, pool: int) -> None:
+    calls.inflight_pool_free(pool)
+    calls.inflight_decoder_free(decoder)
 
 
 def form_of(weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool) -> DecoderForm:
@@ -161,6 +156,22 @@ def form_of(weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool)
         has_output_bias=layer.output_bias is not None,
         has_head_norms=layer.query_norm is not None,
     )
+
+
+def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
+    """The form as C++ takes it, and the arrays that it points to."""
+    shape = form.shape
+    windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
+    frequencies = np.array(shape.inverse_frequencies, np.float32)
+    layout = _Shape(
+        *(getattr(shape, name) for name in _SHAPE_SIZES),
+        *(int(flag) for flag in (form.has_qkv_bias, form.has_output_bias, form.has_head_norms)),
+        *(getattr(shape, name) for name in _SHAPE_FACTORS),
+        0.0,
+        windows.ctypes.data,
+        frequencies.ctypes.data,
+    )
+    return layout, (windows, frequencies)
 
 
 def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:

@@ -33,6 +33,10 @@ _BF16 = _V4 | {"avx512_bf16"}
 _AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
 
+# Calls within the library go straight to their target, which lets the compiler inline them; and two builds that are
+# loaded at once share nothing.
+COMMON_FLAGS = ("-fno-semantic-interposition", "-fno-gnu-unique", "-Wl,-Bsymbolic", "-Wno-maybe-uninitialized")
+
 # The best first.
 INSTRUCTION_SETS = (
     InstructionSet("amx", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
@@ -81,7 +85,7 @@ def load_native(name: str = "auto") -> NativeLibrary | BuildFailure:
 
 def _load(instructions: InstructionSet) -> NativeLibrary | BuildFailure:
     headers = sorted(FOLDER.glob("*.h"))
-    calls = load_library("kernels", SOURCES, headers, instructions.compiler_flags)
+    calls = load_library("kernels", SOURCES, headers, (*instructions.compiler_flags, *COMMON_FLAGS))
     if isinstance(calls, BuildFailure):
         return calls
     if not calls.inflight_prepare():

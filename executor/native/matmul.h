@@ -7,11 +7,15 @@
 //
 // That is at once what AMX wants of its right-hand tiles (a panel of a step is one) and what a vector unit that broadcasts the
 // left-hand side wants. Activations are plain rows, 64 bytes of depth after the other. Depth and columns are filled up with
-// zeros. A product is made in tiles of up to 32 rows and 32 columns, in float32, and handed to whoever asked while in cache.
+// zeros. A product is made in tiles of up to 32 rows, in float32, and handed to whoever asked while in cache.
+//
+// A weight may be kept in int8 with a scale for each column, four of a column's numbers in a lane. A block is then widened once for
+// all the rows of a task; every int8 is a bfloat16 exactly, and the scale is applied to the sums.
 
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "vectors.h"
 
@@ -20,17 +24,19 @@ namespace inflight {
 constexpr int BLOCK_COLUMNS = 32;
 constexpr int TILE_ROWS = 32;
 constexpr int UNITS = 16;             // units of a step
+// Steps of a block that stay in the first-level cache, beside the rows that pass, while all rows of a task do so.
+constexpr int64_t CACHED_STEPS = 9;
 constexpr int64_t STEP_BYTES = 2048;  // of a block
+constexpr int NARROW_PAIR = 4;        // int8 numbers of a lane
 
-// Rows of activations of one element type. `stride` counts numbers and is a whole number of steps; there is room for whole
-// tiles of rows. `scales[row]` belongs to int8 alone.
+// Rows of activations. `stride` counts numbers and is a whole number of steps; there is room for whole tiles of rows.
 template <class Element>
 struct Rows {
     typename Element::Number* numbers = nullptr;
     int64_t stride = 0;
-    float* scales = nullptr;
 
     typename Element::Number* row(int64_t index) const { return numbers + index * stride; }
+    int64_t row_bytes() const { return stride * sizeof *numbers; }
 };
 
 template <class Element>
@@ -40,33 +46,77 @@ constexpr int64_t padded_depth(int64_t depth) {
 
 template <class Element>
 struct Matrix {
-    const char* blocks = nullptr;
-    int64_t num_blocks = 0, num_steps = 0;
-    const float* scales = nullptr;  // [columns], int8 alone
+    static constexpr int64_t STEP_NUMBERS = STEP_BYTES / sizeof(typename Element::Number);
 
-    const char* block(int64_t index) const { return blocks + index * num_steps * STEP_BYTES; }
+    char* blocks = nullptr;
+    int64_t num_blocks = 0, num_steps = 0;
+    float* scales = nullptr;  // [num_blocks * 32], int8 alone
+
+    bool is_narrow() const { return scales != nullptr; }
+    int64_t block_bytes() const { return num_steps * (is_narrow() ? STEP_NUMBERS : STEP_BYTES); }
+    char* block(int64_t index) const { return blocks + index * block_bytes(); }
 };
 
-template <class Element>
-int64_t matrix_bytes(int64_t columns, int64_t depth) {
-    return round_up(columns, BLOCK_COLUMNS) / BLOCK_COLUMNS * padded_depth<Element>(depth) / (UNITS * Element::PAIR) *
-           STEP_BYTES;
+// Index within a block of what stands `index` deep in a column, with PAIR numbers in a lane and STEP numbers deep steps.
+template <int PAIR, int STEP>
+constexpr int64_t place_in_block(int column, int64_t index) {
+    constexpr int ROWS = STEP / PAIR;  // of a panel in a step
+    const int64_t unit = index / PAIR;
+    const int64_t row = unit / ROWS * 2 * ROWS + column / LANES * ROWS + unit % ROWS;
+    return (row * LANES + column % LANES) * PAIR + index % PAIR;
 }
 
-// Lays out one column of a block; `from` has `depth` numbers, or is null for a column of zeros.
+// Lays out a column of `depth` numbers; in int8 its largest number becomes 127.
 template <class Element>
-void pack_column(char* block, int column, const typename Element::Number* from, int64_t depth) {
-    using Number = typename Element::Number;
+void pack_column(const Matrix<Element>& matrix, int64_t column, const typename Element::Number* from, int64_t depth) {
+    constexpr int STEP = UNITS * Element::PAIR;
+    char* block = matrix.block(column / BLOCK_COLUMNS);
+    const int within = (int)(column % BLOCK_COLUMNS);
+    if (!matrix.is_narrow()) {
+        auto* to = reinterpret_cast<typename Element::Number*>(block);
+        for (int64_t i = 0; i < depth; ++i) to[place_in_block<Element::PAIR, STEP>(within, i)] = from[i];
+        return;
+    }
+    float largest = 0;
+    for (int64_t i = 0; i < depth; ++i) largest = std::max(largest, std::fabs(Element::get(from[i])));
+    const float scale = largest / 127.0f;
+    matrix.scales[column] = scale;
+    auto* to = reinterpret_cast<int8_t*>(block);
+    for (int64_t i = 0; i < depth; ++i)
+        to[place_in_block<NARROW_PAIR, STEP>(within, i)] =
+            scale > 0 ? (int8_t)std::lrint(Element::get(from[i]) / scale) : (int8_t)0;
+}
+
+// The four bytes of each lane as floats.
+ALWAYS_INLINE void split_bytes(Ints lanes, Floats (&floats)[NARROW_PAIR]) {
+#pragma GCC unroll 4
+    for (int byte = 0; byte < NARROW_PAIR; ++byte)
+        floats[byte] = __builtin_convertvector((lanes << (24 - 8 * byte)) >> 24, Floats);
+}
+
+// A block as elements: itself, or its int8 widened into `room`.
+template <class Element>
+const char* widened(const Matrix<Element>& matrix, int64_t index, char* room) {
     constexpr int PAIR = Element::PAIR;
-    Number* to = reinterpret_cast<Number*>(block) + column / LANES * UNITS * LANES * PAIR + column % LANES * PAIR;
-    const int64_t num_units = padded_depth<Element>(depth) / PAIR;
-    for (int64_t unit = 0; unit < num_units; ++unit) {
-        Number* numbers = to + (unit / UNITS * 2 * UNITS + unit % UNITS) * LANES * PAIR;
-        for (int i = 0; i < PAIR; ++i) {
-            const int64_t index = unit * PAIR + i;
-            numbers[i] = from != nullptr && index < depth ? from[index] : Number{};
+    const char* from = matrix.block(index);
+    if (!matrix.is_narrow()) return from;
+    char* to = room;
+    const int64_t num_rows = matrix.num_steps * 2 * UNITS * PAIR / NARROW_PAIR;
+    for (int64_t row = 0; row < num_rows; ++row, from += 64, to += 64 * NARROW_PAIR / PAIR) {
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+            Floats floats[NARROW_PAIR];
+            split_bytes((Ints)load(reinterpret_cast<const float*>(from) + v * WIDTH), floats);
+#pragma GCC unroll 4
+            for (int unit = 0; unit < NARROW_PAIR / PAIR; ++unit) {
+                Floats out = floats[unit * PAIR];
+                // The lower half of a float that was a byte is zero: its upper half is the bfloat16.
+                if constexpr (PAIR == 2) out = (Floats)(((Words)out >> 16) | (Words)floats[unit * PAIR + 1]);
+                store(reinterpret_cast<float*>(to + unit * 64) + v * WIDTH, out);
+            }
         }
     }
+    return room;
 }
 
 #ifdef INFLIGHT_AMX
@@ -96,35 +146,36 @@ class TilesInUse {
     MatrixTiles tiles_;
 };
 
-// The intrinsics want literal tile numbers, so this cannot be a function.
-#define MULTIPLY_TILES(SUM, LEFT, RIGHT)                                              \
-    do {                                                                              \
-        if constexpr (Element::PAIR == 2) _tile_dpbf16ps(SUM, LEFT, RIGHT);           \
-        if constexpr (Element::PAIR == 4) _tile_dpbssd(SUM, LEFT, RIGHT);             \
-    } while (false)
-
-template <class Element, bool HAS_SECOND_ROWS>
-void multiply_by_tiles(const char* block, int64_t num_steps, const typename Element::Number* rows, int64_t stride,
-                       float* out, int64_t out_stride) {
-    const int64_t row_bytes = stride * sizeof *rows;
+template <bool HAS_SECOND_ROWS>
+void multiply_by_tiles(const char* block, int64_t num_steps, const uint16_t* rows, int64_t stride, bool adds, float* out,
+                       int64_t out_stride) {
+    const int64_t row_bytes = stride * sizeof *rows, out_bytes = out_stride * sizeof(float);
     const char* left = reinterpret_cast<const char*>(rows);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (adds) {
+        _tile_loadd(0, out, out_bytes);
+        _tile_loadd(1, out + LANES, out_bytes);
+        if constexpr (HAS_SECOND_ROWS) {
+            _tile_loadd(2, out + 16 * out_stride, out_bytes);
+            _tile_loadd(3, out + 16 * out_stride + LANES, out_bytes);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
     for (int64_t step = 0; step < num_steps; ++step, left += 64, block += STEP_BYTES) {
         _tile_loadd(6, block, 64);
         _tile_loadd(7, block + STEP_BYTES / 2, 64);
         _tile_loadd(4, left, row_bytes);
-        MULTIPLY_TILES(0, 4, 6);
-        MULTIPLY_TILES(1, 4, 7);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
         if constexpr (HAS_SECOND_ROWS) {
             _tile_loadd(5, left + 16 * row_bytes, row_bytes);
-            MULTIPLY_TILES(2, 5, 6);
-            MULTIPLY_TILES(3, 5, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
         }
     }
-    const int64_t out_bytes = out_stride * sizeof(float);
     _tile_stored(0, out, out_bytes);
     _tile_stored(1, out + LANES, out_bytes);
     if constexpr (HAS_SECOND_ROWS) {
@@ -151,15 +202,12 @@ constexpr int REGISTER_ROWS = 6;
 // Vectors of columns that a pass over a block takes: all 32 columns, or the 16 that 16 registers have room for.
 constexpr int PASS_VECTORS = 2;
 constexpr int NUM_PASSES = BLOCK_COLUMNS / WIDTH / PASS_VECTORS;
-// Steps of a block that stay in the first-level cache while all rows pass.
-constexpr int64_t STEPS_AT_ONCE = 12;
-
 // Adds to `sums[row, 32 columns]`, for the columns of one pass.
 template <class Element, int ROWS>
 void multiply_by_vectors(const char* block, int pass, int64_t num_steps, const typename Element::Number* rows,
-                         int64_t stride, typename Element::Sum (*sums)[BLOCK_COLUMNS / WIDTH]) {
+                         int64_t stride, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
     using Number = typename Element::Number;
-    typename Element::Sum sum[ROWS][PASS_VECTORS];
+    Floats sum[ROWS][PASS_VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
@@ -194,50 +242,45 @@ void multiply_by_vectors(const char* block, int pass, int64_t num_steps, const t
 // Calls `multiply_by_vectors` with the number of rows as a constant.
 template <class Element, int ROWS = REGISTER_ROWS>
 void multiply_some(int num_rows, const char* block, int pass, int64_t num_steps, const typename Element::Number* rows,
-                   int64_t stride, typename Element::Sum (*sums)[BLOCK_COLUMNS / WIDTH]) {
+                   int64_t stride, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
     if constexpr (ROWS > 1)
         if (num_rows < ROWS)
             return multiply_some<Element, ROWS - 1>(num_rows, block, pass, num_steps, rows, stride, sums);
     multiply_by_vectors<Element, ROWS>(block, pass, num_steps, rows, stride, sums);
 }
 
-// `out[r, 0..32) = rows[r] · block`, for up to 32 rows; whatever lies behind the last row of `out` may be overwritten.
+// `out[r, 0..32) = rows[r] · block` for up to 32 rows, or with `adds` is increased by that. Whatever lies behind the last row of
+// `out` may be overwritten.
 template <class Element>
-void multiply(const Matrix<Element>& matrix, int64_t block_index, const Rows<Element>& rows, int64_t first_row,
-              int num_rows, float* out, int64_t out_stride) {
-    const char* block = matrix.block(block_index);
-    const auto* left = rows.row(first_row);
+void multiply(const char* block, int64_t num_steps, const typename Element::Number* rows, int64_t stride, int num_rows,
+              bool adds, float* out, int64_t out_stride) {
 #ifdef INFLIGHT_AMX
-    if constexpr (Element::PAIR > 1) {
+    if constexpr (Element::PAIR == 2) {
         if (num_rows > 16)
-            multiply_by_tiles<Element, true>(block, matrix.num_steps, left, rows.stride, out, out_stride);
+            multiply_by_tiles<true>(block, num_steps, rows, stride, adds, out, out_stride);
         else
-            multiply_by_tiles<Element, false>(block, matrix.num_steps, left, rows.stride, out, out_stride);
-    } else
+            multiply_by_tiles<false>(block, num_steps, rows, stride, adds, out, out_stride);
+        return;
+    }
 #endif
-    {
-        typename Element::Sum sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
-        for (int64_t step = 0; step < matrix.num_steps; step += STEPS_AT_ONCE)
-            for (int pass = 0; pass < NUM_PASSES; ++pass)
-                for (int row = 0; row < num_rows; row += REGISTER_ROWS)
-                    multiply_some<Element>(std::min(REGISTER_ROWS, num_rows - row), block + step * STEP_BYTES, pass,
-                                           std::min(STEPS_AT_ONCE, matrix.num_steps - step),
-                                           left + row * rows.stride + step * UNITS * Element::PAIR, rows.stride,
-                                           sums + row);
-        for (int row = 0; row < num_rows; ++row)
-            for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v)
-                store(out + row * out_stride + v * WIDTH, (Floats)sums[row][v]);
-    }
-    if constexpr (Element::PAIR == 4) {
-        // What lies in `out` are the bits of integers.
-        const float* scales = matrix.scales + block_index * BLOCK_COLUMNS;
-        for (int row = 0; row < num_rows; ++row)
-            for (int column = 0; column < BLOCK_COLUMNS; column += WIDTH) {
-                float* to = out + row * out_stride + column;
-                const Floats sums = __builtin_convertvector((Ints)load(to), Floats);
-                store(to, sums * load(scales + column) * rows.scales[first_row + row]);
-            }
-    }
+    Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
+    for (int row = 0; adds && row < num_rows; ++row)
+        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) sums[row][v] = load(out + row * out_stride + v * WIDTH);
+    for (int pass = 0; pass < NUM_PASSES; ++pass)
+        for (int row = 0; row < num_rows; row += REGISTER_ROWS)
+            multiply_some<Element>(std::min(REGISTER_ROWS, num_rows - row), block, pass, num_steps, rows + row * stride,
+                                   stride, sums + row);
+    for (int row = 0; row < num_rows; ++row)
+        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
+}
+
+// Multiplies the columns of a block that was kept in int8 by their scales.
+inline void scale_columns(const float* scales, int num_rows, float* out, int64_t out_stride) {
+    for (int row = 0; row < num_rows; ++row)
+        for (int column = 0; column < BLOCK_COLUMNS; column += WIDTH) {
+            float* to = out + row * out_stride + column;
+            store(to, load(to) * load(scales + column));
+        }
 }
 
 }  // namespace inflight

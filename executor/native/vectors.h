@@ -2,8 +2,8 @@
 //
 // Data lies in groups of 16 columns (or tokens), and a vector holds one number of WIDTH of them, so no sum ever runs across a
 // vector. Vectors wider than the target's would live in memory: GCC keeps them in no register. An element type says
-// how many numbers along the summed dimension share a lane: 1 for float32, 2 for bfloat16 and 4 for int8, whose
-// dot-product instructions take that many at once. What the target lacks is spelled out in plain arithmetic.
+// how many numbers along the summed dimension share a lane: 1 for float32, 2 for bfloat16, whose dot-product instruction takes
+// pairs. What the target lacks is spelled out in plain arithmetic.
 
 #pragma once
 
@@ -17,10 +17,7 @@
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
 #define INFLIGHT_DPBF16 1
 #endif
-#if defined(__AVX512VNNI__) && defined(__AVX512F__)
-#define INFLIGHT_VNNI 1
-#endif
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
 #define INFLIGHT_AMX 1
 #endif
 
@@ -65,7 +62,6 @@ struct Float32 {
     using Number = float;
     using Unit = float;
     using Vector = Floats;
-    using Sum = Floats;
     static constexpr int PAIR = 1;
     static ALWAYS_INLINE Vector load_units(const Number* from) { return load(from); }
     static ALWAYS_INLINE Floats multiply_add(Floats sum, Unit unit, Vector units) { return sum + unit * units; }
@@ -77,7 +73,6 @@ struct BFloat16 {
     using Number = uint16_t;
     using Unit = uint32_t;  // two numbers, the first in the low half
     using Vector = Words;
-    using Sum = Floats;
     static constexpr int PAIR = 2;
     static ALWAYS_INLINE Vector load_units(const Number* from) {
         return *reinterpret_cast<const UnalignedWords*>(from);
@@ -99,23 +94,6 @@ struct BFloat16 {
 #endif
     }
     static ALWAYS_INLINE float get(Number number) { return as_float((uint32_t)number << 16); }
-};
-
-struct Int8 {
-    using Number = int8_t;
-    using Unit = uint32_t;  // four numbers, the first in the lowest byte
-    using Vector = Words;
-    using Sum = Ints;
-    static constexpr int PAIR = 4;
-    static ALWAYS_INLINE Vector load_units(const Number* from) {
-        return *reinterpret_cast<const UnalignedWords*>(from);
-    }
-    static ALWAYS_INLINE Sum multiply_add(Sum sum, Unit unit, Vector units) {
-#pragma GCC unroll 4
-        for (int byte = 0; byte < 4; ++byte)
-            sum += (int32_t)(int8_t)(unit >> 8 * byte) * ((Ints)(units << (24 - 8 * byte)) >> 24);
-        return sum;
-    }
 };
 
 // 2^x, 0 where that is too small to matter: x = n + r, a polynomial in r, n into the exponent. To about one unit in the last

@@ -68,8 +68,9 @@ def test_names_say_what_a_thing_is() -> None:
     empty = [
         f"{path}:{line} {name}"
         for path, tree in trees()
+        for imports in (imports_of(REPOSITORY / path),)
         for name, line in names_given(tree)
-        if name not in GIVEN_NAMES and is_empty_name(name, imports_of(REPOSITORY / path))
+        if name not in GIVEN_NAMES and is_empty_name(name, imports)
     ]
     empty += [str(path) for path, _ in trees() if is_empty_name(path.stem, set())]
     assert not empty

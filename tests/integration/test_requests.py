@@ -88,8 +88,11 @@ async def test_stream_begins_with_accepted_and_ends_with_done(redis_url: str, po
     assert [event.seq for event in events] == list(range(len(events)))
 
 
-async def test_many_requests_at_once_get_the_tokens_that_each_gets_alone(redis_url: str, pool: str) -> None:
-    shape = ExecutorShape(num_blocks=24, max_num_sequences=3, num_standby_sequences=1)
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_many_requests_at_once_get_the_tokens_that_each_gets_alone(
+    redis_url: str, pool: str, overlap: bool
+) -> None:
+    shape = ExecutorShape(num_blocks=24, max_num_sequences=3, num_standby_sequences=1, overlap=overlap)
     requests = random_requests(60, seed=1)
     async with run_cluster(redis_url, pool, executors=2, routers=2, shape=shape) as cluster:
         answers = await asyncio.gather(
@@ -105,16 +108,21 @@ async def test_many_requests_at_once_get_the_tokens_that_each_gets_alone(redis_u
             executor.scheduler.check_when_idle()
 
 
-async def test_static_batching_gives_the_same_tokens(redis_url: str, pool: str) -> None:
-    shape = ExecutorShape(num_blocks=64, max_num_sequences=3, num_standby_sequences=3, batching=Batching.STATIC)
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_static_batching_gives_the_same_tokens(redis_url: str, pool: str, overlap: bool) -> None:
+    shape = ExecutorShape(
+        num_blocks=64, max_num_sequences=3, num_standby_sequences=3, batching=Batching.STATIC, overlap=overlap
+    )
     requests = random_requests(20, seed=2)
     async with run_cluster(redis_url, pool, shape=shape) as cluster:
         answers = await asyncio.gather(*(collect(cluster.routers[0], token_request(*request)) for request in requests))
     assert [ids_of(events) for events in answers] == [expected_ids(*request) for request in requests]
 
 
-async def test_disconnected_client_gives_its_seat_to_the_next(redis_url: str, pool: str) -> None:
-    async with run_cluster(redis_url, pool, shape=ExecutorShape(max_num_sequences=1)) as cluster:
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_disconnected_client_gives_its_seat_to_the_next(redis_url: str, pool: str, overlap: bool) -> None:
+    shape = ExecutorShape(max_num_sequences=1, overlap=overlap)
+    async with run_cluster(redis_url, pool, shape=shape) as cluster:
         brake, router = cluster.executors[0].brake, cluster.routers[0]
         brake.hold()
         first = router.stub.Generate(token_request([1], 50))

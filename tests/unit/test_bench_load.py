@@ -9,7 +9,7 @@ import grpc
 from inflight.v1 import inference_pb2
 
 from bench.load import run_workload
-from bench.workloads import GATE_TOKENS, PlannedRequest, Workload
+from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
 from client.aio import Client
 from common.errors import Reason, RequestError
 from tests.unit.scripted_router import Script, ScriptedRouter, delta, serving, speak

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from bench.measures import Measures, Outcome, Run, SeatSample, mean_seats, measure, percentile, ratio
+from bench.measures import (
+    Measures,
+    Outcome,
+    Run,
+    SeatSample,
+    Slo,
+    cost_per_million,
+    distributions,
+    keeps,
+    mean_seats,
+    measure,
+    percentile,
+    quantiles,
+    ratio,
+)
+from bench.token_times import TokenTimes
 
 
 def seats(at_s: float, used: int) -> SeatSample:
@@ -70,3 +85,60 @@ def test_ratio_is_the_median_of_ratios_within_rounds() -> None:
     ]
     assert ratio(runs, "inflight", "static") == pytest.approx(2.5)
     assert ratio(runs, "inflight", "absent") is None
+
+
+@pytest.mark.parametrize(
+    ("slo", "kept"),
+    [
+        (Slo(ttft_ms=500), True),
+        (Slo(ttft_ms=499), False),
+        (Slo(inter_token_ms=20), True),
+        (Slo(inter_token_ms=19), False),
+        (Slo(ttft_ms=500, inter_token_ms=19), False),
+        (Slo(), True),
+    ],
+)
+def test_request_keeps_objectives_by_its_first_token_and_the_mean_of_its_gaps(slo: Slo, kept: bool) -> None:
+    assert keeps(Outcome(1.0, 1.5, 2.0, 3, (10.0, 30.0)), slo) is kept
+
+
+def test_request_without_a_token_keeps_nothing() -> None:
+    assert not keeps(Outcome(0.0, None, 1.0, 0, ()), Slo(ttft_ms=1e9))
+
+
+def test_goodput_counts_requests_that_kept_the_objectives_over_the_whole_time() -> None:
+    outcomes = [
+        Outcome(0.0, 0.1, 60.0, 1, ()),
+        Outcome(0.0, 9.0, 60.0, 1, ()),
+        Outcome(0.0, 0.1, 60.0, 1, (), "failed"),
+    ]
+    measures = measure(outcomes, [], None, Slo(ttft_ms=1000))
+    assert measures.goodput_requests_per_min == pytest.approx(1.0)
+    assert measures.slo_fraction == pytest.approx(1 / 3)
+    assert measure(outcomes, [], None).goodput_requests_per_min is None
+
+
+def test_cost_is_the_price_of_the_time_that_a_million_tokens_take() -> None:
+    assert cost_per_million(3.6, 1000.0) == pytest.approx(1.0)
+    assert cost_per_million(3.6, 0.0) is None
+
+
+def test_quantiles_run_from_the_least_to_the_most() -> None:
+    points = quantiles([float(value) for value in range(1, 201)])
+    assert (len(points), points[0], points[50], points[99], points[100]) == (101, 1.0, 100.0, 198.0, 200.0)
+    assert quantiles([]) == ()
+
+
+def test_distributions_leave_out_what_failed() -> None:
+    outcomes = [Outcome(0.0, 0.5, 1.0, 2, (20.0,)), Outcome(0.0, 0.9, 1.0, 2, (90.0,), "UNAVAILABLE")]
+    found = distributions(outcomes)
+    assert (set(found.ttft_ms), set(found.inter_token_ms)) == ({500.0}, {20.0})
+
+
+def test_tokens_that_come_together_count_as_coming_at_equal_distances() -> None:
+    times = TokenTimes(1.0)
+    for now_s, number in ((1.5, 2), (1.6, 0), (1.9, 4)):
+        times.take(now_s, number)
+    outcome = times.outcome(2.0)
+    assert (outcome.first_token_s, outcome.output_tokens) == (1.5, 6)
+    assert outcome.gaps_ms == pytest.approx((0.0, 100.0, 100.0, 100.0, 100.0))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.options import parse_options
-from bench.stacks import stack_options
-from bench.workloads import build_workload
+from bench.stacks import engine_driver, peer_driver, stack_options, usable_cores
+from bench.workloads.generate import build_workload
 
 
 def test_defaults_compare_both_modes_on_mixed() -> None:
@@ -30,11 +30,19 @@ def test_lists_are_split_at_commas() -> None:
     ("argv", "says"),
     [
         (["--workload", "huge"], "argument --workload: 'huge' is not one of mixed, short, long, prefill, chat"),
-        (["--modes", "dynamic"], "argument --modes: 'dynamic' is not one of inflight, static"),
+        (["--modes", "dynamic"], "argument --modes: 'dynamic' is not one of inflight, static, engine"),
         (["--scale", "0"], "argument --scale: '0' is not a number in (0, 1]"),
         (["--scale", "nan"], "argument --scale: 'nan' is not a number in (0, 1]"),
         (["--rounds", "0"], "argument --rounds: '0' is not a whole number of at least 1"),
-        (["--workload", "short,long", "--name", "both"], "argument --name: one name cannot stand for several"),
+        (["--workload", "gone.json"], "argument --workload: there is no file gone.json"),
+        (["--modes", "inflight,turbo"], "argument --modes: 'turbo' is not one of inflight, static, engine"),
+        (["--peer", "sglang"], "argument --peer: 'sglang' is not one of vllm, openvino, transformers"),
+        (["--peer", "vllm:fast"], "argument --peer: 'fast' is not one of vllm's compiled, eager"),
+        (["--rate", "2", "--concurrency", "4"], "argument --rate: an open and a closed loop exclude each other"),
+        (["--rate", "-1"], "argument --rate: '-1' is not a number above 0"),
+        (["--slo-ttft-ms", "soon"], "argument --slo-ttft-ms: 'soon' is not a number above 0"),
+        (["--address", "h:1", "--peer", "vllm"], "argument --address: a router elsewhere cannot be compared"),
+        (["--address", "h:1", "--engine-only"], "argument --address: a router elsewhere cannot be compared"),
     ],
 )
 def test_wrong_option_is_named(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,3 +61,32 @@ def test_stacks_differ_in_the_mode_alone_and_hold_every_seat() -> None:
     assert int(flags["--max-tokens-in-paged-kv-cache"]) >= 16 * longest
     assert tuple("static" if arg == "inflight" else arg for arg in inflight.executor_args) == static.executor_args
     assert inflight.run_dir != static.run_dir
+
+
+def test_engine_alone_and_peers_take_the_place_of_modes() -> None:
+    options = parse_options(["--engine-only", "--peer", "vllm", "--peer", "transformers:continuous", "--peer", "vllm"])
+    assert (options.modes, options.stack_modes) == (("engine",), ())
+    assert [peer.mode for peer in options.peers] == ["vllm", "transformers-continuous"]
+
+
+def test_report_of_several_workloads_is_named_after_all_of_them() -> None:
+    assert parse_options(["--workload", "short,long"]).name == "short-long"
+    assert parse_options(["--workload", "short,long", "--name", "both"]).name == "both"
+
+
+def test_flags_for_executors_come_after_ours_so_that_they_win() -> None:
+    options = parse_options(["--executor-args", "--dtype float32 --max-num-sequences 4"])
+    assert stack_options(options, "inflight").executor_args[-4:] == ("--dtype", "float32", "--max-num-sequences", "4")
+
+
+def test_engine_alone_gets_what_the_executor_of_a_stack_gets() -> None:
+    options = parse_options(["--modes", "inflight,engine", "--seats", "4"])
+    assert engine_driver(options).setup.arguments == stack_options(options, "inflight").executor_args
+
+
+def test_peer_gets_as_many_seats_and_cores_and_room_for_the_longest_request() -> None:
+    options = parse_options(["--peer", "vllm", "--seats", "4", "--workload", "long"])
+    driver = peer_driver(options, options.peers[0], Path("/models/one"))
+    assert (driver.setup.seats, driver.setup.model, driver.setup.variant) == (4, "/models/one", "compiled")
+    assert driver.setup.max_request_tokens == build_workload("long", vocabulary_size=1).max_request_tokens
+    assert driver.environment["OMP_NUM_THREADS"] == str(len(usable_cores()))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from bench.workloads import SHAPES, Workload, build_workload
+from bench.workloads.generate import Arrivals, build_workload
+from bench.workloads.plan import Workload, WorkloadError
+from bench.workloads.shapes import SHAPES, read_shape
 
 VOCABULARY_SIZE = 49_152
 
@@ -77,3 +81,80 @@ def test_chat_arrives_over_time_and_the_rest_at_once() -> None:
     assert arrivals == sorted(arrivals)
     assert 20 < arrivals[-1] < 50  # 64 requests at two per second
     assert {request.arrival_s for request in build("mixed").requests} == {0.0}
+
+
+def test_rate_makes_arrivals_a_poisson_process_of_that_rate() -> None:
+    workload = build_workload("mixed", vocabulary_size=10, num_requests=400, arrivals=Arrivals(rate_per_s=4.0))
+    arrivals = [request.arrival_s for request in workload.requests]
+    assert arrivals == sorted(arrivals)
+    assert 80 < arrivals[-1] < 120
+    assert not workload.arrives_at_once
+
+
+def test_closed_loop_has_no_arrival_times_and_does_not_arrive_at_once() -> None:
+    workload = build_workload("chat", vocabulary_size=10, arrivals=Arrivals(concurrency=4))
+    assert workload.concurrency == 4
+    assert {request.arrival_s for request in workload.requests} == {0.0}
+    assert not workload.arrives_at_once
+
+
+def test_shape_of_a_file_gives_requests_under_the_files_name(tmp_path: Path) -> None:
+    path = tmp_path / "night.json"
+    path.write_text('{"num_requests": 3, "prompt_tokens": [5, 5], "output_tokens": [2, 2], "arrivals_per_s": 1}')
+    workload = build_workload(str(path), vocabulary_size=100)
+    assert (workload.name, workload.prompt_tokens, workload.output_tokens) == ("night", 15, 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "is not one JSON object"),
+        ("{", "is not JSON"),
+        ('{"num_requests": 1, "prompt_tokens": [1, 2]}', "output_tokens is missing"),
+        ('{"num_requests": 1, "prompt_tokens": [2, 1], "output_tokens": [1, 1]}', "prompt_tokens must be"),
+        ('{"num_requests": 0, "prompt_tokens": [1, 1], "output_tokens": [1, 1]}', "num_requests must be"),
+        ('{"num_requests": 1, "prompt_tokens": [1, 1], "output_tokens": [1, 1], "rate": 1}', "'rate' is not one of"),
+        (
+            '{"num_requests": 1, "prompt_tokens": [1, 1], "output_tokens": [1, 1], "arrivals_per_s": 0}',
+            "arrivals_per_s must be above 0",
+        ),
+    ],
+)
+def test_wrong_shape_is_refused_with_its_file_and_reason(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match=says):
+        read_shape(path)
+    with pytest.raises(WorkloadError, match="No such file"):
+        read_shape(tmp_path / "gone.json")
+
+
+def test_trace_is_replayed_in_order_of_arrival(tmp_path: Path) -> None:
+    path = tmp_path / "day.jsonl"
+    path.write_text(
+        '{"arrival_s": 2.5, "prompt_tokens": 4, "output_tokens": 8}\n\n{"prompt_ids": [7, 8], "output_tokens": 1}\n'
+    )
+    first, second = build_workload(str(path), vocabulary_size=100).requests
+    assert (first.prompt_ids, first.output_tokens, first.arrival_s) == ((7, 8), 1, 0.0)
+    assert (len(second.prompt_ids), second.output_tokens, second.arrival_s) == (4, 8, 2.5)
+    halved = build_workload(str(path), vocabulary_size=100, scale=0.5, num_requests=1).requests
+    assert [(request.prompt_ids, request.output_tokens) for request in halved] == [((7,), 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no requests"),
+        ("nonsense", "line 1 is not JSON"),
+        ('{"output_tokens": 1}', "line 1: prompt_tokens must be"),
+        ('{"prompt_ids": [], "output_tokens": 1}', "prompt_ids must be a list"),
+        ('{"prompt_tokens": 1, "output_tokens": 0}', "output_tokens must be"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "arrival_s": -1}', "arrival_s must be"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "user": "x"}', "must be an object of"),
+    ],
+)
+def test_wrong_trace_is_refused_with_its_line_and_reason(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "wrong.jsonl"
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match=says):
+        build_workload(str(path), vocabulary_size=100)

@@ -132,10 +132,9 @@ class TestPace:
 
     def test_many_who_wait_for_a_first_token_count_more_than_few_who_decode(self) -> None:
         pace = Pace(learned(), 0.0, 16)
-        few, many = (pace.max_prefill_tokens(demand(num_behind=n, num_decodes=4)) for n in (1, 28))
+        few, many = (pace.max_prefill_tokens(demand(num_behind=n, num_decodes=4)) for n in (4, 5))
         assert few is not None
-        assert many is not None
-        assert many > 4 * few
+        assert many is None
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int) -> Sequence:

@@ -30,7 +30,7 @@ def elapsed_s(work: Callable[[], object], repetitions: int = REPETITIONS) -> flo
     """The median of several times by the device's clock, after three that warm up."""
     for _ in range(3):
         work()
-    times = []
+    times: list[float] = []
     for _ in range(repetitions):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
@@ -38,4 +38,4 @@ def elapsed_s(work: Callable[[], object], repetitions: int = REPETITIONS) -> flo
         ended.record()
         ended.synchronize()
         times.append(began.elapsed_time(ended) / 1000)
-    return median(times)
+    return float(median(times))

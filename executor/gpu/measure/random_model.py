@@ -32,16 +32,14 @@ class RandomModel:
         )
 
 
-def make_model(
-    config: LlamaConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
-) -> RandomModel:
+def make_model(config: LlamaConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> RandomModel:
     """Draws the weights; the same in every run."""
     torch.manual_seed(0)
     with quiet_transformers(), device:
         made: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     network: PreTrainedModel = made.eval().requires_grad_(False)
-    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
-    layer = Layer(KvShape(config.num_key_value_heads, head_dim), Scoring(head_dim**-0.5))
+    head_dim = int(config.head_dim or config.hidden_size // config.num_attention_heads)
+    layer = Layer(KvShape(int(config.num_key_value_heads or 0), head_dim), Scoring(head_dim**-0.5))
     weights = read_decoder(network, [layer] * config.num_hidden_layers)
     assert not isinstance(weights, str), weights
     return RandomModel(network, GpuDecoder(weights, backend, config.max_position_embeddings), backend)

@@ -22,7 +22,7 @@ WARM_UP_STEPS = 5
 
 
 def seated(num_sequences: int, num_tokens: int, first_block: int, block_size: int) -> list[Sequence]:
-    """Sequences with so many tokens, each with its own blocks from `first_block` on; the last token is not computed."""
+    """Sequences with so many tokens, each with a seat and, from `first_block` on, blocks of its own."""
     num_blocks = -(-num_tokens // block_size)
     sequences = []
     for seat in range(num_sequences):
@@ -49,7 +49,7 @@ def decode_step_s(runner: GpuRunner, num_sequences: int, context: int, block_siz
         rows = [PlanRow(sequence, first + step, 1, True, step > 0) for sequence in sequences]
         plan = StepPlan.of(rows)
         if step == 0:
-            plan = StepPlan(plan.sequences, plan.starts, plan.lengths, plan.samples, plan.carries, tuple(sequences))
+            plan = replace(plan, boarded=tuple(sequences))
         pending.append(runner.launch(plan))
         if len(pending) > 1:
             pending.popleft().result()
@@ -63,7 +63,7 @@ def prefill_step_s(runner: GpuRunner, num_tokens: int, block_size: int, repetiti
     times = []
     for _ in range(repetitions + 1):
         (sequence,) = seated(1, num_tokens, 1, block_size)
-        plan = StepPlan([sequence], [0], [num_tokens], [True], [False], boarded=(sequence,))
+        plan = replace(StepPlan.of([PlanRow(sequence, 0, num_tokens, True)]), boarded=(sequence,))
         began_s = time.perf_counter()
         runner.launch(plan).result()
         times.append(time.perf_counter() - began_s)
@@ -95,7 +95,7 @@ def attention_s(
 
     def every_layer() -> None:
         for layer_kv in kv:
-            backend.attend(queries, layer_kv, batch, Scoring(kv[0].shape.head_dim**-0.5))
+            backend.attend(queries, layer_kv, batch, Scoring(kv[0].shape.head_dim ** -0.5))
 
     every_layer()
     torch.cuda.synchronize()

@@ -1,0 +1,149 @@
+"""`make bench-gpu`: the engine on one NVIDIA GPU against the GPU's own limits and against transformers, in one run.
+
+Nothing is downloaded and nothing is served over a network. What cannot be measured, for lack of memory or of a package,
+is named in the report with the reason, and the rest goes on. Needs no settings; `--help` lists what can be changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from bench.gpu.figures import AttentionPoint, DecodePoint, Figures, Missing, PrefillPoint, ServedRun
+from bench.gpu.report import OWN_ENGINE, to_json, to_markdown
+from bench.gpu.roofline import SHAPES, ModelShape
+from bench.workloads import Workload, build_workload
+from executor.gpu.measure import session as gpu
+from executor.gpu.measure.serving import Served, TimedRequest
+
+DECODE_COUNTS = (1, 8, 32, 64, 128, 256)
+CONTEXT = 1000
+PROMPT_TOKENS = (512, 2048, 8192)
+ATTENTION_COUNTS = (1, 32, 128)
+WORKLOADS = ("mixed", "short", "long", "chat")
+REPORTS = Path("bench/reports")
+
+Found = TypeVar("Found")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and reports; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    reason = gpu.why_not()
+    if reason is not None:
+        print(f"error: there is no GPU to measure: {reason}", file=sys.stderr)
+        return 1
+    for name in arguments.models.split(","):
+        figures = measure(SHAPES[name], arguments)
+        for path in write(figures, SHAPES[name], arguments.out, f"gpu-{name}"):
+            print(f"written: {path}")
+    return 0
+
+
+def measure(shape: ModelShape, arguments: argparse.Namespace) -> Figures:
+    """Everything about one model, as far as it can be had."""
+    print(f"==> {shape.name}: limits of this GPU")
+    figures = Figures(gpu.circumstances(), shape.name, gpu.copy_bytes_per_s(), gpu.matrix_operations_per_s())
+    sizes = {name: value for name, value in asdict(shape).items() if name != "name"}
+    session = attempt(figures, "the model", lambda: gpu.GpuSession(gpu.Sizes(**sizes)))
+    if session is None:
+        return figures
+    _measure_steps(figures, session)
+    for name in arguments.workloads.split(","):
+        workload = build_workload(name, vocabulary_size=shape.vocabulary_size, num_requests=arguments.requests)
+        _measure_workload(figures, session, workload, arguments)
+    return figures
+
+
+def _measure_steps(figures: Figures, session: gpu.GpuSession) -> None:
+    for count in DECODE_COUNTS:
+        decode = attempt(figures, f"decode, {count} sequences", partial(session.decode_s, count, CONTEXT))
+        if decode is not None:
+            figures.decodes.append(DecodePoint(count, CONTEXT, *decode))
+    for num_tokens in PROMPT_TOKENS:
+        prefill_s = attempt(figures, f"prefill, {num_tokens} tokens", partial(session.prefill_s, num_tokens))
+        if prefill_s is not None:
+            figures.prefills.append(PrefillPoint(num_tokens, prefill_s))
+    for count in ATTENTION_COUNTS:
+        kernel_s = attempt(figures, f"attention, {count} sequences", partial(session.attention_s, count, CONTEXT))
+        if kernel_s is not None:
+            figures.attention.append(AttentionPoint(count, CONTEXT, kernel_s))
+
+
+def _measure_workload(
+    figures: Figures, session: gpu.GpuSession, workload: Workload, arguments: argparse.Namespace
+) -> None:
+    requests = [TimedRequest(r.prompt_ids, r.output_tokens, r.arrival_s) for r in workload.requests]
+    seats = arguments.seats
+    engines: dict[str, Callable[[], Served]] = {
+        OWN_ENGINE: partial(session.serve, requests, seats, arguments.max_num_tokens),
+        "transformers, static": partial(session.serve_static, requests, seats),
+        "transformers, continuous": partial(session.serve_continuous, requests, seats),
+    }
+    for engine, run in engines.items():
+        if engine != OWN_ENGINE and arguments.without_peers:
+            continue
+        served = attempt(figures, f"{workload.name}, {engine}", run)
+        if served is not None:
+            figures.served.append(_served_run(engine, workload.name, served))
+
+
+def _served_run(engine: str, workload: str, served: Served) -> ServedRun:
+    is_own = engine == OWN_ENGINE
+    return ServedRun(
+        engine=engine,
+        workload=workload,
+        total_s=served.total_s,
+        output_tokens=served.output_tokens,
+        first_token_s=tuple(served.first_token_s),
+        between_tokens_s=tuple(served.between_tokens_s),
+        exposed_host_s=served.exposed_host_s if is_own else None,
+        device_busy_fraction=served.device_busy_fraction if is_own else None,
+    )
+
+
+def attempt(figures: Figures, what: str, work: Callable[[], Found]) -> Found | None:
+    """The result, or None with the reason noted where this machine cannot do it."""
+    print(f"==> {figures.model}: {what}", flush=True)
+    try:
+        return work()
+    except (RuntimeError, ImportError, ValueError) as error:
+        text = str(error).strip().splitlines() or [""]
+        reason = "out of memory" if "OutOfMemory" in type(error).__name__ else f"{type(error).__name__}: {text[0]}"
+        print(f"    {what} is not measured: {reason}", file=sys.stderr)
+        figures.missing.append(Missing(what, reason))
+        return None
+
+
+def write(figures: Figures, shape: ModelShape, folder: Path, name: str) -> tuple[Path, Path]:
+    """Writes JSON and Markdown, prints the latter, and returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / f"{name}.json", folder / f"{name}.md"
+    report = to_markdown(figures, shape)
+    paths[0].write_text(to_json(figures), encoding="utf-8")
+    paths[1].write_text(report, encoding="utf-8")
+    print(f"\n{report}")
+    return paths
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make bench-gpu", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", default="8b,1b", help=f"of {', '.join(SHAPES)}; default: %(default)s")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: %(default)s")
+    parser.add_argument("--requests", type=int, default=None, help="requests of a workload; default: its own number")
+    parser.add_argument(
+        "--seats", type=int, default=64, help="sequences in a batch, of every engine; default: %(default)s"
+    )
+    parser.add_argument("--max-num-tokens", type=int, default=2048, help="tokens in a step; default: %(default)s")
+    parser.add_argument("--without-peers", action="store_true", help="leave transformers' own serving out")
+    parser.add_argument("--out", type=Path, default=REPORTS, help="folder of the reports; default: %(default)s")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

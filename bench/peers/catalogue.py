@@ -1,0 +1,130 @@
+"""The peers that a benchmark can put beside us: where they are installed, how their drivers are started.
+
+Starts nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Where `make bench-peers` installs, one environment per peer.
+FOLDER = Path(".peers")
+INSTALLED_MARK = "installed"
+
+# The bench package must be found by interpreters that have nothing else of ours.
+SOURCES = Path(__file__).parents[2]
+
+# Both speed vLLM up on a CPU: its documentation asks for them.
+TCMALLOC = "libtcmalloc_minimal.so.4"
+LIBRARY_FOLDERS = tuple(
+    Path(folder) for folder in ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
+)
+KV_CACHE_GIB = 2
+
+VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("compiled", "eager"),
+    "openvino": ("bf16", "int8"),
+    "transformers": ("static-8", "static-32", "continuous"),
+}
+# A library that we depend on ourselves.
+OUR_OWN = frozenset({"transformers"})
+# What a peer's bare name stands for.
+DEFAULT_VARIANTS: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("compiled",),
+    "openvino": ("bf16",),
+    "transformers": ("static-8", "static-32", "continuous"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChoice:
+    """One engine in one of its ways to run."""
+
+    name: str
+    variant: str
+
+    @property
+    def mode(self) -> str:
+        """Its name in the report."""
+        return (
+            f"{self.name}-{self.variant}" if len(DEFAULT_VARIANTS[self.name]) > 1 or not self._is_default else self.name
+        )
+
+    @property
+    def _is_default(self) -> bool:
+        return self.variant in DEFAULT_VARIANTS[self.name]
+
+    @property
+    def environment_folder(self) -> Path | None:
+        """Where it is installed; None for our own environment."""
+        return None if self.name in OUR_OWN else FOLDER / self.name
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether `make bench-peers` came to its end here."""
+        return self.environment_folder is None or (self.environment_folder / INSTALLED_MARK).exists()
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Starts the driver with the interpreter of the peer's environment."""
+        folder = self.environment_folder
+        python = sys.executable if folder is None else str((folder / "bin" / "python").absolute())
+        return (python, "-m", f"bench.peers.{self.name}_driver")
+
+
+def parse_peer(text: str) -> tuple[PeerChoice, ...]:
+    """`vllm` or `vllm:eager`; raises `ValueError` with what is known."""
+    name, _, variant = text.partition(":")
+    if name not in VARIANTS:
+        raise ValueError(f"{name!r} is not one of {', '.join(VARIANTS)}")
+    if not variant:
+        return tuple(PeerChoice(name, default) for default in DEFAULT_VARIANTS[name])
+    if variant not in VARIANTS[name]:
+        raise ValueError(f"{variant!r} is not one of {name}'s {', '.join(VARIANTS[name])}")
+    return (PeerChoice(name, variant),)
+
+
+def peer_environment(peer: PeerChoice, base: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:
+    """The environment variables of a peer's driver: ours without our own packages, the cores, and its settings."""
+    kept = {name: value for name, value in base.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "INFLIGHT_"))}
+    common = {
+        "PYTHONPATH": str(SOURCES),
+        "OMP_NUM_THREADS": str(len(cores)),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {**kept, **common, **(_vllm_environment(peer, cores) if peer.name == "vllm" else {})}
+
+
+def _vllm_environment(peer: PeerChoice, cores: Sequence[int]) -> dict[str, str]:
+    preloaded = preloads(peer.environment_folder)
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
+        "VLLM_NO_USAGE_STATS": "1",
+        **({"LD_PRELOAD": ":".join(str(path) for path in preloaded)} if preloaded else {}),
+    }
+
+
+def preloads(environment_folder: Path | None, library_folders: Sequence[Path] = LIBRARY_FOLDERS) -> list[Path]:
+    """The allocator and the OpenMP library that vLLM wants loaded first, as far as this machine has them."""
+    wanted = [folder / TCMALLOC for folder in library_folders]
+    if environment_folder is not None:
+        wanted.append(environment_folder / "lib" / "libiomp5.so")
+    return [path.absolute() for path in wanted if path.exists()]
+
+
+def missing_words(peer: PeerChoice) -> str:
+    """What to do where a peer is not installed."""
+    return f"{peer.mode}: not installed here; `make bench-peers PEERS={peer.name}` installs it"
+
+
+def shortcomings(peer: PeerChoice) -> dict[str, str]:
+    """What this machine lacks for the peer to be at its best, in words for the report."""
+    if peer.name != "vllm" or any(path.name == TCMALLOC for path in preloads(peer.environment_folder)):
+        return {}
+    return {"allocator": "without tcmalloc, which this machine lacks (Debian: libtcmalloc-minimal4)"}

@@ -1,0 +1,153 @@
+"""Drives `transformers` on its own: static batches with `generate`, or its continuous batching.
+
+It runs in our own environment, which has the library anyway.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from typing import Any
+
+from transformers import (
+    AutoModelForCausalLM,
+    BatchEncoding,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    StoppingCriteriaList,
+)
+from transformers import __version__ as transformers_version
+
+from bench.peers.driver import DrivenEngine, Request, Setup, TokenBatch, serve
+
+CONTINUOUS = "continuous"
+STATIC_PREFIX = "static-"
+PAD_ID = 0
+# Continuous batching counts pages of so many tokens; small ones waste little on short requests.
+PAGE_TOKENS = 32
+MAX_BATCH_TOKENS = 2048
+# Bounds the wait for an answer where nothing else does, so that a dead thread is found out.
+LONGEST_WAIT_S = 60.0
+
+
+class StaticEngine:
+    """`generate` with whoever is there, up to a batch, which ends with its longest answer; nobody joins before."""
+
+    def __init__(self, model: Any, batch_size: int) -> None:
+        self._model = model
+        self._batch_size = batch_size
+        self._waiting: deque[Request] = deque()
+        self._num_steps = 0
+
+    def describe(self) -> dict[str, str]:
+        """What runs, in words."""
+        return {"engine": f"transformers {transformers_version}", "mode": f"generate, batches of {self._batch_size}"}
+
+    def add(self, request: Request) -> None:
+        """Takes a request in at the end of the line."""
+        self._waiting.append(request)
+
+    def advance(self, wait_s: float | None) -> list[TokenBatch]:
+        """One whole batch."""
+        batch = [self._waiting.popleft() for _ in range(min(self._batch_size, len(self._waiting)))]
+        times = StepTimes()
+        longest = max(len(request.prompt_ids) for request in batch)
+        padding = [longest - len(request.prompt_ids) for request in batch]
+        inputs = BatchEncoding(
+            {
+                "input_ids": [[PAD_ID] * pad + r.prompt_ids for pad, r in zip(padding, batch, strict=True)],
+                "attention_mask": [[0] * pad + [1] * (longest - pad) for pad in padding],
+            },
+            tensor_type="pt",
+        )
+        config = GenerationConfig(
+            max_new_tokens=max(request.output_tokens for request in batch), do_sample=False, pad_token_id=PAD_ID
+        )
+        self._model.generate(**inputs, generation_config=config, stopping_criteria=StoppingCriteriaList([times]))
+        self._num_steps += len(times.at)
+        return [
+            TokenBatch(at, [(request.id, 1) for request in batch if index < request.output_tokens])
+            for index, at in enumerate(times.at)
+        ]
+
+    def figures(self) -> dict[str, float]:
+        """Steps of the run."""
+        num_steps, self._num_steps = self._num_steps, 0
+        return {"num_steps": num_steps}
+
+
+class StepTimes:
+    """A criterion that stops nothing and notes when each step came to its end."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """Called by `generate` after each step, with a row for each sequence."""
+        self.at.append(time.monotonic())
+        return input_ids.new_zeros(input_ids.shape[0], dtype=bool)
+
+
+class ContinuousEngine:
+    """The library's own continuous batching, which runs on a thread."""
+
+    def __init__(self, model: Any, setup: Setup) -> None:
+        num_pages = setup.seats * -(-setup.max_request_tokens // PAGE_TOKENS)
+        self._batching = model.init_continuous_batching(
+            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=PAD_ID),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=PAGE_TOKENS,
+                num_blocks=num_pages,
+                max_batch_tokens=MAX_BATCH_TOKENS,
+                max_requests_per_batch=setup.seats,
+            ),
+        )
+        self._batching.start()
+        self._num_seen: dict[str, int] = {}
+        # The library keys what it holds by id, which must differ from run to run.
+        self._run = 0
+
+    def describe(self) -> dict[str, str]:
+        """What runs, in words."""
+        return {"engine": f"transformers {transformers_version}", "mode": "its continuous batching"}
+
+    def add(self, request: Request) -> None:
+        """Takes a request."""
+        name = f"{self._run}-{request.id}"
+        self._num_seen[name] = 0
+        self._batching.add_request(
+            request.prompt_ids, request_id=name, max_new_tokens=request.output_tokens, streaming=True, eos_token_id=-1
+        )
+
+    def advance(self, wait_s: float | None) -> list[TokenBatch]:
+        """What has come; waits for the first of it."""
+        result = self._batching.get_result(timeout=LONGEST_WAIT_S if wait_s is None else max(wait_s, 0.001))
+        if result is None:
+            if not self._batching.is_running():
+                raise RuntimeError("continuous batching has ended")
+            return []
+        if result.error is not None:
+            raise RuntimeError(result.error)
+        number = len(result.generated_tokens) - self._num_seen[result.request_id]
+        self._num_seen[result.request_id] += number
+        return [TokenBatch(time.monotonic(), [(int(result.request_id.partition("-")[2]), number)])] if number else []
+
+    def figures(self) -> dict[str, float]:
+        """It counts nothing that could be asked for."""
+        self._run += 1
+        self._num_seen.clear()
+        return {}
+
+
+def make_engine(setup: Setup) -> DrivenEngine:
+    """The engine of a variant."""
+    model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=setup.dtype, attn_implementation="sdpa").eval()
+    model.generation_config = GenerationConfig()
+    if setup.variant == CONTINUOUS:
+        return ContinuousEngine(model, setup)
+    return StaticEngine(model, int(setup.variant.removeprefix(STATIC_PREFIX)))
+
+
+if __name__ == "__main__":
+    sys.exit(serve(make_engine))

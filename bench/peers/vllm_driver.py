@@ -1,0 +1,73 @@
+"""Drives vLLM step by step: compiled, greedy, prefix caching as it comes. Runs in vLLM's own environment."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import __version__ as vllm_version
+from vllm.sampling_params import RequestOutputKind
+
+from bench.peers.driver import Request, Setup, TokenBatch, serve
+
+CONTEXT_STEP_TOKENS = 2048
+
+
+class VllmEngine:
+    """`LLM.llm_engine`. Text is not made of the tokens: what is compared is the engine."""
+
+    def __init__(self, setup: Setup) -> None:
+        eager = setup.variant == "eager"
+        self._llm = LLM(
+            model=setup.model,
+            dtype=setup.dtype,
+            max_num_seqs=setup.seats,
+            max_model_len=context_tokens(setup),
+            enforce_eager=eager,
+            disable_log_stats=True,
+        )
+        self._engine = self._llm.llm_engine
+        self._num_steps = 0
+        self._words = {"engine": f"vLLM {vllm_version}", "mode": "eager" if eager else "compiled", "dtype": setup.dtype}
+
+    def describe(self) -> dict[str, str]:
+        """What runs, in words."""
+        return self._words
+
+    def add(self, request: Request) -> None:
+        """Takes a request."""
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=request.output_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._engine.add_request(str(request.id), TokensPrompt(prompt_token_ids=request.prompt_ids), sampling)
+
+    def advance(self, wait_s: float | None) -> list[TokenBatch]:
+        """One step."""
+        outputs = self._engine.step()
+        self._num_steps += 1
+        tokens = [(int(output.request_id), len(output.outputs[0].token_ids)) for output in outputs]
+        tokens = [(request_id, number) for request_id, number in tokens if number]
+        return [TokenBatch(time.monotonic(), tokens)] if tokens else []
+
+    def figures(self) -> dict[str, float]:
+        """Steps of the run."""
+        num_steps, self._num_steps = self._num_steps, 0
+        return {"num_steps": num_steps}
+
+
+def context_tokens(setup: Setup) -> int:
+    """Room for the longest request, in steps: vLLM compiles anew for each length, which takes a minute or more."""
+    wanted = -(-setup.max_request_tokens // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS
+    config = json.loads((Path(setup.model) / "config.json").read_text())
+    return min(wanted, int(config.get("max_position_embeddings", wanted)))
+
+
+if __name__ == "__main__":
+    sys.exit(serve(VllmEngine))

@@ -1,0 +1,48 @@
+"""A whole system as a target: requests go through the client API to the router, and tokens come back the same way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bench.load import run_workload
+from bench.measures import Run, Slo
+from bench.targets.target import OnTokens, TargetError
+from bench.workloads.plan import Workload
+from client.aio import Client
+from client.cli.outcome import in_words
+from client.errors import InflightError
+from client.stack.local import LocalStack
+
+
+@dataclass(frozen=True, slots=True)
+class StackTarget:
+    """A router that runs; `sessions` are the process sessions behind it, where they are ours."""
+
+    mode: str
+    address: str
+    client: Client
+    slo: Slo
+    sessions: Mapping[str, int]
+    words: dict[str, str]
+
+    async def run(self, workload: Workload, round_number: int, on_tokens: OnTokens) -> Run:
+        """Runs a workload to its end."""
+        try:
+            return await run_workload(
+                self.client,
+                workload,
+                mode=self.mode,
+                round_number=round_number,
+                slo=self.slo,
+                sessions=self.sessions,
+                on_tokens=on_tokens,
+            )
+        except InflightError as error:
+            raise TargetError(in_words(error, self.address)) from None
+
+
+def sessions_of(stack: LocalStack) -> dict[str, int]:
+    """The sessions of a local stack's processes, each of which has one of its own."""
+    return {child.name: os.getsid(child.pid) for child in [*stack.routers, *stack.executors]}

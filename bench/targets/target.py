@@ -1,0 +1,47 @@
+"""What a benchmark runs its workloads on: a whole stack through its client API, or an engine behind its driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from bench.measures import Run
+from bench.workloads.plan import Workload
+
+# Called with the number of tokens that came.
+OnTokens = Callable[[int], None]
+
+
+class TargetError(Exception):
+    """A target that cannot be started, or that ended in the middle. The text is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunName:
+    """Which run of which target this is."""
+
+    mode: str
+    round: int
+
+
+class Target(Protocol):
+    """One thing to measure. Only one works at a time; the others wait without using the processor."""
+
+    @property
+    def mode(self) -> str:
+        """Its name in the report."""
+        ...
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What it is, for the report."""
+        ...
+
+    async def run(self, workload: Workload, round_number: int, on_tokens: OnTokens) -> Run:
+        """Runs a workload to its end.
+
+        Raises:
+            TargetError: it ended or went silent; what it did so far is lost.
+        """
+        ...

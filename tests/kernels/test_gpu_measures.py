@@ -1,0 +1,71 @@
+"""What `make bench-gpu` measures with, on a tiny model and without a GPU: that it runs, not how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from executor.attention.triton import TritonAttention
+from executor.gpu.measure.peers import serve_static
+from executor.gpu.measure.random_model import RandomModel, make_model
+from executor.gpu.measure.serving import TimedRequest, blocks_of, serve
+from executor.gpu.measure.steps import decode_step_s, prefill_step_s
+from executor.gpu.runner import GpuRunner
+from executor.limits import Batching, SchedulerLimits
+from tests.tiny_models import sizes
+from tests.torch_threads import torch_threads
+
+BLOCK_SIZE = 16
+LIMITS = SchedulerLimits(
+    max_num_sequences=2,
+    num_standby_sequences=3,
+    max_num_tokens=16,
+    context_length=64,
+    enable_chunked_context=True,
+    batching=Batching.INFLIGHT,
+    enable_prefix_cache=True,
+)
+REQUESTS = [TimedRequest([5, 9, 40], 3, 0.0), TimedRequest([7] * 10, 2, 0.01), TimedRequest([8], 3, 0.0)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> RandomModel:
+    config = LlamaConfig(**sizes(num_hidden_layers=1))
+    with torch.random.fork_rng(devices=[]):
+        return make_model(config, TritonAttention(1), torch.float32, torch.device("cpu"))
+
+
+def runner_of(model: RandomModel, num_blocks: int) -> GpuRunner:
+    return GpuRunner(model.decoder, model.allocate_kv(num_blocks, BLOCK_SIZE), LIMITS, BLOCK_SIZE)
+
+
+@pytest.mark.slow
+def test_engine_serves_every_request_and_times_each_token(model: RandomModel) -> None:
+    num_blocks = blocks_of(REQUESTS, BLOCK_SIZE)
+    served = serve(runner_of(model, num_blocks), LIMITS, num_blocks, BLOCK_SIZE, REQUESTS)
+    assert served.output_tokens == 8
+    assert len(served.first_token_s) == 3
+    assert len(served.between_tokens_s) == 5
+    assert 0 < max(served.first_token_s) <= served.total_s
+
+
+def test_static_batches_count_the_tokens_that_were_asked_for(model: RandomModel) -> None:
+    served = serve_static(model.network, REQUESTS, max_num_sequences=2)
+    assert served.output_tokens == 8
+    assert len(served.first_token_s) == 3
+
+
+def test_steps_are_timed(model: RandomModel) -> None:
+    runner = runner_of(model, 16)
+    assert decode_step_s(runner, 2, context=20, block_size=BLOCK_SIZE, num_steps=2) > 0
+    runner.repeat_decodes(2)
+    assert prefill_step_s(runner, 10, BLOCK_SIZE, repetitions=1) > 0

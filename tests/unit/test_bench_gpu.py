@@ -1,0 +1,111 @@
+"""The arithmetic and the report of `make bench-gpu`, and what it says where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu import main as bench
+from bench.gpu.figures import AttentionPoint, DecodePoint, Figures, Missing, PrefillPoint, ServedRun
+from bench.gpu.report import to_json, to_markdown
+from bench.gpu.roofline import LLAMA_3_1B, LLAMA_3_8B, Limits, ModelShape, decode_bytes, prefill_operations
+
+TINY = ModelShape("tiny", 4, 2, 2, 1, 2, 8, 10, has_tied_embeddings=True)
+
+
+def test_shapes_have_the_published_sizes() -> None:
+    assert LLAMA_3_8B.num_parameters == pytest.approx(8.03e9, rel=1e-3)
+    assert LLAMA_3_1B.num_parameters == pytest.approx(1.236e9, rel=1e-3)
+    assert LLAMA_3_8B.kv_bytes_per_token == 128 * 1024
+    assert LLAMA_3_8B.kv_bytes_per_layer_and_token == 4096
+
+
+def test_tiny_model_counted_by_hand() -> None:
+    # Per layer: queries 4x4, keys and values 2 * 4x2, output 4x4, feed-forward 3 * 4x8
+    assert TINY.layer_weights == 2 * (16 + 16 + 16 + 96)
+    assert TINY.head_weights == 40
+    assert TINY.num_parameters == 288 + 40
+    # Two layers of a key and a value of two numbers of two bytes
+    assert TINY.kv_bytes_per_token == 16
+    assert decode_bytes(TINY, num_sequences=3, context=5) == (288 + 40) * 2 + 3 * 5 * 16
+    # Three tokens see 1, 2 and 3 keys; a query and a key of 2 heads cost 4 operations of 2 numbers in each layer
+    assert prefill_operations(TINY, 3) == 2 * (288 * 3 + 40) + 4 * 2 * 2 * 2 * 6
+
+
+def test_limits_are_bytes_and_operations_over_their_rates() -> None:
+    limits = Limits(copy_bytes_per_s=1e3, matrix_operations_per_s=1e4)
+    assert limits.decode_s(TINY, 3, 5) == pytest.approx(decode_bytes(TINY, 3, 5) / 1e3)
+    assert limits.prefill_s(TINY, 3) == pytest.approx(prefill_operations(TINY, 3) / 1e4)
+
+
+def figures() -> Figures:
+    """A run in which everything takes twice its limit."""
+    return Figures(
+        circumstances={"gpu": "GPU X"},
+        model="Llama-3-8B",
+        copy_bytes_per_s=4e12,
+        matrix_operations_per_s=8e14,
+        decodes=[DecodePoint(32, 1000, 2 * Limits(4e12, 8e14).decode_s(LLAMA_3_8B, 32, 1000), 0.008)],
+        prefills=[PrefillPoint(2048, 2 * Limits(4e12, 8e14).prefill_s(LLAMA_3_8B, 2048))],
+        attention=[AttentionPoint(32, 1000, 32 * 1000 * 4096 / 2e12)],
+        served=[
+            ServedRun("inflight", "mixed", 10.0, 6000, (0.1, 0.2), (0.01, 0.02), 0.0002, 0.97),
+            ServedRun("transformers, continuous", "mixed", 30.0, 6000),
+        ],
+        missing=[Missing("decode, 256 sequences", "out of memory")],
+    )
+
+
+def test_report_sets_figures_against_limits_and_peers() -> None:
+    report = to_markdown(figures(), LLAMA_3_8B)
+    assert report.startswith("# Llama-3-8B on GPU X\n")
+    assert report.count("| 50% |") == 3, "decode, prefill and attention"
+    assert "copy 4.00 TB/s (read and written), matrix products 800 TFLOP/s" in report
+    assert "| mixed | inflight | 600 | 10.0 | 150.0 / 199.0 | 15.0 / 19.9 | 0.20 |" in report
+    assert "| mixed | transformers, continuous | 200 | 30.0 | – | – | – |" in report
+    assert "*mixed*: 3.00 times transformers, continuous." in report
+    assert "| decode, 256 sequences | out of memory |" in report
+
+
+def test_report_leaves_out_what_was_not_measured_at_all() -> None:
+    empty = Figures({"gpu": "GPU X"}, "Llama-3-8B", 4e12, 8e14)
+    report = to_markdown(empty, LLAMA_3_8B)
+    assert "##" not in report
+
+
+def test_json_holds_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written, report = bench.write(figures(), LLAMA_3_8B, tmp_path / "reports", "gpu-8b")
+    assert json.loads(written.read_text()) == json.loads(to_json(figures()))
+    assert json.loads(written.read_text())["served"][0]["between_tokens_s"] == [0.01, 0.02]
+    assert report.read_text() in capsys.readouterr().out
+
+
+def test_what_cannot_be_had_is_noted_and_the_rest_goes_on() -> None:
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    def no_memory() -> float:
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nand more text")
+
+    def no_package() -> float:
+        raise ImportError("no such package")
+
+    found = figures()
+    found.missing.clear()
+    assert bench.attempt(found, "a", lambda: 3) == 3
+    assert bench.attempt(found, "b", no_memory) is None
+    assert bench.attempt(found, "c", no_package) is None
+    assert found.missing == [Missing("b", "out of memory"), Missing("c", "ImportError: no such package")]
+
+
+def test_without_a_gpu_it_says_so_in_one_line_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main([]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "error: there is no GPU to measure: torch sees no NVIDIA GPU here\n"
+    assert captured.out == ""

@@ -1,0 +1,134 @@
+"""Which peers there are, how their processes are started, and how they are installed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from bench.peers import catalogue, install
+from bench.peers.catalogue import SOURCES, missing_words, parse_peer, peer_environment, preloads, shortcomings
+
+DRIVERS = sorted((SOURCES / "bench" / "peers").glob("*.py"))
+
+
+def test_bare_name_stands_for_the_ways_that_are_compared() -> None:
+    assert [peer.mode for peer in parse_peer("vllm")] == ["vllm"]
+    assert [peer.mode for peer in parse_peer("vllm:eager")] == ["vllm-eager"]
+    assert [peer.mode for peer in parse_peer("transformers")] == [
+        "transformers-static-8",
+        "transformers-static-32",
+        "transformers-continuous",
+    ]
+
+
+def test_peer_runs_in_its_own_environment_and_transformers_in_ours() -> None:
+    (vllm,), (static, *_) = parse_peer("vllm"), parse_peer("transformers")
+    assert vllm.command == (str(Path(".peers/vllm/bin/python").absolute()), "-m", "bench.peers.vllm_driver")
+    assert static.command == (sys.executable, "-m", "bench.peers.transformers_driver")
+
+
+def test_peer_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (peer,) = parse_peer("openvino")
+    assert not peer.is_installed
+    assert "make bench-peers PEERS=openvino" in missing_words(peer)
+    (tmp_path / ".peers" / "openvino").mkdir(parents=True)
+    (tmp_path / ".peers" / "openvino" / "installed").write_text("")
+    assert peer.is_installed
+
+
+def test_environment_of_a_peer_has_our_sources_and_nothing_else_of_ours() -> None:
+    (peer,) = parse_peer("vllm")
+    ours = {"PATH": "/bin", "PYTHONPATH": "/ours", "VIRTUAL_ENV": "/v", "INFLIGHT_MODEL": "m", "HOME": "/h"}
+    made = peer_environment(peer, ours, [0, 3])
+    assert (made["PATH"], made["HOME"], made["PYTHONPATH"]) == ("/bin", "/h", str(SOURCES))
+    assert made["OMP_NUM_THREADS"] == "2"
+    assert made["VLLM_CPU_OMP_THREADS_BIND"] == "0,3"
+    assert made["HF_HUB_OFFLINE"] == "1"
+    assert not {"VIRTUAL_ENV", "INFLIGHT_MODEL"} & made.keys()
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in peer_environment(parse_peer("openvino")[0], ours, [0])
+
+
+def test_libraries_are_preloaded_as_far_as_they_are_there(tmp_path: Path) -> None:
+    libraries, environment = tmp_path / "lib64", tmp_path / "vllm"
+    assert preloads(environment, [libraries]) == []
+    for path in (libraries / catalogue.TCMALLOC, environment / "lib" / "libiomp5.so"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    assert [path.name for path in preloads(environment, [libraries])] == [catalogue.TCMALLOC, "libiomp5.so"]
+
+
+def test_missing_allocator_is_said_of_vllm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "preloads", lambda folder: [])
+    assert "tcmalloc" in shortcomings(parse_peer("vllm")[0])["allocator"]
+    assert shortcomings(parse_peer("openvino")[0]) == {}
+
+
+@pytest.mark.parametrize("path", DRIVERS, ids=lambda path: path.stem)
+def test_drivers_import_nothing_of_ours_but_the_protocol(path: Path) -> None:
+    """They run where nothing else of ours is installed."""
+    imported = {
+        node.module
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+    }
+    ours = {name for name in imported if name.split(".")[0] in {"bench", "client", "common", "executor", "router"}}
+    assert ours <= {"bench.peers.driver"}
+
+
+def test_requirements_of_a_wheel_come_without_extras_and_what_is_left_out(tmp_path: Path) -> None:
+    wheel = tmp_path / "x-1-py3-none-any.whl"
+    lines = [
+        "numpy>=2",
+        "torch==2.13.0+cpu; platform_machine == 'x86_64'",
+        'scipy; extra == "audio"',
+        "fast_api[all]<1",
+    ]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("x-1.dist-info/METADATA", "".join(f"Requires-Dist: {line}\n" for line in lines) + "\n")
+    assert install.wanted_requirements(wheel, ("torch",)) == ["numpy>=2", "fast_api[all]<1"]
+
+
+def test_installed_peer_is_left_alone_and_another_version_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(install, "FOLDER", tmp_path)
+    installed: list[str] = []
+    python = tmp_path / "toy" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    for versions in ("1", "1", "2"):
+        install.install(install.Peer("toy", versions, lambda python: installed.append(str(python)), "import sys"))
+    assert installed == [str(python)] * 2
+    assert "toy is installed in" in capsys.readouterr().out
+
+
+def test_peer_whose_proof_fails_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "FOLDER", tmp_path)
+    python = tmp_path / "toy" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    with pytest.raises(install.InstallError, match="no_such_engine"):
+        install.install(install.Peer("toy", "1", lambda python: None, "import no_such_engine"))
+    assert not (tmp_path / "toy" / install.MARK).exists()
+
+
+def test_one_peer_that_fails_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[str] = []
+
+    def fail_first(peer: install.Peer) -> None:
+        tried.append(peer.name)
+        if len(tried) == 1:
+            raise install.InstallError("no matching distribution")
+
+    monkeypatch.setattr(install, "install", fail_first)
+    assert install.main([]) == 1
+    assert tried == ["vllm", "openvino"]
+    assert "vllm cannot be installed here: no matching distribution" in capsys.readouterr().err
+    assert install.main(["nobody"]) == 2

@@ -1,0 +1,261 @@
+"""The loop between inbox and device: order, overlap, ends, idleness."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from executor.blocks import BlockPool
+from executor.engine import Engine
+from executor.engine_output import EngineOutput, EngineStatus
+from executor.garbage import GarbageCollection
+from executor.launch import PendingStep
+from executor.scheduler import Scheduler
+from executor.sequence import FinishReason, Sequence, StepPlan
+from tests.fake_device import FakeDevice, solo_output
+from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence
+
+TIMEOUT_S = 20
+
+
+@dataclass(slots=True)
+class WatchedStep:
+    """A step that can be kept from ending, and that can fail."""
+
+    began_s: float
+    ended_s: float
+    sampled_ids: tuple[int, ...]
+    gate: threading.Event
+    error: Exception | None = None
+
+    def result(self) -> tuple[int, ...]:
+        """See `PendingStep`."""
+        assert self.gate.wait(TIMEOUT_S)
+        if self.error is not None:
+            raise self.error
+        return self.sampled_ids
+
+
+class WatchedDevice:
+    """The fake device; a step takes a second of its own clock, and waits while the gate is shut."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._device = FakeDevice(pool)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.launched: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
+        self.failing: dict[int, Exception] = {}
+        self.num_launched = 0
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See `StepRunner`."""
+        error = self.failing.get(self.num_launched)
+        began_s = float(self.num_launched)
+        self.num_launched += 1
+        if error is not None:
+            self._device.corrupt(plan)
+        sampled_ids = () if error is not None else self._device.run(plan)
+        self.launched.put(plan)
+        return WatchedStep(began_s, began_s + 1, sampled_ids, self.gate, error)
+
+    def close(self) -> None:
+        """See `StepRunner`."""
+
+
+@dataclass(slots=True)
+class Loop:
+    """An engine that runs, and what it published."""
+
+    engine: Engine
+    device: WatchedDevice
+    scheduler: Scheduler
+    outputs: queue.SimpleQueue[EngineOutput]
+    deaths: list[BaseException] = field(default_factory=list)
+    status: EngineStatus | None = None
+
+    def take(self) -> EngineOutput:
+        """The next that it publishes."""
+        output = self.outputs.get(timeout=TIMEOUT_S)
+        self.status = output.status or self.status
+        return output
+
+    def run_until_ended(self, num_ends: int) -> dict[str, tuple[list[int], FinishReason]]:
+        """Output and reason of so many ends."""
+        ends: dict[str, tuple[list[int], FinishReason]] = {}
+        received: dict[Sequence, list[int]] = {}
+        while len(ends) < num_ends:
+            output = self.take()
+            for sequence, offset, token_id in output.tokens:
+                assert offset == len(received.setdefault(sequence, []))
+                received[sequence].append(token_id)
+            for event in output.finished:
+                ends[event.sequence.request_id] = (received.get(event.sequence, []), event.reason)
+        return ends
+
+    def status_when_idle(self) -> EngineStatus:
+        """The newest status, once the engine has nothing to do."""
+        while self.status is None or self.status.used_blocks:
+            self.take()
+        return self.status
+
+
+@pytest.fixture(params=[True, False], ids=["overlap", "in-turn"])
+def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
+    overlap: bool = request.param
+    pool = BlockPool(64, BLOCK_SIZE)
+    limits = replace(LIMITS, max_num_sequences=4, num_standby_sequences=4)
+    outputs: queue.SimpleQueue[EngineOutput] = queue.SimpleQueue()
+    deaths: list[BaseException] = []
+    scheduler, device = Scheduler(limits, pool), WatchedDevice(pool)
+    engine = Engine(
+        scheduler,
+        device,
+        outputs.put,
+        deaths.append,
+        overlap=overlap,
+        garbage=GarbageCollection(),
+        clock=lambda: float(device.num_launched),
+    )
+    engine.start()
+    yield Loop(engine, device, scheduler, outputs, deaths)
+    device.gate.set()
+    engine.stop()
+
+
+def sequences(num: int) -> list[Sequence]:
+    """Sequences of all lengths; the fake device samples ids 0 to 4, and 3 stops every other."""
+    made = [make_sequence(f"r{i}", range(1 + 3 * i), max_tokens=2 + i) for i in range(num)]
+    for sequence in made[::2]:
+        sequence.stopping = replace(sequence.stopping, stop_token_ids=frozenset({3}))
+    return made
+
+
+def test_everyone_gets_the_output_of_a_run_alone(loop: Loop) -> None:
+    expected = {s.request_id: solo_output(s, LIMITS.context_length) for s in sequences(7)}
+
+    for sequence in sequences(7):
+        loop.engine.submit(sequence)
+
+    assert loop.run_until_ended(7) == expected
+
+
+def test_device_gets_its_next_step_before_the_last_is_read_only_with_overlap(loop: Loop) -> None:
+    loop.device.gate.clear()
+    loop.engine.submit(make_sequence("a", [1], max_tokens=3))
+    loop.device.launched.get(timeout=TIMEOUT_S)
+
+    if loop.engine.overlaps:
+        assert loop.device.launched.get(timeout=TIMEOUT_S).carries == [True]
+    else:
+        with pytest.raises(queue.Empty):
+            loop.device.launched.get(timeout=0.05)
+    loop.device.gate.set()
+    assert len(loop.run_until_ended(1)["a"][0]) == 3
+
+
+def test_cancelled_in_flight_ends_without_a_token(loop: Loop) -> None:
+    loop.device.gate.clear()
+    loop.engine.submit(make_sequence("a", [1], max_tokens=60))
+    loop.device.launched.get(timeout=TIMEOUT_S)
+    loop.engine.cancel("a", 1)
+    loop.device.gate.set()
+
+    _, reason = loop.run_until_ended(1)["a"]
+    assert reason is FinishReason.CANCELLED
+    assert loop.status_when_idle().num_running == 0
+
+
+def test_failed_step_ends_only_who_was_in_it_and_the_loop_goes_on(loop: Loop) -> None:
+    loop.device.failing[1] = RuntimeError("the device is gone")
+    loop.device.gate.clear()
+    loop.engine.submit(make_sequence("a", [1], max_tokens=60))
+    for _ in range(2 if loop.engine.overlaps else 1):
+        loop.device.launched.get(timeout=TIMEOUT_S)
+    loop.device.gate.set()
+
+    assert loop.run_until_ended(1)["a"][1] is FinishReason.ERROR
+    later = make_sequence("b", [1, 2], max_tokens=5)
+    expected = solo_output(make_sequence("b", [1, 2], max_tokens=5), LIMITS.context_length)
+    loop.engine.submit(later)
+    assert loop.run_until_ended(1)["b"] == expected
+    assert not loop.deaths
+
+
+def test_stop_waits_for_the_steps_in_flight_and_gives_no_end(loop: Loop) -> None:
+    loop.device.gate.clear()
+    loop.engine.submit(make_sequence("a", [1], max_tokens=60))
+    loop.device.launched.get(timeout=TIMEOUT_S)
+    stopping = threading.Thread(target=loop.engine.stop)
+    stopping.start()
+    loop.device.gate.set()
+    stopping.join(TIMEOUT_S)
+
+    assert not stopping.is_alive()
+    finished = []
+    while not loop.outputs.empty():
+        finished += loop.outputs.get().finished
+    assert finished == []
+    assert not loop.deaths
+
+
+def test_drain_lets_the_held_end_and_refuses_the_next(loop: Loop) -> None:
+    loop.device.gate.clear()
+    loop.engine.submit(make_sequence("a", [1], max_tokens=4))
+    loop.device.launched.get(timeout=TIMEOUT_S)
+    loop.engine.drain()
+    loop.engine.submit(make_sequence("b", [1]))
+    loop.device.gate.set()
+
+    assert list(loop.run_until_ended(1)) == ["a"]
+    assert loop.status_when_idle().draining
+    assert loop.scheduler.num_held == 0
+
+
+def test_bug_of_ours_kills_the_engine_and_is_told(loop: Loop) -> None:
+    loop.device.failing[0] = ValueError("not the device's fault")
+    loop.engine.submit(make_sequence("a", [1]))
+    loop.device.launched.get(timeout=TIMEOUT_S)
+    loop.engine.stop()
+
+    assert [type(death) for death in loop.deaths] == [ValueError]
+
+
+def test_idle_engine_launches_nothing_and_waits(loop: Loop) -> None:
+    loop.engine.submit(make_sequence("a", [1], max_tokens=2))
+    loop.run_until_ended(1)
+    num_launched = loop.device.num_launched
+
+    loop.engine.cancel("unknown", 1)
+    loop.engine.submit(make_sequence("b", [1], max_tokens=1))
+    loop.run_until_ended(1)
+
+    # One step for "b", and none for anything else.
+    assert loop.device.num_launched == num_launched + 1
+
+
+def test_held_is_made_anew_only_when_somebody_comes_or_goes(loop: Loop) -> None:
+    loop.engine.submit(make_sequence("a", [1], max_tokens=30))
+    statuses: list[EngineStatus] = []
+    while not statuses or statuses[-1].held:
+        output = loop.take()
+        if output.status is not None and (output.status.held or statuses):
+            statuses.append(output.status)
+    assert len({id(status.held) for status in statuses}) == 2
+    assert [held.request_id for held in statuses[0].held] == ["a"]
+
+
+def test_device_that_is_always_busy_exposes_no_host_time(loop: Loop) -> None:
+    loop.engine.submit(make_sequence("a", [1], max_tokens=10))
+    loop.run_until_ended(1)
+    loop.engine.submit(make_sequence("b", [1], max_tokens=10))
+    loop.run_until_ended(1)
+    status = loop.status_when_idle()
+
+    # Each step began when the one before had ended, and took a second.
+    assert status.exposed_host_ms == 0
+    assert status.device_busy_fraction == 1
+    assert status.device_busy_s == status.elapsed_s >= 10

@@ -72,7 +72,7 @@ def _compile(compiler: str, sources: Sequence[Path], flags: Sequence[str], targe
     commands = [[compiler, *flags, "-c", str(source), "-o", to] for source, to in zip(sources, compiled, strict=True)]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(_run, commands))
-    _run([compiler, "-shared", *compiled, "-pthread", "-o", str(target)])
+    _run([compiler, *flags, "-shared", *compiled, "-o", str(target)])
 
 
 def _processor() -> str:

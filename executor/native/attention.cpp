@@ -86,11 +86,11 @@ void attend_all(Pool& pool, const AttendCall& call) {
     attention.scale = call.scale;
     attention.softcap = call.softcap;
 
-    const auto items = attention_items(call.query_starts, call.num_sequences, call.num_heads, call.num_kv_heads);
+    const auto items = attention_items(call.query_starts, call.num_sequences, call.num_heads, call.num_kv_heads,
+                                       pool.num_threads());
     const auto num_items = (int64_t)items.size();
     run_on(num_items > 1 ? &pool : nullptr, [&](Team& team) {
         const TilesInUse tiles;
-        const AttentionTiles attention_tiles;
         Workspace<Element> work;
         team.each(num_items, [&](int64_t index) {
             const int64_t next = index + team.num_threads;

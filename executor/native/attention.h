@@ -32,7 +32,7 @@ constexpr int CHUNK = 128;
 constexpr int CHUNK_GROUPS = CHUNK / LANES;
 constexpr float MASKED = -1e30f;  // stays finite when scaled
 #ifdef INFLIGHT_AMX
-constexpr int MAX_ROWS = 64;
+constexpr int MAX_ROWS = 128;
 #else
 constexpr int MAX_ROWS = 24;
 #endif
@@ -90,21 +90,24 @@ struct Attention {
     float scale, softcap;    // softcap 0: none
 };
 
-// Rows [first_row, first_row + num_rows) of a sequence for one KV head; row = token * heads per KV head + head.
+// Rows [first_row, first_row + num_rows) of a sequence for each of some KV heads; row = token * heads per KV head + head.
 struct Item {
-    int sequence, first_row, num_rows, kv_head;
+    int sequence, first_row, num_rows, kv_head, num_kv_heads;
 };
 
-// The items of a step, those with the most work first.
+// The items of a step, those with the most work first. The KV heads of a token lie side by side: where there are sequences
+// enough for all threads, a decode goes through all heads at once, and so reads long stretches of memory.
 inline std::vector<Item> attention_items(const int32_t* query_starts, int64_t num_sequences, int64_t num_heads,
-                                         int64_t num_kv_heads) {
+                                         int64_t num_kv_heads, int num_threads) {
+    const bool may_join = num_sequences >= 4 * num_threads && num_heads <= MAX_ROWS;
     const int group_heads = (int)(num_heads / num_kv_heads);
     std::vector<Item> items;
     for (int sequence = (int)num_sequences - 1; sequence >= 0; --sequence) {
         const int num_rows = (query_starts[sequence + 1] - query_starts[sequence]) * group_heads;
+        const int at_once = may_join && num_rows == group_heads ? (int)num_kv_heads : 1;
         for (int row = (num_rows - 1) / MAX_ROWS * MAX_ROWS; row >= 0; row -= MAX_ROWS)
-            for (int head = 0; head < num_kv_heads; ++head)
-                items.push_back({sequence, row, std::min(MAX_ROWS, num_rows - row), head});
+            for (int head = 0; head < num_kv_heads; head += at_once)
+                items.push_back({sequence, row, std::min(MAX_ROWS, num_rows - row), head, at_once});
     }
     return items;
 }
@@ -118,8 +121,11 @@ struct Workspace {
     alignas(64) float output[MAX_ROWS][ROW_STRIDE];
 #ifdef INFLIGHT_AMX
     alignas(64) typename Element::Number values[CHUNK * MAX_DIM];
+    TileConfiguration tiles;
 #endif
     float maximum[MAX_ROWS], sum[MAX_ROWS], rescale[MAX_ROWS];
+    // Rows of an item that the tiles are set up for; 0 where they are set up for something else.
+    int tile_rows = 0;
 };
 
 // Rows and vectors that fit the registers together.
@@ -132,14 +138,14 @@ constexpr int ROW_VECTORS = 4;
 
 // Scores of ROWS query rows against `COUNT * WIDTH` keys, from vector `first` of the chunk on.
 template <class Element, int ROWS, int COUNT>
-ALWAYS_INLINE void score_tile(Workspace<Element>& work, int row, const typename Element::Number* const* keys, int first,
-                              int num_units) {
+ALWAYS_INLINE void score_tile(Workspace<Element>& work, int row, const typename Element::Number* const* keys,
+                              int64_t offset, int first, int num_units) {
     Floats sums[ROWS][COUNT] = {};
     for (int unit = 0; unit < num_units; ++unit) {
         typename Element::Vector loaded[COUNT];
 #pragma GCC unroll 4
         for (int v = 0; v < COUNT; ++v)
-            loaded[v] = Element::load_units(keys[(first + v) / VECTORS] +
+            loaded[v] = Element::load_units(keys[(first + v) / VECTORS] + offset +
                                             (unit * LANES + (first + v) % VECTORS * WIDTH) * Element::PAIR);
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; ++r) {
@@ -157,7 +163,7 @@ ALWAYS_INLINE void score_tile(Workspace<Element>& work, int row, const typename 
 // Adds the weighted values of a chunk to `COUNT * WIDTH` numbers of the output of ROWS rows.
 template <class Element, int ROWS, int COUNT>
 ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const typename Element::Number* const* values,
-                              int num_groups, int first, int dim) {
+                              int64_t offset, int num_groups, int first, int dim) {
     constexpr int UNITS = LANES / Element::PAIR;
     Floats sums[ROWS][COUNT];
 #pragma GCC unroll 6
@@ -166,7 +172,7 @@ ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const typename 
         for (int v = 0; v < COUNT; ++v)
             sums[r][v] = load(&work.output[row + r][first + v * WIDTH]) * work.rescale[row + r];
     for (int group = 0; group < num_groups; ++group) {
-        const typename Element::Number* numbers = values[group] + first * Element::PAIR;
+        const typename Element::Number* numbers = values[group] + offset + first * Element::PAIR;
         for (int unit = 0; unit < UNITS; ++unit, numbers += dim * Element::PAIR) {
             typename Element::Vector loaded[COUNT];
 #pragma GCC unroll 4
@@ -186,24 +192,24 @@ ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const typename 
 }
 
 template <class Element, int ROWS>
-void score_rows(Workspace<Element>& work, int row, const typename Element::Number* const* keys, int num_groups,
-                int dim) {
+void score_rows(Workspace<Element>& work, int row, const typename Element::Number* const* keys, int64_t offset,
+                int num_groups, int dim) {
     constexpr int COUNT = ROW_VECTORS;
     int first = 0;
     for (; first + COUNT <= num_groups * VECTORS; first += COUNT)
-        score_tile<Element, ROWS, COUNT>(work, row, keys, first, dim / Element::PAIR);
+        score_tile<Element, ROWS, COUNT>(work, row, keys, offset, first, dim / Element::PAIR);
     for (; first < num_groups * VECTORS; ++first)
-        score_tile<Element, ROWS, 1>(work, row, keys, first, dim / Element::PAIR);
+        score_tile<Element, ROWS, 1>(work, row, keys, offset, first, dim / Element::PAIR);
 }
 
 template <class Element, int ROWS>
-void value_rows(Workspace<Element>& work, int row, const typename Element::Number* const* values, int num_groups,
-                int dim) {
+void value_rows(Workspace<Element>& work, int row, const typename Element::Number* const* values, int64_t offset,
+                int num_groups, int dim) {
     constexpr int COUNT = ROW_VECTORS;
     int first = 0;
     for (; first + COUNT * WIDTH <= dim; first += COUNT * WIDTH)
-        value_tile<Element, ROWS, COUNT>(work, row, values, num_groups, first, dim);
-    for (; first < dim; first += WIDTH) value_tile<Element, ROWS, 1>(work, row, values, num_groups, first, dim);
+        value_tile<Element, ROWS, COUNT>(work, row, values, offset, num_groups, first, dim);
+    for (; first < dim; first += WIDTH) value_tile<Element, ROWS, 1>(work, row, values, offset, num_groups, first, dim);
 }
 
 // Calls `rows(row, std::integral_constant<int, count>)` for as many rows at a time as there are registers for.
@@ -245,7 +251,7 @@ void weigh_row(Workspace<Element>& work, int row, int num_groups, int chunk_star
         sums += weights;
         Element::put(&work.weight[row][key], weights);
     }
-    work.rescale[row] = maximum == work.maximum[row] ? 1.0f : std::exp2(work.maximum[row] - maximum);
+    work.rescale[row] = maximum == work.maximum[row] ? 1.0f : power_of_two(all(work.maximum[row] - maximum))[0];
     work.sum[row] = work.sum[row] * work.rescale[row] + sum_of(sums);
     work.maximum[row] = maximum;
 }
@@ -271,13 +277,17 @@ class Context {
         : kv_(call.kv),
           table_(call.block_tables + call.table_rows[item.sequence] * call.table_stride),
           groups_per_block_((int)call.block_size / LANES),
-          kv_head_(item.kv_head) {}
+          kv_head_(item.kv_head),
+          num_numbers_(item.num_kv_heads * LANES * kv_.dim()) {}
 
     const Number* keys(int index) const { return group(kv_.keys, index); }
     const Number* values(int index) const { return group(kv_.values, index); }
 
     void prefetch_keys(int start, int end) const {
-        for (int i = start; i < end; ++i) prefetch(keys(i), LANES * kv_.dim() * sizeof(Number));
+        for (int i = start; i < end; ++i) prefetch(keys(i), num_numbers_ * sizeof(Number));
+    }
+    void prefetch_values(int start, int end) const {
+        for (int i = start; i < end; ++i) prefetch(values(i), num_numbers_ * sizeof(Number));
     }
 
   private:
@@ -289,6 +299,7 @@ class Context {
     const LayerKv& kv_;
     const int32_t* table_;
     const int groups_per_block_, kv_head_;
+    const int64_t num_numbers_;  // of a group, for all heads of the item
 };
 
 // Groups that the rows of an item see: [first, end).
@@ -315,14 +326,17 @@ void attend(const Attention& call, const Item& item, const Item* next, Workspace
     const int first_token = call.query_starts[item.sequence];
     const int num_new = call.query_starts[item.sequence + 1] - first_token;
     const int first_position = call.context_lengths[item.sequence] - num_new;
-    auto token_of = [&](int row) { return (item.first_row + row) / group_heads; };
-    auto head_of = [&](int row) { return item.kv_head * group_heads + (item.first_row + row) % group_heads; };
+    const int num_rows = item.num_rows, all_rows = num_rows * item.num_kv_heads;
+    auto token_of = [&](int row) { return (item.first_row + row % num_rows) / group_heads; };
+    auto head_of = [&](int row) {
+        return (item.kv_head + row / num_rows) * group_heads + (item.first_row + row % num_rows) % group_heads;
+    };
     auto first_key_of = [&](int row) {
         const int position = first_position + token_of(row);
         return call.sliding_window ? std::max(0, position + 1 - (int)call.sliding_window) : 0;
     };
 
-    for (int row = 0; row < item.num_rows; ++row) {
+    for (int row = 0; row < all_rows; ++row) {
         const Number* query = static_cast<const Number*>(call.queries) +
                               (first_token + token_of(row)) * call.query_token_stride +
                               head_of(row) * call.query_head_stride;
@@ -336,21 +350,25 @@ void attend(const Attention& call, const Item& item, const Item* next, Workspace
     const Context<Element> context(call, item);
     const GroupRange range = groups_of(call, item);
     const bool by_tiles = can_use_tiles<Element>(dim);
+    if (by_tiles) set_up_tiles(work, num_rows);
     for (int start = range.first; start < range.end; start += CHUNK_GROUPS) {
         const int num_groups = std::min(CHUNK_GROUPS, range.end - start);
         const Number *keys[CHUNK_GROUPS], *values[CHUNK_GROUPS];
         for (int i = 0; i < num_groups; ++i) {
             keys[i] = context.keys(start + i);
             values[i] = context.values(start + i);
-            prefetch(values[i], LANES * dim * sizeof(Number));
         }
-        if (by_tiles)
-            score_by_tiles<Element>(work, item.num_rows, keys, num_groups, dim);
-        else
-            some_at_a_time(item.num_rows, [&](int row, auto count) {
-                score_rows<Element, count>(work, row, keys, num_groups, dim);
-            });
-        for (int row = 0; row < item.num_rows; ++row)
+        context.prefetch_values(start, start + num_groups);
+        for (int head = 0; head < item.num_kv_heads; ++head) {
+            const int64_t offset = head * LANES * dim;
+            if (by_tiles)
+                score_by_tiles<Element>(work, head * num_rows, num_rows, keys, offset, num_groups, dim);
+            else
+                some_at_a_time(num_rows, [&](int row, auto count) {
+                    score_rows<Element, count>(work, head * num_rows + row, keys, offset, num_groups, dim);
+                });
+        }
+        for (int row = 0; row < all_rows; ++row)
             weigh_row<Element>(work, row, num_groups, start * LANES, first_key_of(row), first_position + token_of(row),
                                call);
         if (start + num_groups < range.end) {
@@ -359,15 +377,18 @@ void attend(const Attention& call, const Item& item, const Item* next, Workspace
             const GroupRange after = groups_of(call, *next);
             Context<Element>(call, *next).prefetch_keys(after.first, std::min(after.first + CHUNK_GROUPS, after.end));
         }
-        if (by_tiles)
-            weigh_values_by_tiles<Element>(work, item.num_rows, values, num_groups, dim);
-        else
-            some_at_a_time(item.num_rows, [&](int row, auto count) {
-                value_rows<Element, count>(work, row, values, num_groups, dim);
-            });
+        for (int head = 0; head < item.num_kv_heads; ++head) {
+            const int64_t offset = head * LANES * dim;
+            if (by_tiles)
+                weigh_values_by_tiles<Element>(work, head * num_rows, num_rows, values, offset, num_groups, dim);
+            else
+                some_at_a_time(num_rows, [&](int row, auto count) {
+                    value_rows<Element, count>(work, head * num_rows + row, values, offset, num_groups, dim);
+                });
+        }
     }
 
-    for (int row = 0; row < item.num_rows; ++row) {
+    for (int row = 0; row < all_rows; ++row) {
         Number* output = static_cast<Number*>(call.outputs) + (first_token + token_of(row)) * call.output_token_stride +
                          head_of(row) * kv.head_dim;
         for (int d = 0; d < dim; d += WIDTH)

@@ -1,8 +1,9 @@
 // The two products of attention by AMX. Included by attention.h.
 //
-// Tiles 0 and 1 sum, 4 and 5 are queries, 6 keys. Values come in two ways. For the few rows of a decode they are taken where they
-// lie, a group of 16 tokens at a time: tile 2 holds its weights, tile 3 its values, both half full. For the many rows of a
-// prompt the groups of a chunk are put side by side first, so that tiles 4, 6 and 7 are full.
+// For the few rows of a decode, values are taken where they lie, a group of 16 tokens at a time: tile 2 holds its weights, tile 3
+// its values, both half full; 0 and 1 sum, 4 is queries, 6 keys; and the tiles have only as many rows as there are. For the many
+// rows of a prompt all tiles are full, and the groups of a chunk are put side by side first: 0 to 3 sum, 4 and 5 are rows, 6 and 7
+// keys or values.
 
 #pragma once
 
@@ -10,120 +11,152 @@ namespace inflight {
 
 #ifdef INFLIGHT_AMX
 
-class AttentionTiles {
-  public:
-    AttentionTiles() {
-        static const TileConfiguration configuration = [] {
-            TileConfiguration tiles;
-            tiles.row_bytes[2] = 32;
-            tiles.rows[3] = 8;
-            return tiles;
-        }();
-        _tile_loadconfig(&configuration);
+constexpr int FEW_ROWS = 16;
+
+template <class Element>
+void set_up_tiles(Workspace<Element>& work, int num_rows) {
+    const int wanted = std::min(num_rows, FEW_ROWS + 1);
+    if (work.tile_rows == wanted) return;
+    work.tile_rows = wanted;
+    work.tiles = TileConfiguration();
+    if (num_rows <= FEW_ROWS) {
+        for (const int tile : {0, 1, 2, 4}) work.tiles.rows[tile] = (uint8_t)num_rows;
+        work.tiles.row_bytes[2] = 32;
+        work.tiles.rows[3] = 8;
     }
-};
+    asm volatile("" ::: "memory");  // GCC takes only the first bytes of what it loads for read
+    _tile_loadconfig(&work.tiles);
+}
 
 template <class Element>
 bool can_use_tiles(int dim) {
     return Element::PAIR == 2 && dim % 32 == 0;
 }
 
-// Scores of all rows; 16 rows and a group of keys at a time, which lies there as a tile already.
+// Scores of the rows from `first` on. A group holds its keys as tiles already.
 template <class Element>
-void score_by_tiles(Workspace<Element>& work, int num_rows, const typename Element::Number* const* keys, int num_groups,
-                    int dim) {
-    for (int row = 0; row < num_rows; row += 32) {
-        const bool has_second = row + 16 < num_rows;
+void score_by_tiles(Workspace<Element>& work, int first, int num_rows, const typename Element::Number* const* keys,
+                    int64_t offset, int num_groups, int dim) {
+    constexpr size_t QUERY_BYTES = sizeof work.query[0], SCORE_BYTES = sizeof work.score[0];
+    if (num_rows <= FEW_ROWS) {
         for (int group = 0; group < num_groups; ++group) {
             _tile_zero(0);
-            _tile_zero(1);
             for (int step = 0; step < dim / 32; ++step) {
-                _tile_loadd(6, keys[group] + step * 32 * LANES, 64);
-                _tile_loadd(4, &work.query[row][step * 32], sizeof work.query[0]);
+                _tile_loadd(6, keys[group] + offset + step * 32 * LANES, 64);
+                _tile_loadd(4, &work.query[first][step * 32], QUERY_BYTES);
                 _tile_dpbf16ps(0, 4, 6);
-                if (has_second) {
-                    _tile_loadd(5, &work.query[row + 16][step * 32], sizeof work.query[0]);
-                    _tile_dpbf16ps(1, 5, 6);
-                }
             }
-            _tile_stored(0, &work.score[row][group * LANES], sizeof work.score[0]);
-            if (has_second) _tile_stored(1, &work.score[row + 16][group * LANES], sizeof work.score[0]);
+            _tile_stored(0, &work.score[first][group * LANES], SCORE_BYTES);
         }
+        return;
     }
-}
-
-template <class Element>
-void add_groups(Workspace<Element>& work, const typename Element::Number* const* values, int num_groups, int dim) {
-    for (int d = 0; d < dim; d += 32) {
-        _tile_loadd(0, &work.output[0][d], sizeof work.output[0]);
-        _tile_loadd(1, &work.output[0][d + 16], sizeof work.output[0]);
-        for (int group = 0; group < num_groups; ++group) {
-            _tile_loadd(2, &work.weight[0][group * LANES], sizeof work.weight[0]);
-            _tile_loadd(3, values[group] + d * 2, dim * 4);
-            _tile_dpbf16ps(0, 2, 3);
-            _tile_loadd(3, values[group] + d * 2 + 32, dim * 4);
-            _tile_dpbf16ps(1, 2, 3);
-        }
-        _tile_stored(0, &work.output[0][d], sizeof work.output[0]);
-        _tile_stored(1, &work.output[0][d + 16], sizeof work.output[0]);
-    }
-}
-
-template <class Element>
-void add_gathered(Workspace<Element>& work, int num_rows, const typename Element::Number* const* values, int num_groups,
-                  int dim) {
-    const size_t group_numbers = (size_t)LANES * dim;
-    for (int group = 0; group < num_groups; ++group)
-        std::memcpy(work.values + group * group_numbers, values[group], group_numbers * sizeof *work.values);
-    if (num_groups % 2) {
-        std::memset(work.values + num_groups * group_numbers, 0, group_numbers * sizeof *work.values);
-        for (int row = 0; row < num_rows; ++row) std::memset(&work.weight[row][num_groups * LANES], 0, LANES * 2);
-    }
-    const int num_steps = (num_groups + 1) / 2;
-    for (int row = 0; row < num_rows; row += 16)
-        for (int d = 0; d < dim; d += 32) {
-            _tile_loadd(0, &work.output[row][d], sizeof work.output[0]);
-            _tile_loadd(1, &work.output[row][d + 16], sizeof work.output[0]);
-            for (int step = 0; step < num_steps; ++step) {
-                const auto* tokens = work.values + step * 2 * group_numbers + d * 2;
-                _tile_loadd(4, &work.weight[row][step * 32], sizeof work.weight[0]);
-                _tile_loadd(6, tokens, dim * 4);
-                _tile_loadd(7, tokens + 32, dim * 4);
+    // Two times 16 rows and two groups at a time. Behind the last row there is room; the last group may come twice.
+    for (int row = first; row < first + num_rows; row += 32)
+        for (int group = 0; group < num_groups; group += 2) {
+            const int second = std::min(group + 1, num_groups - 1);
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int step = 0; step < dim / 32; ++step) {
+                _tile_loadd(6, keys[group] + offset + step * 32 * LANES, 64);
+                _tile_loadd(7, keys[second] + offset + step * 32 * LANES, 64);
+                _tile_loadd(4, &work.query[row][step * 32], QUERY_BYTES);
                 _tile_dpbf16ps(0, 4, 6);
                 _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(5, &work.query[row + 16][step * 32], QUERY_BYTES);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
             }
-            _tile_stored(0, &work.output[row][d], sizeof work.output[0]);
-            _tile_stored(1, &work.output[row][d + 16], sizeof work.output[0]);
+            _tile_stored(0, &work.score[row][group * LANES], SCORE_BYTES);
+            _tile_stored(1, &work.score[row][second * LANES], SCORE_BYTES);
+            _tile_stored(2, &work.score[row + 16][group * LANES], SCORE_BYTES);
+            _tile_stored(3, &work.score[row + 16][second * LANES], SCORE_BYTES);
+        }
+}
+
+template <class Element>
+void add_groups(Workspace<Element>& work, int first, const typename Element::Number* const* values, int64_t offset,
+                int num_groups, int dim) {
+    for (int d = 0; d < dim; d += 32) {
+        _tile_loadd(0, &work.output[first][d], sizeof work.output[0]);
+        _tile_loadd(1, &work.output[first][d + 16], sizeof work.output[0]);
+        for (int group = 0; group < num_groups; ++group) {
+            const auto* tokens = values[group] + offset + d * 2;
+            _tile_loadd(2, &work.weight[first][group * LANES], sizeof work.weight[0]);
+            _tile_loadd(3, tokens, dim * 4);
+            _tile_dpbf16ps(0, 2, 3);
+            _tile_loadd(3, tokens + 32, dim * 4);
+            _tile_dpbf16ps(1, 2, 3);
+        }
+        _tile_stored(0, &work.output[first][d], sizeof work.output[0]);
+        _tile_stored(1, &work.output[first][d + 16], sizeof work.output[0]);
+    }
+}
+
+template <class Element>
+void add_gathered(Workspace<Element>& work, int first, int num_rows, const typename Element::Number* const* values,
+                  int64_t offset, int num_groups, int dim) {
+    constexpr size_t WEIGHT_BYTES = sizeof work.weight[0], OUTPUT_BYTES = sizeof work.output[0];
+    const size_t group_numbers = (size_t)LANES * dim;
+    for (int group = 0; group < num_groups; ++group)
+        std::memcpy(work.values + group * group_numbers, values[group] + offset, group_numbers * sizeof *work.values);
+    if (num_groups % 2) {
+        std::memset(work.values + num_groups * group_numbers, 0, group_numbers * sizeof *work.values);
+        for (int row = first; row < first + num_rows; ++row)
+            std::memset(&work.weight[row][num_groups * LANES], 0, LANES * sizeof work.weight[0][0]);
+    }
+    for (int row = first; row < first + num_rows; row += 32)
+        for (int d = 0; d < dim; d += 32) {
+            float *upper = &work.output[row][d], *lower = &work.output[row + 16][d];
+            _tile_loadd(0, upper, OUTPUT_BYTES);
+            _tile_loadd(1, upper + 16, OUTPUT_BYTES);
+            _tile_loadd(2, lower, OUTPUT_BYTES);
+            _tile_loadd(3, lower + 16, OUTPUT_BYTES);
+            for (int step = 0; step < (num_groups + 1) / 2; ++step) {
+                const auto* tokens = work.values + step * 2 * group_numbers + d * 2;
+                _tile_loadd(6, tokens, dim * 4);
+                _tile_loadd(7, tokens + 32, dim * 4);
+                _tile_loadd(4, &work.weight[row][step * 32], WEIGHT_BYTES);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(5, &work.weight[row + 16][step * 32], WEIGHT_BYTES);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(0, upper, OUTPUT_BYTES);
+            _tile_stored(1, upper + 16, OUTPUT_BYTES);
+            _tile_stored(2, lower, OUTPUT_BYTES);
+            _tile_stored(3, lower + 16, OUTPUT_BYTES);
         }
 }
 
 // Adds the weighted values of a chunk to the output.
 template <class Element>
-void weigh_values_by_tiles(Workspace<Element>& work, int num_rows, const typename Element::Number* const* values,
-                           int num_groups, int dim) {
-    for (int row = 0; row < num_rows; ++row)
+void weigh_values_by_tiles(Workspace<Element>& work, int first, int num_rows,
+                           const typename Element::Number* const* values, int64_t offset, int num_groups, int dim) {
+    for (int row = first; row < first + num_rows; ++row)
         if (work.rescale[row] != 1.0f)
             for (int d = 0; d < dim; d += WIDTH)
                 store(&work.output[row][d], load(&work.output[row][d]) * work.rescale[row]);
-    if (num_rows <= 16)
-        add_groups(work, values, num_groups, dim);
+    if (num_rows <= FEW_ROWS)
+        add_groups(work, first, values, offset, num_groups, dim);
     else
-        add_gathered(work, num_rows, values, num_groups, dim);
+        add_gathered(work, first, num_rows, values, offset, num_groups, dim);
 }
 
 #else
 
-struct AttentionTiles {
-    AttentionTiles() {}
-};
+template <class Element>
+void set_up_tiles(Workspace<Element>&, int) {}
 template <class Element>
 bool can_use_tiles(int) {
     return false;
 }
 template <class Element>
-void score_by_tiles(Workspace<Element>&, int, const typename Element::Number* const*, int, int) {}
+void score_by_tiles(Workspace<Element>&, int, int, const typename Element::Number* const*, int64_t, int, int) {}
 template <class Element>
-void weigh_values_by_tiles(Workspace<Element>&, int, const typename Element::Number* const*, int, int) {}
+void weigh_values_by_tiles(Workspace<Element>&, int, int, const typename Element::Number* const*, int64_t, int, int) {}
 
 #endif
 

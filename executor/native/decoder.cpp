@@ -88,7 +88,8 @@ class DecoderOf final : public Decoder {
     void step(Pool& pool, const DecoderStep& step) override {
         activations_.reserve(shape_, step.num_tokens);
         const auto items =
-            attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads);
+            attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads,
+                            pool.num_threads());
         while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<Scratch>());
         for (auto& scratch : scratch_) scratch->best.assign(step.num_logits, {-INFINITY, 0});
         pool.run([&](Team& team) {
@@ -285,7 +286,7 @@ class DecoderOf final : public Decoder {
                                  window,
                                  shape_.attention_scale,
                                  0.0f};
-            const AttentionTiles tiles;
+            scratch_.attention.tile_rows = 0;
             const int64_t num_items = (int64_t)items_.size();
             phase(ATTENTION, num_items, [&](int64_t task) {
                 const int64_t next = task + team_.num_threads;

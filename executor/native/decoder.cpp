@@ -9,7 +9,7 @@ namespace inflight {
 class Decoder {
   public:
     virtual ~Decoder() = default;
-    virtual Arena& weights() = 0;
+    virtual int64_t matrix_bytes() const = 0;
     virtual void pack(int64_t layer, int64_t part, const void* numbers) = 0;
     virtual void step(Pool& pool, const DecoderStep& step) = 0;
 };
@@ -50,7 +50,13 @@ class DecoderOf final : public Decoder {
         place(cursor);
     }
 
-    Arena& weights() override { return *arena_; }
+    int64_t matrix_bytes() const override {
+        int64_t num_bytes = head_.num_blocks * head_.block_bytes();
+        for (const Layer<Element>& layer : layers_)
+            for (const Matrix<Element>* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+                num_bytes += matrix->num_blocks * matrix->block_bytes();
+        return num_bytes;
+    }
 
     void pack(int64_t layer, int64_t part, const void* numbers) override {
         const int64_t hidden = shape_.hidden_size, heads = shape_.num_heads + 2 * shape_.num_kv_heads;
@@ -461,10 +467,9 @@ void inflight_decoder_pack(void* decoder, int64_t layer, int64_t part, const voi
     static_cast<inflight::Decoder*>(decoder)->pack(layer, part, numbers);
 }
 
-// The packed weights, to be kept on disk and read back.
-void* inflight_decoder_weights(void* decoder) { return static_cast<inflight::Decoder*>(decoder)->weights().data(); }
-int64_t inflight_decoder_weight_bytes(void* decoder) {
-    return (int64_t)static_cast<inflight::Decoder*>(decoder)->weights().size();
+// Bytes of the weights that a step multiplies with.
+int64_t inflight_decoder_matrix_bytes(void* decoder) {
+    return static_cast<inflight::Decoder*>(decoder)->matrix_bytes();
 }
 
 // 0, or 1 where there is not enough memory for so many tokens.

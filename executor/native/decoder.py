@@ -96,11 +96,9 @@ class NativeDecoder:
             self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr())
 
     @property
-    def packed(self) -> memoryview:
-        """The packed weights, to be kept and put back."""
-        num_bytes = self._calls.inflight_decoder_weight_bytes(self._decoder)
-        address = self._calls.inflight_decoder_weights(self._decoder)
-        return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    def num_matrix_bytes(self) -> int:
+        """Memory that a step reads of the weights: everything but the embedding."""
+        return int(self._calls.inflight_decoder_matrix_bytes(self._decoder))
 
     def logits(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
         """The logits `[R, vocabulary]` float32 of the rows that the batch asks for."""
@@ -231,10 +229,8 @@ def _declared(library: Any) -> Any:
     library.inflight_decoder_new.argtypes = (c_void_p, c_int64, c_int64)
     library.inflight_decoder_free.argtypes = (c_void_p,)
     library.inflight_decoder_pack.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
-    library.inflight_decoder_weights.restype = c_void_p
-    library.inflight_decoder_weights.argtypes = (c_void_p,)
-    library.inflight_decoder_weight_bytes.restype = c_int64
-    library.inflight_decoder_weight_bytes.argtypes = (c_void_p,)
+    library.inflight_decoder_matrix_bytes.restype = c_int64
+    library.inflight_decoder_matrix_bytes.argtypes = (c_void_p,)
     library.inflight_decoder_step.restype = c_int64
     library.inflight_decoder_step.argtypes = (c_void_p, c_void_p, c_void_p)
     return library

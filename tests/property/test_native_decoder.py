@@ -1,0 +1,139 @@
+"""Our own forward pass on a CPU against transformers', for every instruction set that this processor has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from common.model_source import ModelError, resolve_model
+from executor.batch import StepBatch
+from executor.model import PagedModel
+from executor.native.decoder import PARTS
+from executor.native.library import usable_instruction_sets
+from executor.self_check import relative_distance
+from tests.greedy import assert_same, generate_alone, generate_together
+from tests.paged_cases import PagedCase, Spec, make_case
+from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.torch_threads import torch_threads
+
+# The first test of a build may wait for the compiler.
+pytestmark = pytest.mark.timeout(600)
+
+INSTRUCTIONS = [instructions.name for instructions in usable_instruction_sets()]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+FAMILY: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**sizes()),
+    "llama-heads-of-32": LlamaConfig(
+        **sizes(hidden_size=96, head_dim=32, num_attention_heads=6, num_key_value_heads=3)
+    ),
+    "llama-odd-sizes": LlamaConfig(**sizes(hidden_size=80, intermediate_size=72)),
+    "llama-yarn-bias": LlamaConfig(**sizes(rope_parameters=YARN, attention_bias=True)),
+    "llama-tied": LlamaConfig(**sizes(tie_word_embeddings=True)),
+    "mistral-window": MistralConfig(**sizes(sliding_window=8)),
+    "qwen2": Qwen2Config(**sizes()),
+    "qwen3": Qwen3Config(**sizes()),
+}
+# Relative distance of logits: rounding of bfloat16 (8 bits), and of int8 weights (a 1/254 of a column's largest).
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.1}
+# Decodes, a chunk behind a context, and two whole prompts, one longer than what AMX and the vectors take at once.
+SPECS = [Spec(1, 1), Spec(1, 37), *[Spec(1, 20)] * 8, Spec(9, 30), Spec(5, 5), Spec(70, 70)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_threads() -> Iterator[None]:
+    with torch_threads(2):
+        yield
+
+
+@pytest.fixture(scope="module", params=FAMILY)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(FAMILY[request.param], tmp_path_factory.mktemp("models") / request.param)
+
+
+def load(folder: Path, **options: str) -> PagedModel:
+    options = {"dtype_name": "float32", "backend_name": "cpu", "device_name": "cpu"} | options
+    return PagedModel.load(resolve_model(str(folder)), **options)
+
+
+def filled_case(block_size: int = 16) -> PagedCase:
+    case = make_case(SPECS, block_size)
+    generator = torch.Generator().manual_seed(5)
+    for batch in (case.history, case.batch):
+        batch.token_ids.copy_(torch.randint(VOCABULARY_SIZE, batch.token_ids.shape, generator=generator))
+    return case
+
+
+def logits_of(model: PagedModel, case: PagedCase) -> Tensor:
+    """Logits of the case's batch, whose KV pool held not-a-number where nothing was written."""
+    model.allocate_kv(case.num_blocks, case.batch.block_size)
+    for kv in model.kv:
+        kv.values.fill_(float("nan"))
+    model.forward(case.history)
+    return model.forward(case.batch)
+
+
+def greedy_ids(model: PagedModel, batch: StepBatch) -> Tensor:
+    assert model.native is not None
+    return model.native.greedy(batch, model.kv)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_logits_are_those_of_transformers_modules(folder: Path, instructions: str) -> None:
+    case = filled_case()
+    expected = logits_of(load(folder, forward_name="transformers"), case)
+
+    model = load(folder, instructions=instructions)
+
+    assert model.native is not None
+    assert relative_distance(logits_of(model, case), expected) < TOLERANCE["float32"]
+    assert greedy_ids(model, case.batch).tolist() == model.forward(case.batch).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_rounded_weights_stay_near_float32(folder: Path, instructions: str, kind: str) -> None:
+    case = filled_case(block_size=32)
+    expected = logits_of(load(folder), case)
+    options = {"dtype_name": "bfloat16"} | ({"weight_dtype": "int8"} if kind == "int8" else {})
+
+    logits = logits_of(load(folder, instructions=instructions, **options), case)
+
+    assert 0 < relative_distance(logits, expected) < TOLERANCE[kind]
+
+
+def test_tokens_are_those_of_transformers(folder: Path) -> None:
+    network: Any = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, VOCABULARY_SIZE, (n,), generator=generator).tolist() for n in (3, 40, 17, 1)]
+
+    together = generate_together(load(folder), prompts, num_tokens=20, chunk_tokens=11)
+
+    for output_ids, prompt in zip(together, prompts, strict=True):
+        assert_same(output_ids, generate_alone(network, prompt, 20))
+
+
+def test_int8_weights_take_half_the_memory(folder: Path) -> None:
+    whole, narrow = (load(folder, dtype_name="bfloat16", weight_dtype=kind).native for kind in ("auto", "int8"))
+    assert whole is not None
+    assert narrow is not None
+    assert narrow.num_matrix_bytes * 1.8 < whole.num_matrix_bytes
+
+
+def test_int8_weights_of_another_model_are_refused_with_the_reason(tmp_path: Path) -> None:
+    folder = save_model(FAMILY["llama"], tmp_path / "tiny")
+    with pytest.raises(ModelError, match="int8 weights need our own forward pass on a CPU"):
+        load(folder, weight_dtype="int8", forward_name="transformers")
+
+
+def test_time_of_each_part_is_kept(tmp_path: Path) -> None:
+    model = load(save_model(FAMILY["llama"], tmp_path / "tiny"))
+    assert model.native is not None
+    logits_of(model, filled_case())
+    assert len(model.native.part_seconds) == len(PARTS)
+    assert (model.native.part_seconds > 0).all()

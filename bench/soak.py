@@ -50,9 +50,12 @@ class Soak:
 
     async def run(self, concurrency: int) -> None:
         """Sends everything, so many at a time."""
-        async with asyncio.TaskGroup() as group:
-            for _ in range(concurrency):
-                group.create_task(self._send_on())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(concurrency):
+                    group.create_task(self._send_on())
+        except* TargetError as ended:
+            raise ended.exceptions[0] from None
 
     async def _send_on(self) -> None:
         for planned in self._left:

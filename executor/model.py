@@ -19,16 +19,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from common.model_source import ModelError, ModelSource, model_errors
-from executor.attention.backend import LayerKv
+from executor.attention.backend import AttentionBackend, LayerKv
 from executor.attention.choice import BackendChoice, choose_backend
+from executor.attention.cpu import CpuAttention
 from executor.batch import StepBatch
 from executor.decoder_weights import DecoderWeights, read_decoder
 from executor.gguf_import import import_gguf
 from executor.model_files import check_weights, read_generation_defaults
 from executor.model_support import check_configuration, check_network
-from executor.native.build import BuildFailure
 from executor.native.decoder import NativeDecoder, form_of, why_not
-from executor.native.library import load_native
+from executor.native.sampler import NativeSampler, choose_sampler
 from executor.packed_linear import pack_linears
 from executor.paged_attention import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
 from executor.quiet import quiet_transformers
@@ -74,6 +74,7 @@ class PagedModel:
         description: ModelDescription,
         gpu_decoder: GpuDecoder | None = None,
         native: NativeDecoder | None = None,
+        sampler: NativeSampler | None = None,
     ) -> None:
         self.description = description
         self.device = network.device
@@ -86,6 +87,7 @@ class PagedModel:
         self._network = network if native is None else None
         self._layers = layers
         self._backend = choice.backend
+        self._sampler = sampler
         self._kv: tuple[LayerKv, ...] = ()
 
     @classmethod
@@ -116,8 +118,9 @@ class PagedModel:
             if choice.is_fallback:
                 log.warning("attention backend %s", choice.reason)
             description = _describe(source, folder, network, layers)
-            own = _own_forward(network, layers, choice, description, weight_dtype, forward_name, instructions)
-            model = cls(network, layers, choice, description, own.gpu, own.native)
+            own = _own_forward(network, layers, choice, description, weight_dtype, forward_name)
+            sampler = _native_sampler(choice.backend, device, instructions)
+            model = cls(network, layers, choice, description, own.gpu, own.native, sampler)
             model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
             compare(expectation, model.forward, dtype, has_int8_weights=weight_dtype == "int8")
         model.free_kv()
@@ -169,7 +172,11 @@ class PagedModel:
         if self.native is not None and sampling.is_greedy:
             return self.native.greedy(batch, self._kv)
         logits = self.forward(batch)
-        return logits.argmax(-1) if sampling.is_greedy else sample(logits, sampling.rows())
+        if sampling.is_greedy:
+            return logits.argmax(-1)
+        if self._sampler is not None:
+            return self._sampler.sample(logits, sampling)
+        return sample(logits, sampling.rows())
 
     def _allocate(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
         return tuple(
@@ -193,17 +200,16 @@ def _own_forward(
     description: ModelDescription,
     weight_dtype: str,
     forward_name: str,
-    instructions: str,
 ) -> OwnForward:
     """Packs the weights for our own forward where the model has one, else for transformers'."""
     weights = read_decoder(network, layers) if forward_name == "auto" else "transformers' is asked for"
     if choice.backend.name == "triton" and not isinstance(weights, str):
         return OwnForward(gpu=_gpu_decoder(weights, choice, description))
-    if choice.backend.name == "cpu" and not isinstance(weights, str):
-        native = _native_decoder(weights, network.dtype, weight_dtype == "int8", instructions)
-        if isinstance(native, NativeDecoder):
-            return OwnForward(native=native)
-        weights = native
+    if isinstance(choice.backend, CpuAttention) and not isinstance(weights, str):
+        obstacle = why_not(weights.shape)
+        if obstacle is None:
+            return OwnForward(native=_native_decoder(weights, choice.backend, network.dtype, weight_dtype == "int8"))
+        weights = obstacle
     if isinstance(weights, str):
         log.info("the forward pass is transformers', because %s", weights)
     if weight_dtype == "int8":
@@ -220,17 +226,18 @@ def _gpu_decoder(weights: DecoderWeights, choice: BackendChoice, description: Mo
 
 
 def _native_decoder(
-    weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool, instructions: str
-) -> NativeDecoder | str:
-    """The model packed for our C++ code, or why that cannot be."""
-    if (obstacle := why_not(weights.shape)) is not None:
-        return obstacle
-    library = load_native(instructions)
-    if isinstance(library, BuildFailure):
-        return library.reason
-    native = NativeDecoder(library, form_of(weights, dtype, has_int8_weights), torch.get_num_threads())
+    weights: DecoderWeights, backend: CpuAttention, dtype: torch.dtype, has_int8_weights: bool
+) -> NativeDecoder:
+    """The model packed for our C++ code."""
+    native = NativeDecoder(backend.library, backend.pool, form_of(weights, dtype, has_int8_weights))
     native.pack(weights)
     return native
+
+
+def _native_sampler(backend: AttentionBackend, device: torch.device, instructions: str) -> NativeSampler | None:
+    if isinstance(backend, CpuAttention):
+        return NativeSampler(backend.library, backend.pool)
+    return choose_sampler(device, instructions)
 
 
 def choose_device(name: str) -> torch.device:

@@ -17,7 +17,8 @@ from typing import TypeVar
 from bench.gpu.figures import AttentionPoint, DecodePoint, Figures, Missing, PrefillPoint, ServedRun
 from bench.gpu.report import OWN_ENGINE, to_json, to_markdown
 from bench.gpu.roofline import SHAPES, ModelShape
-from bench.workloads import Workload, build_workload
+from bench.workloads.generate import build_workload
+from bench.workloads.plan import Workload
 from executor.gpu.measure import session as gpu
 from executor.gpu.measure.serving import Served, TimedRequest
 

@@ -65,7 +65,7 @@ def _section(report: Report, section: Section, colours: dict[str, int]) -> str:
     known = figures(report, section)
     found = "".join(f"<li>{escape(sentence.replace('**', ''))}</li>" for sentence in sentences(section))
     charts = [_bars(section, shown, colours) for shown in known if shown.title in BARS]
-    charts += [
+    times = [
         _spread(section, colours, "Time to first token", lambda run: run.distributions.ttft_ms),
         _spread(section, colours, "Between tokens", lambda run: run.distributions.inter_token_ms),
         _seats(section, colours),
@@ -73,6 +73,7 @@ def _section(report: Report, section: Section, colours: dict[str, int]) -> str:
     return (
         f'<section><h2>{escape(section.workload.name)}</h2><p class="soft">{escape(describe_workload(section))}</p>'
         f'<ul class="found">{found}</ul><div class="charts">{"".join(charts)}</div>'
+        f'<div class="charts">{"".join(times)}</div>'
         f'<div class="scroll">{_table(section, known)}</div>{_failures(section)}</section>\n'
     )
 

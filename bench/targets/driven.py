@@ -88,13 +88,20 @@ class DrivenTarget:
             if "failed" in answer:
                 raise TargetError(f"{driver.mode}: {answer['failed']}")
             target.words = answer["ready"]
+            target._signal(signal.SIGSTOP)
         except BaseException:
             await target.stop()
             raise
         return target
 
+    @property
+    def pid(self) -> int:
+        """Its process id, and that of its process group."""
+        return self._process.pid
+
     async def run(self, workload: Workload, round_number: int, on_tokens: OnTokens) -> Run:
         """Runs a workload to its end."""
+        self._signal(signal.SIGCONT)
         meter = CoreMeter({self.mode: self._process.pid})
         requests = [
             asdict(Request(index, list(planned.prompt_ids), planned.output_tokens, planned.arrival_s))
@@ -108,7 +115,10 @@ class DrivenTarget:
         while "done" not in (line := await self._read(SILENCE_TIMEOUT_S)):
             on_tokens(record.take(line))
         self._is_running = False
-        return self._as_run(record, line["done"], round_number, meter.stop())
+        cores = meter.stop()
+        # Between its runs vLLM keeps a third of a core busy with waiting: it would slow down whoever is measured next.
+        self._signal(signal.SIGSTOP)
+        return self._as_run(record, line["done"], round_number, cores)
 
     def _as_run(self, record: Record, done: Mapping[str, Any], round_number: int, cores: Mapping[str, float]) -> Run:
         outcomes, figures = record.outcomes(), dict(done["figures"])
@@ -128,6 +138,7 @@ class DrivenTarget:
     async def stop(self) -> None:
         """Closes its stdin, which ends an idle driver, and kills whatever is left of it and its children."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.close()
         try:
             async with asyncio.timeout(0 if self._is_running else STOP_GRACE_S):
@@ -135,9 +146,13 @@ class DrivenTarget:
         except TimeoutError:
             pass
         finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._signal(signal.SIGKILL)
         await self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the driver and all that it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
 
     async def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         assert self._process.stdin is not None

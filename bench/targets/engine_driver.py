@@ -80,9 +80,10 @@ class OwnEngine:
         self._admission = _Admission(loaded, settings.tokens_per_block)
         scheduler = Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block))
         garbage = GarbageCollection()
+        self._runner = start_runner(settings, loaded)
         self._engine = Engine(
             scheduler,
-            start_runner(settings, loaded),
+            self._runner,
             self._publish,
             self._on_death,
             overlap=settings.enable_overlap,
@@ -135,6 +136,11 @@ class OwnEngine:
             "num_steps": self._times.num_steps - before.num_steps,
             **device_figures(before, self._times),
         }
+
+    def close(self) -> None:
+        """Ends the engine's thread."""
+        self._engine.stop()
+        self._runner.close()
 
     def _submit_what_fits(self) -> None:
         while (sequence := self._admission.next()) is not None:

@@ -32,7 +32,7 @@ class DeviceStep:
         self._block_size = block_size
 
     def compute(self, layout: StepLayout, num_decodes: int) -> None:
-        """Takes over carried tokens, computes the model, and draws the next tokens without restriction."""
+        """Takes over carried tokens, computes the model, and draws the next tokens."""
         self.buffers.resolve(layout)
         batch = self.buffers.batch(layout, num_decodes, self._block_size)
         logits = self._decoder.forward(batch, self._kv, self.logits[: layout.num_logits])

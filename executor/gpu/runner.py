@@ -70,10 +70,11 @@ class GpuRunner:
         """Compiles what steps will need, and captures the graphs."""
         limits = self._limits
         sizes = (_max_step_tokens(limits), limits.max_num_sequences, limits.context_length)
-        for lengths in warm_up_lengths(self._group, *sizes):
-            self._compute_idle(lengths)
-        if self._uses_graphs:
-            with torch.inference_mode():
+        with torch.inference_mode():
+            for lengths in (*warm_up_lengths(self._group, *sizes), *([1] * bucket for bucket in self._buckets)):
+                layout = self._upload_idle(lengths)
+                self._step.compute(layout, len(lengths) if max(lengths) == 1 else 0)
+            if self._uses_graphs:
                 self._graphs = dict(capture(self._compute_decodes, self._buckets))
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -87,7 +88,7 @@ class GpuRunner:
             with torch.inference_mode():
                 self._buffers.upload(layout, batch, sampling, entries)
                 self._compute(layout, bucket, batch.num_decodes)
-                self._draw_restricted(sampling)
+                self._draw_crowded(sampling)
                 on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
             timer.stop()
         except RuntimeError as error:
@@ -120,25 +121,27 @@ class GpuRunner:
         else:
             self._step.compute(layout, num_decodes if bucket is None else bucket)
 
-    def _draw_restricted(self, sampling: SamplingBatch) -> None:
-        """Rows that keep a part of the vocabulary only, or ban more ids than the layout holds, are drawn by torch."""
-        is_restricted = (sampling.temperature > 0) & ((sampling.top_k > 0) | (sampling.top_p < 1))
-        chosen = np.flatnonzero(is_restricted | ~has_room(sampling)).tolist()
+    def _draw_crowded(self, sampling: SamplingBatch) -> None:
+        """Rows that ban more ids than the layout holds are drawn again, by torch."""
+        chosen = np.flatnonzero(~has_room(sampling)).tolist()
         if chosen:
             rows = sampling.rows()
             token_ids = sample(self._step.logits[chosen].float(), [rows[i] for i in chosen])
             self._buffers.sampled_ids[chosen] = token_ids.to(torch.int32)
 
     def _compute_decodes(self, bucket: int) -> None:
-        self._step.compute(StepLayout.of_decodes(bucket), bucket)
+        """Computes padding rows alone, or captures what any rows of the bucket need."""
+        layout = StepLayout.of_decodes(bucket)
+        if not torch.cuda.is_current_stream_capturing():
+            self._upload_idle([1] * bucket)
+        self._step.compute(layout, bucket)
 
-    def _compute_idle(self, lengths: Sequence[int]) -> None:
-        """A step that computes nothing real: every token is written to the spare block."""
+    def _upload_idle(self, lengths: Sequence[int]) -> StepLayout:
+        """Sends a step that means nothing: every token is written to the spare block."""
         layout = StepLayout(sum(lengths), len(lengths), len(lengths))
         batch = idle_batch(lengths, self._buffers.spare_table_row, self._block_size)
-        with torch.inference_mode():
-            self._buffers.upload(layout, batch, idle_sampling(len(lengths)), NO_ENTRIES)
-            self._step.compute(layout, batch.num_decodes)
+        self._buffers.upload(layout, batch, idle_sampling(len(lengths)), NO_ENTRIES)
+        return layout
 
 
 def _max_step_tokens(limits: SchedulerLimits) -> int:

@@ -1,6 +1,7 @@
-"""Greedy and free draws on the GPU, by the Triton kernels; the host waits for nothing.
+"""Sampling on the GPU by the Triton kernels; the host waits for nothing.
 
-Rows that restrict the draw (top_k, top_p) or ban more ids than there is room for go through `executor.sampling`.
+Rows that restrict the draw (top_k, top_p) get a threshold first, which costs the other rows nothing. A row that bans
+more ids than there is room for goes through `executor.sampling` afterwards.
 """
 
 from __future__ import annotations
@@ -10,21 +11,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from executor.gpu.kernels.restriction import restrict_kernel
 from executor.gpu.kernels.sampling import choose_kernel, draw_kernel
 from executor.gpu.tiling import power_of_two
 
 # Vocabulary ids that a program looks at.
 CHUNK = 2048
+# One program reads a whole row many times, so it has many threads.
+RESTRICTION_CHUNK = 8192
+RESTRICTION_WARPS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawRows:
-    """How rows are drawn, all `[R]` int32 but `temperatures` float32 (0 is greedy) and `banned_ids[R, room]`.
+    """How rows are drawn: `temperatures` (0 is greedy) and `top_ps` float32, the others int32; all `[R]` but
+    `banned_ids[R, room]`.
 
     A seed is 64 bits, in two words. The first `num_banned` of a row's `banned_ids` cannot come out.
     """
 
     temperatures: Tensor
+    top_ks: Tensor
+    top_ps: Tensor
     seeds_low: Tensor
     seeds_high: Tensor
     output_indices: Tensor
@@ -32,15 +40,30 @@ class DrawRows:
     num_banned: Tensor
 
 
+def restrict(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
+    """The thresholds of the rows: a token stays above the first, and where it equals it up to the id in the second."""
+    num_rows, vocabulary_size = logits.shape
+    edges = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    last_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    restrict_kernel[(num_rows,)](
+        *(logits, rows.temperatures, rows.top_ks, rows.top_ps, rows.banned_ids, rows.num_banned, edges, last_ids),
+        *(vocabulary_size, logits.stride(0), rows.banned_ids.stride(0)),
+        CHUNK=min(RESTRICTION_CHUNK, power_of_two(vocabulary_size)),
+        num_warps=RESTRICTION_WARPS,
+    )
+    return edges, last_ids
+
+
 def draw(logits: Tensor, rows: DrawRows, token_ids: Tensor) -> None:
     """Puts the tokens drawn from `logits[R, vocabulary]` into `token_ids[R]`."""
     num_rows, vocabulary_size = logits.shape
+    edges, last_ids = restrict(logits, rows)
     num_chunks = -(-vocabulary_size // CHUNK)
     best_values = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
     best_ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
     draw_kernel[(num_rows, num_chunks)](
         *(logits, rows.temperatures, rows.seeds_low, rows.seeds_high, rows.output_indices),
-        *(rows.banned_ids, rows.num_banned, best_values, best_ids),
+        *(rows.banned_ids, rows.num_banned, edges, last_ids, best_values, best_ids),
         *(vocabulary_size, logits.stride(0), rows.banned_ids.stride(0)),
         CHUNK=CHUNK,
     )

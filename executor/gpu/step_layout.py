@@ -4,7 +4,8 @@ With T tokens, S sequences and R rows that sample, each field starts at a multip
 
     token_ids, positions, slot_mapping [T]
     query_starts [S + 1], context_lengths, table_rows, is_carried, carried_from [S]
-    logit_rows, temperatures (float32), seeds_low, seeds_high, output_indices, num_banned [R], banned_ids [R, 8]
+    logit_rows, temperatures and top_ps (float32), top_ks, seeds_low, seeds_high, output_indices, num_banned [R]
+    banned_ids [R, 8]
 
 A step of decodes may have a layout for more rows than it has. The padding rows compute a token 0 that alone has a
 context, write its KV to the spare block 0, which the table row they name consists of, and sample greedily.
@@ -49,8 +50,8 @@ class StepLayout:
             *((name, tokens) for name in ("token_ids", "positions", "slot_mapping")),
             ("query_starts", sequences + 1),
             *((name, sequences) for name in ("context_lengths", "table_rows", "is_carried", "carried_from")),
-            *((name, logits) for name in ("logit_rows", "temperatures", "seeds_low", "seeds_high")),
-            *((name, logits) for name in ("output_indices", "num_banned")),
+            *((name, logits) for name in ("logit_rows", "temperatures", "top_ks", "top_ps")),
+            *((name, logits) for name in ("seeds_low", "seeds_high", "output_indices", "num_banned")),
             ("banned_ids", logits * MAX_BANNED),
         )
         fields, start = {}, 0
@@ -103,6 +104,8 @@ def _fill_sampling(views: dict[str, Words], sampling: SamplingBatch) -> None:
     num_rows = sampling.num_rows
     temperatures = views["temperatures"].view(np.float32)
     temperatures[:num_rows], temperatures[num_rows:] = sampling.temperature, 0.0
+    views["top_ps"].view(np.float32)[:num_rows] = sampling.top_p
+    views["top_ks"][:num_rows] = sampling.top_k
     seeds = sampling.seed.view(np.uint32).reshape(-1, 2).view(np.int32)  # little-endian: the low word comes first
     views["seeds_low"][:num_rows], views["seeds_high"][:num_rows] = seeds[:, 0], seeds[:, 1]
     views["output_indices"][:num_rows] = sampling.output_index

@@ -22,6 +22,7 @@ from executor.attention.backend import LayerKv
 from executor.batch import StepBatch
 from executor.decoder_weights import DecoderShape, DecoderWeights
 from executor.native.library import NativeLibrary
+from executor.native.pool import NativePool
 
 LANES = 16
 DTYPES = (torch.bfloat16, torch.float32)
@@ -72,11 +73,10 @@ def why_not(shape: DecoderShape) -> str | None:
 
 
 class NativeDecoder:
-    """A packed model and the threads that compute it. One step at a time."""
+    """A packed model, computed on the threads of `pool`. One step at a time."""
 
-    def __init__(self, library: NativeLibrary, form: DecoderForm, num_threads: int) -> None:
+    def __init__(self, library: NativeLibrary, pool: NativePool, form: DecoderForm) -> None:
         self.form = form
-        self.instructions = library.instructions
         # Seconds that the steps so far spent in each of PARTS.
         self.part_seconds = np.zeros(len(PARTS))
         calls = _declared(library.calls)
@@ -85,9 +85,8 @@ class NativeDecoder:
         del kept
         if not decoder:
             raise MemoryError("there is not enough memory for the packed weights")
-        pool = calls.inflight_pool_new(num_threads)
         self._calls, self._decoder, self._pool = calls, decoder, pool
-        self._free = weakref.finalize(self, _free, calls, decoder, pool)
+        weakref.finalize(self, calls.inflight_decoder_free, decoder)
 
     def pack(self, weights: DecoderWeights) -> None:
         """Lays the weights out."""
@@ -136,13 +135,8 @@ class NativeDecoder:
             block_size=batch.block_size,
             **results,
         )
-        if self._calls.inflight_decoder_step(self._decoder, self._pool, ctypes.byref(step)):
+        if self._calls.inflight_decoder_step(self._decoder, self._pool.address, ctypes.byref(step)):
             raise RuntimeError(f"there is not enough memory for a step of {batch.num_tokens} tokens")
-
-
-def _free(calls: Any, decoder: int, pool: int) -> None:
-    calls.inflight_pool_free(pool)
-    calls.inflight_decoder_free(decoder)
 
 
 def form_of(weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool) -> DecoderForm:
@@ -233,9 +227,6 @@ class _Step(ctypes.Structure):
 
 
 def _declared(library: Any) -> Any:
-    library.inflight_pool_new.restype = c_void_p
-    library.inflight_pool_new.argtypes = (c_int64,)
-    library.inflight_pool_free.argtypes = (c_void_p,)
     library.inflight_decoder_new.restype = c_void_p
     library.inflight_decoder_new.argtypes = (c_void_p, c_int64, c_int64)
     library.inflight_decoder_free.argtypes = (c_void_p,)

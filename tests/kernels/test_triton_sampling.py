@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.gpu.sampling import CHUNK, DrawRows, draw
+from executor.gpu.sampling import CHUNK, DrawRows, draw, restrict
 from executor.philox import MASK
 from executor.philox import philox as torch_philox
 from executor.sampling import LARGEST_UNIFORM, SampleRow, sample
@@ -36,6 +36,8 @@ def draw_rows(rows: Sequence[SampleRow]) -> DrawRows:
         banned[i, : len(row.banned_ids)] = torch.tensor(sorted(row.banned_ids), dtype=torch.int32)
     return DrawRows(
         temperatures=torch.tensor([row.sampling.temperature for row in rows]),
+        top_ks=torch.tensor([row.sampling.top_k for row in rows], dtype=torch.int32),
+        top_ps=torch.tensor([row.sampling.top_p for row in rows]),
         seeds_low=signed([row.sampling.seed & MASK for row in rows]),
         seeds_high=signed([row.sampling.seed >> 32 for row in rows]),
         output_indices=torch.tensor([row.output_index for row in rows], dtype=torch.int32),
@@ -50,8 +52,15 @@ def drawn(logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     return token_ids.tolist()
 
 
-def row(temperature: float, seed: int = 0, output_index: int = 0, banned: Sequence[int] = ()) -> SampleRow:
-    return SampleRow(Sampling(temperature, 0, 1.0, seed), output_index, frozenset(banned))
+def row(
+    temperature: float,
+    seed: int = 0,
+    output_index: int = 0,
+    banned: Sequence[int] = (),
+    top_k: int = 0,
+    top_p: float = 1.0,
+) -> SampleRow:
+    return SampleRow(Sampling(temperature, top_k, top_p, seed), output_index, frozenset(banned))
 
 
 def test_words_are_bit_for_bit_those_of_the_torch_generator() -> None:
@@ -102,3 +111,41 @@ def test_logits_of_half_precision_are_drawn_from_as_float32() -> None:
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     rows = [row(0.0), row(1.0, seed=1), row(0.5, seed=2)]
     assert drawn(logits, rows) == sample(logits, rows).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_restricted_tokens_are_those_of_the_torch_sampler(top_k: int) -> None:
+    # Given rows of several temperatures, so that top_p keeps few tokens or many, one of them with banned ids
+    logits = torch.randn(6, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(3)) * 3
+    top = logits[5].topk(2).indices.tolist()
+    several = ((0.3, 0.5), (1.0, 0.9), (2.0, 0.95), (5.0, 0.999), (0.0, 0.1))
+    rows = [row(temperature, seed=i, top_k=top_k, top_p=top_p) for i, (temperature, top_p) in enumerate(several)]
+    rows.append(row(0.7, seed=9, top_k=top_k, top_p=0.6, banned=top))
+    assert drawn(logits, rows) == sample(logits, rows).tolist()
+
+
+def kept_ids(logits: list[float], top_k: int, top_p: float) -> set[int]:
+    """What the thresholds leave of a few tokens."""
+    values = torch.tensor([logits])
+    edges, last_ids = restrict(values, draw_rows([row(1.0, top_k=top_k, top_p=top_p)]))
+    edge, last_id = float(edges[0]), int(last_ids[0])
+    return {i for i, value in enumerate(logits) if value > edge or (value == edge and i <= last_id)}
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (2, 1.0, {0, 1}),  # of four equal tokens the lowest ids
+        (0, 0.5, {0, 1}),
+        (0, 0.51, {0, 1, 2}),
+        (3, 0.5, {0, 1}),  # half of the probability of three is less than two of them
+        (0, 1e-6, {0}),
+    ],
+)
+def test_equal_tokens_at_the_edge_are_kept_by_their_ids(top_k: int, top_p: float, kept: set[int]) -> None:
+    assert kept_ids([1.0, 1.0, 1.0, 1.0, -80.0], top_k, top_p) == kept
+
+
+def test_zero_and_minus_zero_are_equal_at_the_edge() -> None:
+    assert kept_ids([-0.0, 0.0, -0.0, -90.0], 2, 1.0) == {0, 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -35,6 +36,18 @@ async def run_process(tmp_path: Path, planned: Workload, variant: str = "") -> R
     async with driven(driver(tmp_path, variant), Slo()) as target:
         assert target.words == {"engine": "scripted 1.0"}
         return await target.run(planned, 1, lambda number: None)
+
+
+async def until_stopped(pid: int) -> None:
+    """A signal is sent at once and takes effect a little later."""
+    async with asyncio.timeout(10):
+        while not is_stopped(pid):
+            await asyncio.sleep(0.001)
+
+
+def is_stopped(pid: int) -> bool:
+    """What the system says of a process after its command's name."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def drive_scripted(engine: ScriptedEngine, requests: list[Request], concurrency: int | None) -> list[dict[str, Any]]:
@@ -108,6 +121,15 @@ async def test_process_runs_a_workload_and_the_next_one(tmp_path: Path) -> None:
     assert first.figures == {"device_busy_fraction": 0.5}
     assert first.cores.keys() == {"scripted", "bench"}
     assert (second.measures.output_tokens, sum(came)) == (5, 14)
+
+
+async def test_engine_is_stopped_between_its_runs(tmp_path: Path) -> None:
+    async with driven(driver(tmp_path), Slo()) as target:
+        pid = target.pid
+        await until_stopped(pid)
+        run = await target.run(workload(2), 1, lambda number: None)
+        assert run.measures.num_failed == 0
+        await until_stopped(pid)
 
 
 async def test_what_an_engine_prints_does_not_disturb_the_protocol(tmp_path: Path) -> None:

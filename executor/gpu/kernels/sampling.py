@@ -1,4 +1,4 @@
-"""Drawing tokens, in Triton: the largest noisy logit, with the noise of `executor.sampling`.
+"""Drawing tokens, in Triton: the largest noisy logit of those kept, with the noise of `executor.sampling`.
 
 The random words are those of `executor.philox`, bit for bit: key = seed, counter = (id // 4, output index, 0, 0), word
 `id % 4`. The noise made of them may differ in its last bits from the one that torch computes.
@@ -20,7 +20,7 @@ WORD_SCALE = tl.constexpr(2.0**-32)
 @triton.jit
 def draw_kernel(
     logits,  # [rows, vocabulary_size]
-    temperatures, seeds_low, seeds_high, output_indices, banned_ids, num_banned, best_values, best_ids,
+    temperatures, seeds_low, seeds_high, output_indices, banned_ids, num_banned, edges, last_ids, best_values, best_ids,
     vocabulary_size, logits_stride, banned_stride, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The winner of one chunk of the vocabulary of one row, the lowest id among equals. Grid: rows, chunks."""
@@ -41,11 +41,12 @@ def draw_kernel(
     winners = counters * 4
     row_logits = logits + row.to(tl.int64) * logits_stride
     banned, count = banned_ids + row * banned_stride, tl.load(num_banned + row)
+    edge, last_id = tl.load(edges + row), tl.load(last_ids + row)
     for lane in tl.static_range(4):
         ids = counters * 4 + lane
-        value = tl.load(row_logits + ids, mask=ids < vocabulary_size, other=float("-inf")).to(tl.float32) / divisor
-        for index in range(count):
-            value = tl.where(ids == tl.load(banned + index), float("-inf"), value)
+        value = scaled(row_logits, ids, vocabulary_size, divisor, banned, count)
+        is_kept = (value > edge) | ((value == edge) & (ids <= last_id))
+        value = tl.where(is_kept, value, float("-inf"))
         word = word0 if lane == 0 else (word1 if lane == 1 else (word2 if lane == 2 else word3))
         value = tl.where(temperature > 0.0, value + gumbel(word), value)
         winners = tl.where(value > largest, ids, winners)
@@ -66,6 +67,15 @@ def choose_kernel(best_values, best_ids, token_ids, num_chunks, PADDED_CHUNKS: t
     ids = tl.load(best_ids + row * num_chunks + chunks, mask=mask, other=0x7FFFFFFF)
     winner = tl.min(tl.where(values == tl.max(values, 0), ids, 0x7FFFFFFF), 0)
     tl.store(token_ids + row, winner.to(token_ids.dtype.element_ty))
+
+
+@triton.jit
+def scaled(row_logits, ids, vocabulary_size, divisor, banned, num_banned):
+    """Logits over the temperature, -inf where they are banned or none."""
+    value = tl.load(row_logits + ids, mask=ids < vocabulary_size, other=float("-inf")).to(tl.float32) / divisor
+    for index in range(num_banned):
+        value = tl.where(ids == tl.load(banned + index), float("-inf"), value)
+    return value
 
 
 @triton.jit

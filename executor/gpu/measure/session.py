@@ -120,12 +120,14 @@ class GpuSession:
 
     def serve_static(self, requests: Sequence[serving.TimedRequest], max_num_sequences: int) -> serving.Served:
         """`generate` of transformers, batch by batch."""
+        release_memory()
         self._model.network.set_attn_implementation("sdpa")
         peers.serve_static(self._model.network, requests[:1], 1)
         return peers.serve_static(self._model.network, requests, max_num_sequences)
 
     def serve_continuous(self, requests: Sequence[serving.TimedRequest], max_num_sequences: int) -> serving.Served:
         """Transformers' continuous batching."""
+        release_memory()
         self._model.network.set_attn_implementation("sdpa")
         return peers.serve_continuous(self._model.network, requests, max_num_sequences)
 

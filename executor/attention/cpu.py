@@ -31,6 +31,7 @@ class CpuAttention:
         calls = library.calls
         self._write = {dtype: _entry(calls, f"inflight_write_kv_{name}") for dtype, name in SUFFIXES.items()}
         self._attend = {dtype: _entry(calls, f"inflight_attend_{name}") for dtype, name in SUFFIXES.items()}
+        # One step runs at a time, so whatever else computes it may share the threads.
         self.library = library
         self.pool = pool
         self.max_head_dim = max_head_dim(library)

@@ -47,7 +47,11 @@ class Variant:
     load_arguments: Mapping[str, str] = field(default_factory=dict)
 
 
-VARIANTS = (Variant("float32", {"dtype_name": "float32"}), Variant("bfloat16", {"dtype_name": "bfloat16"}))
+VARIANTS = (
+    Variant("float32", {"dtype_name": "float32"}),
+    Variant("bfloat16", {"dtype_name": "bfloat16"}),
+    Variant("int8 weights", {"dtype_name": "bfloat16", "weight_dtype": "int8"}),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,12 +114,13 @@ class PagedModel:
         with _unsupported(network.config):
             expectation = expect(network, _vocabulary_size(network))
             layers = _probe_layers(network)
-            choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
-            if choice.is_fallback:
-                log.warning("attention backend %s", choice.reason)
+        choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
+        if choice.is_fallback:
+            log.warning("attention backend %s", choice.reason)
+        sampler = _native_sampler(choice.backend, device, instructions)
+        with _unsupported(network.config):
             description = _describe(source, folder, network, layers)
             own = _own_forward(network, layers, choice, description, weight_dtype, forward_name)
-            sampler = _native_sampler(choice.backend, device, instructions)
             model = cls(network, layers, choice, description, own.gpu, own.native, sampler)
             model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
             compare(expectation, model.forward, dtype, has_int8_weights=weight_dtype == "int8")

@@ -50,6 +50,8 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
     stop_token_ids = frozenset(submit.stopping.stop_token_ids)
     if not submit.stopping.ignore_eos:
         stop_token_ids |= limits.eos_token_ids
+    if max(submit.stopping.stop_token_ids, default=0) >= limits.vocabulary_size:
+        raise _invalid(f"a stop token id is not below {limits.vocabulary_size}")
     return Sequence(
         request_id=submit.request_id,
         attempt=submit.attempt,

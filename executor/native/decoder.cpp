@@ -1,7 +1,6 @@
 #include "decoder.h"
 
-#include <functional>
-
+#include "decoder_weights.h"
 #include "row_ops.h"
 
 namespace inflight {
@@ -14,23 +13,6 @@ class Decoder {
     virtual void step(Pool& pool, const DecoderStep& step) = 0;
 };
 
-// What `pack` takes. Matrices are `[columns, depth]` of the element type, the rest is float32.
-enum Packed {
-    PACK_EMBEDDING,
-    PACK_HEAD,
-    PACK_FINAL_NORM,
-    PACK_QKV,
-    PACK_OUTPUT,
-    PACK_GATE_UP,
-    PACK_DOWN,
-    PACK_INPUT_NORM,
-    PACK_POST_ATTENTION_NORM,
-    PACK_QUERY_NORM,
-    PACK_KEY_NORM,
-    PACK_QKV_BIAS,
-    PACK_OUTPUT_BIAS,
-};
-
 template <class Element>
 class DecoderOf final : public Decoder {
     using Number = typename Element::Number;
@@ -38,58 +20,13 @@ class DecoderOf final : public Decoder {
   public:
     DecoderOf(const DecoderShape& shape, bool has_int8_weights)
         : shape_(shape),
-          has_int8_weights_(has_int8_weights),
           windows_(shape.sliding_windows, shape.sliding_windows + shape.num_layers),
           frequencies_(shape.inverse_frequencies, shape.inverse_frequencies + shape.head_dim / 2),
-          head_blocks_(round_up(shape.head_dim, BLOCK_COLUMNS) / BLOCK_COLUMNS),
-          layers_(shape.num_layers) {
-        Cursor count(nullptr);
-        place(count);
-        arena_ = std::make_unique<Arena>(count.used());
-        Cursor cursor(arena_->data());
-        place(cursor);
-    }
+          weights_(shape, has_int8_weights) {}
 
-    int64_t matrix_bytes() const override {
-        int64_t num_bytes = head_.num_blocks * head_.block_bytes();
-        for (const Layer<Element>& layer : layers_)
-            for (const Matrix<Element>* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-                num_bytes += matrix->num_blocks * matrix->block_bytes();
-        return num_bytes;
-    }
+    int64_t matrix_bytes() const override { return weights_.matrix_bytes(); }
 
-    void pack(int64_t layer, int64_t part, const void* numbers) override {
-        const int64_t hidden = shape_.hidden_size, heads = shape_.num_heads + 2 * shape_.num_kv_heads;
-        const int64_t dim = shape_.head_dim, inner = shape_.intermediate_size;
-        auto plain = [](int64_t column) { return column; };
-        switch (part) {
-            case PACK_EMBEDDING:
-                std::memcpy(embedding_, numbers, shape_.vocabulary_size * hidden * sizeof(Number));
-                break;
-            case PACK_HEAD: pack_matrix(head_, numbers, shape_.vocabulary_size, hidden, plain); break;
-            case PACK_QKV:
-                // Each head begins a block of its own.
-                pack_matrix(layers_[layer].qkv, numbers, heads * dim, hidden, [&](int64_t column) {
-                    return column / dim * head_blocks_ * BLOCK_COLUMNS + column % dim;
-                });
-                break;
-            case PACK_OUTPUT:
-                pack_matrix(layers_[layer].output, numbers, hidden, shape_.num_heads * dim, plain);
-                break;
-            case PACK_GATE_UP:
-                // Blocks of the gate and of the up projection take turns.
-                pack_matrix(layers_[layer].gate_up, numbers, 2 * inner, hidden, [&](int64_t column) {
-                    const int64_t index = column % inner;
-                    return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;
-                });
-                break;
-            case PACK_DOWN: pack_matrix(layers_[layer].down, numbers, hidden, inner, plain); break;
-            default: {
-                const auto [vector, size] = vector_of(layer, part);
-                std::memcpy(vector, numbers, size * sizeof(float));
-            }
-        }
-    }
+    void pack(int64_t layer, int64_t part, const void* numbers) override { weights_.pack(layer, part, numbers); }
 
     void step(Pool& pool, const DecoderStep& step) override {
         activations_.reserve(shape_, step.num_tokens);
@@ -106,8 +43,8 @@ class DecoderOf final : public Decoder {
     }
 
   private:
-    static constexpr int64_t CACHED_BYTES = 768 << 10;           // of activations, in the second-level cache
-    static constexpr int64_t TILE_NUMBERS = 64 << 10;             // sums of a task
+    static constexpr int64_t CACHED_BYTES = 768 << 10;  // of activations, in the second-level cache
+    static constexpr int64_t TILE_NUMBERS = 64 << 10;    // sums of a task
     static_assert(TILE_NUMBERS >= TILE_ROWS * MAX_DIM);
 
     struct Scratch {
@@ -133,7 +70,7 @@ class DecoderOf final : public Decoder {
         void through_layers() {
             embed();
             for (int64_t index = 0; index < shape_.num_layers; ++index) {
-                const Layer<Element>& layer = decoder_.layers_[index];
+                const Layer<Element>& layer = decoder_.weights_.layers[index];
                 const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim};
                 norm(layer.input_norm, &kv);
                 project_qkv(layer, kv);
@@ -209,7 +146,7 @@ class DecoderOf final : public Decoder {
         }
 
         char* wide_room(int64_t num_bytes) {
-            if (!decoder_.has_int8_weights_) return nullptr;
+            if (!decoder_.weights_.are_int8) return nullptr;
             if (scratch_.wide == nullptr || (int64_t)scratch_.wide->size() < num_bytes)
                 scratch_.wide = std::make_unique<Arena>(num_bytes);
             return scratch_.wide->data();
@@ -219,7 +156,7 @@ class DecoderOf final : public Decoder {
             const int64_t half = shape_.head_dim / 2, hidden = shape_.hidden_size;
             each_row(EMBED, step_.num_tokens, [&](int64_t row) {
                 float* residual = activations_.residual + row * activations_.width;
-                const Number* embedding = decoder_.embedding_ + step_.token_ids[row] * hidden;
+                const Number* embedding = decoder_.weights_.embedding + step_.token_ids[row] * hidden;
                 for (int64_t i = 0; i < hidden; ++i) residual[i] = Element::get(embedding[i]);
                 for (int64_t i = 0; i < half; ++i) {
                     const float angle = (float)step_.positions[row] * decoder_.frequencies_[i];
@@ -244,7 +181,7 @@ class DecoderOf final : public Decoder {
         }
 
         void project_qkv(const Layer<Element>& layer, const LayerKv& kv) {
-            const int64_t blocks = decoder_.head_blocks_, stride = blocks * BLOCK_COLUMNS;
+            const int64_t blocks = decoder_.weights_.head_blocks, stride = blocks * BLOCK_COLUMNS;
             product(QKV, layer.qkv, blocks, activations_.normed, step_.num_tokens,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {
                         for (int i = 0; i < num_rows; ++i)
@@ -331,8 +268,8 @@ class DecoderOf final : public Decoder {
 
         void head() {
             each_row(NORM, step_.num_logits,
-                     [&](int64_t row) { norm_residual(step_.logit_rows[row], decoder_.final_norm_, row); });
-            product(HEAD, decoder_.head_, HEAD_BLOCKS, activations_.normed, step_.num_logits,
+                     [&](int64_t row) { norm_residual(step_.logit_rows[row], decoder_.weights_.final_norm, row); });
+            product(HEAD, decoder_.weights_.head, HEAD_BLOCKS, activations_.normed, step_.num_logits,
                     [&](int64_t block, int64_t row, int num_rows, float* tile) {
                         for (int i = 0; i < num_rows * HEAD_BLOCKS; ++i)
                             take_logits(row + i / HEAD_BLOCKS, (block + i % HEAD_BLOCKS) * BLOCK_COLUMNS,
@@ -374,72 +311,10 @@ class DecoderOf final : public Decoder {
         }
     }
 
-    void place(Cursor& cursor) {
-        const int64_t hidden = shape_.hidden_size, width = round_up(hidden, BLOCK_COLUMNS), dim = shape_.head_dim;
-        const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads, inner = shape_.intermediate_size;
-        embedding_ = cursor.take<Number>(shape_.vocabulary_size * hidden);
-        head_ = place_matrix(cursor, shape_.vocabulary_size, hidden, HEAD_BLOCKS);
-        final_norm_ = cursor.take<float>(width);
-        for (Layer<Element>& layer : layers_) {
-            layer.qkv = place_matrix(cursor, heads * head_blocks_ * BLOCK_COLUMNS, hidden);
-            layer.output = place_matrix(cursor, hidden, shape_.num_heads * dim);
-            layer.gate_up = place_matrix(cursor, 2 * round_up(inner, BLOCK_COLUMNS), hidden);
-            layer.down = place_matrix(cursor, hidden, inner);
-            layer.input_norm = cursor.take<float>(width);
-            layer.post_attention_norm = cursor.take<float>(width);
-            layer.query_norm = shape_.has_head_norms ? cursor.take<float>(dim) : nullptr;
-            layer.key_norm = shape_.has_head_norms ? cursor.take<float>(dim) : nullptr;
-            layer.qkv_bias = shape_.has_qkv_bias ? cursor.take<float>(heads * dim) : nullptr;
-            layer.output_bias = shape_.has_output_bias ? cursor.take<float>(width) : nullptr;
-        }
-    }
-
-    Matrix<Element> place_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once = 1) {
-        Matrix<Element> matrix;
-        matrix.num_blocks = round_up(columns, blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
-        matrix.num_steps = padded_depth<Element>(depth) / (UNITS * Element::PAIR);
-        // While it is only counted there is no memory, but it must not look like wide weights.
-        float none;
-        if (has_int8_weights_) matrix.scales = &none;
-        const int64_t num_bytes = matrix.num_blocks * matrix.block_bytes();
-        if (has_int8_weights_) matrix.scales = cursor.take<float>(matrix.num_blocks * BLOCK_COLUMNS);
-        matrix.blocks = cursor.take<char>(num_bytes);
-        return matrix;
-    }
-
-    template <class Place>
-    void pack_matrix(const Matrix<Element>& matrix, const void* numbers, int64_t columns, int64_t depth,
-                     const Place& place) {
-        for (int64_t column = 0; column < columns; ++column)
-            pack_column(matrix, place(column), static_cast<const Number*>(numbers) + column * depth, depth);
-    }
-
-    std::pair<float*, int64_t> vector_of(int64_t index, int64_t part) const {
-        const int64_t hidden = shape_.hidden_size, dim = shape_.head_dim;
-        if (part == PACK_FINAL_NORM) return {final_norm_, hidden};
-        const Layer<Element>& layer = layers_[index];
-        switch (part) {
-            case PACK_INPUT_NORM: return {layer.input_norm, hidden};
-            case PACK_POST_ATTENTION_NORM: return {layer.post_attention_norm, hidden};
-            case PACK_QUERY_NORM: return {layer.query_norm, dim};
-            case PACK_KEY_NORM: return {layer.key_norm, dim};
-            case PACK_QKV_BIAS: return {layer.qkv_bias, (shape_.num_heads + 2 * shape_.num_kv_heads) * dim};
-            default: return {layer.output_bias, hidden};
-        }
-    }
-
-    static constexpr int64_t HEAD_BLOCKS = 4;  // of a task
-
     const DecoderShape shape_;
-    const bool has_int8_weights_;
     const std::vector<int64_t> windows_;
     const std::vector<float> frequencies_;
-    const int64_t head_blocks_;
-    std::unique_ptr<Arena> arena_;
-    Number* embedding_ = nullptr;
-    Matrix<Element> head_;
-    float* final_norm_ = nullptr;
-    std::vector<Layer<Element>> layers_;
+    PackedWeights<Element> weights_;
     Activations<Element> activations_;
     std::vector<std::unique_ptr<Scratch>> scratch_;
 };

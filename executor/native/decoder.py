@@ -7,6 +7,7 @@ matmul.h.
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from collections.abc import Iterator
 from ctypes import c_float, c_int64, c_void_p
@@ -22,10 +23,10 @@ from executor.attention.backend import LayerKv
 from executor.batch import StepBatch
 from executor.decoder_weights import DecoderShape, DecoderWeights
 from executor.native.library import NativeLibrary
+from executor.native.memory import huge_zeros
 from executor.native.pool import NativePool
 
 LANES = 16
-DTYPES = (torch.bfloat16, torch.float32)
 # The parts of a step that are timed apart, in the order of decoder.h.
 PARTS = ("embed", "norm", "qkv", "attention", "output", "gate_up", "down", "head")
 
@@ -99,6 +100,17 @@ class NativeDecoder:
     def num_matrix_bytes(self) -> int:
         """Memory that a step reads of the weights: everything but the embedding."""
         return int(self._calls.inflight_decoder_matrix_bytes(self._decoder))
+
+    def read_bytes_per_s(self, num_bytes: int, num_tries: int = 5) -> float:
+        """How fast the pool's threads read memory, the best of some tries: the limit of a step of few tokens."""
+        memory = huge_zeros((num_bytes,), torch.uint8)
+        memory.fill_(1)
+        seconds = []
+        for _ in range(num_tries):
+            began = time.perf_counter()
+            self._calls.inflight_read_memory(self._pool.address, memory.data_ptr(), num_bytes)
+            seconds.append(time.perf_counter() - began)
+        return num_bytes / min(seconds)
 
     def logits(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
         """The logits `[R, vocabulary]` float32 of the rows that the batch asks for."""
@@ -231,6 +243,8 @@ def _declared(library: Any) -> Any:
     library.inflight_decoder_pack.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
     library.inflight_decoder_matrix_bytes.restype = c_int64
     library.inflight_decoder_matrix_bytes.argtypes = (c_void_p,)
+    library.inflight_read_memory.restype = c_int64
+    library.inflight_read_memory.argtypes = (c_void_p, c_void_p, c_int64)
     library.inflight_decoder_step.restype = c_int64
     library.inflight_decoder_step.argtypes = (c_void_p, c_void_p, c_void_p)
     return library

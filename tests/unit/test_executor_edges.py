@@ -53,6 +53,7 @@ def test_bypassed_cache_keeps_the_sequence_out_of_it() -> None:
         {"prompt_ids": [100]},
         {"prior_output_ids": [1] * 8},
         {"stopping": types_pb2.StoppingParams(max_tokens=30)},
+        {"stopping": types_pb2.StoppingParams(stop_token_ids=[100])},
         {"sampling": types_pb2.SamplingParams(temperature=float("nan"))},
         {"sampling": types_pb2.SamplingParams(temperature=-1.0)},
         {"sampling": types_pb2.SamplingParams(top_p=0.0)},

@@ -1,0 +1,163 @@
+// The weights of a decoder as its products take them, in one stretch of memory.
+
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "arena.h"
+#include "decoder.h"
+
+namespace inflight {
+
+// What `pack` takes. Matrices are `[columns, depth]` of the element type, the rest is float32.
+enum Packed {
+    PACK_EMBEDDING,
+    PACK_HEAD,
+    PACK_FINAL_NORM,
+    PACK_QKV,
+    PACK_OUTPUT,
+    PACK_GATE_UP,
+    PACK_DOWN,
+    PACK_INPUT_NORM,
+    PACK_POST_ATTENTION_NORM,
+    PACK_QUERY_NORM,
+    PACK_KEY_NORM,
+    PACK_QKV_BIAS,
+    PACK_OUTPUT_BIAS,
+};
+
+template <class Element>
+struct Layer {
+    Matrix<Element> qkv, output, gate_up, down;
+    float *input_norm, *post_attention_norm, *query_norm, *key_norm, *qkv_bias, *output_bias;
+};
+
+constexpr int64_t HEAD_BLOCKS = 4;  // of the output layer that a task takes
+
+template <class Element>
+class PackedWeights {
+    using Number = typename Element::Number;
+
+  public:
+    PackedWeights(const DecoderShape& shape, bool are_int8)
+        : are_int8(are_int8),
+          head_blocks(round_up(shape.head_dim, BLOCK_COLUMNS) / BLOCK_COLUMNS),
+          layers(shape.num_layers),
+          shape_(shape) {
+        Cursor count(nullptr);
+        place(count);
+        arena_ = std::make_unique<Arena>(count.used());
+        Cursor cursor(arena_->data());
+        place(cursor);
+    }
+
+    int64_t matrix_bytes() const {
+        int64_t num_bytes = head.num_blocks * head.block_bytes();
+        for (const Layer<Element>& layer : layers)
+            for (const Matrix<Element>* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+                num_bytes += matrix->num_blocks * matrix->block_bytes();
+        return num_bytes;
+    }
+
+    void pack(int64_t layer, int64_t part, const void* numbers) {
+        const int64_t hidden = shape_.hidden_size, heads = shape_.num_heads + 2 * shape_.num_kv_heads;
+        const int64_t dim = shape_.head_dim, inner = shape_.intermediate_size;
+        auto plain = [](int64_t column) { return column; };
+        switch (part) {
+            case PACK_EMBEDDING:
+                std::memcpy(embedding, numbers, shape_.vocabulary_size * hidden * sizeof(Number));
+                break;
+            case PACK_HEAD: pack_matrix(head, numbers, shape_.vocabulary_size, hidden, plain); break;
+            case PACK_QKV:
+                // Each head begins a block of its own.
+                pack_matrix(layers[layer].qkv, numbers, heads * dim, hidden, [&](int64_t column) {
+                    return column / dim * head_blocks * BLOCK_COLUMNS + column % dim;
+                });
+                break;
+            case PACK_OUTPUT:
+                pack_matrix(layers[layer].output, numbers, hidden, shape_.num_heads * dim, plain);
+                break;
+            case PACK_GATE_UP:
+                // Blocks of the gate and of the up projection take turns.
+                pack_matrix(layers[layer].gate_up, numbers, 2 * inner, hidden, [&](int64_t column) {
+                    const int64_t index = column % inner;
+                    return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;
+                });
+                break;
+            case PACK_DOWN: pack_matrix(layers[layer].down, numbers, hidden, inner, plain); break;
+            default: {
+                const auto [vector, size] = vector_of(layer, part);
+                std::memcpy(vector, numbers, size * sizeof(float));
+            }
+        }
+    }
+
+    const bool are_int8;
+    const int64_t head_blocks;  // of an attention head
+    Number* embedding = nullptr;
+    Matrix<Element> head;
+    float* final_norm = nullptr;
+    std::vector<Layer<Element>> layers;
+
+  private:
+    void place(Cursor& cursor) {
+        const int64_t hidden = shape_.hidden_size, width = round_up(hidden, BLOCK_COLUMNS), dim = shape_.head_dim;
+        const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads, inner = shape_.intermediate_size;
+        embedding = cursor.take<Number>(shape_.vocabulary_size * hidden);
+        head = place_matrix(cursor, shape_.vocabulary_size, hidden, HEAD_BLOCKS);
+        final_norm = cursor.take<float>(width);
+        for (Layer<Element>& layer : layers) {
+            layer.qkv = place_matrix(cursor, heads * head_blocks * BLOCK_COLUMNS, hidden);
+            layer.output = place_matrix(cursor, hidden, shape_.num_heads * dim);
+            layer.gate_up = place_matrix(cursor, 2 * round_up(inner, BLOCK_COLUMNS), hidden);
+            layer.down = place_matrix(cursor, hidden, inner);
+            layer.input_norm = cursor.take<float>(width);
+            layer.post_attention_norm = cursor.take<float>(width);
+            layer.query_norm = shape_.has_head_norms ? cursor.take<float>(dim) : nullptr;
+            layer.key_norm = shape_.has_head_norms ? cursor.take<float>(dim) : nullptr;
+            layer.qkv_bias = shape_.has_qkv_bias ? cursor.take<float>(heads * dim) : nullptr;
+            layer.output_bias = shape_.has_output_bias ? cursor.take<float>(width) : nullptr;
+        }
+    }
+
+    Matrix<Element> place_matrix(Cursor& cursor, int64_t columns, int64_t depth, int64_t blocks_at_once = 1) {
+        Matrix<Element> matrix;
+        matrix.num_blocks = round_up(columns, blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
+        matrix.num_steps = padded_depth<Element>(depth) / (UNITS * Element::PAIR);
+        // While it is only counted there is no memory, but it must not look like wide weights.
+        float none;
+        if (are_int8) matrix.scales = &none;
+        const int64_t num_bytes = matrix.num_blocks * matrix.block_bytes();
+        if (are_int8) matrix.scales = cursor.take<float>(matrix.num_blocks * BLOCK_COLUMNS);
+        matrix.blocks = cursor.take<char>(num_bytes);
+        return matrix;
+    }
+
+    template <class Place>
+    void pack_matrix(const Matrix<Element>& matrix, const void* numbers, int64_t columns, int64_t depth,
+                     const Place& place) {
+        for (int64_t column = 0; column < columns; ++column)
+            pack_column(matrix, place(column), static_cast<const Number*>(numbers) + column * depth, depth);
+    }
+
+    std::pair<float*, int64_t> vector_of(int64_t index, int64_t part) const {
+        const int64_t hidden = shape_.hidden_size, dim = shape_.head_dim;
+        if (part == PACK_FINAL_NORM) return {final_norm, hidden};
+        const Layer<Element>& layer = layers[index];
+        switch (part) {
+            case PACK_INPUT_NORM: return {layer.input_norm, hidden};
+            case PACK_POST_ATTENTION_NORM: return {layer.post_attention_norm, hidden};
+            case PACK_QUERY_NORM: return {layer.query_norm, dim};
+            case PACK_KEY_NORM: return {layer.key_norm, dim};
+            case PACK_QKV_BIAS: return {layer.qkv_bias, (shape_.num_heads + 2 * shape_.num_kv_heads) * dim};
+            default: return {layer.output_bias, hidden};
+        }
+    }
+
+    const DecoderShape shape_;
+    std::unique_ptr<Arena> arena_;
+};
+
+}  // namespace inflight

@@ -20,6 +20,16 @@ from executor.philox import philox
 from executor.sampling import LARGEST_UNIFORM, SampleRow, keep_top
 
 TOP_P_TOLERANCE = 1e-6
+# Counter, key and words: the known answers for 10 rounds that the authors ship with Random123 (kat_vectors).
+PHILOX_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
 
 
 def is_right(logits: Tensor, row: SampleRow, token_id: int) -> bool:

@@ -141,10 +141,9 @@ class DrivenTarget:
         self._signal(signal.SIGCONT)
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(0 if self._is_running else STOP_GRACE_S):
-                await self._process.wait()
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0 if self._is_running else STOP_GRACE_S):
+                    await self._process.wait()
         finally:
             self._signal(signal.SIGKILL)
         await self._process.wait()

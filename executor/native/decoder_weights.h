@@ -126,12 +126,9 @@ class PackedWeights {
         Matrix<Element> matrix;
         matrix.num_blocks = round_up(columns, blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
         matrix.num_steps = padded_depth<Element>(depth) / (UNITS * Element::PAIR);
-        // While it is only counted there is no memory, but it must not look like wide weights.
-        float none;
-        if (are_int8) matrix.scales = &none;
-        const int64_t num_bytes = matrix.num_blocks * matrix.block_bytes();
         if (are_int8) matrix.scales = cursor.take<float>(matrix.num_blocks * BLOCK_COLUMNS);
-        matrix.blocks = cursor.take<char>(num_bytes);
+        matrix.blocks =
+            cursor.take<char>(matrix.num_blocks * Matrix<Element>::block_bytes(matrix.num_steps, are_int8));
         return matrix;
     }
 

@@ -53,7 +53,10 @@ struct Matrix {
     float* scales = nullptr;  // [num_blocks * 32], int8 alone
 
     bool is_narrow() const { return scales != nullptr; }
-    int64_t block_bytes() const { return num_steps * (is_narrow() ? STEP_NUMBERS : STEP_BYTES); }
+    static int64_t block_bytes(int64_t num_steps, bool is_narrow) {
+        return num_steps * (is_narrow ? STEP_NUMBERS : STEP_BYTES);
+    }
+    int64_t block_bytes() const { return block_bytes(num_steps, is_narrow()); }
     char* block(int64_t index) const { return blocks + index * block_bytes(); }
 };
 

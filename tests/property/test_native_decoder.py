@@ -15,9 +15,9 @@ from common.model_source import ModelError, resolve_model
 from executor.batch import StepBatch
 from executor.model import PagedModel
 from executor.native.decoder import PARTS
-from executor.native.library import usable_instruction_sets
 from executor.self_check import relative_distance
 from tests.greedy import assert_same, generate_alone, generate_together
+from tests.native_builds import INSTRUCTION_SETS
 from tests.paged_cases import PagedCase, Spec, make_case
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
@@ -25,7 +25,6 @@ from tests.torch_threads import torch_threads
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
 
-INSTRUCTIONS = [instructions.name for instructions in usable_instruction_sets()]
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 FAMILY: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**sizes()),
@@ -83,7 +82,7 @@ def greedy_ids(model: PagedModel, batch: StepBatch) -> Tensor:
     return model.native.greedy(batch, model.kv)
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 def test_logits_are_those_of_transformers_modules(folder: Path, instructions: str) -> None:
     case = filled_case()
     expected = logits_of(load(folder, forward_name="transformers"), case)
@@ -95,7 +94,7 @@ def test_logits_are_those_of_transformers_modules(folder: Path, instructions: st
     assert greedy_ids(model, case.batch).tolist() == model.forward(case.batch).argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_rounded_weights_stay_near_float32(folder: Path, instructions: str, kind: str) -> None:
     case = filled_case(block_size=32)

@@ -22,6 +22,7 @@ from executor.sampling import SampleRow, gumbel_noise, sample
 from executor.sampling_batch import SamplingBatch
 from executor.sequence import Sampling
 from tests.native_builds import INSTRUCTION_SETS, library_of
+from tests.sampling_oracle import PHILOX_ANSWERS
 from tests.torch_threads import torch_threads
 
 # The first test of a build may have to wait for the compiler.
@@ -58,19 +59,7 @@ def row(
 ALL_WAYS = [row(temperature=0), row(), row(top_k=3), row(top_p=0.5), row(top_k=3, top_p=0.5)]
 
 
-# The known answers for 10 rounds that the authors ship with Random123 (kat_vectors).
-@pytest.mark.parametrize(
-    ("counter", "key", "words"),
-    [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("counter", "key", "words"), PHILOX_ANSWERS)
 def test_philox_gives_the_published_numbers(
     library: NativeLibrary, counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]
 ) -> None:

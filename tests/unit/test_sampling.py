@@ -12,6 +12,7 @@ from torch import Tensor
 from executor.philox import philox
 from executor.sampling import FIRST_CANDIDATES, SampleRow, gumbel_noise, keep_top, sample
 from executor.sequence import Sampling
+from tests.sampling_oracle import PHILOX_ANSWERS
 from tests.torch_threads import torch_threads
 
 VOCABULARY_SIZE = 1000
@@ -43,19 +44,7 @@ def kept_ids(logits: list[float], top_k: int = 0, top_p: float = 1.0) -> set[int
     return set(ids[is_kept].tolist())
 
 
-# The known answers for 10 rounds that the authors ship with Random123 (kat_vectors).
-@pytest.mark.parametrize(
-    ("counter", "key", "words"),
-    [
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("counter", "key", "words"), PHILOX_ANSWERS)
 def test_philox_gives_the_published_numbers(
     counter: tuple[int, int, int, int], key: tuple[int, int], words: tuple[int, int, int, int]
 ) -> None:

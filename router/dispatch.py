@@ -316,7 +316,7 @@ class Dispatcher:
                     placement.attempt,
                     self._max_attempts,
                     rejected=was_rejected,
-                    has_output=bool(stream.output_ids),
+                    output_tokens=len(stream.output_ids),
                 )
             except RequestError:
                 await asyncio.sleep(STORE_RETRY_S)

@@ -11,6 +11,16 @@ class StoreSettings:
 
     max_queue_requests: int = 10_000
     """Requests of the pool that may wait."""
+    max_queue_tokens: int | None = None
+    """Tokens, of prompts and `max_tokens`, that may wait in the pool; None is no limit."""
+    max_queue_bytes: int | None = None
+    """Bytes of prompts that may wait in the pool; None is no limit."""
+    max_bypass: int = 16
+    """How often requests may be placed past one that does not fit, until room is kept for it."""
+    age_ms: int = 30_000
+    """After so long in line a request moves up a class."""
+    preempt_for_priority: bool = False
+    """Running requests of a lower class give way to a waiting one that has no room."""
     call_timeout_ms: int = 2_000
     """Longest wait for one reply."""
     max_connections: int = 16

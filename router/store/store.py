@@ -29,11 +29,14 @@ from router.store.settings import StoreSettings
 from router.store.types import (
     Attempt,
     CancelOutcome,
+    ClassQueue,
     Demand,
     Dropped,
     Duplicate,
+    Ending,
     ExecutorReport,
     ExecutorStanding,
+    Explanation,
     HandBackRefusal,
     LeaseLapsed,
     Placement,
@@ -122,9 +125,9 @@ class AdmissionStore:
             self._start(self._withdraw(operation, demand.request_id))
             raise
 
-    async def settle(self, attempts: Sequence[Attempt]) -> int:
+    async def settle(self, endings: Sequence[Attempt | Ending]) -> int:
         """Ends placements and returns their reservations. Stale ones are left alone. How many it ended."""
-        return await self._detached(self._settle(attempts))
+        return await self._detached(self._settle(endings))
 
     async def cancel(self, request_id: str) -> CancelOutcome:
         """Ends a request that waits, whoever owns it; has the owner of one that runs asked to cancel it.
@@ -135,21 +138,32 @@ class AdmissionStore:
         return parse_cancel(request_id, reply)
 
     async def hand_back(
-        self, request_id: str, attempt: int, max_attempts: int, *, rejected: bool = False, has_output: bool = False
+        self,
+        request_id: str,
+        attempt: int,
+        max_attempts: int,
+        *,
+        rejected: bool = False,
+        preempted: bool = False,
+        output_tokens: int = 0,
     ) -> Placement | Queued | Dropped | HandBackRefusal:
         """Returns a placement that came to nothing; the request waits again where it stood, if attempts are left.
 
-        `has_output`: it waits without its deadline, which was met. `rejected`: the executor did not take it, so the
-        attempt does not count. Either way the executor gets nothing
-        new before its next report.
+        With `output_tokens` it waits without its deadline, which was met. `rejected`: the executor did not take it, so
+        the attempt does not count. Either way the executor gets nothing new before its next report. `preempted`: it gave
+        up its seat for another; that does not count either, nor does it say anything about the executor.
         """
         operation = self._operate(
-            "hand_back", request_id, attempt, max_attempts, int(rejected), int(has_output), own_id=request_id
+            "hand_back", request_id, attempt, max_attempts, int(rejected), int(output_tokens > 0), own_id=request_id
         )
         reply, event = await self._detached(operation)
         if isinstance(event, Dropped):
             return event
         return event or parse_hand_back(request_id, reply)
+
+    async def explain(self, request_id: str) -> Explanation | None:
+        """How a request stands and what it waits for; None where the id is unknown."""
+        raise NotImplementedError
 
     # Executors and leases --------------------------------------------------------------------------------------
 
@@ -216,7 +230,7 @@ class AdmissionStore:
             if outcome.placement:
                 await self._settle([Attempt(request_id, outcome.placement.attempt)])
 
-    async def _settle(self, attempts: Sequence[Attempt]) -> int:
+    async def _settle(self, attempts: Sequence[Attempt | Ending]) -> int:
         num_settled = 0
         for start in range(0, len(attempts), MAX_SETTLED_PER_CALL):
             chunk = attempts[start : start + MAX_SETTLED_PER_CALL]
@@ -275,7 +289,7 @@ class AdmissionStore:
         (seconds, microseconds), executors, *num_waiting = await pipeline.execute()
         now_ms = seconds * 1000 + microseconds // 1000
         standings = (_standing(name, json.loads(text), now_ms) for name, text in sorted(executors.items()))
-        return Snapshot(tuple(standings), tuple(num_waiting))
+        return Snapshot(tuple(standings), tuple(ClassQueue(waiting, 0) for waiting in num_waiting))
 
     async def _detached(self, operation: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._start(operation))

@@ -6,7 +6,7 @@ executor is meant. Results answer a call, events come by themselves; both use th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from common.errors import Reason
@@ -22,12 +22,40 @@ class RequestState(Enum):
     ENDED = "ENDED"
 
 
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What a tenant may take of a pool; None is no limit. Rates count tokens of prompt and output.
+
+    Of two tenants that both have work waiting, the one with twice the `weight` is served twice the tokens. A burst is
+    what may come at once after a pause, and at least one request of any size may.
+    """
+
+    weight: float = 1.0
+    max_running: int | None = None
+    max_queue_requests: int | None = None
+    max_queue_tokens: int | None = None
+    max_queue_bytes: int | None = None
+    requests_per_s: float | None = None
+    request_burst: int = 1
+    tokens_per_s: float | None = None
+    token_burst: int = 1
+
+
+NO_LIMITS = TenantLimits()
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What a request asks of the pool. `priority_class` 1 goes first, 3 last.
 
-    `deadline_ms` counts from the submit; past it the request is dropped, not placed. `last_attempt` is the last one
-    its owner knows, where the pool had forgotten the request.
+    `blocks` hold prompt and `max_tokens` to the end; an executor that reserves what is likely reserves fewer, of
+    `block_size` tokens each. `deadline_ms` counts from the submit, for the first token; past it the request is dropped,
+    not placed. `last_attempt` and `output_tokens` are the last that its owner knows, where the pool had forgotten the
+    request. `num_bytes` is what its prompt takes of its router's memory while it waits. `prefix_hashes` name ever longer
+    beginnings of the prompt, as `router.prefixes` chooses them.
     """
 
     request_id: str
@@ -36,6 +64,14 @@ class Demand:
     sequences: int = 1
     deadline_ms: int | None = None
     last_attempt: int = 0
+    tenant: str = DEFAULT_TENANT
+    limits: TenantLimits = NO_LIMITS
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    output_tokens: int = 0
+    block_size: int = 16
+    num_bytes: int = 0
+    prefix_hashes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +80,21 @@ class Attempt:
 
     request_id: str
     attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The end of a placement and what was used: prompt tokens that were computed, not cached, and output tokens.
+
+    Rates and fair shares are settled to that; None where nobody knows. `by_itself`: it produced its end or all of its
+    `max_tokens`, so that its length says something about others.
+    """
+
+    request_id: str
+    attempt: int
+    computed_tokens: int | None = None
+    output_tokens: int | None = None
+    by_itself: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +108,10 @@ class HeldSequence:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorReport:
-    """An executor's report, as far as the ledger is concerned. `accepting` is false while it drains."""
+    """An executor's report, as far as the ledger is concerned. `accepting` is false while it drains.
+
+    `reserve_quantile` below 1 reserves, instead of all that a request can need, what its output stays within so often.
+    """
 
     executor_id: str
     generation: int
@@ -67,6 +121,9 @@ class ExecutorReport:
     budget_sequences: int
     accepting: bool
     held: tuple[HeldSequence, ...] = ()
+    reserve_quantile: float = 1.0
+    step_ms: float = 0.0
+    prefill_tokens_per_s: float = 0.0
 
 
 # Results and events -----------------------------------------------------------------------------------------------
@@ -74,26 +131,73 @@ class ExecutorReport:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The request has blocks and a sequence reserved on the executor; its owner submits it there."""
+    """The request has blocks and a sequence reserved on the executor; its owner submits it there.
+
+    `blocks` are those reserved, which are not part of what makes a placement the same.
+    """
 
     request_id: str
     attempt: int
     executor_id: str
     generation: int
+    blocks: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The request waits, with so many ahead of it."""
+    """The request waits, with about so many ahead of it: exact within a tenant, taking turns with the others.
+
+    `estimated_wait_ms` is None where nothing was measured yet.
+    """
 
     position: int
+    estimated_wait_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request was not taken: QUEUE_FULL, NEVER_FITS or NO_EXECUTOR."""
+    """The request was not taken: QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE, NEVER_FITS or NO_EXECUTOR.
+
+    `limit` names the limit that is reached (`max_queue_tokens`, `tenant max_queue_requests`, …); a retry makes sense
+    after `retry_after_ms`.
+    """
 
     reason: Reason
+    limit: str = ""
+    retry_after_ms: int | None = None
+
+
+class WaitReason(Enum):
+    """What keeps a request from its seat."""
+
+    BLOCKS = "BLOCKS"
+    SEAT = "SEAT"
+    FAIRNESS = "FAIRNESS"
+    ORDER = "ORDER"
+    CLASS = "CLASS"
+    TENANT_LIMIT = "TENANT_LIMIT"
+    HELD_LINE = "HELD_LINE"
+    EXECUTOR = "EXECUTOR"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How a request stands. What concerns waiting is there while it is WAITING, `executor_id` while it is PLACED.
+
+    `available_blocks` is the most that any executor could promise now.
+    """
+
+    state: RequestState
+    attempt: int = 0
+    priority_class: int = 0
+    tenant: str = ""
+    executor_id: str | None = None
+    position: int = 0
+    estimated_wait_ms: int | None = None
+    wait_reason: WaitReason | None = None
+    needed_blocks: int = 0
+    available_blocks: int = 0
+    times_passed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +276,14 @@ class CancelAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class PreemptAsked:
+    """The placement is to give way to a higher class: end it on its executor and hand it back as preempted."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     """Another router cancelled the request, which had no executor."""
 
@@ -183,7 +295,7 @@ class LeaseLapsed:
     """The pool had forgotten this router and what waited in its name: submit that again. What still waits stays."""
 
 
-StoreEvent = Placement | Lost | CancelAsked | Cancelled | Dropped | LeaseLapsed
+StoreEvent = Placement | Lost | CancelAsked | PreemptAsked | Cancelled | Dropped | LeaseLapsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +314,31 @@ class ExecutorStanding:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassQueue:
+    """What waits in one class."""
+
+    num_requests: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateQuality:
+    """How well waits were foretold: the mean relative error, and what raw estimates are multiplied by."""
+
+    num_estimates: int
+    mean_error: float
+    correction: float
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The pool at one moment: executors by id, and how many wait per class, first class first."""
+    """The pool at one moment: executors by id, and what waits per class, first class first."""
 
     executors: tuple[ExecutorStanding, ...]
-    num_waiting: tuple[int, ...]
+    queues: tuple[ClassQueue, ...]
+    estimates: EstimateQuality = EstimateQuality(0, 0.0, 1.0)
+
+    @property
+    def num_waiting(self) -> tuple[int, ...]:
+        """Requests that wait, per class."""
+        return tuple(queue.num_requests for queue in self.queues)

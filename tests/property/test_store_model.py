@@ -196,7 +196,7 @@ class StoreMachine(RuleBasedStateMachine):
         store = self.stores[router_id]
         has_output = one.attempt % 2 == 0
         found = self.runner.run(
-            store.hand_back(one.request_id, one.attempt, max_attempts, rejected=rejected, has_output=has_output)
+            store.hand_back(one.request_id, one.attempt, max_attempts, rejected=rejected, output_tokens=int(has_output))
         )
         expected = self.model.hand_back(router_id, one.request_id, one.attempt, max_attempts, rejected, has_output)
         assert found == expected

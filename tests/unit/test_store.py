@@ -151,7 +151,7 @@ async def test_request_with_output_waits_on_past_its_deadline(store_pool: StoreP
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(sequences=1))
     assert await a.store.submit(Demand("begun", 2, blocks=1, deadline_ms=100)) == Placement("begun", 1, "x", 1)
-    assert await a.store.hand_back("begun", 1, max_attempts=3, has_output=True) == Queued(0)
+    assert await a.store.hand_back("begun", 1, max_attempts=3, output_tokens=1) == Queued(0)
     await store_pool.wait(101)
 
     await a.store.report(store_pool.next_report(sequences=1))

@@ -28,7 +28,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("executor_id", "generation", "protocol_version", "model", "model_revision", "block_size", "total_blocks", "max_num_sequences", "num_standby_sequences", "max_num_tokens", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "batching", "backend", "dtype", "device")
+    __slots__ = ("executor_id", "generation", "protocol_version", "model", "model_revision", "block_size", "total_blocks", "max_num_sequences", "num_standby_sequences", "max_num_tokens", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "batching", "backend", "dtype", "device", "scheduler_policy", "host_blocks")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,8 @@ class DescribeResponse(_message.Message):
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_POLICY_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     generation: int
     protocol_version: int
@@ -65,7 +67,9 @@ class DescribeResponse(_message.Message):
     backend: str
     dtype: str
     device: str
-    def __init__(self, executor_id: _Optional[str] = ..., generation: _Optional[int] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., num_standby_sequences: _Optional[int] = ..., max_num_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+    scheduler_policy: _types_pb2.SchedulerPolicy
+    host_blocks: int
+    def __init__(self, executor_id: _Optional[str] = ..., generation: _Optional[int] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., num_standby_sequences: _Optional[int] = ..., max_num_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., host_blocks: _Optional[int] = ...) -> None: ...
 
 class ServeRequest(_message.Message):
     __slots__ = ("hello", "submits", "cancels", "attaches", "ack")
@@ -186,7 +190,7 @@ class SequenceRejected(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[RejectReason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("frame", "step", "slots", "offsets", "token_ids", "started", "finished", "logprobs")
+    __slots__ = ("frame", "step", "slots", "offsets", "token_ids", "started", "finished", "logprobs", "paused")
     FRAME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +199,7 @@ class StepFrame(_message.Message):
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     frame: int
     step: int
     slots: _containers.RepeatedScalarFieldContainer[int]
@@ -203,7 +208,8 @@ class StepFrame(_message.Message):
     started: _containers.RepeatedCompositeFieldContainer[SequenceStarted]
     finished: _containers.RepeatedCompositeFieldContainer[SequenceFinished]
     logprobs: _containers.RepeatedCompositeFieldContainer[SequenceLogprobs]
-    def __init__(self, frame: _Optional[int] = ..., step: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStarted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ...) -> None: ...
+    paused: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, frame: _Optional[int] = ..., step: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStarted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., paused: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceStarted(_message.Message):
     __slots__ = ("slot", "cached_tokens")
@@ -236,7 +242,7 @@ class SequenceLogprobs(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., offset: _Optional[int] = ..., values: _Optional[_Union[_types_pb2.PositionLogprobs, _Mapping]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("seq", "budget_blocks", "total_blocks", "used_blocks", "cached_blocks", "budget_sequences", "num_running", "num_waiting", "waiting_prefill_tokens", "held", "draining", "step_ms", "output_tokens_per_s", "prefill_tokens_per_s", "num_steps", "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s")
+    __slots__ = ("seq", "budget_blocks", "total_blocks", "used_blocks", "cached_blocks", "budget_sequences", "num_running", "num_waiting", "waiting_prefill_tokens", "held", "draining", "step_ms", "output_tokens_per_s", "prefill_tokens_per_s", "num_steps", "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile", "num_preemptions", "computed_tokens", "recomputed_tokens", "num_preempted", "used_host_blocks", "constraint", "bounds")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +262,14 @@ class Report(_message.Message):
     DEVICE_BUSY_FRACTION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BUSY_S_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_QUANTILE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    USED_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     budget_blocks: int
     total_blocks: int
@@ -275,7 +289,15 @@ class Report(_message.Message):
     device_busy_fraction: float
     device_busy_s: float
     elapsed_s: float
-    def __init__(self, seq: _Optional[int] = ..., budget_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., budget_sequences: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldSequence, _Mapping]]] = ..., draining: _Optional[bool] = ..., step_ms: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., exposed_host_ms: _Optional[float] = ..., device_busy_fraction: _Optional[float] = ..., device_busy_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ...) -> None: ...
+    reserve_quantile: float
+    num_preemptions: int
+    computed_tokens: int
+    recomputed_tokens: int
+    num_preempted: int
+    used_host_blocks: int
+    constraint: _types_pb2.StepConstraint
+    bounds: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepBound]
+    def __init__(self, seq: _Optional[int] = ..., budget_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., budget_sequences: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldSequence, _Mapping]]] = ..., draining: _Optional[bool] = ..., step_ms: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., exposed_host_ms: _Optional[float] = ..., device_busy_fraction: _Optional[float] = ..., device_busy_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., reserve_quantile: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., num_preempted: _Optional[int] = ..., used_host_blocks: _Optional[int] = ..., constraint: _Optional[_Union[_types_pb2.StepConstraint, str]] = ..., bounds: _Optional[_Iterable[_Union[_types_pb2.StepBound, _Mapping]]] = ...) -> None: ...
 
 class HeldSequence(_message.Message):
     __slots__ = ("request_id", "attempt", "reserved_blocks")

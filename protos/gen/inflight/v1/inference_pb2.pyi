@@ -18,10 +18,31 @@ class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REQUEST_STATE_WAITING: _ClassVar[RequestState]
     REQUEST_STATE_PLACED: _ClassVar[RequestState]
     REQUEST_STATE_ENDED: _ClassVar[RequestState]
+
+class WaitReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WAIT_REASON_UNSPECIFIED: _ClassVar[WaitReason]
+    WAIT_REASON_BLOCKS: _ClassVar[WaitReason]
+    WAIT_REASON_SEAT: _ClassVar[WaitReason]
+    WAIT_REASON_FAIRNESS: _ClassVar[WaitReason]
+    WAIT_REASON_ORDER: _ClassVar[WaitReason]
+    WAIT_REASON_CLASS: _ClassVar[WaitReason]
+    WAIT_REASON_TENANT_LIMIT: _ClassVar[WaitReason]
+    WAIT_REASON_HELD_LINE: _ClassVar[WaitReason]
+    WAIT_REASON_EXECUTOR: _ClassVar[WaitReason]
 REQUEST_STATE_UNSPECIFIED: RequestState
 REQUEST_STATE_WAITING: RequestState
 REQUEST_STATE_PLACED: RequestState
 REQUEST_STATE_ENDED: RequestState
+WAIT_REASON_UNSPECIFIED: WaitReason
+WAIT_REASON_BLOCKS: WaitReason
+WAIT_REASON_SEAT: WaitReason
+WAIT_REASON_FAIRNESS: WaitReason
+WAIT_REASON_ORDER: WaitReason
+WAIT_REASON_CLASS: WaitReason
+WAIT_REASON_TENANT_LIMIT: WaitReason
+WAIT_REASON_HELD_LINE: WaitReason
+WAIT_REASON_EXECUTOR: WaitReason
 
 class ContentPart(_message.Message):
     __slots__ = ("text",)
@@ -315,15 +336,17 @@ class CancelResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[RequestState, str]] = ...) -> None: ...
 
 class GetRequestRequest(_message.Message):
-    __slots__ = ("request_id", "resume_token")
+    __slots__ = ("request_id", "resume_token", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     resume_token: str
-    def __init__(self, request_id: _Optional[str] = ..., resume_token: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., resume_token: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class GetRequestResponse(_message.Message):
-    __slots__ = ("request_id", "state", "position", "waiting_for", "estimated_wait", "executor_id", "output_tokens")
+    __slots__ = ("request_id", "state", "position", "waiting_for", "estimated_wait", "executor_id", "output_tokens", "wait_reason", "needed_blocks", "available_blocks", "priority", "times_passed", "variant", "step_constraint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -331,6 +354,13 @@ class GetRequestResponse(_message.Message):
     ESTIMATED_WAIT_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_REASON_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TIMES_PASSED_FIELD_NUMBER: _ClassVar[int]
+    VARIANT_FIELD_NUMBER: _ClassVar[int]
+    STEP_CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: RequestState
     position: int
@@ -338,7 +368,14 @@ class GetRequestResponse(_message.Message):
     estimated_wait: _duration_pb2.Duration
     executor_id: str
     output_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., position: _Optional[int] = ..., waiting_for: _Optional[str] = ..., estimated_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., executor_id: _Optional[str] = ..., output_tokens: _Optional[int] = ...) -> None: ...
+    wait_reason: WaitReason
+    needed_blocks: int
+    available_blocks: int
+    priority: _types_pb2.PriorityClass
+    times_passed: int
+    variant: str
+    step_constraint: _types_pb2.StepConstraint
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., position: _Optional[int] = ..., waiting_for: _Optional[str] = ..., estimated_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., executor_id: _Optional[str] = ..., output_tokens: _Optional[int] = ..., wait_reason: _Optional[_Union[WaitReason, str]] = ..., needed_blocks: _Optional[int] = ..., available_blocks: _Optional[int] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., times_passed: _Optional[int] = ..., variant: _Optional[str] = ..., step_constraint: _Optional[_Union[_types_pb2.StepConstraint, str]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat", "add_special_tokens")
@@ -409,7 +446,7 @@ class GetCapacityRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ExecutorCapacity(_message.Message):
-    __slots__ = ("executor_id", "model", "accepting", "seats_total", "seats_used", "num_waiting", "blocks_total", "blocks_used", "blocks_reserved", "blocks_cached", "block_size", "output_tokens_per_s", "step_ms", "batching", "num_steps", "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s")
+    __slots__ = ("executor_id", "model", "accepting", "seats_total", "seats_used", "num_waiting", "blocks_total", "blocks_used", "blocks_reserved", "blocks_cached", "block_size", "output_tokens_per_s", "step_ms", "batching", "num_steps", "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "scheduler_policy", "reserve_quantile", "num_preemptions", "computed_tokens", "recomputed_tokens", "num_preempted", "host_blocks_used", "host_blocks_total", "constraint", "bounds")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ACCEPTING_FIELD_NUMBER: _ClassVar[int]
@@ -429,6 +466,16 @@ class ExecutorCapacity(_message.Message):
     DEVICE_BUSY_FRACTION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_BUSY_S_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_POLICY_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_QUANTILE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     model: str
     accepting: bool
@@ -448,7 +495,17 @@ class ExecutorCapacity(_message.Message):
     device_busy_fraction: float
     device_busy_s: float
     elapsed_s: float
-    def __init__(self, executor_id: _Optional[str] = ..., model: _Optional[str] = ..., accepting: _Optional[bool] = ..., seats_total: _Optional[int] = ..., seats_used: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., block_size: _Optional[int] = ..., output_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., num_steps: _Optional[int] = ..., exposed_host_ms: _Optional[float] = ..., device_busy_fraction: _Optional[float] = ..., device_busy_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ...) -> None: ...
+    scheduler_policy: _types_pb2.SchedulerPolicy
+    reserve_quantile: float
+    num_preemptions: int
+    computed_tokens: int
+    recomputed_tokens: int
+    num_preempted: int
+    host_blocks_used: int
+    host_blocks_total: int
+    constraint: _types_pb2.StepConstraint
+    bounds: _containers.RepeatedCompositeFieldContainer[_types_pb2.StepBound]
+    def __init__(self, executor_id: _Optional[str] = ..., model: _Optional[str] = ..., accepting: _Optional[bool] = ..., seats_total: _Optional[int] = ..., seats_used: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., block_size: _Optional[int] = ..., output_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., num_steps: _Optional[int] = ..., exposed_host_ms: _Optional[float] = ..., device_busy_fraction: _Optional[float] = ..., device_busy_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., reserve_quantile: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., num_preempted: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., host_blocks_total: _Optional[int] = ..., constraint: _Optional[_Union[_types_pb2.StepConstraint, str]] = ..., bounds: _Optional[_Iterable[_Union[_types_pb2.StepBound, _Mapping]]] = ...) -> None: ...
 
 class QueueDepth(_message.Message):
     __slots__ = ("model", "priority", "num_requests")
@@ -460,10 +517,52 @@ class QueueDepth(_message.Message):
     num_requests: int
     def __init__(self, model: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., num_requests: _Optional[int] = ...) -> None: ...
 
+class EstimateQuality(_message.Message):
+    __slots__ = ("model", "num_estimates", "mean_error", "correction")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_ESTIMATES_FIELD_NUMBER: _ClassVar[int]
+    MEAN_ERROR_FIELD_NUMBER: _ClassVar[int]
+    CORRECTION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    num_estimates: int
+    mean_error: float
+    correction: float
+    def __init__(self, model: _Optional[str] = ..., num_estimates: _Optional[int] = ..., mean_error: _Optional[float] = ..., correction: _Optional[float] = ...) -> None: ...
+
+class VariantCapacity(_message.Message):
+    __slots__ = ("model", "variant", "share", "num_requests", "num_refused", "num_ended", "output_tokens", "ttft_p50_ms", "ttft_p99_ms", "inter_token_p50_ms", "inter_token_p99_ms")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VARIANT_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P50_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P99_MS_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKEN_P50_MS_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKEN_P99_MS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    variant: str
+    share: float
+    num_requests: int
+    num_refused: int
+    num_ended: int
+    output_tokens: int
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    inter_token_p50_ms: float
+    inter_token_p99_ms: float
+    def __init__(self, model: _Optional[str] = ..., variant: _Optional[str] = ..., share: _Optional[float] = ..., num_requests: _Optional[int] = ..., num_refused: _Optional[int] = ..., num_ended: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ttft_p50_ms: _Optional[float] = ..., ttft_p99_ms: _Optional[float] = ..., inter_token_p50_ms: _Optional[float] = ..., inter_token_p99_ms: _Optional[float] = ...) -> None: ...
+
 class GetCapacityResponse(_message.Message):
-    __slots__ = ("executors", "queues")
+    __slots__ = ("executors", "queues", "variants", "estimates")
     EXECUTORS_FIELD_NUMBER: _ClassVar[int]
     QUEUES_FIELD_NUMBER: _ClassVar[int]
+    VARIANTS_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATES_FIELD_NUMBER: _ClassVar[int]
     executors: _containers.RepeatedCompositeFieldContainer[ExecutorCapacity]
     queues: _containers.RepeatedCompositeFieldContainer[QueueDepth]
-    def __init__(self, executors: _Optional[_Iterable[_Union[ExecutorCapacity, _Mapping]]] = ..., queues: _Optional[_Iterable[_Union[QueueDepth, _Mapping]]] = ...) -> None: ...
+    variants: _containers.RepeatedCompositeFieldContainer[VariantCapacity]
+    estimates: _containers.RepeatedCompositeFieldContainer[EstimateQuality]
+    def __init__(self, executors: _Optional[_Iterable[_Union[ExecutorCapacity, _Mapping]]] = ..., queues: _Optional[_Iterable[_Union[QueueDepth, _Mapping]]] = ..., variants: _Optional[_Iterable[_Union[VariantCapacity, _Mapping]]] = ..., estimates: _Optional[_Iterable[_Union[EstimateQuality, _Mapping]]] = ...) -> None: ...

@@ -33,6 +33,23 @@ class BatchingMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     BATCHING_MODE_UNSPECIFIED: _ClassVar[BatchingMode]
     BATCHING_MODE_INFLIGHT: _ClassVar[BatchingMode]
     BATCHING_MODE_STATIC: _ClassVar[BatchingMode]
+
+class SchedulerPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SCHEDULER_POLICY_UNSPECIFIED: _ClassVar[SchedulerPolicy]
+    SCHEDULER_POLICY_GUARANTEED_NO_EVICT: _ClassVar[SchedulerPolicy]
+    SCHEDULER_POLICY_MAX_UTILIZATION: _ClassVar[SchedulerPolicy]
+
+class StepConstraint(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STEP_CONSTRAINT_UNSPECIFIED: _ClassVar[StepConstraint]
+    STEP_CONSTRAINT_NO_WORK: _ClassVar[StepConstraint]
+    STEP_CONSTRAINT_SEATS: _ClassVar[StepConstraint]
+    STEP_CONSTRAINT_BLOCKS: _ClassVar[StepConstraint]
+    STEP_CONSTRAINT_TOKENS: _ClassVar[StepConstraint]
+    STEP_CONSTRAINT_PACE: _ClassVar[StepConstraint]
+    STEP_CONSTRAINT_STATIC_BATCH: _ClassVar[StepConstraint]
+    STEP_CONSTRAINT_TWIN: _ClassVar[StepConstraint]
 PRIORITY_CLASS_UNSPECIFIED: PriorityClass
 PRIORITY_CLASS_INTERACTIVE: PriorityClass
 PRIORITY_CLASS_STANDARD: PriorityClass
@@ -48,6 +65,25 @@ FINISH_REASON_ERROR: FinishReason
 BATCHING_MODE_UNSPECIFIED: BatchingMode
 BATCHING_MODE_INFLIGHT: BatchingMode
 BATCHING_MODE_STATIC: BatchingMode
+SCHEDULER_POLICY_UNSPECIFIED: SchedulerPolicy
+SCHEDULER_POLICY_GUARANTEED_NO_EVICT: SchedulerPolicy
+SCHEDULER_POLICY_MAX_UTILIZATION: SchedulerPolicy
+STEP_CONSTRAINT_UNSPECIFIED: StepConstraint
+STEP_CONSTRAINT_NO_WORK: StepConstraint
+STEP_CONSTRAINT_SEATS: StepConstraint
+STEP_CONSTRAINT_BLOCKS: StepConstraint
+STEP_CONSTRAINT_TOKENS: StepConstraint
+STEP_CONSTRAINT_PACE: StepConstraint
+STEP_CONSTRAINT_STATIC_BATCH: StepConstraint
+STEP_CONSTRAINT_TWIN: StepConstraint
+
+class StepBound(_message.Message):
+    __slots__ = ("constraint", "num_steps")
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    constraint: StepConstraint
+    num_steps: int
+    def __init__(self, constraint: _Optional[_Union[StepConstraint, str]] = ..., num_steps: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "logit_bias", "allowed_token_ids", "bad_words")

@@ -1,0 +1,86 @@
+"""A device that computes nothing: a step takes as long as a formula says, and yields the tokens that are to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.simulation.timeline import US_PER_S
+from executor.launch import PendingStep
+from executor.sequence import StepPlan
+from executor.step_time import StepLoad
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step: for itself, for each token, key and value of a decode, and unit of prefill work."""
+
+    step_s: float
+    token_s: float
+    context_s: float
+    prefill_s: float
+
+    def of(self, plan: StepPlan) -> float:
+        """How long the plan takes."""
+        load = StepLoad.of(plan)
+        return (
+            self.step_s
+            + self.token_s * load.num_tokens
+            + self.context_s * load.decode_context
+            + self.prefill_s * load.prefill_work
+        )
+
+
+# The fit of docs/cpu.md's steps: a 135M model in bfloat16 on two cores.
+TWO_CORES = StepCost(0.010, 150e-6, 0.2e-6, 0.1e-6)
+# An 8B model in bfloat16 on an H200, from its bandwidth (4 TB/s) and 60 % of its matrix products: 16 GB of weights,
+# 128 KiB of KV a token.
+H200 = StepCost(0.0045, 16e-6, 0.033e-6, 0.3e-9)
+# A large model on a small machine: few steps a second, so that an hour of a thousand executors can be simulated.
+SLOW = StepCost(0.200, 2e-3, 2e-6, 1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """See `PendingStep`."""
+
+    began_s: float
+    ended_s: float
+    sampled_ids: tuple[int, ...]
+    device: ModelledDevice
+
+    def result(self) -> tuple[int, ...]:
+        """See `PendingStep`."""
+        self.device.read_us = round(self.ended_s * US_PER_S)
+        return self.sampled_ids
+
+
+class ModelledDevice:
+    """Runs steps one after the other. `next_token(request_id, offset)` says what a row yields."""
+
+    def __init__(self, cost: StepCost, next_token: Callable[[str, int], int]) -> None:
+        self._cost = cost
+        self._next_token = next_token
+        self._free_s = 0.0
+        # The turn of the loop that is being made: nothing begins before it.
+        self.now_s = 0.0
+        # When the step ended that was read last.
+        self.read_us = 0
+        self.num_launched = 0
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See `StepRunner`."""
+        self.num_launched += 1
+        began_s = max(self.now_s, self._free_s)
+        self._free_s = began_s + self._cost.of(plan)
+        sampled = tuple(
+            self._next_token(sequence.request_id, start + length - sequence.num_prompt_tokens)
+            for sequence, start, length, samples in zip(
+                plan.sequences, plan.starts, plan.lengths, plan.samples, strict=True
+            )
+            if samples
+        )
+        return _Step(began_s, self._free_s, sampled, self)
+
+    def close(self) -> None:
+        """See `StepRunner`."""

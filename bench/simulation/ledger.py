@@ -1,0 +1,292 @@
+"""The admission store without waiting: what `AdmissionStore` is to a router, to a modelled one.
+
+The scripts, the replies and the rules of calling again are the real ones. Replies reach the router only if it is still
+there: so it may vanish between any two operations, and between an operation and its reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.simulation.store_link import StoreLink
+from bench.simulation.timeline import Process
+from bench.simulation.wire import command, encode
+from router.store.replies import Reply, parse_cancel, parse_event, parse_hand_back, parse_submit
+from router.store.settings import StoreSettings
+from router.store.types import (
+    Attempt,
+    CancelOutcome,
+    Demand,
+    Dropped,
+    Duplicate,
+    Ending,
+    ExecutorReport,
+    HandBackRefusal,
+    LeaseLapsed,
+    Placement,
+    Queued,
+    Refused,
+    ReportOutcome,
+    StoreEvent,
+)
+
+MAX_ENTRIES = 256
+MAX_ROUNDS = 64
+
+OwnEvent = Placement | Dropped
+SubmitOutcome = Placement | Queued | Refused | Duplicate | Dropped
+HandBackOutcome = Placement | Queued | Dropped | HandBackRefusal
+OnFailure = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Operation:
+    """One operation on its way. `own_id` is the request whose placement or drop is part of the result."""
+
+    name: str
+    num_args: int
+    args: bytes
+    on_result: Callable[[Reply, OwnEvent | None], None]
+    on_failure: OnFailure
+    own_id: str | None = None
+    own_event: OwnEvent | None = None
+    # The mailboxes it has needed beyond those of the peers.
+    owners: set[str] = field(default_factory=set)
+    num_rounds: int = 0
+
+
+class Ledger:
+    """One router's view of the pool. Each operation answers by exactly one of its callbacks, later."""
+
+    def __init__(
+        self,
+        link: StoreLink,
+        process: Process,
+        router_id: str,
+        settings: StoreSettings,
+        on_event: Callable[[StoreEvent], None],
+    ) -> None:
+        self._link = link
+        self._process = process
+        self._router_id = router_id
+        self._settings = settings
+        self._on_event = on_event
+        self._peers: frozenset[str] = frozenset()
+        self._is_registered = False
+        # A reply got lost that may have said that the pool had forgotten this router.
+        self._may_have_lapsed = False
+        self._beginnings: dict[tuple[str, frozenset[str]], tuple[int, bytes]] = {}
+        self._mailbox = link.keys.mailbox(router_id)
+        self._cursor = "0-0"
+        self._is_reading = False
+        self._has_mail = False
+        link.listen(self._mailbox, lambda: process.run(self._read_mailbox))
+
+    def close(self) -> None:
+        """The router is gone: its mailbox stays unread."""
+        self._link.unlisten(self._mailbox)
+
+    # Operations ------------------------------------------------------------------------------------------------
+
+    def submit(self, demand: Demand, on_result: Callable[[SubmitOutcome], None], on_failure: OnFailure) -> None:
+        """See `AdmissionStore.submit`."""
+        args = submit_args(demand, self._settings)
+        self._operate(
+            "submit",
+            args,
+            lambda reply, own: on_result(own or parse_submit(demand.request_id, reply)),
+            on_failure,
+            own_id=demand.request_id,
+        )
+
+    def settle(self, endings: Sequence[Ending], on_result: Callable[[int], None], on_failure: OnFailure) -> None:
+        """See `AdmissionStore.settle`."""
+        self._operate("settle", settle_args(endings), lambda reply, _: on_result(reply.values[0]), on_failure)
+
+    def cancel(self, request_id: str, on_result: Callable[[CancelOutcome], None], on_failure: OnFailure) -> None:
+        """See `AdmissionStore.cancel`."""
+        self._operate("cancel", [request_id], lambda reply, _: on_result(parse_cancel(request_id, reply)), on_failure)
+
+    def hand_back(
+        self,
+        request_id: str,
+        args: Sequence[str | int],
+        on_result: Callable[[HandBackOutcome], None],
+        on_failure: OnFailure,
+    ) -> None:
+        """See `AdmissionStore.hand_back`; `args` are what `hand_back_args` makes."""
+
+        def answer(reply: Reply, own: OwnEvent | None) -> None:
+            on_result(own or parse_hand_back(request_id, reply))
+
+        self._operate("hand_back", args, answer, on_failure, own_id=request_id)
+
+    def report(self, report: ExecutorReport, on_result: Callable[[ReportOutcome], None]) -> None:
+        """See `AdmissionStore.report`. A report that fails is lost."""
+        self._operate("report", report_args(report), lambda reply, _: on_result(report_outcome(reply)), _ignore)
+
+    def renew(self) -> None:
+        """See `AdmissionStore.renew`."""
+        self._operate("renew", [], self._renewed, _ignore)
+
+    def reap(self) -> None:
+        """See `AdmissionStore.reap`."""
+        self._operate("reap", [], lambda reply, own: None, _ignore)
+
+    # How a script is called ------------------------------------------------------------------------------------
+
+    def _renewed(self, reply: Reply, own: OwnEvent | None) -> None:
+        self._peers = frozenset(reply.values[0]) - {self._router_id}
+
+    def _operate(
+        self,
+        name: str,
+        args: Sequence[str | int],
+        on_result: Callable[[Reply, OwnEvent | None], None],
+        on_failure: OnFailure,
+        own_id: str | None = None,
+    ) -> None:
+        operation = _Operation(name, len(args), encode(args), on_result, on_failure, own_id)
+        self._send(operation)
+
+    def _send(self, operation: _Operation) -> None:
+        num_args, beginning = self._beginning(operation.name, operation.owners)
+        payload = b"*%d\r\n%b%b" % (num_args + operation.num_args, beginning, operation.args)
+        self._link.send(
+            operation.name,
+            payload,
+            lambda raw: self._process.run(self._answered, operation, raw),
+            lambda: self._process.run(self._failed, operation.on_failure),
+        )
+
+    def _failed(self, then: OnFailure) -> None:
+        self._may_have_lapsed = True
+        then()
+
+    def _answered(self, operation: _Operation, raw: Any) -> None:
+        """The script's own reply: again where it says so, then boards on until nobody else boards."""
+        reply = self._received(operation, operation.name, raw)
+        if reply.status == "AGAIN":
+            operation.num_rounds += 1
+            assert operation.num_rounds < MAX_ROUNDS, f"{operation.name} found no end"
+            self._send(operation)
+        else:
+            self._board(operation, reply, reply)
+
+    def _board(self, operation: _Operation, result: Reply, reply: Reply) -> None:
+        if reply.is_complete or operation.num_rounds == MAX_ROUNDS:
+            operation.on_result(result, operation.own_event)
+            return
+        operation.num_rounds += 1
+        num_args, beginning = self._beginning("board", operation.owners)
+
+        def boarded(raw: Any) -> None:
+            self._board(operation, result, self._received(operation, "board", raw))
+
+        self._link.send(
+            "board",
+            b"*%d\r\n%b" % (num_args, beginning),
+            lambda raw: self._process.run(boarded, raw),
+            lambda: self._process.run(self._failed, lambda: operation.on_result(result, operation.own_event)),
+        )
+
+    def _received(self, operation: _Operation, name: str, raw: Any) -> Reply:
+        reply = self._link.parsed(name, raw)
+        operation.owners.update(reply.missing)
+        if self._may_have_lapsed or (reply.registered and self._is_registered):
+            self._may_have_lapsed = False
+            self._on_event(LeaseLapsed())
+        self._is_registered = self._is_registered or reply.registered
+        for event in reply.events:
+            if isinstance(event, OwnEvent) and event.request_id == operation.own_id:
+                operation.own_event = event
+            else:
+                self._on_event(event)
+        return reply
+
+    def _beginning(self, name: str, owners: set[str]) -> tuple[int, bytes]:
+        routers = self._peers | owners if owners else self._peers
+        known = self._beginnings.get((name, routers))
+        if known is None:
+            known = self._link.beginning(name, tuple(sorted(routers)), self._router_id)
+            self._beginnings[name, routers] = known
+        return known
+
+    # Mailbox ---------------------------------------------------------------------------------------------------
+
+    def _read_mailbox(self) -> None:
+        self._has_mail = True
+        if self._is_reading:
+            return
+        self._is_reading, self._has_mail = True, False
+        read = command("XREAD", "COUNT", MAX_ENTRIES, "STREAMS", self._mailbox, self._cursor)
+        self._link.send(
+            "",
+            read,
+            lambda raw: self._process.run(self._got_mail, raw),
+            lambda: self._process.run(self._got_mail, None),
+        )
+
+    def _got_mail(self, streams: list[Any] | None) -> None:
+        self._is_reading = False
+        entries = streams[1] if streams else []
+        if entries:
+            self._cursor = entries[-1][0]
+        if self._has_mail or len(entries) == MAX_ENTRIES:
+            self._read_mailbox()
+        for _, fields in entries:
+            self._on_event(parse_event(dict(zip(fields[::2], fields[1::2], strict=True))))
+
+
+def _ignore() -> None:
+    """What fails is lost, and made again soon anyway."""
+
+
+def submit_args(demand: Demand, settings: StoreSettings) -> list[str | int]:
+    """What `submit` is called with."""
+    return [
+        demand.request_id,
+        demand.priority_class,
+        "" if demand.deadline_ms is None else demand.deadline_ms,
+        demand.blocks,
+        demand.sequences,
+        demand.last_attempt,
+        settings.max_queue_requests,
+    ]
+
+
+def settle_args(endings: Sequence[Attempt | Ending]) -> list[str | int]:
+    """What `settle` is called with."""
+    return [value for one in endings for value in (one.request_id, one.attempt)]
+
+
+def hand_back_args(
+    request_id: str, attempt: int, max_attempts: int, *, rejected: bool, preempted: bool, output_tokens: int
+) -> list[str | int]:
+    """What `hand_back` is called with."""
+    return [request_id, attempt, max_attempts, int(rejected or preempted), int(output_tokens > 0)]
+
+
+def report_args(report: ExecutorReport) -> list[str | int]:
+    """What `report` is called with."""
+    held = [value for one in report.held for value in (one.request_id, one.attempt, one.blocks)]
+    return [
+        report.executor_id,
+        report.generation,
+        report.seq,
+        report.budget_blocks,
+        report.total_blocks,
+        report.budget_sequences,
+        int(report.accepting),
+        *held,
+    ]
+
+
+def report_outcome(reply: Reply) -> ReportOutcome:
+    """What `report` answered."""
+    if reply.status == "OLD":
+        return ReportOutcome(taken=False)
+    flat = reply.values[0]
+    return ReportOutcome(True, tuple(Attempt(*pair) for pair in zip(flat[::2], flat[1::2], strict=True)))

@@ -1,0 +1,130 @@
+"""The stream between a router and one start of an executor: what is said reaches the other side a little later, in order.
+
+A stream that breaks takes everything with it that is under way. `SequenceEvents` is one frame: what a turn of the loop
+brought for one router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as ReadOnlyList
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bench.simulation.timeline import Action, Process, Timeline
+from executor.admission import Refusal
+from executor.sequence import FinishReason, Sequence
+from router.store.types import ExecutorReport, Placement
+
+if TYPE_CHECKING:
+    from bench.simulation.sim_executor import SimExecutor
+    from bench.simulation.sim_stream import SimStream
+    from bench.simulation.traffic import SimRequest
+
+LATENCY_US = 200
+
+
+@dataclass(slots=True)
+class Frame:
+    """Each by request and attempt, in the order in which a router must take them in."""
+
+    accepted: list[tuple[str, int]] = field(default_factory=list)
+    rejected: list[tuple[str, int, Refusal]] = field(default_factory=list)
+    started: list[tuple[str, int, int]] = field(default_factory=list)
+    """With the number of prompt tokens found cached."""
+    tokens: list[tuple[str, int, int, int]] = field(default_factory=list)
+    """With offset and token."""
+    finished: list[tuple[str, int, FinishReason]] = field(default_factory=list)
+
+
+class RouterEnd(Protocol):
+    """The router's side."""
+
+    process: Process
+
+    @property
+    def streams(self) -> Mapping[str, SimStream]:
+        """The requests that it serves."""
+        ...
+
+    def on_unlinked(self, session: Session) -> None:
+        """The stream broke."""
+        ...
+
+    def on_frame(self, session: Session, frame: Frame) -> None:
+        """What a turn of the executor's loop brought."""
+        ...
+
+    def on_report(self, session: Session, report: ExecutorReport) -> None:
+        """The executor says how it stands."""
+        ...
+
+
+class Session:
+    """One stream. Each side calls methods that the other side's process runs."""
+
+    def __init__(self, router: RouterEnd, executor: SimExecutor, timeline: Timeline) -> None:
+        self.router = router
+        self.executor = executor
+        self.is_open = True
+        self._timeline = timeline
+        self._frame: Frame | None = None
+
+    # Towards the executor.
+
+    def submit(self, request: SimRequest, placement: Placement, output: ReadOnlyList[int], num_blocks: int) -> None:
+        """Sends a placement."""
+        attempt = placement.attempt
+        self._to_executor(self.executor.submit, self, request, attempt, list(output), num_blocks)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Asks for the end of a placement."""
+        self._to_executor(self.executor.cancel, request_id, attempt)
+
+    # Towards the router.
+
+    def accepted(self, sequence: Sequence) -> None:
+        """The placement was taken."""
+        self._pending.accepted.append((sequence.request_id, sequence.attempt))
+
+    def rejected(self, sequence: Sequence, refusal: Refusal) -> None:
+        """The placement was not taken."""
+        self._pending.rejected.append((sequence.request_id, sequence.attempt, refusal))
+
+    def started(self, sequence: Sequence) -> None:
+        """The sequence boarded."""
+        self._pending.started.append((sequence.request_id, sequence.attempt, sequence.num_cached_tokens))
+
+    def token(self, sequence: Sequence, offset: int, token_id: int) -> None:
+        """The sequence got a token."""
+        self._pending.tokens.append((sequence.request_id, sequence.attempt, offset, token_id))
+
+    def finished(self, sequence: Sequence, reason: FinishReason) -> None:
+        """The sequence ended."""
+        self._pending.finished.append((sequence.request_id, sequence.attempt, reason))
+
+    def flush(self) -> None:
+        """Sends what has collected."""
+        if self._frame is not None:
+            frame, self._frame = self._frame, None
+            self._to_router(self.router.on_frame, self, frame)
+
+    def report(self, report: ExecutorReport) -> None:
+        """Sends a report."""
+        self._to_router(self.router.on_report, self, report)
+
+    @property
+    def _pending(self) -> Frame:
+        if self._frame is None:
+            self._frame = Frame()
+        return self._frame
+
+    def _to_executor(self, action: Action, *args: Any) -> None:
+        self._timeline.after(LATENCY_US, self.executor.process.run, self._if_open, action, *args)
+
+    def _to_router(self, action: Action, *args: Any) -> None:
+        self._timeline.after(LATENCY_US, self.router.process.run, self._if_open, action, *args)
+
+    def _if_open(self, action: Action, *args: Any) -> None:
+        if self.is_open:
+            action(*args)

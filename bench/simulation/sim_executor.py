@@ -1,0 +1,241 @@
+"""An executor: the real loop, scheduler, blocks and prefix cache over a modelled device, and what its service does.
+
+One object is one start of it; a restart is another with a newer generation. What `executor.service` and
+`executor.session` do with streams is done here in their words, without gRPC.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as ReadOnlyList
+from dataclasses import dataclass, field
+
+from bench.simulation.device import H200, ModelledDevice, StepCost
+from bench.simulation.session import Session
+from bench.simulation.timeline import US_PER_S, Process, Timeline
+from bench.simulation.traffic import STOP_ID, SimRequest
+from bench.simulation.witness import Witness
+from executor.admission import Refusal
+from executor.blocks import BlockPool
+from executor.engine import Engine
+from executor.engine_output import EngineOutput, EngineStatus
+from executor.scheduler import Batching, Scheduler, SchedulerLimits
+from executor.sequence import Sampling, Sequence, Stopping
+from router.store.types import ExecutorReport, HeldSequence
+
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+STOP_IDS = frozenset({STOP_ID})
+MIN_REPORT_US = 50_000
+REPORT_US = 1_000_000
+# A turn of the loop that did nothing is not followed by another at the same time.
+IDLE_TURN_US = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorShape:
+    """How large an executor is and how fast."""
+
+    num_blocks: int = 2048
+    block_size: int = 16
+    num_seats: int = 32
+    num_standby: int = 2
+    max_num_tokens: int = 1024
+    context_length: int = 4096
+    batching: Batching = Batching.INFLIGHT
+    has_prefix_cache: bool = False
+    overlap: bool = True
+    max_inter_token_ms: float = 0.0
+    cost: StepCost = field(default=H200)
+
+    def limits(self) -> SchedulerLimits:
+        """What the scheduler is built with."""
+        return SchedulerLimits(
+            max_num_sequences=self.num_seats,
+            num_standby_sequences=self.num_standby,
+            max_num_tokens=self.max_num_tokens,
+            context_length=self.context_length,
+            enable_chunked_context=True,
+            batching=self.batching,
+            enable_prefix_cache=self.has_prefix_cache,
+        )
+
+
+class SimExecutor:
+    """One start of an executor."""
+
+    def __init__(
+        self, executor_id: str, generation: int, shape: ExecutorShape, timeline: Timeline, witness: Witness, seed: int
+    ) -> None:
+        self.executor_id = executor_id
+        self.generation = generation
+        self.shape = shape
+        self.process = Process(timeline)
+        self.sessions: list[Session] = []
+        self._timeline = timeline
+        self._witness = witness
+        self._random = random.Random(f"{seed}/{executor_id}/{generation}")
+        self._requests: dict[str, SimRequest] = {}
+        self.device = ModelledDevice(shape.cost, lambda request_id, offset: self._requests[request_id].token(offset))
+        self.scheduler = Scheduler(shape.limits(), BlockPool(shape.num_blocks, shape.block_size))
+        self.engine = Engine(
+            self.scheduler,
+            self.device,
+            self._publish,
+            lambda error: None,
+            overlap=shape.overlap,
+            max_inter_token_ms=shape.max_inter_token_ms,
+            clock=lambda: self.device.now_s,
+        )
+        self.session_of: dict[Sequence, Session] = {}
+        self._offered: dict[Sequence, Session] = {}
+        self._has_inbox = False
+        self._turn_is_due = False
+        self._status: EngineStatus | None = None
+        self._seq = 0
+        self._reported_us = -MIN_REPORT_US
+        self._report_is_due = False
+
+    def start(self) -> None:
+        """Reports, and goes on reporting."""
+        self._report()
+        self._timeline.after(self._random.randrange(1, REPORT_US), self.process.run, self._heartbeat)
+
+    # What routers send.
+
+    def submit(
+        self, session: Session, request: SimRequest, attempt: int, output: ReadOnlyList[int], num_blocks: int
+    ) -> None:
+        """A placement, with the output that the request has so far."""
+        self._requests[request.request_id] = request
+        sequence = Sequence(
+            request_id=request.request_id,
+            attempt=attempt,
+            token_ids=[*request.prompt, *output],
+            num_prompt_tokens=len(request.prompt),
+            sampling=GREEDY,
+            stopping=Stopping(request.max_tokens, 0, STOP_IDS),
+            num_reserved_blocks=num_blocks,
+            cache_salt=b"",
+        )
+        self._offered[sequence] = session
+        self.engine.submit(sequence)
+        self._wake()
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """The sequence shall end."""
+        self.engine.cancel(request_id, attempt)
+        self._wake()
+
+    def join(self, session: Session) -> None:
+        """A router's stream begins."""
+        self.sessions.append(session)
+
+    def leave(self, session: Session) -> None:
+        """A router's stream broke: nobody else can read its tokens."""
+        if session not in self.sessions:
+            return
+        self.sessions.remove(session)
+        for sequence, owner in [*self.session_of.items(), *self._offered.items()]:
+            if owner is session:
+                self.cancel(sequence.request_id, sequence.attempt)
+
+    # The loop.
+
+    def _wake(self) -> None:
+        self._has_inbox = True
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self._timeline.after(0, self.process.run, self._turn)
+
+    def _turn(self) -> None:
+        self._turn_is_due = self._has_inbox = False
+        self.device.now_s = self._timeline.now_us / US_PER_S
+        before = (self.engine.num_steps, self.device.num_launched)
+        self.engine.step()
+        if self.scheduler.is_idle and not self._has_inbox:
+            return
+        next_us = max(self._timeline.now_us, self.device.read_us)
+        if (self.engine.num_steps, self.device.num_launched) == before:
+            next_us += IDLE_TURN_US
+        self._turn_is_due = True
+        self._timeline.at(next_us, self.process.run, self._turn)
+
+    def _publish(self, output: EngineOutput) -> None:
+        """Tokens and ends are known when their step has ended, which the loop has waited for."""
+        when_us = max(self._timeline.now_us, self.device.read_us)
+        if when_us == self._timeline.now_us:
+            self._on_output(output)
+        else:
+            self._timeline.at(when_us, self.process.run, self._on_output, output)
+
+    def _on_output(self, output: EngineOutput) -> None:
+        """See `ExecutorService.on_output`."""
+        for sequence in output.accepted:
+            session = self.session_of[sequence] = self._offered.pop(sequence)
+            self._witness.taken(sequence.request_id, sequence.attempt, self.executor_id, self.generation)
+            session.accepted(sequence)
+        for sequence, refusal in output.rejected:
+            self._reject(sequence, refusal)
+        for sequence in output.started:
+            self.session_of[sequence].started(sequence)
+        for sequence, offset, token_id in output.tokens:
+            self.session_of[sequence].token(sequence, offset, token_id)
+        for end in output.finished:
+            self.session_of.pop(end.sequence).finished(end.sequence, end.reason)
+        for session in self.sessions:
+            session.flush()
+        if output.status is not None:
+            self._note(output.status)
+
+    def _reject(self, sequence: Sequence, refusal: Refusal) -> None:
+        self._offered.pop(sequence).rejected(sequence, refusal)
+
+    # Reports.
+
+    def _note(self, status: EngineStatus) -> None:
+        """A report is due where something changed that the ledger counts."""
+        before, self._status = self._status, status
+        if before is None or (before.held is not status.held or before.budget_blocks != status.budget_blocks):
+            self._report_soon()
+
+    def _report_soon(self) -> None:
+        if not self._report_is_due:
+            self._report_is_due = True
+            when_us = max(self._timeline.now_us, self._reported_us + MIN_REPORT_US)
+            self._timeline.at(when_us, self.process.run, self._report)
+
+    def _heartbeat(self) -> None:
+        self._timeline.after(REPORT_US, self.process.run, self._heartbeat)
+        if not self._report_is_due:
+            self._report()
+
+    def _report(self) -> None:
+        self._report_is_due = False
+        self._reported_us = self._timeline.now_us
+        self._seq += 1
+        report = self._newest_report()
+        open_sessions = [session for session in self.sessions if session.is_open]
+        if not open_sessions:
+            return
+        # Every router relays what it gets and the ledger takes the first; one is enough, two now and then show the rest.
+        num_relays = 2 if self._random.random() < 0.05 else 1
+        for session in self._random.sample(open_sessions, min(num_relays, len(open_sessions))):
+            session.report(report)
+
+    def _newest_report(self) -> ExecutorReport:
+        limits = self.scheduler.limits
+        held = [HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in self.scheduler.held()]
+        held += [HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in self._offered]
+        status = self._status
+        return ExecutorReport(
+            executor_id=self.executor_id,
+            generation=self.generation,
+            seq=self._seq,
+            budget_blocks=self.scheduler.budget_blocks,
+            total_blocks=self.scheduler.pool.num_blocks,
+            budget_sequences=limits.max_num_sequences + limits.num_standby_sequences,
+            accepting=not self.scheduler.is_draining,
+            held=tuple(held),
+            step_ms=status.step_ms if status else 0.0,
+            prefill_tokens_per_s=status.prefill_tokens_per_s if status else 0.0,
+        )

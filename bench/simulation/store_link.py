@@ -1,0 +1,133 @@
+"""Redis as the whole simulation sees it: one connection, one pool, and a clock that the timeline sets.
+
+A call takes effect when it is made; its reply comes one round trip later. While Redis is away calls fail; whether they
+take effect all the same is drawn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from bench.simulation.timeline import Timeline
+from bench.simulation.wire import RedisWire, command, encode
+from router.store.keys import PoolKeys
+from router.store.lua import load_scripts
+from router.store.replies import Reply, parse_reply
+
+STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
+"""Takes the place of `clock.lua`: the time is what the simulation wrote."""
+
+EMPTY = "for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', key) end"
+ROUND_TRIP_US = 300
+# As `StoreSettings.call_timeout_ms`.
+TIMEOUT_US = 2_000_000
+
+OnReply = Callable[[Any], None]
+
+
+class StoreLink:
+    """The way to the ledger, shared by all routers of a simulation."""
+
+    def __init__(self, url: str, pool: str, timeline: Timeline, seed: int) -> None:
+        self.url = url
+        self.keys = PoolKeys(pool)
+        self.timeline = timeline
+        self.num_calls = 0
+        self._random = random.Random(f"{seed}/store")
+        self._away_until_us = 0
+        self._readers: dict[str, Callable[[], None]] = {}
+        self._clock_key = self.keys.key("executors:clock")
+        self._clock_ms = -1
+        # Calls whose reply's time has not come, and the replies of the first of them that were read all the same.
+        self._due: deque[tuple[str, OnReply | None]] = deque()
+        self._early: deque[Any] = deque()
+        self._newest: dict[str, tuple[Any, Reply]] = {}
+        self._wire = RedisWire.connect(url, self._on_push)
+        scripts = load_scripts(STEERED_CLOCK)
+        for script in scripts.values():
+            self._wire.call(command("SCRIPT", "LOAD", script.source))
+        self._shas = {name: script.sha for name, script in scripts.items()}
+        self._wire.call(command("CONFIG", "SET", "notify-keyspace-events", "Kt"))
+        # Answered by a push, which the next read meets.
+        self._wire.send(command("PSUBSCRIBE", f"__keyspace@0__:{self.keys.mailbox('*')}"))
+
+    def close(self) -> None:
+        """Reads what is still to come, removes the pool and ends the connection."""
+        self.wait_for_calls()
+        self._due.clear()
+        self._wire.call(self._emptying())
+        self._wire.close()
+
+    def wait_for_calls(self) -> None:
+        """Everything that was called has taken effect afterwards, so that another connection sees it."""
+        while len(self._early) < len(self._due):
+            self._early.append(self._wire.read(self._due[len(self._early)][0]))
+
+    def go_away(self, duration_us: int) -> None:
+        """Redis does not answer for so long."""
+        self._away_until_us = max(self._away_until_us, self.timeline.now_us + duration_us)
+
+    def empty(self) -> None:
+        """Redis loses everything, as a restart without persistence does."""
+        self._post("", self._emptying(), None)
+        self._clock_ms = -1
+
+    def listen(self, mailbox: str, reader: Callable[[], None]) -> None:
+        """Has the reader called whenever something comes into the mailbox."""
+        self._readers[mailbox] = reader
+
+    def unlisten(self, mailbox: str) -> None:
+        """The mailbox's reader is gone."""
+        self._readers.pop(mailbox, None)
+
+    def beginning(self, name: str, router_ids: tuple[str, ...], router_id: str) -> tuple[int, bytes]:
+        """A script's call up to its own arguments: their number so far, and the encoded bytes."""
+        keys = self.keys.for_script(router_ids)
+        args = ["EVALSHA", self._shas[name], str(len(keys)), *keys, router_id]
+        return len(args), encode(args)
+
+    def send(self, kind: str, payload: bytes, on_reply: OnReply | None, on_failure: Callable[[], None] | None) -> None:
+        """Makes a call. Exactly one of the two is called later, if it is wanted."""
+        if self._away_until_us > self.timeline.now_us:
+            if on_failure is not None:
+                self.timeline.after(TIMEOUT_US, on_failure)
+            if self._random.random() < 0.5:
+                return
+            on_reply = None
+        if self.timeline.now_ms != self._clock_ms:
+            self._clock_ms = self.timeline.now_ms
+            self._post("", command("SET", self._clock_key, self._clock_ms), None)
+        self.num_calls += 1
+        self._post(kind, payload, on_reply)
+
+    def parsed(self, kind: str, raw: Any) -> Reply:
+        """A script's reply. The wire gives equal ones as one object, and they need parsing once."""
+        newest = self._newest.get(kind)
+        if newest is not None and newest[0] is raw:
+            return newest[1]
+        reply = parse_reply(raw)
+        self._newest[kind] = (raw, reply)
+        return reply
+
+    def _post(self, kind: str, payload: bytes, on_reply: OnReply | None) -> None:
+        self._wire.send(payload)
+        self._due.append((kind, on_reply))
+        self.timeline.after(ROUND_TRIP_US, self._take)
+
+    def _take(self) -> None:
+        kind, on_reply = self._due.popleft()
+        raw = self._early.popleft() if self._early else self._wire.read(kind)
+        if on_reply is not None:
+            on_reply(raw)
+
+    def _emptying(self) -> bytes:
+        return command("EVAL", EMPTY, 0, self.keys.key("*"))
+
+    def _on_push(self, fields: list[Any]) -> None:
+        if fields[0] == "pmessage":
+            reader = self._readers.get(fields[2].partition("__:")[2])
+            if reader is not None:
+                reader()

@@ -2,23 +2,29 @@
 
 A pool is a set of executors that serve the same model. All its keys share the hash tag `{pool}`, so that a script may
 use them together on Redis Cluster. Every key is soft state: reports and routers rebuild it. Under
-`inflight:{pool}:` there are, with the records as JSON and times in milliseconds of Redis' clock:
+`inflight:{pool}:` there are, records packed by cmsgpack, times in milliseconds of Redis' clock:
 
 | key | type | content |
 | --- | --- | --- |
-| `executors` | hash | executor → generation, seq, budget_blocks, total_blocks, budget_sequences, reserved_blocks, reserved_sequences, accepting, suspended (until its next report), last_report_ms, audited_ms, audit_due |
-| `room` | zset | executor that may board → −available blocks; one fallen silent may linger |
+| `executors` | hash | executor → generation, seq, budget_blocks, total_blocks, budget_sequences, reserved_blocks, reserved_sequences, accepting, quantile that it reserves for, suspended (until its next report), claim (the request that it is kept for), last_report_ms, audited_ms, audit_due |
+| `room` | zset | executor that may board anybody → −available blocks; one fallen silent may linger |
 | `sizes` | zset | executor → total blocks |
 | `reports` | zset | executor → time of its last report |
-| `requests` | hash | request → owner, state, class, deadline_ms, arrival, blocks, sequences, attempt, rejections; executor_id, generation, placed_ms of the latest placement |
-| `waiting:1` `waiting:2` `waiting:3` | zset | line of a class: `arrival:request` → deadline; equal deadlines go by arrival |
-| `waiting_by_owner` | zset | `router\\0request` of all that wait, to find a dead router's |
-| `placements` | zset | `executor\\0attempt\\0request` of all that are placed, to find an executor's |
+| `requests` | hash | request → owner, tenant, state, class, what it asks for, its order, attempt, rejections, times passed; what its latest placement reserved and charged |
+| `waiting:1` `waiting:2` `waiting:3` | zset by name | lines of a class: `tenant\\0deadline arrival request`; at most a minute ahead counts as deadline |
+| `active:1` `active:2` `active:3` | zset | tenant with work in line that may run more → its virtual counter |
+| `waiting_by_owner` | zset by name | `router\\0request` of all that wait, to find a dead router's |
+| `placements` | zset by name | `executor\\0attempt\\0request` of all that are placed, to find an executor's |
 | `lost` | zset | request taken back from an executor → when; its owner was told |
 | `ended` | zset | request ended lately → when: a late report must not bring it back |
 | `routers` | zset | router → end of its lease; 0 while it is being reaped |
-| `arrivals` | string | counts arrivals, and so orders them |
 | `attended` | hash | last_ms, since_ms: since when `reap` has been called without a gap |
+| `state` | string | what the pool has one of: arrivals, floor of the counters, sums of what waits, speed of the line, how true estimates were, claims, options of the newest submit |
+| `tenants` | hash | tenant → counter, weight, what it has waiting and running, when its rates are whole again |
+| `ageing` | zset | request below the first class in line → when it moves up |
+| `lengths` | hash | `tenant\\0size`, and `\\0size` for all → histogram of output lengths |
+| `preemptible` | zset | placed request below the first class → class and time; only where the first may make others give way |
+| `prefixes` `prefixes:old` | hash | name of a prompt's beginning → executor that was last given one with it |
 | `mailbox:<router>` | stream | what the router must know of its requests, about 10,000 entries |
 """  # noqa: E501 - rows of a table do not wrap
 
@@ -35,15 +41,24 @@ POOL_KEYS = (
     "waiting:1",
     "waiting:2",
     "waiting:3",
+    "active:1",
+    "active:2",
+    "active:3",
     "waiting_by_owner",
     "placements",
     "lost",
     "ended",
     "routers",
-    "arrivals",
     "attended",
+    "state",
+    "tenants",
+    "ageing",
+    "lengths",
+    "preemptible",
+    "prefixes",
+    "prefixes:old",
 )
-"""The order of KEYS in every script; `prelude.lua` names them in the same order."""
+"""The order of KEYS in every script; `scripts/shared/records.lua` names them in the same order."""
 
 NUM_CLASSES = 3
 

@@ -1,6 +1,6 @@
 """The Lua scripts: composed once from their sources, run by hash.
 
-Every script is `clock.lua`, `prelude.lua` and its own file, in this order.
+Every script is the parts under `scripts/shared`, in the order of `SHARED`, and its own file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from typing import Any, Protocol
 from redis.exceptions import NoScriptError
 
 SOURCES = Path(__file__).with_name("scripts")
-NAMES = ("submit", "settle", "report", "cancel", "hand_back", "reap", "renew", "board")
+SHARED = ("clock", "records", "owners", "tenants", "lengths", "estimates", "states", "places", "board")
+NAMES = ("submit", "settle", "report", "cancel", "hand_back", "reap", "renew", "board", "explain", "snapshot")
+
+
+Argument = str | int | float | bytes
 
 
 class ScriptCaller(Protocol):
@@ -31,7 +35,7 @@ class Script:
     source: str
     sha: str
 
-    async def run(self, redis: ScriptCaller, keys: Sequence[str], args: Sequence[str | int]) -> Any:
+    async def run(self, redis: ScriptCaller, keys: Sequence[str], args: Sequence[Argument]) -> Any:
         """Runs it; sends the source only where Redis does not know it (first use, restart, failover)."""
         try:
             return await redis.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)
@@ -41,7 +45,7 @@ class Script:
 
 def load_scripts(clock: str | None = None) -> dict[str, Script]:
     """All scripts by name. A test that steers time passes its own source of `now_ms` as `clock`."""
-    shared = (clock or _read("clock")) + _read("prelude")
+    shared = (clock or _read("shared/clock")) + "".join(_read(f"shared/{part}") for part in SHARED[1:])
     return {name: _compose(shared + _read(name)) for name in NAMES}
 
 

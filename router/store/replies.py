@@ -1,7 +1,8 @@
-"""What the scripts return, as types. The other side of the table at the top of `prelude.lua`."""
+"""What the scripts return, as types. The other side of the table at the top of `scripts/shared/records.lua`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,16 +12,23 @@ from router.store.types import (
     CancelAsked,
     Cancelled,
     CancelOutcome,
+    ClassQueue,
     Dropped,
     DropReason,
     Duplicate,
+    EstimateQuality,
+    ExecutorStanding,
+    Explanation,
     HandBackRefusal,
     Lost,
     Placement,
+    PreemptAsked,
     Queued,
     Refused,
     RequestState,
+    Snapshot,
     StoreEvent,
+    WaitReason,
 )
 
 
@@ -55,7 +63,13 @@ def parse_event(fields: Mapping[str, Any]) -> StoreEvent:
 
 
 def _placement(fields: Mapping[str, Any]) -> Placement:
-    return Placement(fields["request_id"], int(fields["attempt"]), fields["executor_id"], int(fields["generation"]))
+    return Placement(
+        fields["request_id"],
+        int(fields["attempt"]),
+        fields["executor_id"],
+        int(fields["generation"]),
+        int(fields["blocks"]),
+    )
 
 
 def _lost(fields: Mapping[str, Any]) -> Lost:
@@ -70,6 +84,7 @@ _EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {
     "placed": _placement,
     "lost": _lost,
     "cancel": lambda fields: CancelAsked(fields["request_id"], int(fields["attempt"])),
+    "preempt": lambda fields: PreemptAsked(fields["request_id"], int(fields["attempt"])),
     "cancelled": lambda fields: Cancelled(fields["request_id"]),
     DropReason.EXPIRED.value: _dropped,
     DropReason.NEVER_FITS.value: _dropped,
@@ -79,15 +94,17 @@ _EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {
 def parse_standing(request_id: str, reply: Reply) -> Placement | Queued:
     """How a request stands, from an outcome PLACED or QUEUED."""
     if reply.status == "PLACED":
-        attempt, executor_id, generation = reply.values
-        return Placement(request_id, attempt, executor_id, generation)
-    return Queued(reply.values[0])
+        attempt, executor_id, generation, blocks = reply.values
+        return Placement(request_id, attempt, executor_id, generation, blocks)
+    position, wait_ms = reply.values
+    return Queued(position, _optional(wait_ms))
 
 
 def parse_submit(request_id: str, reply: Reply) -> Placement | Queued | Refused | Duplicate:
     """The outcome of submit."""
     if reply.status == "REFUSED":
-        return Refused(Reason(reply.values[0]))
+        reason, limit, retry_after_ms = reply.values
+        return Refused(Reason(reason), limit, _optional(retry_after_ms))
     if reply.status == "DUPLICATE":
         return Duplicate(RequestState(reply.values[0]))
     return parse_standing(request_id, reply)
@@ -110,3 +127,40 @@ def parse_cancel(request_id: str, reply: Reply) -> CancelOutcome:
     attempt, executor_id, generation, owner_id, told = reply.values
     placement = Placement(request_id, attempt, executor_id, generation) if state is RequestState.PLACED else None
     return CancelOutcome(state, placement, owner_id or None, bool(told))
+
+
+def parse_explain(reply: Reply) -> Explanation | None:
+    """The outcome of explain."""
+    if reply.status == "UNKNOWN":
+        return None
+    state = RequestState(reply.status)
+    if state is RequestState.ENDED:
+        return Explanation(state)
+    attempt, priority_class, tenant, executor_id, ahead, wait_ms, reason, needed, available, passed = reply.values
+    return Explanation(
+        state,
+        attempt,
+        priority_class,
+        tenant,
+        executor_id or None,
+        ahead,
+        _optional(wait_ms),
+        WaitReason(reason) if reason else None,
+        needed,
+        available,
+        passed,
+    )
+
+
+def parse_snapshot(reply: Reply) -> Snapshot:
+    """The outcome of snapshot."""
+    found = json.loads(reply.values[0])
+    return Snapshot(
+        tuple(ExecutorStanding(**one) for one in found["executors"]),
+        tuple(ClassQueue(*one) for one in found["queues"]),
+        EstimateQuality(*found["estimates"]),
+    )
+
+
+def _optional(value: int | str) -> int | None:
+    return None if value == "" else int(value)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """The defaults suit a Redis in the same zone. Leases themselves are constants of the scripts (`prelude.lua`)."""
+    """The defaults suit a Redis in the same zone. Leases are constants of `scripts/shared/records.lua`."""
 
     max_queue_requests: int = 10_000
     """Requests of the pool that may wait."""

@@ -1,7 +1,7 @@
 """The admission store: the pool's lines and its ledger of reservations, in Redis, the same for every router.
 
 Decisions are made by the scripts (`scripts/*.lua`), atomically; this side calls them, calls again where they stop
-(`prelude.lua` says when) and hands out what they return. It keeps no copy of the ledger.
+(`scripts/shared/records.lua` says when) and hands out what they return. It keeps no copy of the ledger.
 
 Every operation runs in a task of its own, shielded: a gRPC handler may be cancelled at any moment, and its reply, which
 can hold other requests' placements, must neither be lost nor reach another caller.
@@ -10,7 +10,6 @@ can hold other requests' placements, must neither be lost nor reach another call
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -20,22 +19,29 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 
 from common.errors import RequestError
+from router.store.calls import hand_back_args, report_args, settle_args, submit_args
 from router.store.connection import answered, connect_reader, unavailable
 from router.store.keys import NUM_CLASSES, PoolKeys
-from router.store.lua import Script, load_scripts
+from router.store.lua import Argument, Script, load_scripts
 from router.store.mailbox import Mailbox
-from router.store.replies import Reply, parse_cancel, parse_hand_back, parse_reply, parse_submit
+from router.store.replies import (
+    Reply,
+    parse_cancel,
+    parse_explain,
+    parse_hand_back,
+    parse_reply,
+    parse_snapshot,
+    parse_submit,
+)
 from router.store.settings import StoreSettings
 from router.store.types import (
     Attempt,
     CancelOutcome,
-    ClassQueue,
     Demand,
     Dropped,
     Duplicate,
     Ending,
     ExecutorReport,
-    ExecutorStanding,
     Explanation,
     HandBackRefusal,
     LeaseLapsed,
@@ -53,7 +59,6 @@ T = TypeVar("T")
 
 MAX_ROUNDS = 64
 MAX_SETTLED_PER_CALL = 256
-LIVE_MS = 2000
 
 OwnEvent = Placement | Dropped
 
@@ -150,12 +155,13 @@ class AdmissionStore:
         """Returns a placement that came to nothing; the request waits again where it stood, if attempts are left.
 
         With `output_tokens` it waits without its deadline, which was met. `rejected`: the executor did not take it, so
-        the attempt does not count. Either way the executor gets nothing new before its next report. `preempted`: it gave
-        up its seat for another; that does not count either, nor does it say anything about the executor.
+        the attempt does not count. Either way the executor gets nothing new before its next report. `preempted`: it
+        gave up its seat for another; that does not count either, nor does it say anything about the executor.
         """
-        operation = self._operate(
-            "hand_back", request_id, attempt, max_attempts, int(rejected), int(output_tokens > 0), own_id=request_id
+        args = hand_back_args(
+            request_id, attempt, max_attempts, rejected=rejected, preempted=preempted, output_tokens=output_tokens
         )
+        operation = self._operate("hand_back", *args, own_id=request_id)
         reply, event = await self._detached(operation)
         if isinstance(event, Dropped):
             return event
@@ -163,25 +169,14 @@ class AdmissionStore:
 
     async def explain(self, request_id: str) -> Explanation | None:
         """How a request stands and what it waits for; None where the id is unknown."""
-        raise NotImplementedError
+        reply, _ = await self._detached(self._operate("explain", request_id))
+        return parse_explain(reply)
 
     # Executors and leases --------------------------------------------------------------------------------------
 
     async def report(self, report: ExecutorReport) -> ReportOutcome:
         """Relays an executor's report. Any router may, any number of times."""
-        held = [value for one in report.held for value in (one.request_id, one.attempt, one.blocks)]
-        operation = self._operate(
-            "report",
-            report.executor_id,
-            report.generation,
-            report.seq,
-            report.budget_blocks,
-            report.total_blocks,
-            report.budget_sequences,
-            int(report.accepting),
-            *held,
-        )
-        reply, _ = await self._detached(operation)
+        reply, _ = await self._detached(self._operate("report", *report_args(report)))
         if reply.status == "OLD":
             return ReportOutcome(taken=False)
         flat = reply.values[0]
@@ -199,7 +194,8 @@ class AdmissionStore:
 
     async def snapshot(self) -> Snapshot:
         """The pool as it is now."""
-        return await self._detached(answered(self._snapshot(), self._settings))
+        reply, _ = await self._detached(self._operate("snapshot"))
+        return parse_snapshot(reply)
 
     # How a script is called ------------------------------------------------------------------------------------
 
@@ -207,17 +203,8 @@ class AdmissionStore:
         assert 1 <= demand.priority_class <= NUM_CLASSES
         assert demand.blocks > 0
         assert demand.sequences > 0
-        reply, event = await self._operate(
-            "submit",
-            demand.request_id,
-            demand.priority_class,
-            "" if demand.deadline_ms is None else demand.deadline_ms,
-            demand.blocks,
-            demand.sequences,
-            demand.last_attempt,
-            self._settings.max_queue_requests,
-            own_id=demand.request_id,
-        )
+        args = submit_args(demand, self._settings)
+        reply, event = await self._operate("submit", *args, own_id=demand.request_id)
         return event or parse_submit(demand.request_id, reply)
 
     async def _withdraw(self, submit: asyncio.Task[Any], request_id: str) -> None:
@@ -234,12 +221,11 @@ class AdmissionStore:
         num_settled = 0
         for start in range(0, len(attempts), MAX_SETTLED_PER_CALL):
             chunk = attempts[start : start + MAX_SETTLED_PER_CALL]
-            args = [value for one in chunk for value in (one.request_id, one.attempt)]
-            reply, _ = await self._operate("settle", *args)
+            reply, _ = await self._operate("settle", *settle_args(chunk))
             num_settled += reply.values[0]
         return num_settled
 
-    async def _operate(self, name: str, *args: str | int, own_id: str | None = None) -> tuple[Reply, OwnEvent | None]:
+    async def _operate(self, name: str, *args: Argument, own_id: str | None = None) -> tuple[Reply, OwnEvent | None]:
         """Calls a script until it is done, then boards until nobody else boards.
 
         Events are handed out as they come, except a placement or drop of `own_id`: that is part of the result.
@@ -262,7 +248,7 @@ class AdmissionStore:
         except RequestError as error:
             logger.warning("boarding stopped half-way: %s", error)
 
-    async def _call(self, operation: _Operation, name: str, args: Sequence[str | int]) -> Reply:
+    async def _call(self, operation: _Operation, name: str, args: Sequence[Argument]) -> Reply:
         keys = self._keys.for_script(tuple(sorted(operation.mailboxes)))
         call = self._scripts[name].run(self._redis, keys, [self._router_id, *args])
         reply = parse_reply(await answered(call, self._settings))
@@ -280,17 +266,6 @@ class AdmissionStore:
             else:
                 self._on_event(event)
 
-    async def _snapshot(self) -> Snapshot:
-        pipeline = self._redis.pipeline(transaction=True)
-        pipeline.time()
-        pipeline.hgetall(self._keys.key("executors"))
-        for priority_class in range(1, NUM_CLASSES + 1):
-            pipeline.zcard(self._keys.key(f"waiting:{priority_class}"))
-        (seconds, microseconds), executors, *num_waiting = await pipeline.execute()
-        now_ms = seconds * 1000 + microseconds // 1000
-        standings = (_standing(name, json.loads(text), now_ms) for name, text in sorted(executors.items()))
-        return Snapshot(tuple(standings), tuple(ClassQueue(waiting, 0) for waiting in num_waiting))
-
     async def _detached(self, operation: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._start(operation))
 
@@ -305,20 +280,6 @@ class AdmissionStore:
         error = None if task.cancelled() else task.exception()
         if error and not isinstance(error, RequestError):
             logger.error("store operation failed", exc_info=error)
-
-
-def _standing(executor_id: str, record: dict[str, Any], now_ms: int) -> ExecutorStanding:
-    return ExecutorStanding(
-        executor_id,
-        record["generation"],
-        record["budget_blocks"],
-        record["total_blocks"],
-        record["budget_sequences"],
-        record["reserved_blocks"],
-        record["reserved_sequences"],
-        record["accepting"],
-        live=now_ms - record["last_report_ms"] <= LIVE_MS,
-    )
 
 
 async def _repeat(operation: Callable[[], Awaitable[None]], interval_ms: int, jitter: float) -> None:

@@ -52,10 +52,10 @@ class Demand:
     """What a request asks of the pool. `priority_class` 1 goes first, 3 last.
 
     `blocks` hold prompt and `max_tokens` to the end; an executor that reserves what is likely reserves fewer, of
-    `block_size` tokens each. `deadline_ms` counts from the submit, for the first token; past it the request is dropped,
-    not placed. `last_attempt` and `output_tokens` are the last that its owner knows, where the pool had forgotten the
-    request. `num_bytes` is what its prompt takes of its router's memory while it waits. `prefix_hashes` name ever longer
-    beginnings of the prompt, as `router.prefixes` chooses them.
+    `block_size` tokens each. `deadline_ms` counts from the submit, for the first token; past it the request is
+    dropped, not placed. `last_attempt` and `output_tokens` are the last that its owner knows, where the pool had
+    forgotten the request. `num_bytes` is what its prompt takes of its router's memory while it waits. `prefix_hashes`
+    name ever longer beginnings of the prompt, as `router.prefixes` chooses them.
     """
 
     request_id: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from common.errors import Reason
@@ -22,7 +24,9 @@ from router.store.types import (
     Refused,
     RequestState,
 )
-from tests.store_pool import StorePool
+from tests.store_pool import SETTINGS, StorePool
+
+NOBODY_PASSES = dataclasses.replace(SETTINGS, max_bypass=0)
 
 
 async def test_request_that_fits_is_placed_by_the_submit_itself(store_pool: StorePool) -> None:
@@ -64,7 +68,7 @@ async def test_full_queue_refuses_the_next_and_keeps_the_others(store_pool: Stor
     for number in range(store_pool.settings.max_queue_requests):
         assert await a.store.submit(Demand(f"r{number}", 2, blocks=1)) == Queued(number)
 
-    assert await a.store.submit(Demand("late", 1, blocks=1)) == Refused(Reason.QUEUE_FULL)
+    assert await a.store.submit(Demand("late", 1, blocks=1)) == Refused(Reason.QUEUE_FULL, "max_queue_requests")
     assert await store_pool.num_waiting() == store_pool.settings.max_queue_requests
 
 
@@ -112,7 +116,8 @@ async def test_line_goes_by_class_then_deadline_then_arrival(store_pool: StorePo
     ]
 
 
-async def test_head_that_does_not_fit_holds_the_line(store_pool: StorePool) -> None:
+async def test_head_that_nobody_may_pass_holds_the_line_but_for_higher_classes(store_pool: StorePool) -> None:
+    store_pool.settings = NOBODY_PASSES
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(blocks=10))
     await a.place("running", 6)
@@ -160,6 +165,7 @@ async def test_request_with_output_waits_on_past_its_deadline(store_pool: StoreP
 
 
 async def test_request_that_no_executor_left_can_hold_frees_the_line(store_pool: StorePool) -> None:
+    store_pool.settings = NOBODY_PASSES
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report("x", blocks=10))
     await a.place("running", 1)
@@ -208,6 +214,7 @@ async def test_settle_ends_each_placement_once(store_pool: StorePool) -> None:
 
 
 async def test_cancel_of_a_waiting_request_frees_the_line_and_tells_its_owner(store_pool: StorePool) -> None:
+    store_pool.settings = NOBODY_PASSES
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(blocks=10))
     await a.place("running", 6)
@@ -248,15 +255,18 @@ async def test_request_handed_back_stands_where_it_stood(store_pool: StorePool) 
     assert await a.store.hand_back("first", 1, max_attempts=3) is HandBackRefusal.STALE
 
 
-async def test_position_after_a_hand_back_counts_nobody_who_just_left(store_pool: StorePool) -> None:
+async def test_seat_of_an_expired_request_goes_to_the_one_handed_back_behind_it(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(sequences=1))
     await a.place("running")
     await b.store.submit(Demand("due", 1, blocks=1, deadline_ms=100))
     await store_pool.wait(101)
 
-    assert await a.store.hand_back("running", 1, max_attempts=3) == Queued(0)
+    assert await a.store.hand_back("running", 1, max_attempts=3) == Queued(1)
+    await a.store.report(store_pool.next_report(sequences=1))
+
     assert await b.told() == [Dropped("due", DropReason.EXPIRED)]
+    assert await a.told() == [Placement("running", 2, "x", 1)]
 
 
 async def test_executor_gets_nothing_between_a_hand_back_and_its_next_report(store_pool: StorePool) -> None:

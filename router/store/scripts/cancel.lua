@@ -5,7 +5,7 @@
 -- returns     {state, attempt, executor, generation, owner, 1 where another router was told} with state WAITING,
 --             PLACED or LOST as it was found | {'ENDED'} | {'UNKNOWN'} | {'AGAIN'}
 -- complexity  O(log N), and that of board
--- A repeat finds the request ended, or asks again.
+-- A repeat finds the request ended, or asks again. One that leaves the line gets the tokens of its rate back.
 local id = ARGV[2]
 local request = load_request(id)
 if not request then
@@ -22,6 +22,11 @@ local found = {
 if request.state ~= 'PLACED' then
   withdraw(id, request)
   bury(id)
+  if not request.charge then
+    local tenant = load_tenant(request.tenant)
+    tenant.token_ms = tenant.token_ms - (request.rated or 0) * tenant.ms_per_token
+    save_tenant(request.tenant, tenant)
+  end
 end
 if told then
   tell(request.state == 'PLACED' and 'cancel' or 'cancelled', id, request)

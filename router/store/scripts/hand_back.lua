@@ -2,15 +2,15 @@
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller, who owns the request from now on  [2] request id  [3] attempt  [4] most attempts
---             [5] 1 where the executor did not take it: such an attempt does not count
---             [6] 1 where it has output: its deadline for waiting is behind it, and only orders it from now on
--- returns     {'PLACED', attempt, executor, generation} | {'QUEUED', number ahead} | {'EXHAUSTED'} | {'STALE'}: it
---             ended or moved on | {'UNKNOWN'} | {'AGAIN'} | {'DROPPED'}: as the event says
+--             [5] 'lost', 'rejected': the executor did not take it, or 'preempted': it gave way; the last two do not count
+--             as attempts  [6] output tokens that it has: with some its deadline for waiting is behind it
+-- returns     {'PLACED', attempt, executor, generation, blocks} | {'QUEUED', number ahead, estimated wait or ''}
+--             | {'EXHAUSTED'} | {'STALE'}: it ended or moved on | {'UNKNOWN'} | {'AGAIN'} | {'DROPPED'}: as the event says
 -- complexity  O(log N), and that of board
--- A repeat finds the request in line, or is stale. The executor gets nothing new before its next report: it has
--- rejected, or its link has broken, and the ledger does not know yet what it will find.
+-- A repeat finds the request in line, or is stale. Unless it was preempted, the executor gets nothing new before its
+-- next report: it has rejected, or its link has broken, and the ledger does not know yet what it will find.
 local id, attempt, max_attempts = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local rejected, has_output = ARGV[5] == '1', ARGV[6] == '1'
+local why, output = ARGV[5], tonumber(ARGV[6])
 
 local function suspend(executor_id)
   local executor = load_executor(executor_id)
@@ -22,11 +22,11 @@ end
 
 -- Puts the request back in line. False where it has had its attempts.
 local function requeue(request)
-  if request.state == 'PLACED' then
+  if request.state == 'PLACED' and why ~= 'preempted' then
     suspend(request.executor_id)
   end
   withdraw(id, request)
-  if rejected then
+  if why ~= 'lost' then
     request.rejections = request.rejections + 1
   end
   if attempt - request.rejections >= max_attempts then
@@ -34,7 +34,7 @@ local function requeue(request)
     return false
   end
   request.owner, request.executor_id, request.generation, request.placed_ms = CALLER, nil, nil, nil
-  request.has_output = has_output
+  request.reserved, request.output = nil, math.max(output, request.output)
   enqueue(id, request)
   return true
 end

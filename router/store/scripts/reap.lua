@@ -10,28 +10,30 @@
 local MAX_EXECUTORS, MAX_PLACEMENTS = 4, 256 -- the second for each executor
 local MAX_ROUTERS, MAX_WAITING = 4, 256      -- the second for each router
 local MAX_LOST, MAX_TOMBSTONES = 256, 1024
+local MAX_TENANTS = 64
 local MAX_GAP_MS = 3000
+local IDLE_TENANT_MS = 600000 -- a tenant without work for so long is forgotten; its debts are, too
 local LOST_MS = 30000 -- an owner that has done nothing about a lost request for so long will not
 
 -- Whether the pool has been attended for as long as a lease.
 local function is_attended()
-  local last_ms, since_ms = unpack(redis.call('HMGET', ATTENDED, 'last_ms', 'since_ms'))
+  local last_ms, since_ms = unpack(call('HMGET', ATTENDED, 'last_ms', 'since_ms'))
   if not last_ms or NOW - tonumber(last_ms) > MAX_GAP_MS then
     since_ms = NOW
   end
-  redis.call('HSET', ATTENDED, 'last_ms', NOW, 'since_ms', since_ms)
+  call('HSET', ATTENDED, 'last_ms', NOW, 'since_ms', since_ms)
   return NOW - tonumber(since_ms) > LEASE_MS
 end
 
 local function reap_executor(id)
-  local placements = redis.call('ZRANGEBYLEX', PLACEMENTS, '[' .. id .. '\0', '(' .. id .. '\1',
-    'LIMIT', 0, MAX_PLACEMENTS)
+  local first, last = placements_of(id)
+  local placements = call('ZRANGEBYLEX', PLACEMENTS, first, last, 'LIMIT', 0, MAX_PLACEMENTS)
   local empty = #placements < MAX_PLACEMENTS
   for _, member in ipairs(placements) do
     local request_id = member:sub(#id + 2):match('^%d+%z(.*)')
     local request = load_request(request_id)
     if not request then
-      redis.call('ZREM', PLACEMENTS, member)
+      call('ZREM', PLACEMENTS, member)
     elseif not lose(request_id, request) then
       empty = false
     end
@@ -39,52 +41,65 @@ local function reap_executor(id)
   if not empty then
     return false
   end
-  redis.call('HDEL', EXECUTORS, id)
-  executors[id] = nil
+  call('HDEL', EXECUTORS, id)
+  executors[id], dirty_executors[id] = nil, nil
   for _, key in ipairs({ROOM, SIZES, REPORTS}) do
-    redis.call('ZREM', key, id)
+    call('ZREM', key, id)
   end
   return true
 end
 
 local function reap_router(name)
-  redis.call('ZADD', ROUTERS, 0, name)
-  local waiting = redis.call('ZRANGEBYLEX', WAITING_BY_OWNER, '[' .. name .. '\0', '(' .. name .. '\1',
+  call('ZADD', ROUTERS, 0, name)
+  local waiting = call('ZRANGEBYLEX', WAITING_BY_OWNER, '[' .. name .. '\0', '(' .. name .. '\1',
     'LIMIT', 0, MAX_WAITING)
   for _, member in ipairs(waiting) do
     local id = member:sub(#name + 2)
     local request = load_request(id)
     if request then
       withdraw(id, request)
-      redis.call('HDEL', REQUESTS, id)
+      call('HDEL', REQUESTS, id)
     else
-      redis.call('ZREM', WAITING_BY_OWNER, member)
+      call('ZREM', WAITING_BY_OWNER, member)
     end
   end
   if #waiting == MAX_WAITING then
     return false
   end
-  redis.call('ZREM', ROUTERS, name)
+  call('ZREM', ROUTERS, name)
   return true
 end
 
 local function reap_lost()
-  local lost = redis.call('ZRANGEBYSCORE', LOST, '-inf', NOW - LOST_MS - 1, 'LIMIT', 0, MAX_LOST)
+  local lost = call('ZRANGEBYSCORE', LOST, '-inf', NOW - LOST_MS - 1, 'LIMIT', 0, MAX_LOST)
   for _, id in ipairs(lost) do
-    redis.call('ZREM', LOST, id)
-    redis.call('HDEL', REQUESTS, id)
+    call('ZREM', LOST, id)
+    call('HDEL', REQUESTS, id)
   end
   return #lost < MAX_LOST
 end
 
+-- Looks at some tenants, the next ones at the next call.
+local function forget_idle_tenants()
+  local cursor, found = unpack(call('HSCAN', TENANTS, state.tenant_cursor or '0', 'COUNT', MAX_TENANTS))
+  state.tenant_cursor = cursor
+  for i = 1, #found, 2 do
+    local tenant = load_tenant(found[i])
+    local is_idle = tenant.waiting == 0 and tenant.running == 0
+    if is_idle and NOW - math.max(tenant.used_ms, tenant.token_ms, tenant.request_ms) > IDLE_TENANT_MS then
+      call('HDEL', TENANTS, found[i])
+    end
+  end
+end
+
 -- Each with at most so many; whether that was all.
 local function reap_leases()
-  local silent = redis.call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - LEASE_MS - 1, 'LIMIT', 0, MAX_EXECUTORS)
+  local silent = call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - LEASE_MS - 1, 'LIMIT', 0, MAX_EXECUTORS)
   local complete = #silent < MAX_EXECUTORS
   for _, id in ipairs(silent) do
     complete = reap_executor(id) and complete
   end
-  local lapsed = redis.call('ZRANGEBYSCORE', ROUTERS, '-inf', NOW - 1, 'LIMIT', 0, MAX_ROUTERS)
+  local lapsed = call('ZRANGEBYSCORE', ROUTERS, '-inf', NOW - 1, 'LIMIT', 0, MAX_ROUTERS)
   complete = #lapsed < MAX_ROUTERS and complete
   for _, name in ipairs(lapsed) do
     complete = reap_router(name) and complete
@@ -94,6 +109,7 @@ end
 
 register()
 sweep_tombstones(MAX_TOMBSTONES)
+forget_idle_tenants()
 if is_attended() then
   local all_leases, all_lost = reap_leases(), reap_lost()
   if not (all_leases and all_lost) then

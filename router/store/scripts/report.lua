@@ -2,8 +2,9 @@
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller  [2] executor  [3] generation  [4] seq  [5] budget blocks  [6] total blocks
---             [7] budget sequences  [8] 1 where it takes new work  then triples of what it holds: request id,
---             attempt, blocks
+--             [7] budget sequences  [8] 1 where it takes new work  [9] the quantile of outputs that it reserves for, 1 for
+--             their end  [10] milliseconds of a step  [11] prompt tokens per second, both 0 where not measured  then
+--             triples of what it holds: request id, attempt, blocks
 -- returns     {'TAKEN', {request id, attempt, …}}: held by the executor, superseded in the ledger; the caller has them
 --             cancelled there | {'OLD'} | {'AGAIN'}
 -- complexity  O(H + P · log N) for H held and P placed on the executor, both bounded by its sequences; that of board
@@ -11,7 +12,7 @@
 -- earlier call could not finish it for want of a mailbox.
 local AUDIT_INTERVAL_MS = 1000
 local id, generation, seq = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local FIRST_HELD = 9
+local FIRST_HELD = 12
 
 local function is_old(executor)
   if generation ~= executor.generation then
@@ -24,12 +25,12 @@ end
 -- be told.
 local function lose_placements(spared)
   local complete = true
-  for _, member in ipairs(redis.call('ZRANGEBYLEX', PLACEMENTS, '[' .. id .. '\0', '(' .. id .. '\1')) do
+  for _, member in ipairs(call('ZRANGEBYLEX', PLACEMENTS, placements_of(id))) do
     if not (spared and spared(member)) then
       local request_id = member:sub(#id + 2):match('^%d+%z(.*)')
       local request = load_request(request_id)
       if not request then
-        redis.call('ZREM', PLACEMENTS, member)
+        call('ZREM', PLACEMENTS, member)
       elseif not spared or NOW - request.placed_ms > AUDIT_GRACE_MS then
         complete = lose(request_id, request) and complete
       end
@@ -46,17 +47,19 @@ local function account_for(request_id, attempt, blocks)
   end
   if request then -- the ledger has lost this placement: the executor knows better
     withdraw(request_id, request)
-    seat(request_id, request, id, attempt)
+    seat(request_id, request, id, attempt, blocks)
     return false
   end
   local ended = ended_ms(request_id)
   if ended then -- a fresh end may just not have reached the executor when it reported
     return NOW - ended > AUDIT_GRACE_MS
   end
+  state.arrivals = state.arrivals + 1
   seat(request_id, {
-    owner = '', class = 2, blocks = blocks, sequences = 1, deadline_in_ms = '', deadline_ms = NO_DEADLINE_MS,
-    arrival = redis.call('INCR', ARRIVALS), rejections = 0,
-  }, id, attempt)
+    owner = '', tenant = '', class = 2, asked_class = 2, deadline_in_ms = huge, order_ms = NOW + PATIENCE_MS,
+    since_ms = NOW, arrival = state.arrivals, blocks = blocks, sequences = 1, prompt = 0, max = 0, output = 0,
+    block_size = 1, bytes = 0, rejections = 0, passed = 0, charge = 0,
+  }, id, attempt, blocks)
   return false
 end
 
@@ -86,6 +89,17 @@ local function audit()
   return superseded
 end
 
+-- The speeds of the pool follow those of its executors.
+local function observe_speeds(step_ms, tokens_per_s)
+  if step_ms > 0 then
+    state.step_ms = state.step_ms and 0.95 * state.step_ms + 0.05 * step_ms or step_ms
+  end
+  if tokens_per_s > 0 then
+    local speed = tokens_per_s / 1000
+    state.prefill_speed = state.prefill_speed and 0.95 * state.prefill_speed + 0.05 * speed or speed
+  end
+end
+
 local executor = load_executor(id)
 if executor and is_old(executor) then
   return finish({'OLD'})
@@ -94,16 +108,20 @@ if executor and executor.generation ~= generation then
   if not lose_placements() then
     return finish({'AGAIN'})
   end
-  executor = nil
+  executor = {claim = executor.claim}
 end
-
-executor = executor or {reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false}
+executor = executor or {}
+if not executor.generation then
+  executor.reserved_blocks, executor.reserved_sequences, executor.audited_ms, executor.audit_due = 0, 0, 0, false
+end
 executor.generation, executor.seq = generation, seq
 executor.budget_blocks, executor.total_blocks = tonumber(ARGV[5]), tonumber(ARGV[6])
 executor.budget_sequences, executor.accepting = tonumber(ARGV[7]), ARGV[8] == '1'
-executor.suspended, executor.last_report_ms = false, NOW
-redis.call('ZADD', SIZES, executor.total_blocks, id)
-redis.call('ZADD', REPORTS, NOW, id)
+executor.suspended, executor.last_report_ms, executor.quantile = false, NOW, tonumber(ARGV[9])
+state.overcommits = state.overcommits or executor.quantile < 1
+observe_speeds(tonumber(ARGV[10]), tonumber(ARGV[11]))
+call('ZADD', SIZES, executor.total_blocks, id)
+call('ZADD', REPORTS, NOW, id)
 
 local superseded = {}
 if executor.audit_due or NOW - executor.audited_ms >= AUDIT_INTERVAL_MS then

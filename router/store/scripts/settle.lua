@@ -1,13 +1,14 @@
--- settle: ends placements; their reservations return and the seats are filled again.
+-- settle: ends placements; their reservations return, tenants are charged what was used, and the seats are filled.
 --
 -- KEYS        the pool's keys, mailboxes
--- ARGV        [1] caller  then pairs: request id, attempt
+-- ARGV        [1] caller  then for each: request id, attempt, prompt tokens computed or '', output tokens or '', 1 where
+--             it ended by itself
 -- returns     {'SETTLED', number of requests that this call ended}
--- complexity  O(log N) for each pair, and that of board
+-- complexity  O(log N) for each, and that of board
 -- A stale attempt is left alone. An id not in the ledger gets a tombstone, so that a report still on its way does
 -- not add it. A repeat ends nothing.
 local num_settled = 0
-for i = 2, #ARGV, 2 do
+for i = 2, #ARGV, 5 do
   local id, attempt = ARGV[i], tonumber(ARGV[i + 1])
   local request = load_request(id)
   if not request then
@@ -16,6 +17,15 @@ for i = 2, #ARGV, 2 do
     withdraw(id, request)
     bury(id)
     num_settled = num_settled + 1
+    local computed, output = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
+    if computed and output then
+      local tenant = load_tenant(request.tenant)
+      settle_usage(request, tenant, computed, output)
+      refresh_tenant(request.tenant, tenant)
+      if ARGV[i + 4] == '1' then
+        learn_length(request, output)
+      end
+    end
   end
 end
 board()

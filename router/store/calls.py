@@ -1,0 +1,106 @@
+"""The arguments of the scripts, behind the caller's name: the other side of each script's header.
+
+Pure, so that a router, a simulation and a benchmark send the same.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from math import inf
+
+from router.store.lua import Argument
+from router.store.settings import StoreSettings
+from router.store.types import Attempt, Demand, Ending, ExecutorReport, TenantLimits
+
+_LIMITS = struct.Struct(">25d")
+
+
+def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
+    """Of submit.lua."""
+    pool = (
+        settings.max_queue_requests,
+        _limit(settings.max_queue_tokens),
+        _limit(settings.max_queue_bytes),
+        settings.max_bypass,
+        settings.age_ms,
+        settings.preempt_for_priority,
+    )
+    packed = _LIMITS.pack(*_request_numbers(demand), *_limit_numbers(demand.limits), *pool)
+    return [demand.request_id, demand.tenant, packed, *demand.prefix_hashes]
+
+
+def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
+    """Of settle.lua."""
+    args: list[Argument] = []
+    for one in endings:
+        ending = one if isinstance(one, Ending) else Ending(one.request_id, one.attempt)
+        args += (
+            ending.request_id,
+            ending.attempt,
+            "" if ending.computed_tokens is None else ending.computed_tokens,
+            "" if ending.output_tokens is None else ending.output_tokens,
+            int(ending.by_itself),
+        )
+    return args
+
+
+def report_args(report: ExecutorReport) -> list[Argument]:
+    """Of report.lua."""
+    args: list[Argument] = [
+        report.executor_id,
+        report.generation,
+        report.seq,
+        report.budget_blocks,
+        report.total_blocks,
+        report.budget_sequences,
+        int(report.accepting),
+        report.reserve_quantile,
+        report.step_ms,
+        report.prefill_tokens_per_s,
+    ]
+    for one in report.held:
+        args += (one.request_id, one.attempt, one.blocks)
+    return args
+
+
+def hand_back_args(
+    request_id: str, attempt: int, max_attempts: int, *, rejected: bool, preempted: bool, output_tokens: int
+) -> list[Argument]:
+    """Of hand_back.lua."""
+    why = "preempted" if preempted else "rejected" if rejected else "lost"
+    return [request_id, attempt, max_attempts, why, output_tokens]
+
+
+def _request_numbers(demand: Demand) -> tuple[float, ...]:
+    return (
+        demand.priority_class,
+        _limit(demand.deadline_ms),
+        demand.blocks,
+        demand.sequences,
+        demand.last_attempt,
+        demand.prompt_tokens,
+        demand.max_tokens,
+        demand.output_tokens,
+        demand.block_size,
+        demand.num_bytes,
+    )
+
+
+def _limit_numbers(limits: TenantLimits) -> tuple[float, ...]:
+    """A rate becomes the milliseconds that one takes; 0 is no limit."""
+    return (
+        limits.weight,
+        _limit(limits.max_running),
+        _limit(limits.max_queue_requests),
+        _limit(limits.max_queue_tokens),
+        _limit(limits.max_queue_bytes),
+        0.0 if limits.requests_per_s is None else 1000 / limits.requests_per_s,
+        limits.request_burst,
+        0.0 if limits.tokens_per_s is None else 1000 / limits.tokens_per_s,
+        limits.token_burst,
+    )
+
+
+def _limit(value: float | None) -> float:
+    return inf if value is None else value

@@ -1,0 +1,61 @@
+-- explain: how a request stands and what it waits for.
+--
+-- KEYS        the pool's keys
+-- ARGV        [1] caller  [2] request id
+-- returns     {state, attempt, class, tenant, executor or '', number ahead, estimated wait or '', what it waits for or '',
+--             blocks needed, most blocks available, times passed} | {'ENDED'} | {'UNKNOWN'}
+-- complexity  O(log N)
+-- Changes nothing.
+local id = ARGV[2]
+
+local function most_available()
+  local first = roomiest(1)[1]
+  return first and available_blocks(load_executor(first)) or 0
+end
+
+-- The first of the tenants of a class that may be served.
+local function first_tenant(class)
+  return call('ZRANGE', ACTIVE[class], 0, 0)[1]
+end
+
+local function wait_reason(request, ahead_in_tenant)
+  local newest = call('ZREVRANGE', REPORTS, 0, 0, 'WITHSCORES')
+  if #newest == 0 or NOW - tonumber(newest[2]) > SILENT_MS then
+    return 'EXECUTOR'
+  end
+  if not load_tenant(request.tenant).active then
+    return 'TENANT_LIMIT'
+  end
+  for class = 1, request.class - 1 do
+    if first_tenant(class) then
+      return 'CLASS'
+    end
+  end
+  if ahead_in_tenant > 0 then
+    return 'ORDER'
+  end
+  if first_tenant(request.class) ~= request.tenant then
+    return 'FAIRNESS'
+  end
+  local claim = state.claims[1]
+  if claim and claim.id ~= id and #roomiest(1) == 0 then
+    return 'HELD_LINE'
+  end
+  return #roomiest(1) > 0 and 'BLOCKS' or 'SEAT'
+end
+
+local request = load_request(id)
+if not request then
+  return finish({ended_ms(id) and 'ENDED' or 'UNKNOWN'})
+end
+local reason, ahead, wait_ms = '', 0, ''
+if request.state == 'WAITING' then
+  local ahead_in_tenant = num_ahead_in_tenant(id, request)
+  ahead = num_ahead(request, ahead_in_tenant)
+  wait_ms, reason = estimated_wait(ahead) or '', wait_reason(request, ahead_in_tenant)
+end
+local best = roomiest(1)[1]
+return finish({
+  request.state, request.attempt, request.class, request.tenant, request.executor_id or '', ahead, wait_ms, reason,
+  request.reserved or needed_blocks(request, best and load_executor(best)), most_available(), request.passed,
+})

@@ -1,0 +1,199 @@
+-- Board: seats as many waiting requests as fit, in fair order. Ends every script that may have opened a seat.
+--
+-- Order: class, then the active tenant with the smallest counter, then deadline and arrival. One that does not fit may
+-- be passed by up to MAX_PASSED others that do, `max_bypass` times in all; then an executor is kept for it (`claim`), or,
+-- where none can be, the line holds.
+local MAX_PASSED = 4
+local MAX_AGED = 16         -- requests moved up a class by one call
+local MAX_VICTIMS = 8       -- placements looked at to find room for a higher class
+local PREEMPTION_MS = 2000  -- until a request may ask again for others to give way
+
+-- Moves up a class who has waited long.
+local function promote_aged()
+  if NOW < (state.next_age_ms or huge) then
+    return
+  end
+  for _, id in ipairs(call('ZRANGEBYSCORE', AGEING, '-inf', NOW, 'LIMIT', 0, MAX_AGED)) do
+    call('ZREM', AGEING, id)
+    local request = load_request(id)
+    if request and request.state == 'WAITING' then
+      call('ZREM', WAITING[request.class], line_member(id, request))
+      count_waiting(request, -1)
+      request.class = request.class - 1
+      call('ZADD', WAITING[request.class], 0, line_member(id, request))
+      if request.class > 1 then
+        call('ZADD', AGEING, NOW + state.age_ms, id)
+      end
+      count_waiting(request, 1)
+      save_request(id, request)
+    end
+  end
+  local first = call('ZRANGE', AGEING, 0, 0, 'WITHSCORES')
+  state.next_age_ms = first[2] and tonumber(first[2]) or nil
+end
+
+-- An entry of the line whose record is gone (evicted) is dropped, and counted out as far as it is known.
+local function drop_entry(class, name, member)
+  call('ZREM', WAITING[class], member)
+  local tenant = load_tenant(name)
+  tenant.lines[class], tenant.waiting = math.max(0, tenant.lines[class] - 1), math.max(0, tenant.waiting - 1)
+  state.waiting = math.max(0, state.waiting - 1)
+  refresh_tenant(name, tenant)
+end
+
+-- The first in fair order that is not among the passed.
+local function next_in_line(passed)
+  for class = 1, NUM_CLASSES do
+    for _, name in ipairs(call('ZRANGE', ACTIVE[class], 0, #passed)) do
+      local first, last = line_of(name)
+      local members = call('ZRANGEBYLEX', WAITING[class], first, last, 'LIMIT', 0, #passed + 1)
+      for _, member in ipairs(members) do
+        local id = id_in_line(name, member)
+        if not passed[id] then
+          local request = load_request(id)
+          if not request then
+            drop_entry(class, name, member)
+          end
+          return id, request
+        end
+      end
+    end
+  end
+  return nil
+end
+
+-- Takes the request out of the line for good.
+local function drop(kind, id, request)
+  withdraw(id, request)
+  bury(id)
+  tell(kind, id, request)
+end
+
+-- Whether it would be dead before its first token. Output is proof of life.
+local function is_dead(request)
+  return request.deadline_ms and request.output == 0 and NOW + prefill_ms(request) / 2 > request.deadline_ms
+end
+
+-- The newest placements of lower classes on one executor that make room if they give way; nil where there are none.
+-- Their owners hand them back, and then the request, being first, gets the room.
+local function preempt_for(request)
+  if NOW - (request.preempting or 0) < PREEMPTION_MS then
+    return
+  end
+  local lowest = (request.class + 1) * 1e13
+  local executor_id, blocks, sequences, victims = nil, 0, 0, {}
+  for _, id in ipairs(call('ZREVRANGEBYSCORE', PREEMPTIBLE, '+inf', lowest, 'LIMIT', 0, MAX_VICTIMS)) do
+    local victim = load_request(id)
+    if not victim or victim.state ~= 'PLACED' then
+      call('ZREM', PREEMPTIBLE, id)
+      victim = nil
+    end
+    local executor = victim and load_executor(victim.executor_id)
+    if takes_work(executor) and (not executor_id or executor_id == victim.executor_id) and lives(victim.owner) then
+      if not executor_id then
+        executor_id, blocks = victim.executor_id, available_blocks(executor)
+        sequences = executor.budget_sequences - executor.reserved_sequences
+      end
+      victims[#victims + 1] = {id, victim}
+      blocks, sequences = blocks + victim.reserved, sequences + victim.sequences
+      if blocks >= needed_blocks(request, executor) and sequences >= request.sequences then
+        request.preempting = NOW
+        return victims
+      end
+    end
+  end
+  return nil
+end
+
+-- What to do with a request that does not fit: 'drop' it, 'pass' it, or 'hold' the line for it.
+local function deal_with_misfit(id, request)
+  if call('ZCARD', SIZES) > 0 and not fits_somewhere(request) then
+    drop('never_fits', id, request)
+    return 'drop'
+  end
+  local victims = state.preempts and preempt_for(request)
+  for _, one in ipairs(victims or {}) do
+    if not reachable(one[2].owner) then
+      return 'hold'
+    end
+  end
+  for _, one in ipairs(victims or {}) do
+    call('ZREM', PREEMPTIBLE, one[1])
+    tell('preempt', one[1], one[2])
+  end
+  if victims then
+    save_request(id, request)
+  end
+  local executor = request.claim and load_executor(request.claim)
+  if request.claim and not takes_work(executor) then
+    unclaim(request)
+    save_request(id, request)
+  end
+  if not request.claim and request.passed >= state.max_bypass then
+    if not claim_executor(id, request) then
+      return 'hold'
+    end
+    save_request(id, request)
+  end
+  return 'pass'
+end
+
+-- Deals with the next in line: 'seat', 'drop', 'pass' or 'hold'.
+local function board_one(id, request)
+  if not lives(request.owner) then
+    withdraw(id, request)
+    call('HDEL', REQUESTS, id)
+    return 'drop'
+  end
+  local executor_id, blocks = choose(id, request)
+  if is_dead(request) then
+    if executor_id then
+      drop('expired', id, request)
+    end
+    return executor_id and 'drop' or 'pass'
+  end
+  if not executor_id then
+    return deal_with_misfit(id, request)
+  end
+  observe_wait(request)
+  withdraw(id, request)
+  seat(id, request, executor_id, request.attempt + 1, blocks)
+  remember_prefixes(request, executor_id)
+  tell('placed', id, request)
+  return 'seat'
+end
+
+-- Somebody was placed past these.
+local function count_passes(passed)
+  for _, id in ipairs(passed) do
+    local request = load_request(id)
+    request.passed = request.passed + 1
+    save_request(id, request)
+  end
+end
+
+local function board()
+  if state.waiting == 0 then
+    return
+  end
+  promote_aged()
+  local passed = {}
+  for _ = 1, MAX_HEADS do
+    if #state.claims == 0 and #roomiest(1) == 0 then
+      return
+    end
+    local id, request = next_in_line(passed)
+    if not id or (request and not reachable(request.owner)) then
+      return
+    end
+    local dealt = request and board_one(id, request) or 'drop'
+    if dealt == 'seat' then
+      count_passes(passed)
+    elseif dealt == 'hold' or (dealt == 'pass' and #passed == MAX_PASSED) then
+      return
+    elseif dealt == 'pass' then
+      passed[#passed + 1], passed[id] = id, true
+    end
+  end
+  more = 1
+end

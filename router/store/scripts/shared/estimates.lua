@@ -1,0 +1,64 @@
+-- Estimates: how long a request will wait, from how fast the line has moved, and how true that was.
+--
+-- The line's speed is in tokens (prompt and `max_tokens`) placed per millisecond while somebody waited, smoothed over
+-- windows of a second. Raw estimates are multiplied by `state.correction`, the smoothed ratio of actual to estimated.
+local WINDOW_MS = 1000
+local MARGIN = 1.2 -- by which an estimate must miss a deadline before the request is refused for it
+
+-- Requests that will probably be placed before it: of higher classes all, of its tenant those ahead; the other tenants
+-- of its class take turns with it.
+local function num_ahead(request, ahead_in_tenant)
+  local ahead = ahead_in_tenant
+  for class = 1, request.class - 1 do
+    ahead = ahead + call('ZCARD', WAITING[class])
+  end
+  local tenant = load_tenant(request.tenant)
+  local others = call('ZCARD', WAITING[request.class]) - tenant.lines[request.class]
+  if others > 0 then
+    local num_others = call('ZCARD', ACTIVE[request.class]) - (tenant.active and 1 or 0)
+    ahead = ahead + math.min(others, num_others * (ahead_in_tenant + 1))
+  end
+  return ahead
+end
+
+-- Milliseconds until so many requests are placed; nil where nothing was measured.
+local function estimated_wait(ahead)
+  if not state.speed or state.waiting == 0 then
+    return nil
+  end
+  local tokens = state.tokens[1] + state.tokens[2] + state.tokens[3]
+  return math.ceil((ahead + 1) * tokens / state.waiting / state.speed * state.correction)
+end
+
+-- Milliseconds from its seat to its first token; 0 where nothing was measured.
+local function prefill_ms(request)
+  if not state.prefill_speed then
+    return 0
+  end
+  return (request.prompt + request.output) / state.prefill_speed + (state.step_ms or 0)
+end
+
+-- Takes in that a request that stood in line was placed.
+local function observe_wait(request)
+  local window_ms = NOW - (state.window_since or NOW)
+  state.window_since = state.window_since or NOW
+  state.window_tokens = (state.window_tokens or 0) + request.prompt + request.max
+  if window_ms >= WINDOW_MS then
+    local speed = state.window_tokens / window_ms
+    state.speed = state.speed and 0.7 * state.speed + 0.3 * speed or speed
+    state.window_since, state.window_tokens = NOW, 0
+  end
+  if request.estimate and request.attempt == 0 then
+    local actual = NOW - request.since_ms
+    local weight = math.max(0.01, 1 / (state.num_estimates + 1))
+    local ratio = math.max(0.1, math.min(10, (actual + 50) / (request.estimate / request.correction + 50)))
+    state.num_estimates = state.num_estimates + 1
+    state.error = state.error + weight * (math.abs(actual - request.estimate) / math.max(actual, 100) - state.error)
+    state.correction = state.correction + math.max(weight, 0.05) * (ratio - state.correction)
+  end
+end
+
+-- Nobody waits: how fast the line would move is not measured.
+local function end_window()
+  state.window_since, state.window_tokens = nil, nil
+end

@@ -1,0 +1,90 @@
+-- Lengths: how long outputs become, learned from completions, and what is therefore reserved.
+--
+-- For each tenant and size of `max_tokens` (a power of two), and for all tenants together, `lengths` has a histogram:
+-- bin i of 25 counts outputs of up to size · 2^((i - 25) / 3) tokens. Counts are halved when they reach MAX_COUNT, so
+-- that the last few hundred completions count. Only kept while some executor reserves less than the end.
+local NUM_BINS, BINS_PER_DOUBLING = 25, 3
+local MAX_COUNT, MIN_COUNT = 512, 32
+
+local function size_of(max_tokens)
+  return 2 ^ math.ceil(math.log(math.max(1, max_tokens)) / math.log(2) - 1e-9)
+end
+
+local function bin_of(size, tokens)
+  local bin = NUM_BINS + math.ceil(BINS_PER_DOUBLING * math.log(math.max(1, tokens) / size) / math.log(2) - 1e-9)
+  return math.max(1, math.min(NUM_BINS, bin))
+end
+
+local function tokens_of(size, bin)
+  return math.ceil(size * 2 ^ ((bin - NUM_BINS) / BINS_PER_DOUBLING))
+end
+
+local histograms = {} -- unpacked in this call
+
+local function load_histogram(field)
+  if histograms[field] == nil then
+    local text = call('HGET', LENGTHS, field)
+    histograms[field] = text and unpack_record(text) or {count = 0, bins = {}}
+  end
+  return histograms[field]
+end
+
+local function add_length(field, bin)
+  local histogram = load_histogram(field)
+  for i = 1, NUM_BINS do
+    local count = histogram.bins[i] or 0
+    histogram.bins[i] = histogram.count >= MAX_COUNT and count / 2 or count
+  end
+  histogram.count = histogram.count >= MAX_COUNT and histogram.count / 2 or histogram.count
+  histogram.bins[bin] = histogram.bins[bin] + 1
+  histogram.count = histogram.count + 1
+  call('HSET', LENGTHS, field, pack(histogram))
+end
+
+-- Learns from a completion.
+local function learn_length(request, output)
+  if state.overcommits then
+    local size = size_of(request.max)
+    local bin = bin_of(size, output)
+    add_length(request.tenant .. '\0' .. size, bin)
+    add_length('\0' .. size, bin)
+  end
+end
+
+-- The output tokens that a request stays within so often, given what it has; its `max` while too little is known.
+local function likely_output(request, quantile)
+  local size = size_of(request.max)
+  local histogram = load_histogram(request.tenant .. '\0' .. size)
+  if histogram.count < MIN_COUNT then
+    histogram = load_histogram('\0' .. size)
+  end
+  if histogram.count < MIN_COUNT then
+    return request.max
+  end
+  local first = request.output > 0 and bin_of(size, request.output + 1) or 1
+  local longer = 0
+  for bin = first, NUM_BINS do
+    longer = longer + (histogram.bins[bin] or 0)
+  end
+  if longer == 0 then
+    return request.max
+  end
+  local left = longer
+  for bin = first, NUM_BINS do
+    left = left - (histogram.bins[bin] or 0)
+    if left <= (1 - quantile) * longer + 1e-9 then
+      return math.min(request.max, math.max(tokens_of(size, bin), request.output + 1))
+    end
+  end
+  return request.max
+end
+
+-- The blocks that the executor reserves for the request.
+local function needed_blocks(request, executor)
+  local quantile = executor and executor.quantile or 1
+  if quantile >= 1 or request.max == 0 then
+    return request.blocks
+  end
+  local tokens = request.prompt + likely_output(request, quantile)
+  return math.min(request.blocks, request.sequences * (math.ceil(tokens / request.block_size) + 1))
+end

@@ -1,0 +1,64 @@
+-- Owners: which routers live, and how they are told what becomes of their requests.
+
+-- Renews the caller's lease. Only `reap` ends one, and marks it with 0 before it forgets what waits in its name.
+local function register()
+  local until_ms = tonumber(call('ZSCORE', ROUTERS, CALLER) or 0)
+  if until_ms == 0 then
+    registered = 1
+  end
+  if until_ms - NOW < LEASE_MS - 250 then -- not with every call
+    call('ZADD', ROUTERS, NOW + LEASE_MS, CALLER)
+  end
+end
+
+local living = {[CALLER] = true, [''] = false} -- looked up in this call; '' owns what only an executor knew of
+
+local function lives(owner)
+  if living[owner] == nil then
+    local until_ms = call('ZSCORE', ROUTERS, owner)
+    living[owner] = until_ms ~= false and tonumber(until_ms) > 0
+  end
+  return living[owner]
+end
+
+local mailboxes -- router -> key, of those passed
+
+local function mailbox_of(owner)
+  if not mailboxes then
+    mailboxes = {}
+    local prefix = #EXECUTORS - #'executors' + #'mailbox:'
+    for i = NUM_POOL_KEYS + 1, #KEYS do
+      mailboxes[KEYS[i]:sub(prefix + 1)] = KEYS[i]
+    end
+  end
+  return mailboxes[owner]
+end
+
+-- Whether `tell` can tell the owner. Asked before anything about its request is changed.
+local function reachable(owner)
+  if owner == CALLER or not lives(owner) or mailbox_of(owner) then
+    return true
+  end
+  for _, name in ipairs(missing) do
+    if name == owner then
+      return false
+    end
+  end
+  missing[#missing + 1] = owner
+  return false
+end
+
+-- Tells the request's owner, if it lives: the caller by this call's reply, others by mailbox.
+local function tell(kind, id, request)
+  local fields = {
+    'kind', kind, 'request_id', id, 'attempt', request.attempt,
+    'executor_id', request.executor_id or '', 'generation', request.generation or 0, 'blocks', request.reserved or 0,
+  }
+  if request.owner == CALLER then
+    events[#events + 1] = fields
+  elseif lives(request.owner) then
+    local mailbox = mailbox_of(request.owner)
+    call('XADD', mailbox, 'MAXLEN', '~', MAILBOX_ENTRIES, '*', unpack(fields))
+    call('PEXPIRE', mailbox, MAILBOX_MS)
+  end
+end

@@ -1,0 +1,140 @@
+-- Places: which executor a request goes to.
+--
+-- `room` has the executors with a free sequence by their available blocks, but for those that are claimed: kept for a
+-- request that others passed too often. A claimed one is there for that request and for higher classes. Of the rest the
+-- one with most available is taken, unless another holds a beginning of the prompt and is not much fuller.
+local MAX_IMBALANCE = 0.25 -- how much fuller, as a share of its blocks or sequences, the holder of a prefix may be
+local MAX_CLAIMS = 8
+local MAX_PREFIXES = 100000 -- remembered, twice: the newest and those before
+
+local function takes_work(executor)
+  return executor and executor.accepting and not executor.suspended and NOW - executor.last_report_ms <= SILENT_MS
+end
+
+-- The blocks to reserve for the request, if there is room for it.
+local function room_for(request, executor)
+  if executor.budget_sequences - executor.reserved_sequences < request.sequences then
+    return nil
+  end
+  local blocks = needed_blocks(request, executor)
+  return available_blocks(executor) >= blocks and blocks or nil
+end
+
+-- The executors with most available blocks that take work. Each round but the last takes executors that have fallen
+-- silent out of `room`, where only a save puts them back.
+local function roomiest(count)
+  flush_executors()
+  for _ = 1, 32 do
+    local ids, silent = call('ZRANGE', ROOM, 0, count - 1), false
+    for _, id in ipairs(ids) do
+      if not takes_work(load_executor(id)) then
+        call('ZREM', ROOM, id)
+        silent = true
+      end
+    end
+    if not silent then
+      return ids
+    end
+  end
+  return {}
+end
+
+local function load_of(executor)
+  return math.max(
+    executor.reserved_blocks / math.max(1, executor.budget_blocks),
+    executor.reserved_sequences / math.max(1, executor.budget_sequences))
+end
+
+-- The executor that holds the longest known beginning of the prompt, where it has room and is not much fuller than the
+-- best one.
+local function holder_of_prefix(request, best)
+  local hashes = request.prefixes
+  if not hashes or #hashes == 0 then
+    return nil
+  end
+  for _, key in ipairs({PREFIXES, OLD_PREFIXES}) do
+    local holders = call('HMGET', key, unpack(hashes))
+    for i = #hashes, 1, -1 do
+      local executor = holders[i] and load_executor(holders[i])
+      if executor and takes_work(executor) and not executor.claim then
+        local blocks = room_for(request, executor)
+        if blocks and load_of(executor) <= load_of(load_executor(best)) + MAX_IMBALANCE then
+          return holders[i], blocks
+        end
+      end
+    end
+  end
+  return nil
+end
+
+-- Notes that the executor will hold these beginnings.
+local function remember_prefixes(request, executor_id)
+  local hashes = request.prefixes
+  if not hashes or #hashes == 0 then
+    return
+  end
+  local fields = {}
+  for _, hash in ipairs(hashes) do
+    fields[#fields + 1], fields[#fields + 2] = hash, executor_id
+  end
+  state.num_prefixes = (state.num_prefixes or 0) + call('HSET', PREFIXES, unpack(fields))
+  if state.num_prefixes >= MAX_PREFIXES then
+    call('RENAME', PREFIXES, OLD_PREFIXES)
+    state.num_prefixes = 0
+  end
+end
+
+-- Where the request can go now, and the blocks to reserve there; nil where it cannot. Ties by id.
+local function choose(id, request)
+  for _, claim in ipairs(state.claims) do
+    if claim.id == id or request.class < claim.class then
+      local executor = load_executor(claim.executor_id)
+      local blocks = takes_work(executor) and room_for(request, executor)
+      if blocks then
+        return claim.executor_id, blocks
+      end
+    end
+  end
+  for _, executor_id in ipairs(roomiest(MAX_CANDIDATES)) do
+    local blocks = room_for(request, load_executor(executor_id))
+    if blocks then
+      local holder, holder_blocks = holder_of_prefix(request, executor_id)
+      return holder or executor_id, holder_blocks or blocks
+    end
+  end
+  return nil
+end
+
+-- Whether some executor, empty, would hold this much. Those silent up to their lease count: they may come back.
+local function fits_somewhere(request)
+  for _, id in ipairs(call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', 0, 64)) do
+    local executor = load_executor(id)
+    if executor and executor.budget_sequences >= request.sequences then
+      return true
+    end
+  end
+  return false
+end
+
+-- Keeps for the request the executor that is nearest to having room for it. False where there is none to be kept.
+local function claim_executor(id, request)
+  if #state.claims >= MAX_CLAIMS then
+    return false
+  end
+  local best, most = nil, nil
+  for _, executor_id in ipairs(call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', 0, 64)) do
+    local executor = load_executor(executor_id)
+    if takes_work(executor) and not executor.claim and executor.budget_sequences >= request.sequences
+      and (not most or available_blocks(executor) > most) then
+      best, most = executor_id, available_blocks(executor)
+    end
+  end
+  if not best then
+    return false
+  end
+  local executor = load_executor(best)
+  executor.claim, request.claim = id, best
+  save_executor(best, executor)
+  state.claims[#state.claims + 1] = {id = id, executor_id = best, class = request.class}
+  return true
+end

@@ -1,0 +1,194 @@
+-- States: a request is in exactly one, and `withdraw` takes it out of any of them:
+--   WAITING  in line: in `waiting:<class>`, `waiting_by_owner` and, below the first class, `ageing`; counted by its tenant
+--   PLACED   reserved on an executor: in `placements` and in the executor's reserved sums; counted by its tenant
+--   LOST     taken back from an executor; its owner was told and hands it back or settles it: in `lost`
+-- It ends by leaving `requests`, for a tombstone in `ended`.
+--
+-- Lines are ordered by name: tenant, then deadline (at most PATIENCE_MS away), then arrival. A tenant's line is a range.
+
+local function line_of(tenant)
+  return '[' .. tenant .. '\0', '(' .. tenant .. '\1'
+end
+
+local function line_member(id, request)
+  return request.tenant .. '\0' .. string.format('%013d%013d', request.order_ms, request.arrival) .. id
+end
+
+local function id_in_line(tenant, member)
+  return member:sub(#tenant + 28)
+end
+
+local function owner_member(id, request)
+  return request.owner .. '\0' .. id
+end
+
+local function placement_member(executor_id, attempt, id)
+  return executor_id .. '\0' .. string.format('%d', attempt) .. '\0' .. id
+end
+
+local function placements_of(executor_id)
+  return '[' .. executor_id .. '\0', '(' .. executor_id .. '\1'
+end
+
+-- Counts the request into its tenant's line and the pool's (`sign` 1), or out of them (-1).
+local function count_waiting(request, sign)
+  local tenant, tokens = load_tenant(request.tenant), request.prompt + request.max
+  tenant.waiting, tenant.tokens = tenant.waiting + sign, tenant.tokens + sign * tokens
+  tenant.bytes = tenant.bytes + sign * request.bytes
+  tenant.lines[request.class] = tenant.lines[request.class] + sign
+  state.waiting, state.bytes = state.waiting + sign, state.bytes + sign * request.bytes
+  state.tokens[request.class] = state.tokens[request.class] + sign * tokens
+  refresh_tenant(request.tenant, tenant)
+  if state.waiting == 0 then
+    end_window()
+  end
+end
+
+-- Gives up the executor that was kept for the request.
+local function unclaim(request)
+  for i, claim in ipairs(state.claims) do
+    if claim.executor_id == request.claim then
+      table.remove(state.claims, i)
+      break
+    end
+  end
+  local executor = load_executor(request.claim)
+  if executor then
+    executor.claim = nil
+    save_executor(request.claim, executor)
+  end
+  request.claim = nil
+end
+
+-- Puts the request in line, by the order key that it has had from the start.
+local function enqueue(id, request)
+  request.state = 'WAITING'
+  call('ZADD', WAITING[request.class], 0, line_member(id, request))
+  call('ZADD', WAITING_BY_OWNER, 0, owner_member(id, request))
+  if request.class > 1 then
+    call('ZADD', AGEING, NOW + state.age_ms, id)
+    state.next_age_ms = math.min(state.next_age_ms or huge, NOW + state.age_ms)
+  end
+  count_waiting(request, 1)
+  save_request(id, request)
+end
+
+local function leave_line(id, request)
+  call('ZREM', WAITING[request.class], line_member(id, request))
+  call('ZREM', WAITING_BY_OWNER, owner_member(id, request))
+  if request.class > 1 then
+    call('ZREM', AGEING, id)
+  end
+  if request.claim then
+    unclaim(request)
+  end
+  count_waiting(request, -1)
+end
+
+local function leave_executor(id, request)
+  call('ZREM', PLACEMENTS, placement_member(request.executor_id, request.attempt, id))
+  if state.preempts then
+    call('ZREM', PREEMPTIBLE, id)
+  end
+  local executor = load_executor(request.executor_id)
+  if executor then
+    executor.reserved_blocks = executor.reserved_blocks - request.reserved
+    executor.reserved_sequences = executor.reserved_sequences - request.sequences
+    save_executor(request.executor_id, executor)
+  end
+  local tenant = load_tenant(request.tenant)
+  tenant.running = tenant.running - request.sequences
+  if tenant.waiting > 0 then
+    refresh_tenant(request.tenant, tenant)
+  end
+  save_tenant(request.tenant, tenant)
+end
+
+-- Takes the request out of the state it is in; its reservation returns to its executor.
+local function withdraw(id, request)
+  if request.state == 'WAITING' then
+    leave_line(id, request)
+  elseif request.state == 'PLACED' then
+    leave_executor(id, request)
+  elseif request.state == 'LOST' then
+    call('ZREM', LOST, id)
+  end
+end
+
+-- Reserves blocks and sequences of the executor for this attempt, and charges the tenant.
+local function seat(id, request, executor_id, attempt, blocks)
+  local executor, tenant = load_executor(executor_id), load_tenant(request.tenant)
+  request.state, request.attempt, request.placed_ms = 'PLACED', attempt, NOW
+  request.executor_id, request.generation, request.reserved = executor_id, executor.generation, blocks
+  request.passed, request.preempting, request.estimate = 0, nil, nil
+  executor.reserved_blocks = executor.reserved_blocks + blocks
+  executor.reserved_sequences = executor.reserved_sequences + request.sequences
+  save_executor(executor_id, executor)
+  charge(request, tenant)
+  tenant.running = tenant.running + request.sequences
+  if tenant.waiting > 0 then
+    refresh_tenant(request.tenant, tenant)
+  end
+  save_tenant(request.tenant, tenant)
+  call('ZADD', PLACEMENTS, 0, placement_member(executor_id, attempt, id))
+  if state.preempts and request.class > 1 then
+    call('ZADD', PREEMPTIBLE, request.class * 1e13 + NOW, id)
+  end
+  save_request(id, request)
+end
+
+-- Takes a placement back and leaves it to its owner what follows. An owner that is gone is not waited for. False,
+-- and nothing done, where the owner cannot be told.
+local function lose(id, request)
+  if not reachable(request.owner) then
+    return false
+  end
+  withdraw(id, request)
+  if lives(request.owner) then
+    request.state = 'LOST'
+    save_request(id, request)
+    call('ZADD', LOST, NOW, id)
+    tell('lost', id, request)
+  else
+    call('HDEL', REQUESTS, id)
+  end
+  return true
+end
+
+-- Forgets up to `limit` ended ids that are out of date.
+local function sweep_tombstones(limit)
+  local old = call('ZRANGEBYSCORE', ENDED, '-inf', NOW - TOMBSTONE_MS - 1, 'LIMIT', 0, limit)
+  if #old > 0 then
+    call('ZREM', ENDED, unpack(old))
+  end
+end
+
+-- Leaves a tombstone. Sweeping two for each one keeps `ended` from growing.
+local function bury(id)
+  call('HDEL', REQUESTS, id)
+  call('ZADD', ENDED, NOW, id)
+  sweep_tombstones(2)
+end
+
+-- When the id ended, or nil where that is not known (any more).
+local function ended_ms(id)
+  local ended = call('ZSCORE', ENDED, id)
+  if ended and NOW - tonumber(ended) <= TOMBSTONE_MS then
+    return tonumber(ended)
+  end
+  return nil
+end
+
+local function num_ahead_in_tenant(id, request)
+  local first = line_of(request.tenant)
+  return call('ZLEXCOUNT', WAITING[request.class], first, '(' .. line_member(id, request))
+end
+
+-- How a WAITING or PLACED request stands, as an outcome. An estimate of '' is none.
+local function standing(id, request)
+  if request.state == 'PLACED' then
+    return {'PLACED', request.attempt, request.executor_id, request.generation, request.reserved}
+  end
+  local ahead = num_ahead(request, num_ahead_in_tenant(id, request))
+  return {'QUEUED', ahead, estimated_wait(ahead) or ''}
+end

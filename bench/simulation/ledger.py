@@ -13,6 +13,8 @@ from typing import Any
 from bench.simulation.store_link import StoreLink
 from bench.simulation.timeline import Process
 from bench.simulation.wire import command, encode
+from router.store.calls import report_args, settle_args, submit_args
+from router.store.lua import Argument
 from router.store.replies import Reply, parse_cancel, parse_event, parse_hand_back, parse_submit
 from router.store.settings import StoreSettings
 from router.store.types import (
@@ -112,11 +114,11 @@ class Ledger:
     def hand_back(
         self,
         request_id: str,
-        args: Sequence[str | int],
+        args: Sequence[Argument],
         on_result: Callable[[HandBackOutcome], None],
         on_failure: OnFailure,
     ) -> None:
-        """See `AdmissionStore.hand_back`; `args` are what `hand_back_args` makes."""
+        """See `AdmissionStore.hand_back`; `args` are what `router.store.calls.hand_back_args` makes."""
 
         def answer(reply: Reply, own: OwnEvent | None) -> None:
             on_result(own or parse_hand_back(request_id, reply))
@@ -143,7 +145,7 @@ class Ledger:
     def _operate(
         self,
         name: str,
-        args: Sequence[str | int],
+        args: Sequence[Argument],
         on_result: Callable[[Reply, OwnEvent | None], None],
         on_failure: OnFailure,
         own_id: str | None = None,
@@ -242,46 +244,6 @@ class Ledger:
 
 def _ignore() -> None:
     """What fails is lost, and made again soon anyway."""
-
-
-def submit_args(demand: Demand, settings: StoreSettings) -> list[str | int]:
-    """What `submit` is called with."""
-    return [
-        demand.request_id,
-        demand.priority_class,
-        "" if demand.deadline_ms is None else demand.deadline_ms,
-        demand.blocks,
-        demand.sequences,
-        demand.last_attempt,
-        settings.max_queue_requests,
-    ]
-
-
-def settle_args(endings: Sequence[Attempt | Ending]) -> list[str | int]:
-    """What `settle` is called with."""
-    return [value for one in endings for value in (one.request_id, one.attempt)]
-
-
-def hand_back_args(
-    request_id: str, attempt: int, max_attempts: int, *, rejected: bool, preempted: bool, output_tokens: int
-) -> list[str | int]:
-    """What `hand_back` is called with."""
-    return [request_id, attempt, max_attempts, int(rejected or preempted), int(output_tokens > 0)]
-
-
-def report_args(report: ExecutorReport) -> list[str | int]:
-    """What `report` is called with."""
-    held = [value for one in report.held for value in (one.request_id, one.attempt, one.blocks)]
-    return [
-        report.executor_id,
-        report.generation,
-        report.seq,
-        report.budget_blocks,
-        report.total_blocks,
-        report.budget_sequences,
-        int(report.accepting),
-        *held,
-    ]
 
 
 def report_outcome(reply: Reply) -> ReportOutcome:

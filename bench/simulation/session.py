@@ -1,7 +1,6 @@
-"""The stream between a router and one start of an executor: what is said reaches the other side a little later, in order.
+"""The stream between a router and one start of an executor: what is said reaches the other side later, in order.
 
-A stream that breaks takes everything with it that is under way. `SequenceEvents` is one frame: what a turn of the loop
-brought for one router.
+A stream that breaks takes everything with it that is under way.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.simulation.ledger import HandBackOutcome, Ledger, SubmitOutcome, hand_back_args
+from bench.simulation.ledger import HandBackOutcome, Ledger, SubmitOutcome
 from bench.simulation.ledger_writer import LedgerWriter
 from bench.simulation.session import Session
 from bench.simulation.sim_stream import RouterShape, SimStream
@@ -16,6 +16,7 @@ from bench.simulation.store_link import StoreLink
 from bench.simulation.timeline import US_PER_MS, Process, Timeline
 from bench.simulation.witness import Fate, Witness
 from common.errors import Reason
+from router.store.calls import hand_back_args
 from router.store.types import (
     CancelAsked,
     Cancelled,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bench.simulation.timeline import US_PER_S
 from bench.simulation.traffic import SimRequest
@@ -18,7 +18,7 @@ class RouterShape:
     block_size: int = 16
     max_attempts: int = 3
     no_executor_grace_us: int = 10 * US_PER_S
-    store: StoreSettings = StoreSettings(max_queue_requests=1_000_000)
+    store: StoreSettings = field(default_factory=lambda: StoreSettings(max_queue_requests=1_000_000))
 
 
 @dataclass(slots=True, eq=False)

@@ -15,12 +15,14 @@ from bench.simulation.timeline import Timeline
 from bench.simulation.wire import RedisWire, command, encode
 from router.store.keys import PoolKeys
 from router.store.lua import load_scripts
-from router.store.replies import Reply, parse_reply
+from router.store.replies import Reply, parse_reply, parse_snapshot
+from router.store.types import Snapshot
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
 """Takes the place of `clock.lua`: the time is what the simulation wrote."""
 
 EMPTY = "for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', key) end"
+OBSERVER_ID = "observer"
 ROUND_TRIP_US = 300
 # As `StoreSettings.call_timeout_ms`.
 TIMEOUT_US = 2_000_000
@@ -61,8 +63,14 @@ class StoreLink:
         self._wire.call(self._emptying())
         self._wire.close()
 
+    def snapshot(self) -> Snapshot:
+        """The pool as it is now."""
+        self.wait_for_calls()
+        num_args, payload = self.beginning("snapshot", (), OBSERVER_ID)
+        return parse_snapshot(parse_reply(self._wire.call(b"*%d\r\n%b" % (num_args, payload))))
+
     def wait_for_calls(self) -> None:
-        """Everything that was called has taken effect afterwards, so that another connection sees it."""
+        """Everything that was called has taken effect afterwards."""
         while len(self._early) < len(self._due):
             self._early.append(self._wire.read(self._due[len(self._early)][0]))
 

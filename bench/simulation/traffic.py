@@ -22,8 +22,8 @@ VOCABULARY_SIZE = 50_021
 class SimRequest:
     """One request. It ends by itself after `output_tokens`, or at `max_tokens` where that comes first.
 
-    `prompt` names the tokens; `gone_after_us` is when its client loses patience, if it does. A deadline that it does not
-    tell is judged afterwards only.
+    `prompt` names the tokens; `gone_after_us` is when its client loses patience, if it does. A deadline that it does
+    not tell is judged afterwards only.
     """
 
     number: int

@@ -1,9 +1,9 @@
 """A connection to Redis that sends without waiting: RESP3 by hand, replies read when their time has come.
 
 The simulation makes millions of calls, most of them reports whose reply is always the same. So a call is one write into
-a buffer, Redis works while the simulation goes on, and a reply whose bytes are those of the last reply of its kind is not
-parsed again. Everything is in order: calls take effect as they were sent, replies come as they were asked for, and what
-Redis publishes between them comes between them.
+a buffer, Redis works while the simulation goes on, and a reply whose bytes are those of the last reply of its kind is
+not parsed again. Everything is in order: calls take effect as they were sent, replies come as they were asked for, and
+what Redis publishes between them comes between them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from router.store.lua import Argument
 
 RECEIVE_BYTES = 1 << 16
 # What collects before it is sent although nobody waits: enough for Redis to have something to do.
@@ -27,16 +29,16 @@ class _Incomplete(Exception):
     """A reply has not come whole."""
 
 
-def encode(args: Iterable[str | int]) -> bytes:
+def encode(args: Iterable[Argument]) -> bytes:
     """Arguments as bulk strings."""
     parts = []
     for arg in args:
-        text = str(arg).encode()
+        text = arg if isinstance(arg, bytes) else str(arg).encode()
         parts.append(b"$%d\r\n%b\r\n" % (len(text), text))
     return b"".join(parts)
 
 
-def command(*args: str | int) -> bytes:
+def command(*args: Argument) -> bytes:
     """One command, ready to be sent."""
     return b"*%d\r\n%b" % (len(args), encode(args))
 

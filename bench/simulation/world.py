@@ -9,10 +9,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bench.simulation.faults import NO_FAULTS, Fault, FaultKind, FaultRates
-from bench.simulation.ledger_view import LedgerView
 from bench.simulation.session import Session
 from bench.simulation.sim_executor import ExecutorShape, SimExecutor
 from bench.simulation.sim_router import SimRouter
@@ -42,8 +41,8 @@ class WorldSettings:
     seed: int = 0
     num_routers: int = 2
     num_executors: int = 2
-    executor: ExecutorShape = ExecutorShape()
-    router: RouterShape = RouterShape()
+    executor: ExecutorShape = field(default_factory=ExecutorShape)
+    router: RouterShape = field(default_factory=RouterShape)
     faults: FaultRates = NO_FAULTS
     duration_s: float = 60.0
     drain_s: float = 300.0
@@ -63,7 +62,6 @@ class World:
         self.executors: list[SimExecutor] = []
         self.routers: list[SimRouter] = []
         self.num_faults: Counter[FaultKind] = Counter()
-        self._view = LedgerView(url, pool)
         self._random = random.Random(f"{settings.seed}/world")
         self._requests: Iterator[SimRequest] = iter(requests)
         self._begin_us = START_US + WARM_UP_US
@@ -72,7 +70,6 @@ class World:
 
     def close(self) -> None:
         """Leaves nothing in Redis."""
-        self._view.close()
         self.link.close()
 
     def run(self, on_progress: Callable[[float], None] = lambda simulated_s: None) -> None:
@@ -102,15 +99,14 @@ class World:
 
     def look(self) -> None:
         """Checks the whole as it is now."""
-        self.link.wait_for_calls()
-        self.witness.look(self._view.snapshot())
+        self.witness.look(self.link.snapshot())
         self.witness.all_accounted_for(self._open_ids())
         self.witness.within(self._running())
 
     def check_end(self) -> None:
         """Checks that nothing is left of anything."""
         self.look()
-        self.witness.nothing_left(self._view.snapshot())
+        self.witness.nothing_left(self.link.snapshot())
         if not self._was_emptied:
             self.witness.rates_kept()
         for executor in self._living_executors():

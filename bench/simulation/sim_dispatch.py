@@ -194,6 +194,9 @@ class Dispatch:
                 self.forget(stream)
             return
         if stream.attempt >= placement.attempt:
+            # Told twice; or the ledger, which had forgotten this request, used a number again that is spent.
+            if stream.placement is None and not stream.is_handed_back:
+                self._hand_back(stream, placement.attempt, was_rejected=True)
             return
         stream.placement, stream.attempt, stream.cached_tokens = placement, placement.attempt, 0
         stream.record.num_placements += 1
@@ -261,8 +264,10 @@ class Dispatch:
                 self.forget(stream)
             case HandBackRefusal.UNKNOWN:
                 self._submit_again(stream)
-            case HandBackRefusal():
-                pass
+            case HandBackRefusal.STALE:
+                # Where it has moved on it is placed again by now, or this asks how it stands.
+                if stream.placement is None and not stream.has_ended:
+                    self._submit_again(stream)
             case _:
                 self._take_standing(stream, outcome)
 

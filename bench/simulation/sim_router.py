@@ -81,6 +81,7 @@ class SimRouter:
 
     def _client_gone(self, stream: SimStream) -> None:
         if not stream.has_ended:
+            stream.record.may_be_cancelled = True
             self.dispatch.end(stream, Fate.CANCELLED, "client gone")
             self.dispatch.release(stream)
 
@@ -138,6 +139,9 @@ class SimRouter:
 
     def _finished(self, stream: SimStream, attempt: int, reason: FinishReason) -> None:
         is_current = stream.is_current(attempt)
+        if is_current and reason is FinishReason.CANCELLED and not (stream.is_cancelled or stream.has_ended):
+            self.dispatch.void(stream)  # the ledger had it cancelled, which knows of another placement
+            return
         if is_current:
             self.dispatch.end(stream, FATES[reason], reason.value)
         self.dispatch.writer.settle(

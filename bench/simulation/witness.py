@@ -52,6 +52,7 @@ class Record:
     num_placements: int = 0
     cached_tokens: int = 0
     estimated_wait_ms: int | None = None
+    may_be_cancelled: bool = False
 
 
 @dataclass(slots=True)
@@ -107,6 +108,8 @@ class Witness:
         if fate is Fate.COMPLETED:
             whole = record.num_tokens == request.num_output
             self.require(whole, f"{request.request_id}: {record.num_tokens} tokens of {request.num_output}")
+        if fate is Fate.CANCELLED:
+            self.require(record.may_be_cancelled, f"{request.request_id} was cancelled and nobody asked for it")
         record.fate, record.ended_us, record.reason = fate, now_us, reason
         self.fates[fate] += 1
 

@@ -13,12 +13,14 @@ from executor.step_time import StepLoad
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step: for itself, for each token, key and value of a decode, and unit of prefill work."""
+    """Seconds of a step: for itself, for each token, key and value of a decode, unit of prefill work, and each block
+    that is copied between device and host."""
 
     step_s: float
     token_s: float
     context_s: float
     prefill_s: float
+    block_copy_s: float
 
     def of(self, plan: StepPlan) -> float:
         """How long the plan takes."""
@@ -28,16 +30,17 @@ class StepCost:
             + self.token_s * load.num_tokens
             + self.context_s * load.decode_context
             + self.prefill_s * load.prefill_work
+            + self.block_copy_s * (len(plan.swaps_out) + len(plan.swaps_in))
         )
 
 
 # The fit of docs/cpu.md's steps: a 135M model in bfloat16 on two cores.
-TWO_CORES = StepCost(0.010, 150e-6, 0.2e-6, 0.1e-6)
+TWO_CORES = StepCost(0.010, 150e-6, 0.2e-6, 0.1e-6, 80e-6)
 # An 8B model in bfloat16 on an H200, from its bandwidth (4 TB/s) and 60 % of its matrix products: 16 GB of weights,
-# 128 KiB of KV a token.
-H200 = StepCost(0.0045, 16e-6, 0.033e-6, 0.3e-9)
+# 128 KiB of KV a token, copied at 50 GB/s.
+H200 = StepCost(0.0045, 16e-6, 0.033e-6, 0.3e-9, 42e-6)
 # A large model on a small machine: few steps a second, so that an hour of a thousand executors can be simulated.
-SLOW = StepCost(0.200, 2e-3, 2e-6, 1e-6)
+SLOW = StepCost(0.200, 2e-3, 2e-6, 1e-6, 1e-3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from executor.admission import Refusal
 from executor.blocks import BlockPool
 from executor.engine import Engine
 from executor.engine_output import EngineOutput, EngineStatus
-from executor.scheduler import Batching, Scheduler, SchedulerLimits
+from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.sequence import Sampling, Sequence, Stopping
 from router.store.types import ExecutorReport, HeldSequence
 
@@ -43,6 +43,8 @@ class ExecutorShape:
     context_length: int = 4096
     batching: Batching = Batching.INFLIGHT
     has_prefix_cache: bool = False
+    policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT
+    num_host_blocks: int = 0
     overlap: bool = True
     max_inter_token_ms: float = 0.0
     cost: StepCost = field(default=H200)
@@ -57,6 +59,8 @@ class ExecutorShape:
             enable_chunked_context=True,
             batching=self.batching,
             enable_prefix_cache=self.has_prefix_cache,
+            policy=self.policy,
+            num_host_blocks=self.num_host_blocks,
         )
 
 
@@ -115,7 +119,8 @@ class SimExecutor:
             sampling=GREEDY,
             stopping=Stopping(request.max_tokens, 0, STOP_IDS),
             num_reserved_blocks=num_blocks,
-            cache_salt=b"",
+            cache_salt=request.tenant.encode(),
+            priority=-request.priority_class,
         )
         self._offered[sequence] = session
         self.engine.submit(sequence)
@@ -236,6 +241,7 @@ class SimExecutor:
             budget_sequences=limits.max_num_sequences + limits.num_standby_sequences,
             accepting=not self.scheduler.is_draining,
             held=tuple(held),
+            reserve_quantile=self.scheduler.reserve_quantile,
             step_ms=status.step_ms if status else 0.0,
             prefill_tokens_per_s=status.prefill_tokens_per_s if status else 0.0,
         )

@@ -70,7 +70,7 @@ class SimRouter:
 
     def arrive(self, request: SimRequest) -> None:
         """A client's request."""
-        stream = SimStream(request, self._witness.submitted(request, self.router_id), [])
+        stream = SimStream(request, self._witness.submitted(request, self.router_id, self._timeline.now_us), [])
         deadline_ms = request.ledger_deadline_ms
         if deadline_ms is not None:
             # The relay keeps the exact deadline; the ledger drops what waits by itself.
@@ -141,6 +141,9 @@ class SimRouter:
         is_current = stream.is_current(attempt)
         if is_current and reason is FinishReason.CANCELLED and not (stream.is_cancelled or stream.has_ended):
             self.dispatch.void(stream)  # the ledger had it cancelled, which knows of another placement
+            return
+        if is_current and reason is FinishReason.PREEMPTED:
+            self.dispatch.void(stream, was_preempted=True)
             return
         if is_current:
             self.dispatch.end(stream, FATES[reason], reason.value)

@@ -41,6 +41,7 @@ class Record:
 
     request: SimRequest
     router_id: str
+    arrived_us: int
     accepted_us: int | None = None
     boarded_us: int | None = None
     first_token_us: int | None = None
@@ -72,10 +73,10 @@ class Witness:
 
     # What clients see.
 
-    def submitted(self, request: SimRequest, router_id: str) -> Record:
+    def submitted(self, request: SimRequest, router_id: str, now_us: int) -> Record:
         """A client asks."""
         self.require(request.request_id not in self.records, f"{request.request_id} was submitted twice")
-        record = self.records[request.request_id] = Record(request, router_id)
+        record = self.records[request.request_id] = Record(request, router_id, now_us)
         return record
 
     def accepted(self, record: Record, asked_us: int) -> None:
@@ -117,7 +118,7 @@ class Witness:
         """Its sequence took a seat for the first time."""
         if record.boarded_us is None:
             record.boarded_us = now_us
-            wait_us = now_us - record.request.arrival_us
+            wait_us = now_us - record.arrived_us
             priority_class = record.request.priority_class
             self.longest_wait_us[priority_class] = max(wait_us, self.longest_wait_us.get(priority_class, 0))
 

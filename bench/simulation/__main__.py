@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         look_s=max(1.0, duration_s / 360),
     )
     population = Population(num_tenants=options.tenants, rate_per_s=options.rate)
-    with tempfile.TemporaryDirectory() as folder, PrivateRedis.start(Path(folder) / "redis.log") as redis:
+    with tempfile.TemporaryDirectory() as folder, start_redis(Path(folder)) as redis:
         world = World(redis.url, "simulation", settings, population.requests(options.seed, duration_s))
         began_s = time.perf_counter()
         progress = _Progress(duration_s, began_s)
@@ -50,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             world.close()
     print(summary(world, duration_s, time.perf_counter() - began_s))
     return 0
+
+
+def start_redis(folder: Path) -> PrivateRedis:
+    """A Redis of our own, by the fastest way to it."""
+    return PrivateRedis.start(folder / "redis.log", unix_socket=folder / "redis.sock")
 
 
 def summary(world: World, simulated_s: float, took_s: float) -> str:

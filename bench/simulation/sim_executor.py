@@ -27,6 +27,8 @@ GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 STOP_IDS = frozenset({STOP_ID})
 MIN_REPORT_US = 50_000
 REPORT_US = 1_000_000
+# Executors that report at the same moment are read together, which Redis and this process do at the same time.
+PHASE_US = 25_000
 # A turn of the loop that did nothing is not followed by another at the same time.
 IDLE_TURN_US = 1_000
 
@@ -102,7 +104,9 @@ class SimExecutor:
     def start(self) -> None:
         """Reports, and goes on reporting."""
         self._report()
-        self._timeline.after(self._random.randrange(1, REPORT_US), self.process.run, self._heartbeat)
+        phase_us = PHASE_US * self._random.randrange(REPORT_US // PHASE_US)
+        first_us = (self._timeline.now_us // REPORT_US + 1) * REPORT_US + phase_us
+        self._timeline.at(first_us, self.process.run, self._heartbeat)
 
     # What routers send.
 

@@ -17,7 +17,7 @@ from router.store.lua import Argument
 
 RECEIVE_BYTES = 1 << 16
 # What collects before it is sent although nobody waits: enough for Redis to have something to do.
-SEND_BYTES = 4096
+SEND_BYTES = 1 << 14
 TIMEOUT_S = 60.0
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+from bench.ledger.figures import SETTLED
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from bench.ledger.wire import Template
 from common.errors import RequestError
@@ -23,7 +24,6 @@ from router.store.store import AdmissionStore
 from router.store.types import Demand, Ending, ExecutorReport, HeldSequence, Snapshot, TenantLimits
 
 BLOCK_SIZE = 16
-MAX_SETTLED = 16
 # Ids of placed requests that a report names beyond the seats: those whose end is on its way.
 MAX_EXTRA_HELD = 64
 # Far beyond any estimate, so that nothing is refused and nothing expires while it is measured.
@@ -100,7 +100,7 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
         demands = [_demand(number, scale, random_numbers) for number in range(NUM_CLASSES * scale.tenants)]
         return Commands(
             [[await _submit(recorder, store, demand) for demand in demands] for store in stores],
-            {count: [await _settles(recorder, store, count) for store in stores] for count in (1, 4, MAX_SETTLED)},
+            {count: [await _settles(recorder, store, count) for store in stores] for count in SETTLED},
             [await _reports(recorder, store, scale) for store in stores],
             [await _about_one(recorder, store.cancel) for store in stores],
             await _explains(recorder, stores),

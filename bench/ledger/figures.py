@@ -8,6 +8,15 @@ from dataclasses import dataclass, field
 from bench.ledger.scale import PoolScale
 from bench.ledger.server import NOTHING, SCRIPT, Usage, Usages
 
+SETTLED = (1, 4, 16)
+"""Ends in one settle: a router settles those of a step frame together."""
+QUEUED = "submit, queued"
+
+
+def refilled(num_ends: int) -> str:
+    """The name of settling so many at once while others wait for their seats."""
+    return f"settle of {num_ends}, refilled"
+
 
 @dataclass(slots=True)
 class ScriptCost:
@@ -93,6 +102,12 @@ class Point:
     costs: Mapping[str, ScriptCost]
     saturation: Saturation
     latency: Latency
+
+    @property
+    def scripts_per_s(self) -> dict[int, float]:
+        """Requests per second that a core would admit if it did nothing but run scripts, by ends in a settle."""
+        submit_us = self.costs[QUEUED].us
+        return {num: 1e6 / (submit_us + self.costs[refilled(num)].us / num) for num in SETTLED}
 
     @property
     def line(self) -> str:

@@ -3,7 +3,7 @@
     python -m bench.ledger.main [--queued 10000] [--executors 100] [--matrix] [--redis-url URL]
 
 A private Redis is filled with a line of waiting requests of 100 tenants and three classes, on executors whose seats
-are all taken, by 16 routers. Then every end frees a seat that somebody who waits takes, and somebody new comes for each.
+are all taken, by 16 routers. Then every end frees a seat that somebody who waits takes, and somebody new comes.
 The last line says how many requests one core of Redis admits in a second, all of its work counted (scripts, mailboxes,
 reports, network), and how long admission takes at half of what went through: the round trip of a submit, and from an
 end that frees a seat until the owner of the request that gets it knows.
@@ -71,6 +71,8 @@ def shown(point: Point) -> str:
         for name, cost in point.costs.items()
     ]
     lines += [
+        "scripts alone, on one core: "
+        + ", ".join(f"{rate:,.0f}/s where {num} end at a time" for num, rate in point.scripts_per_s.items()),
         f"as much as goes through: {saturation.admitted_per_wall_s:,.0f} admitted/s, Redis {saturation.busy:.0%} busy; "
         f"{1e6 * saturation.redis_cpu_s / max(1, saturation.num_admitted):.1f} µs of Redis each, "
         f"{saturation.script_us / max(1, saturation.num_admitted):.1f} of it scripts, "

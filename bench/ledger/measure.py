@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from bench.ledger.commands import MAX_SETTLED, record_commands, take_snapshot
-from bench.ledger.figures import Latency, Point, Saturation, ScriptCost, percentiles_ms
+from bench.ledger.commands import record_commands, take_snapshot
+from bench.ledger.figures import QUEUED, SETTLED, Latency, Point, Saturation, ScriptCost, percentiles_ms, refilled
 from bench.ledger.loop import Loop
 from bench.ledger.scale import PoolScale
 from bench.ledger.server import NOTHING, SCRIPT, Server, difference
@@ -19,7 +19,7 @@ from bench.ledger.traffic import Call, Traffic, TrafficError
 from router.store.lua import load_scripts
 
 NUM_CONNECTIONS = 32
-ENDS_PER_FRAME = 4
+ENDS_PER_FRAME, MAX_SETTLED = SETTLED[1], SETTLED[-1]
 REFRESH_S = 0.7
 AUDIT_S = 1.05
 MODERATE = 0.5
@@ -116,16 +116,16 @@ class _Measurement:
         count = min(4 * MAX_SETTLED, self.scale.num_seats) // MAX_SETTLED * MAX_SETTLED
         until_s = time.perf_counter() + 2 * self.seconds
         while True:
-            for num_ends in (1, ENDS_PER_FRAME, MAX_SETTLED):
-                self._cost(costs, "submit, queued", self._submits(count))
-                self._cost(costs, f"settle of {num_ends}, refilled", self._settles(count, num_ends))
+            for num_ends in SETTLED:
+                self._cost(costs, QUEUED, self._submits(count))
+                self._cost(costs, refilled(num_ends), self._settles(count, num_ends))
             self._come_and_go(costs)
             if time.perf_counter() > until_s:
                 return
 
     def _come_and_go(self, costs: dict[str, ScriptCost]) -> None:
         calls = list(self._submits(MAX_SETTLED))
-        self._cost(costs, "submit, queued", calls)
+        self._cost(costs, QUEUED, calls)
         ids = [call.ids[0] for call in calls]
         if self.traffic.explains:
             self._cost(costs, "explain", (self.traffic.explain(one) for one in ids))

@@ -16,6 +16,9 @@ PYTEST_ARGS ?=
 ARGS ?=
 PEERS ?=
 SOAK_REQUESTS ?= 10000
+# Requests in line and executors that report, for bench-admission.
+QUEUED ?= 10000
+EXECUTORS ?= 100
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +34,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
 
-.PHONY: help setup demo up test test-gpu lint format protos bench bench-host bench-peers bench-soak bench-gpu clean
+.PHONY: help setup demo up test test-gpu lint format protos bench bench-host bench-peers bench-soak bench-admission bench-gpu clean
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -46,6 +49,7 @@ help:
 	@echo "make bench-host   what the host's part of a step costs"
 	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
 	@echo "make bench-soak   10,000 short requests, watching the memory of the processes"
+	@echo "make bench-admission  what the admission ledger does on one core of Redis; QUEUED=1000000 EXECUTORS=1000"
 	@echo "make bench-gpu  decode, prefill and workloads on an NVIDIA GPU against its limits and transformers"
 	@echo "make clean   remove .venv and everything generated at run time"
 
@@ -105,6 +109,9 @@ bench-peers: setup
 
 bench-soak: setup
 	@$(BIN)/inflight bench --soak $(SOAK_REQUESTS) --seats 32 $(ARGS)
+
+bench-admission: setup
+	@$(BIN)/python -m bench.ledger.main --queued $(QUEUED) --executors $(EXECUTORS) $(ARGS)
 
 bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m bench.gpu.main $(ARGS)

@@ -13,7 +13,7 @@ from router.store.lua import Argument
 from router.store.settings import StoreSettings
 from router.store.types import Attempt, Demand, Ending, ExecutorReport, TenantLimits
 
-_LIMITS = struct.Struct(">25d")
+_LIMITS = struct.Struct("<25d")
 
 
 def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
@@ -27,7 +27,7 @@ def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
         settings.preempt_for_priority,
     )
     packed = _LIMITS.pack(*_request_numbers(demand), *_limit_numbers(demand.limits), *pool)
-    return [demand.request_id, demand.tenant, packed, *demand.prefix_hashes]
+    return [demand.request_id, demand.tenant, packed, " ".join(demand.prefix_hashes)]
 
 
 def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:

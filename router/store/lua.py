@@ -1,6 +1,6 @@
-"""The Lua scripts: composed once from their sources, run by hash.
+"""The Lua scripts: composed once from their sources (`compose`), run by hash.
 
-Every script is the parts under `scripts/shared`, in the order of `SHARED`, and its own file.
+A script is what it needs of the parts under `scripts/shared`, in the order of `SHARED`, and its own file.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError
 
+from router.store.compose import compose
+
 SOURCES = Path(__file__).with_name("scripts")
 SHARED = ("clock", "records", "owners", "tenants", "lengths", "estimates", "states", "places", "board")
 NAMES = ("submit", "settle", "report", "cancel", "hand_back", "reap", "renew", "board", "explain", "snapshot")
-
 
 Argument = str | int | float | bytes
 
@@ -46,13 +47,13 @@ class Script:
 def load_scripts(clock: str | None = None) -> dict[str, Script]:
     """All scripts by name. A test that steers time passes its own source of `now_ms` as `clock`."""
     shared = (clock or _read("shared/clock")) + "".join(_read(f"shared/{part}") for part in SHARED[1:])
-    return {name: _compose(shared + _read(name)) for name in NAMES}
+    return {name: _script(compose(shared, _read(name))) for name in NAMES}
 
 
 def _read(name: str) -> str:
     return (SOURCES / f"{name}.lua").read_text(encoding="utf-8")
 
 
-def _compose(source: str) -> Script:
+def _script(source: str) -> Script:
     # SHA-1 is what EVALSHA names scripts by.
     return Script(source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())

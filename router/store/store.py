@@ -230,7 +230,8 @@ class AdmissionStore:
 
         Events are handed out as they come, except a placement or drop of `own_id`: that is part of the result.
         """
-        operation = _Operation(set(self._peers), own_id)
+        # What submits rarely needs: it boards others' requests only where there is room for its own.
+        operation = _Operation(set() if name == "submit" else set(self._peers), own_id)
         for _ in range(MAX_ROUNDS):
             reply = await self._call(operation, name, args)
             if reply.status != "AGAIN":

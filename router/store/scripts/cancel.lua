@@ -17,14 +17,15 @@ end
 
 local told = request.owner ~= CALLER and lives(request.owner)
 local found = {
-  request.state, request.attempt, request.executor_id or '', request.generation or 0, request.owner, told and 1 or 0,
+  request.state, request.attempt, request.executor_id, request.generation, request.owner, told and 1 or 0,
 }
 if request.state ~= 'PLACED' then
   withdraw(id, request)
   bury(id)
-  if not request.charge then
+  sweep_tombstones(2)
+  if not request.charged then
     local tenant = load_tenant(request.tenant)
-    tenant.token_ms = tenant.token_ms - (request.rated or 0) * tenant.ms_per_token
+    tenant.token_ms = tenant.token_ms - request.rated * tenant.ms_per_token
     save_tenant(request.tenant, tenant)
   end
 end

@@ -15,11 +15,12 @@ end
 
 -- The first of the tenants of a class that may be served.
 local function first_tenant(class)
-  return call('ZRANGE', ACTIVE[class], 0, 0)[1]
+  return redis.call('ZRANGE', KEYS[ACTIVE + class], 0, 0)[1]
 end
 
 local function wait_reason(request, ahead_in_tenant)
-  local newest = call('ZREVRANGE', REPORTS, 0, 0, 'WITHSCORES')
+  list_tenants()
+  local newest = redis.call('ZREVRANGE', REPORTS, 0, 0, 'WITHSCORES')
   if #newest == 0 or NOW - tonumber(newest[2]) > SILENT_MS then
     return 'EXECUTOR'
   end
@@ -37,7 +38,7 @@ local function wait_reason(request, ahead_in_tenant)
   if first_tenant(request.class) ~= request.tenant then
     return 'FAIRNESS'
   end
-  local claim = state.claims[1]
+  local claim = claims[1]
   if claim and claim.id ~= id and #roomiest(1) == 0 then
     return 'HELD_LINE'
   end
@@ -56,6 +57,6 @@ if request.state == 'WAITING' then
 end
 local best = roomiest(1)[1]
 return finish({
-  request.state, request.attempt, request.class, request.tenant, request.executor_id or '', ahead, wait_ms, reason,
-  request.reserved or needed_blocks(request, best and load_executor(best)), most_available(), request.passed,
+  request.state, request.attempt, request.class, request.tenant, request.executor_id, ahead, wait_ms, reason,
+  request.state == 'PLACED' and request.reserved or needed_blocks(request, best and load_executor(best)), most_available(), request.passed,
 })

@@ -31,11 +31,13 @@ local function requeue(request)
   end
   if attempt - request.rejections >= max_attempts then
     bury(id)
+    sweep_tombstones(2)
     return false
   end
-  request.owner, request.executor_id, request.generation, request.placed_ms = CALLER, nil, nil, nil
-  request.reserved, request.output = nil, math.max(output, request.output)
+  request.owner, request.executor_id, request.generation, request.placed_ms = CALLER, '', 0, 0
+  request.reserved, request.output = 0, math.max(output, request.output)
   enqueue(id, request)
+  save_request(id, request)
   return true
 end
 

@@ -17,23 +17,23 @@ local LOST_MS = 30000 -- an owner that has done nothing about a lost request for
 
 -- Whether the pool has been attended for as long as a lease.
 local function is_attended()
-  local last_ms, since_ms = unpack(call('HMGET', ATTENDED, 'last_ms', 'since_ms'))
+  local last_ms, since_ms = unpack(redis.call('HMGET', ATTENDED, 'last_ms', 'since_ms'))
   if not last_ms or NOW - tonumber(last_ms) > MAX_GAP_MS then
     since_ms = NOW
   end
-  call('HSET', ATTENDED, 'last_ms', NOW, 'since_ms', since_ms)
+  redis.call('HSET', ATTENDED, 'last_ms', NOW, 'since_ms', since_ms)
   return NOW - tonumber(since_ms) > LEASE_MS
 end
 
 local function reap_executor(id)
   local first, last = placements_of(id)
-  local placements = call('ZRANGEBYLEX', PLACEMENTS, first, last, 'LIMIT', 0, MAX_PLACEMENTS)
+  local placements = redis.call('ZRANGEBYLEX', PLACEMENTS, first, last, 'LIMIT', 0, MAX_PLACEMENTS)
   local empty = #placements < MAX_PLACEMENTS
   for _, member in ipairs(placements) do
     local request_id = member:sub(#id + 2):match('^%d+%z(.*)')
     local request = load_request(request_id)
     if not request then
-      call('ZREM', PLACEMENTS, member)
+      redis.call('ZREM', PLACEMENTS, member)
     elseif not lose(request_id, request) then
       empty = false
     end
@@ -41,65 +41,65 @@ local function reap_executor(id)
   if not empty then
     return false
   end
-  call('HDEL', EXECUTORS, id)
+  redis.call('HDEL', EXECUTORS, id)
   executors[id], dirty_executors[id] = nil, nil
   for _, key in ipairs({ROOM, SIZES, REPORTS}) do
-    call('ZREM', key, id)
+    redis.call('ZREM', key, id)
   end
   return true
 end
 
 local function reap_router(name)
-  call('ZADD', ROUTERS, 0, name)
-  local waiting = call('ZRANGEBYLEX', WAITING_BY_OWNER, '[' .. name .. '\0', '(' .. name .. '\1',
+  redis.call('ZADD', ROUTERS, 0, name)
+  local waiting = redis.call('ZRANGEBYLEX', WAITING_BY_OWNER, '[' .. name .. '\0', '(' .. name .. '\1',
     'LIMIT', 0, MAX_WAITING)
   for _, member in ipairs(waiting) do
     local id = member:sub(#name + 2)
     local request = load_request(id)
     if request then
       withdraw(id, request)
-      call('HDEL', REQUESTS, id)
+      redis.call('HDEL', REQUESTS, id)
     else
-      call('ZREM', WAITING_BY_OWNER, member)
+      redis.call('ZREM', WAITING_BY_OWNER, member)
     end
   end
   if #waiting == MAX_WAITING then
     return false
   end
-  call('ZREM', ROUTERS, name)
+  redis.call('ZREM', ROUTERS, name)
   return true
 end
 
 local function reap_lost()
-  local lost = call('ZRANGEBYSCORE', LOST, '-inf', NOW - LOST_MS - 1, 'LIMIT', 0, MAX_LOST)
+  local lost = redis.call('ZRANGEBYSCORE', LOST, '-inf', NOW - LOST_MS - 1, 'LIMIT', 0, MAX_LOST)
   for _, id in ipairs(lost) do
-    call('ZREM', LOST, id)
-    call('HDEL', REQUESTS, id)
+    redis.call('ZREM', LOST, id)
+    redis.call('HDEL', REQUESTS, id)
   end
   return #lost < MAX_LOST
 end
 
 -- Looks at some tenants, the next ones at the next call.
 local function forget_idle_tenants()
-  local cursor, found = unpack(call('HSCAN', TENANTS, state.tenant_cursor or '0', 'COUNT', MAX_TENANTS))
+  local cursor, found = unpack(redis.call('HSCAN', TENANTS, state.tenant_cursor, 'COUNT', MAX_TENANTS))
   state.tenant_cursor = cursor
   for i = 1, #found, 2 do
     local tenant = load_tenant(found[i])
     local is_idle = tenant.waiting == 0 and tenant.running == 0
     if is_idle and NOW - math.max(tenant.used_ms, tenant.token_ms, tenant.request_ms) > IDLE_TENANT_MS then
-      call('HDEL', TENANTS, found[i])
+      redis.call('HDEL', TENANTS, found[i])
     end
   end
 end
 
 -- Each with at most so many; whether that was all.
 local function reap_leases()
-  local silent = call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - LEASE_MS - 1, 'LIMIT', 0, MAX_EXECUTORS)
+  local silent = redis.call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - LEASE_MS - 1, 'LIMIT', 0, MAX_EXECUTORS)
   local complete = #silent < MAX_EXECUTORS
   for _, id in ipairs(silent) do
     complete = reap_executor(id) and complete
   end
-  local lapsed = call('ZRANGEBYSCORE', ROUTERS, '-inf', NOW - 1, 'LIMIT', 0, MAX_ROUTERS)
+  local lapsed = redis.call('ZRANGEBYSCORE', ROUTERS, '-inf', NOW - 1, 'LIMIT', 0, MAX_ROUTERS)
   complete = #lapsed < MAX_ROUTERS and complete
   for _, name in ipairs(lapsed) do
     complete = reap_router(name) and complete

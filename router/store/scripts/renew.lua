@@ -5,4 +5,4 @@
 -- returns     {'RENEWED', {router, …}}, at most 256 of them
 -- complexity  O(log R + 256) for R routers
 register()
-return finish({'RENEWED', call('ZRANGEBYSCORE', ROUTERS, '(0', '+inf', 'LIMIT', 0, 256)})
+return finish({'RENEWED', redis.call('ZRANGEBYSCORE', ROUTERS, '(0', '+inf', 'LIMIT', 0, 256)})

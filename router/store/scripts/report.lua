@@ -25,12 +25,12 @@ end
 -- be told.
 local function lose_placements(spared)
   local complete = true
-  for _, member in ipairs(call('ZRANGEBYLEX', PLACEMENTS, placements_of(id))) do
+  for _, member in ipairs(redis.call('ZRANGEBYLEX', PLACEMENTS, placements_of(id))) do
     if not (spared and spared(member)) then
       local request_id = member:sub(#id + 2):match('^%d+%z(.*)')
       local request = load_request(request_id)
       if not request then
-        call('ZREM', PLACEMENTS, member)
+        redis.call('ZREM', PLACEMENTS, member)
       elseif not spared or NOW - request.placed_ms > AUDIT_GRACE_MS then
         complete = lose(request_id, request) and complete
       end
@@ -56,9 +56,11 @@ local function account_for(request_id, attempt, blocks)
   end
   state.arrivals = state.arrivals + 1
   seat(request_id, {
-    owner = '', tenant = '', class = 2, asked_class = 2, deadline_in_ms = huge, order_ms = NOW + PATIENCE_MS,
-    since_ms = NOW, arrival = state.arrivals, blocks = blocks, sequences = 1, prompt = 0, max = 0, output = 0,
-    block_size = 1, bytes = 0, rejections = 0, passed = 0, charge = 0,
+    owner = '', tenant = '', class = 2, asked_class = 2, deadline_in_ms = math.huge, deadline_ms = math.huge,
+    order_ms = NOW + PATIENCE_MS, since_ms = NOW, arrival = state.arrivals, blocks = blocks, sequences = 1, prompt = 0,
+    max = 0, output = 0, block_size = 1, bytes = 0, attempt = 0, rejections = 0, passed = 0, state = '',
+    executor_id = '', claim = '', prefixes = '', estimate = math.huge, correction = 1, charged = true, charge = 0,
+    rated = 0, generation = 0, placed_ms = 0, reserved = 0, preempting = 0,
   }, id, attempt, blocks)
   return false
 end
@@ -92,15 +94,15 @@ end
 -- The speeds of the pool follow those of its executors.
 local function observe_speeds(step_ms, tokens_per_s)
   if step_ms > 0 then
-    state.step_ms = state.step_ms and 0.95 * state.step_ms + 0.05 * step_ms or step_ms
+    state.step_ms = state.step_ms > 0 and 0.95 * state.step_ms + 0.05 * step_ms or step_ms
   end
   if tokens_per_s > 0 then
     local speed = tokens_per_s / 1000
-    state.prefill_speed = state.prefill_speed and 0.95 * state.prefill_speed + 0.05 * speed or speed
+    state.prefill_speed = state.prefill_speed > 0 and 0.95 * state.prefill_speed + 0.05 * speed or speed
   end
 end
 
-local executor = load_executor(id)
+local executor, claim = load_executor(id), ''
 if executor and is_old(executor) then
   return finish({'OLD'})
 end
@@ -108,20 +110,19 @@ if executor and executor.generation ~= generation then
   if not lose_placements() then
     return finish({'AGAIN'})
   end
-  executor = {claim = executor.claim}
+  claim, executor = executor.claim, nil
 end
-executor = executor or {}
-if not executor.generation then
-  executor.reserved_blocks, executor.reserved_sequences, executor.audited_ms, executor.audit_due = 0, 0, 0, false
-end
+executor = executor or {
+  reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false, claim = claim,
+}
 executor.generation, executor.seq = generation, seq
 executor.budget_blocks, executor.total_blocks = tonumber(ARGV[5]), tonumber(ARGV[6])
 executor.budget_sequences, executor.accepting = tonumber(ARGV[7]), ARGV[8] == '1'
 executor.suspended, executor.last_report_ms, executor.quantile = false, NOW, tonumber(ARGV[9])
 state.overcommits = state.overcommits or executor.quantile < 1
 observe_speeds(tonumber(ARGV[10]), tonumber(ARGV[11]))
-call('ZADD', SIZES, executor.total_blocks, id)
-call('ZADD', REPORTS, NOW, id)
+redis.call('ZADD', SIZES, ARGV[6], id)
+redis.call('ZADD', REPORTS, NOW_TEXT, id)
 
 local superseded = {}
 if executor.audit_due or NOW - executor.audited_ms >= AUDIT_INTERVAL_MS then

@@ -8,6 +8,7 @@
 -- A stale attempt is left alone. An id not in the ledger gets a tombstone, so that a report still on its way does
 -- not add it. A repeat ends nothing.
 local num_settled = 0
+sweep_tombstones(#ARGV)
 for i = 2, #ARGV, 5 do
   local id, attempt = ARGV[i], tonumber(ARGV[i + 1])
   local request = load_request(id)
@@ -21,7 +22,7 @@ for i = 2, #ARGV, 5 do
     if computed and output then
       local tenant = load_tenant(request.tenant)
       settle_usage(request, tenant, computed, output)
-      refresh_tenant(request.tenant, tenant)
+      save_tenant(request.tenant, tenant)
       if ARGV[i + 4] == '1' then
         learn_length(request, output)
       end

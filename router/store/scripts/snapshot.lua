@@ -5,7 +5,7 @@
 -- returns     {'SNAPSHOT', JSON}: executors with how they stand, requests and tokens that wait per class, how true
 --             estimates were
 -- complexity  O(E) for E executors
-local found, names = {}, call('HKEYS', EXECUTORS)
+local found, names = {}, redis.call('HKEYS', EXECUTORS)
 table.sort(names)
 for i, id in ipairs(names) do
   local executor = load_executor(id)
@@ -18,7 +18,7 @@ for i, id in ipairs(names) do
 end
 local queues = {}
 for class = 1, NUM_CLASSES do
-  queues[class] = {call('ZCARD', WAITING[class]), state.tokens[class]}
+  queues[class] = {redis.call('ZCARD', KEYS[WAITING + class]), state.tokens[class]}
 end
 return finish({'SNAPSHOT', cjson.encode({
   executors = found, queues = queues, estimates = {state.num_estimates, state.error, state.correction},

@@ -2,8 +2,8 @@
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller, who owns the request  [2] request id  [3] tenant  [4] numbers, packed big-endian doubles in
---             the order of calls.py; infinity is no limit and no deadline  [5..] names of ever longer beginnings of
---             the prompt
+--             the order of calls.py; infinity is no limit and no deadline  [5] names of ever longer beginnings of
+--             the prompt, between spaces
 -- returns     {'PLACED', attempt, executor, generation, blocks} | {'QUEUED', number ahead, estimated wait or ''}
 --             | {'REFUSED', reason, limit, milliseconds until a retry makes sense or ''}, the reason one of NO_EXECUTOR,
 --             NEVER_FITS, QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE | {'DUPLICATE', state} | {'AGAIN'}
@@ -11,14 +11,12 @@
 -- A repeat by the owner with the same arguments changes nothing and returns how the request stands. A request that had
 -- an attempt was admitted before: neither rates nor bounds refuse it. Whoever waits already could not be placed when a
 -- seat last opened, so boarding is tried only where there is room for this request.
-local id, name, limits, pool = ARGV[2], ARGV[3], {}, {}
-local class, deadline_in_ms, blocks, sequences, last_attempt, prompt, max, output, block_size, bytes, position
-class, deadline_in_ms, blocks, sequences, last_attempt, prompt, max, output, block_size, bytes,
-limits.weight, limits.max_running, limits.max_requests, limits.max_tokens, limits.max_bytes,
-limits.ms_per_request, limits.request_burst, limits.ms_per_token, limits.token_burst, position
-  = struct.unpack('>ddddddddddddddddddd', ARGV[4])
-pool.max_requests, pool.max_tokens, pool.max_bytes, pool.max_bypass, pool.age_ms, pool.preempts
-  = struct.unpack('>dddddd', ARGV[4], position)
+local id, name = ARGV[2], ARGV[3]
+local class, deadline_in_ms, blocks, sequences, last_attempt, prompt, max, output, block_size, bytes,
+  weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst,
+  max_pool_requests, max_pool_tokens, max_pool_bytes, max_bypass, age_ms, preempts
+  = struct.unpack('<ddddddddddddddddddddddddd', ARGV[4])
+local request_ms, token_ms -- of its tenant, before it came
 
 local function duplicate_of(known)
   local same = known.owner == CALLER and known.tenant == name and known.asked_class == class
@@ -31,7 +29,7 @@ end
 
 -- Why the request can run nowhere, now or ever.
 local function impossible(request)
-  local newest = call('ZREVRANGE', REPORTS, 0, 0, 'WITHSCORES')
+  local newest = redis.call('ZREVRANGE', REPORTS, 0, 0, 'WITHSCORES')
   if #newest == 0 or NOW - tonumber(newest[2]) > LEASE_MS then
     return {'REFUSED', 'NO_EXECUTOR', '', ''}
   end
@@ -41,71 +39,103 @@ end
 -- The bound that a request in line exceeds; of the tenant or of the pool.
 local function exceeded(tenant)
   local tokens = state.tokens[1] + state.tokens[2] + state.tokens[3]
-  return tenant.waiting > limits.max_requests and 'tenant max_queue_requests'
-    or tenant.tokens > limits.max_tokens and 'tenant max_queue_tokens'
-    or tenant.bytes > limits.max_bytes and 'tenant max_queue_bytes'
-    or state.waiting > pool.max_requests and 'max_queue_requests'
-    or tokens > pool.max_tokens and 'max_queue_tokens'
-    or state.bytes > pool.max_bytes and 'max_queue_bytes'
+  return tenant.waiting > max_requests and 'tenant max_queue_requests'
+    or tenant.tokens > max_tokens and 'tenant max_queue_tokens'
+    or tenant.bytes > max_bytes and 'tenant max_queue_bytes'
+    or state.waiting > max_pool_requests and 'max_queue_requests'
+    or tokens > max_pool_tokens and 'max_queue_tokens'
+    or state.bytes > max_pool_bytes and 'max_queue_bytes'
     or nil
 end
 
--- Why it may not wait: it would come too late, or too much waits already.
-local function refusal_of_waiting(request, tenant)
+-- Why it may not wait: it would come too late, or too much waits already. Nil where it may.
+local function refusal_of_waiting(request, tenant, wait_ms)
   if last_attempt > 0 or output > 0 then
     return nil
   end
   local limit = exceeded(tenant)
-  local wait_ms = estimated_wait(num_ahead(request, num_ahead_in_tenant(id, request)))
   if limit then
     return {'REFUSED', 'QUEUE_FULL', limit, wait_ms and math.max(100, math.min(60000, math.ceil(wait_ms / 4))) or ''}
   end
   local late_ms = (wait_ms or 0) * MARGIN + prefill_ms(request) - deadline_in_ms
-  if late_ms > 0 and deadline_in_ms < huge then
+  if late_ms > 0 and deadline_in_ms < math.huge then
     return {'REFUSED', 'DEADLINE_UNMEETABLE', 'first token deadline', math.ceil(math.max(100, math.min(60000, late_ms)))}
-  end
-  if wait_ms then
-    request.estimate, request.correction = wait_ms, state.correction
   end
   return nil
 end
 
 -- Forgets a request that was just put in line, and what it took of the rates.
-local function take_back(request, tenant, request_ms, token_ms)
+local function take_back(request, tenant)
   withdraw(id, request)
-  call('HDEL', REQUESTS, id)
+  redis.call('HDEL', REQUESTS, id)
   tenant.request_ms, tenant.token_ms = request_ms, token_ms
+end
+
+-- What becomes of a request that has no seat at once: one known already, or one to be put in line. The outcome.
+local function without_seat(known, request, executor_id)
+  --@nest
+  if known then
+    return duplicate_of(known)
+  end
+  local tenant = load_tenant(name)
+  local refused = not executor_id and impossible(request)
+  if refused then
+    tenant.request_ms, tenant.token_ms = request_ms, token_ms
+    return refused
+  end
+  enqueue(id, request)
+  if executor_id then
+    save_request(id, request)
+    board()
+    request = load_request(id)
+  end
+  if not request then
+    return {'DROPPED'}
+  elseif request.state == 'PLACED' then
+    return standing(id, request)
+  elseif #missing > 0 then -- seats ahead of it could not be given
+    take_back(request, tenant)
+    return {'AGAIN'}
+  end
+  local ahead, wait_ms = outlook(id, request)
+  refused = refusal_of_waiting(request, tenant, wait_ms)
+  if refused then
+    take_back(request, tenant)
+    return refused
+  end
+  request.estimate, request.correction = wait_ms or math.huge, state.correction
+  save_request(id, request)
+  return {'QUEUED', ahead, wait_ms or ''}
 end
 
 register()
 local known = load_request(id)
 if known then
-  return finish(duplicate_of(known))
+  return finish(without_seat(known))
 end
 if ended_ms(id) then
   return finish({'DUPLICATE', 'ENDED'})
 end
 
 local tenant = load_tenant(name)
-tenant.weight, tenant.max_running, tenant.ms_per_token = limits.weight, limits.max_running, limits.ms_per_token
-state.max_bypass, state.age_ms, state.preempts = pool.max_bypass, pool.age_ms, pool.preempts == 1
-local request_ms, token_ms = tenant.request_ms, tenant.token_ms
+tenant.weight, tenant.max_running, tenant.ms_per_token = weight, max_running, ms_per_token
+state.max_bypass, state.age_ms, state.preempts = max_bypass, age_ms, preempts == 1
+request_ms, token_ms = tenant.request_ms, tenant.token_ms
 local request = {
   owner = CALLER, tenant = name, class = class, asked_class = class, deadline_in_ms = deadline_in_ms,
-  deadline_ms = deadline_in_ms < huge and NOW + deadline_in_ms or nil,
+  deadline_ms = NOW + deadline_in_ms,
   order_ms = NOW + math.min(deadline_in_ms, PATIENCE_MS), since_ms = NOW, arrival = state.arrivals + 1,
   blocks = blocks, sequences = sequences, prompt = prompt, max = max, output = output, block_size = block_size,
-  bytes = bytes, attempt = last_attempt, rejections = 0, passed = 0,
+  bytes = bytes, attempt = last_attempt, rejections = 0, passed = 0, state = '', executor_id = '', claim = '',
+  prefixes = ARGV[5], estimate = math.huge, correction = 1, charged = false, charge = 0, rated = 0, generation = 0,
+  placed_ms = 0, reserved = 0, preempting = 0,
 }
-if #ARGV > 4 then
-  request.prefixes = {unpack(ARGV, 5)}
-end
-if last_attempt == 0 and output == 0 then
-  local limit, wait_ms = take_rates(tenant, limits, prompt + max)
+if last_attempt == 0 and output == 0 and (ms_per_request > 0 or ms_per_token > 0) then
+  local limit, wait_ms = take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, prompt + max)
   if limit then
     return finish({'REFUSED', 'RATE_LIMITED', limit, wait_ms})
   end
-  request.rated = limits.ms_per_token > 0 and prompt + max or nil
+  request.rated = ms_per_token > 0 and prompt + max or 0
 end
 state.arrivals = request.arrival
 save_tenant(name, tenant)
@@ -114,25 +144,7 @@ local is_first = state.waiting == 0 and tenant.running < tenant.max_running
 local executor_id, reserved = choose(id, request)
 if is_first and executor_id then -- then it need not stand in line first: half the work in the usual case
   seat(id, request, executor_id, last_attempt + 1, reserved)
-  remember_prefixes(request, executor_id)
-  return finish(standing(id, request))
+  remember_prefixes(ARGV[5], executor_id)
+  return finish(placed(request))
 end
-local refused = not executor_id and impossible(request)
-if refused then
-  tenant.request_ms, tenant.token_ms = request_ms, token_ms
-  return finish(refused)
-end
-enqueue(id, request)
-if executor_id then
-  board()
-  request = load_request(id)
-end
-if request and request.state == 'WAITING' then
-  refused = #missing > 0 and {'AGAIN'} or refusal_of_waiting(request, tenant) -- missing: seats could not be given
-  if refused then
-    take_back(request, tenant, request_ms, token_ms)
-    return finish(refused)
-  end
-  save_request(id, request)
-end
-return finish(request and standing(id, request) or {'DROPPED'})
+return finish(without_seat(nil, request, executor_id))

@@ -10,43 +10,44 @@ local PREEMPTION_MS = 2000  -- until a request may ask again for others to give 
 
 -- Moves up a class who has waited long.
 local function promote_aged()
-  if NOW < (state.next_age_ms or huge) then
+  if NOW < state.next_age_ms then
     return
   end
-  for _, id in ipairs(call('ZRANGEBYSCORE', AGEING, '-inf', NOW, 'LIMIT', 0, MAX_AGED)) do
-    call('ZREM', AGEING, id)
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', AGEING, '-inf', NOW_TEXT, 'LIMIT', '0', MAX_AGED)) do
+    redis.call('ZREM', AGEING, id)
     local request = load_request(id)
     if request and request.state == 'WAITING' then
-      call('ZREM', WAITING[request.class], line_member(id, request))
+      redis.call('ZREM', KEYS[WAITING + request.class], line_member(id, request))
       count_waiting(request, -1)
       request.class = request.class - 1
-      call('ZADD', WAITING[request.class], 0, line_member(id, request))
+      redis.call('ZADD', KEYS[WAITING + request.class], '0', line_member(id, request))
       if request.class > 1 then
-        call('ZADD', AGEING, NOW + state.age_ms, id)
+        redis.call('ZADD', AGEING, string.format('%d', NOW + state.age_ms), id)
       end
       count_waiting(request, 1)
       save_request(id, request)
     end
   end
-  local first = call('ZRANGE', AGEING, 0, 0, 'WITHSCORES')
-  state.next_age_ms = first[2] and tonumber(first[2]) or nil
+  local first = redis.call('ZRANGE', AGEING, '0', '0', 'WITHSCORES')
+  state.next_age_ms = first[2] and tonumber(first[2]) or math.huge
 end
 
 -- An entry of the line whose record is gone (evicted) is dropped, and counted out as far as it is known.
 local function drop_entry(class, name, member)
-  call('ZREM', WAITING[class], member)
+  redis.call('ZREM', KEYS[WAITING + class], member)
   local tenant = load_tenant(name)
   tenant.lines[class], tenant.waiting = math.max(0, tenant.lines[class] - 1), math.max(0, tenant.waiting - 1)
   state.waiting = math.max(0, state.waiting - 1)
-  refresh_tenant(name, tenant)
+  save_tenant(name, tenant)
 end
 
 -- The first in fair order that is not among the passed.
 local function next_in_line(passed)
+  list_tenants()
   for class = 1, NUM_CLASSES do
-    for _, name in ipairs(call('ZRANGE', ACTIVE[class], 0, #passed)) do
+    for _, name in ipairs(redis.call('ZRANGE', KEYS[ACTIVE + class], '0', #passed)) do
       local first, last = line_of(name)
-      local members = call('ZRANGEBYLEX', WAITING[class], first, last, 'LIMIT', 0, #passed + 1)
+      local members = redis.call('ZRANGEBYLEX', KEYS[WAITING + class], first, last, 'LIMIT', '0', #passed + 1)
       for _, member in ipairs(members) do
         local id = id_in_line(name, member)
         if not passed[id] then
@@ -66,26 +67,27 @@ end
 local function drop(kind, id, request)
   withdraw(id, request)
   bury(id)
+  sweep_tombstones(2)
   tell(kind, id, request)
 end
 
 -- Whether it would be dead before its first token. Output is proof of life.
 local function is_dead(request)
-  return request.deadline_ms and request.output == 0 and NOW + prefill_ms(request) / 2 > request.deadline_ms
+  return request.output == 0 and NOW + prefill_ms(request) / 2 > request.deadline_ms
 end
 
 -- The newest placements of lower classes on one executor that make room if they give way; nil where there are none.
 -- Their owners hand them back, and then the request, being first, gets the room.
 local function preempt_for(request)
-  if NOW - (request.preempting or 0) < PREEMPTION_MS then
+  if NOW - request.preempting < PREEMPTION_MS then
     return
   end
   local lowest = (request.class + 1) * 1e13
   local executor_id, blocks, sequences, victims = nil, 0, 0, {}
-  for _, id in ipairs(call('ZREVRANGEBYSCORE', PREEMPTIBLE, '+inf', lowest, 'LIMIT', 0, MAX_VICTIMS)) do
+  for _, id in ipairs(redis.call('ZREVRANGEBYSCORE', PREEMPTIBLE, '+inf', lowest, 'LIMIT', '0', MAX_VICTIMS)) do
     local victim = load_request(id)
     if not victim or victim.state ~= 'PLACED' then
-      call('ZREM', PREEMPTIBLE, id)
+      redis.call('ZREM', PREEMPTIBLE, id)
       victim = nil
     end
     local executor = victim and load_executor(victim.executor_id)
@@ -107,7 +109,7 @@ end
 
 -- What to do with a request that does not fit: 'drop' it, 'pass' it, or 'hold' the line for it.
 local function deal_with_misfit(id, request)
-  if call('ZCARD', SIZES) > 0 and not fits_somewhere(request) then
+  if redis.call('ZCARD', SIZES) > 0 and not fits_somewhere(request) then
     drop('never_fits', id, request)
     return 'drop'
   end
@@ -118,18 +120,17 @@ local function deal_with_misfit(id, request)
     end
   end
   for _, one in ipairs(victims or {}) do
-    call('ZREM', PREEMPTIBLE, one[1])
+    redis.call('ZREM', PREEMPTIBLE, one[1])
     tell('preempt', one[1], one[2])
   end
   if victims then
     save_request(id, request)
   end
-  local executor = request.claim and load_executor(request.claim)
-  if request.claim and not takes_work(executor) then
+  if request.claim ~= '' and not takes_work(load_executor(request.claim)) then
     unclaim(request)
     save_request(id, request)
   end
-  if not request.claim and request.passed >= state.max_bypass then
+  if request.claim == '' and request.passed >= state.max_bypass then
     if not claim_executor(id, request) then
       return 'hold'
     end
@@ -142,7 +143,7 @@ end
 local function board_one(id, request)
   if not lives(request.owner) then
     withdraw(id, request)
-    call('HDEL', REQUESTS, id)
+    redis.call('HDEL', REQUESTS, id)
     return 'drop'
   end
   local executor_id, blocks = choose(id, request)
@@ -155,10 +156,11 @@ local function board_one(id, request)
   if not executor_id then
     return deal_with_misfit(id, request)
   end
+  local prefixes = request.prefixes
   observe_wait(request)
   withdraw(id, request)
   seat(id, request, executor_id, request.attempt + 1, blocks)
-  remember_prefixes(request, executor_id)
+  remember_prefixes(prefixes, executor_id)
   tell('placed', id, request)
   return 'seat'
 end
@@ -176,10 +178,11 @@ local function board()
   if state.waiting == 0 then
     return
   end
+  --@nest
   promote_aged()
   local passed = {}
   for _ = 1, MAX_HEADS do
-    if #state.claims == 0 and #roomiest(1) == 0 then
+    if #claims == 0 and #roomiest(1) == 0 then
       return
     end
     local id, request = next_in_line(passed)

@@ -10,12 +10,13 @@ local MARGIN = 1.2 -- by which an estimate must miss a deadline before the reque
 local function num_ahead(request, ahead_in_tenant)
   local ahead = ahead_in_tenant
   for class = 1, request.class - 1 do
-    ahead = ahead + call('ZCARD', WAITING[class])
+    ahead = ahead + redis.call('ZCARD', KEYS[WAITING + class])
   end
+  list_tenants()
   local tenant = load_tenant(request.tenant)
-  local others = call('ZCARD', WAITING[request.class]) - tenant.lines[request.class]
+  local others = redis.call('ZCARD', KEYS[WAITING + request.class]) - tenant.lines[request.class]
   if others > 0 then
-    local num_others = call('ZCARD', ACTIVE[request.class]) - (tenant.active and 1 or 0)
+    local num_others = redis.call('ZCARD', KEYS[ACTIVE + request.class]) - (tenant.active and 1 or 0)
     ahead = ahead + math.min(others, num_others * (ahead_in_tenant + 1))
   end
   return ahead
@@ -23,7 +24,7 @@ end
 
 -- Milliseconds until so many requests are placed; nil where nothing was measured.
 local function estimated_wait(ahead)
-  if not state.speed or state.waiting == 0 then
+  if state.speed == 0 or state.waiting == 0 then
     return nil
   end
   local tokens = state.tokens[1] + state.tokens[2] + state.tokens[3]
@@ -32,23 +33,25 @@ end
 
 -- Milliseconds from its seat to its first token; 0 where nothing was measured.
 local function prefill_ms(request)
-  if not state.prefill_speed then
+  if state.prefill_speed == 0 then
     return 0
   end
-  return (request.prompt + request.output) / state.prefill_speed + (state.step_ms or 0)
+  return (request.prompt + request.output) / state.prefill_speed + state.step_ms
 end
 
 -- Takes in that a request that stood in line was placed.
 local function observe_wait(request)
-  local window_ms = NOW - (state.window_since or NOW)
-  state.window_since = state.window_since or NOW
-  state.window_tokens = (state.window_tokens or 0) + request.prompt + request.max
+  if state.window_since == 0 then
+    state.window_since = NOW
+  end
+  local window_ms = NOW - state.window_since
+  state.window_tokens = state.window_tokens + request.prompt + request.max
   if window_ms >= WINDOW_MS then
     local speed = state.window_tokens / window_ms
-    state.speed = state.speed and 0.7 * state.speed + 0.3 * speed or speed
+    state.speed = state.speed > 0 and 0.7 * state.speed + 0.3 * speed or speed
     state.window_since, state.window_tokens = NOW, 0
   end
-  if request.estimate and request.attempt == 0 then
+  if request.estimate < math.huge and request.attempt == 0 then
     local actual = NOW - request.since_ms
     local weight = math.max(0.01, 1 / (state.num_estimates + 1))
     local ratio = math.max(0.1, math.min(10, (actual + 50) / (request.estimate / request.correction + 50)))
@@ -60,5 +63,5 @@ end
 
 -- Nobody waits: how fast the line would move is not measured.
 local function end_window()
-  state.window_since, state.window_tokens = nil, nil
+  state.window_since, state.window_tokens = 0, 0
 end

@@ -23,8 +23,8 @@ local histograms = {} -- unpacked in this call
 
 local function load_histogram(field)
   if histograms[field] == nil then
-    local text = call('HGET', LENGTHS, field)
-    histograms[field] = text and unpack_record(text) or {count = 0, bins = {}}
+    local text = redis.call('HGET', LENGTHS, field)
+    histograms[field] = text and cmsgpack.unpack(text) or {count = 0, bins = {}}
   end
   return histograms[field]
 end
@@ -38,7 +38,7 @@ local function add_length(field, bin)
   histogram.count = histogram.count >= MAX_COUNT and histogram.count / 2 or histogram.count
   histogram.bins[bin] = histogram.bins[bin] + 1
   histogram.count = histogram.count + 1
-  call('HSET', LENGTHS, field, pack(histogram))
+  redis.call('HSET', LENGTHS, field, cmsgpack.pack(histogram))
 end
 
 -- Learns from a completion.
@@ -53,6 +53,7 @@ end
 
 -- The output tokens that a request stays within so often, given what it has; its `max` while too little is known.
 local function likely_output(request, quantile)
+  --@nest
   local size = size_of(request.max)
   local histogram = load_histogram(request.tenant .. '\0' .. size)
   if histogram.count < MIN_COUNT then

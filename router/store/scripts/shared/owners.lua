@@ -2,12 +2,12 @@
 
 -- Renews the caller's lease. Only `reap` ends one, and marks it with 0 before it forgets what waits in its name.
 local function register()
-  local until_ms = tonumber(call('ZSCORE', ROUTERS, CALLER) or 0)
+  local until_ms = tonumber(redis.call('ZSCORE', ROUTERS, CALLER) or 0)
   if until_ms == 0 then
     registered = 1
   end
   if until_ms - NOW < LEASE_MS - 250 then -- not with every call
-    call('ZADD', ROUTERS, NOW + LEASE_MS, CALLER)
+    redis.call('ZADD', ROUTERS, string.format('%d', NOW + LEASE_MS), CALLER)
   end
 end
 
@@ -15,7 +15,7 @@ local living = {[CALLER] = true, [''] = false} -- looked up in this call; '' own
 
 local function lives(owner)
   if living[owner] == nil then
-    local until_ms = call('ZSCORE', ROUTERS, owner)
+    local until_ms = redis.call('ZSCORE', ROUTERS, owner)
     living[owner] = until_ms ~= false and tonumber(until_ms) > 0
   end
   return living[owner]
@@ -52,13 +52,13 @@ end
 local function tell(kind, id, request)
   local fields = {
     'kind', kind, 'request_id', id, 'attempt', request.attempt,
-    'executor_id', request.executor_id or '', 'generation', request.generation or 0, 'blocks', request.reserved or 0,
+    'executor_id', request.executor_id, 'generation', request.generation, 'blocks', request.reserved,
   }
   if request.owner == CALLER then
     events[#events + 1] = fields
   elseif lives(request.owner) then
     local mailbox = mailbox_of(request.owner)
-    call('XADD', mailbox, 'MAXLEN', '~', MAILBOX_ENTRIES, '*', unpack(fields))
-    call('PEXPIRE', mailbox, MAILBOX_MS)
+    redis.call('XADD', mailbox, 'MAXLEN', '~', MAILBOX_ENTRIES, '*', unpack(fields))
+    redis.call('PEXPIRE', mailbox, MAILBOX_MS)
   end
 end

@@ -25,10 +25,10 @@ end
 local function roomiest(count)
   flush_executors()
   for _ = 1, 32 do
-    local ids, silent = call('ZRANGE', ROOM, 0, count - 1), false
+    local ids, silent = redis.call('ZRANGE', ROOM, '0', count - 1), false
     for _, id in ipairs(ids) do
       if not takes_work(load_executor(id)) then
-        call('ZREM', ROOM, id)
+        redis.call('ZREM', ROOM, id)
         silent = true
       end
     end
@@ -45,18 +45,27 @@ local function load_of(executor)
     executor.reserved_sequences / math.max(1, executor.budget_sequences))
 end
 
+local function split_prefixes(prefixes)
+  local hashes = {}
+  for hash in prefixes:gmatch('%S+') do
+    hashes[#hashes + 1] = hash
+  end
+  return hashes
+end
+
 -- The executor that holds the longest known beginning of the prompt, where it has room and is not much fuller than the
 -- best one.
 local function holder_of_prefix(request, best)
-  local hashes = request.prefixes
-  if not hashes or #hashes == 0 then
+  if request.prefixes == '' then
     return nil
   end
-  for _, key in ipairs({PREFIXES, OLD_PREFIXES}) do
-    local holders = call('HMGET', key, unpack(hashes))
+  --@nest
+  local hashes = split_prefixes(request.prefixes)
+  for _, key in ipairs(state.has_old_prefixes and {PREFIXES, OLD_PREFIXES} or {PREFIXES}) do
+    local holders = redis.call('HMGET', key, unpack(hashes))
     for i = #hashes, 1, -1 do
       local executor = holders[i] and load_executor(holders[i])
-      if executor and takes_work(executor) and not executor.claim then
+      if executor and takes_work(executor) and executor.claim == '' then
         local blocks = room_for(request, executor)
         if blocks and load_of(executor) <= load_of(load_executor(best)) + MAX_IMBALANCE then
           return holders[i], blocks
@@ -68,25 +77,24 @@ local function holder_of_prefix(request, best)
 end
 
 -- Notes that the executor will hold these beginnings.
-local function remember_prefixes(request, executor_id)
-  local hashes = request.prefixes
-  if not hashes or #hashes == 0 then
+local function remember_prefixes(prefixes, executor_id)
+  if prefixes == '' then
     return
   end
   local fields = {}
-  for _, hash in ipairs(hashes) do
+  for _, hash in ipairs(split_prefixes(prefixes)) do
     fields[#fields + 1], fields[#fields + 2] = hash, executor_id
   end
-  state.num_prefixes = (state.num_prefixes or 0) + call('HSET', PREFIXES, unpack(fields))
+  state.num_prefixes = state.num_prefixes + redis.call('HSET', PREFIXES, unpack(fields))
   if state.num_prefixes >= MAX_PREFIXES then
-    call('RENAME', PREFIXES, OLD_PREFIXES)
-    state.num_prefixes = 0
+    redis.call('RENAME', PREFIXES, OLD_PREFIXES)
+    state.num_prefixes, state.has_old_prefixes = 0, true
   end
 end
 
 -- Where the request can go now, and the blocks to reserve there; nil where it cannot. Ties by id.
 local function choose(id, request)
-  for _, claim in ipairs(state.claims) do
+  for _, claim in ipairs(claims) do
     if claim.id == id or request.class < claim.class then
       local executor = load_executor(claim.executor_id)
       local blocks = takes_work(executor) and room_for(request, executor)
@@ -95,11 +103,16 @@ local function choose(id, request)
       end
     end
   end
-  for _, executor_id in ipairs(roomiest(MAX_CANDIDATES)) do
-    local blocks = room_for(request, load_executor(executor_id))
-    if blocks then
-      local holder, holder_blocks = holder_of_prefix(request, executor_id)
-      return holder or executor_id, holder_blocks or blocks
+  for count = 1, MAX_CANDIDATES, MAX_CANDIDATES - 1 do -- the first mostly does
+    for _, executor_id in ipairs(roomiest(count)) do
+      local blocks = room_for(request, load_executor(executor_id))
+      if blocks then
+        local holder, holder_blocks = holder_of_prefix(request, executor_id)
+        return holder or executor_id, holder_blocks or blocks
+      end
+    end
+    if request.sequences == 1 and not state.overcommits then
+      return nil
     end
   end
   return nil
@@ -107,10 +120,12 @@ end
 
 -- Whether some executor, empty, would hold this much. Those silent up to their lease count: they may come back.
 local function fits_somewhere(request)
-  for _, id in ipairs(call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', 0, 64)) do
-    local executor = load_executor(id)
-    if executor and executor.budget_sequences >= request.sequences then
-      return true
+  for _, count in ipairs({1, 64}) do -- the first mostly does
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', '0', count)) do
+      local executor = load_executor(id)
+      if executor and executor.budget_sequences >= request.sequences then
+        return true
+      end
     end
   end
   return false
@@ -118,13 +133,13 @@ end
 
 -- Keeps for the request the executor that is nearest to having room for it. False where there is none to be kept.
 local function claim_executor(id, request)
-  if #state.claims >= MAX_CLAIMS then
+  if #claims >= MAX_CLAIMS then
     return false
   end
   local best, most = nil, nil
-  for _, executor_id in ipairs(call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', 0, 64)) do
+  for _, executor_id in ipairs(redis.call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', 0, 64)) do
     local executor = load_executor(executor_id)
-    if takes_work(executor) and not executor.claim and executor.budget_sequences >= request.sequences
+    if takes_work(executor) and executor.claim == '' and executor.budget_sequences >= request.sequences
       and (not most or available_blocks(executor) > most) then
       best, most = executor_id, available_blocks(executor)
     end
@@ -135,6 +150,7 @@ local function claim_executor(id, request)
   local executor = load_executor(best)
   executor.claim, request.claim = id, best
   save_executor(best, executor)
-  state.claims[#state.claims + 1] = {id = id, executor_id = best, class = request.class}
+  claims[#claims + 1] = {id = id, executor_id = best, class = request.class}
+  save_claims()
   return true
 end

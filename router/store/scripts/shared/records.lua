@@ -9,17 +9,41 @@
 --            more        1 where `board` stopped at its bound
 --            registered  1 where the pool did not know the caller: what waited in its name may be gone
 --
--- Records are tables packed by cmsgpack, a third of what JSON costs. Executors, tenants and the pool's own state are
--- unpacked once in a call, changed in place, and written by `flush`; `choose` flushes executors, for it reads `room`.
--- "No limit" is infinity, so that limits are compared without asking whether there is one.
+-- Records are packed numbers and strings, made and read by functions that compose.py makes of the lines `--@record`: a
+-- tenth of what JSON costs. Executors, tenants and the pool's own state are unpacked once in a call, changed in place,
+-- and written by `flush_executors` and `finish`. "No limit", "no deadline", "not yet" is infinity, so that times are
+-- compared without asking whether there is one; '' is no name.
 
-local EXECUTORS, ROOM, SIZES, REPORTS, REQUESTS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local WAITING = {KEYS[6], KEYS[7], KEYS[8]}
-local ACTIVE = {KEYS[9], KEYS[10], KEYS[11]}
-local WAITING_BY_OWNER, PLACEMENTS, LOST, ENDED = KEYS[12], KEYS[13], KEYS[14], KEYS[15]
-local ROUTERS, ATTENDED, STATE, TENANTS = KEYS[16], KEYS[17], KEYS[18], KEYS[19]
-local AGEING, LENGTHS, PREEMPTIBLE = KEYS[20], KEYS[21], KEYS[22]
-local PREFIXES, OLD_PREFIXES = KEYS[23], KEYS[24]
+--@record state arrivals floor waiting tokens[3] bytes max_bypass age_ms preempts? overcommits? num_estimates error \
+--  correction speed window_since window_tokens prefill_speed step_ms next_age_ms num_prefixes has_old_prefixes? tenant_cursor$ claims$
+--@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
+--  quantile last_report_ms audited_ms accepting? suspended? audit_due? claim$
+--@record tenant counter weight lines[3] listed[3] active? waiting tokens bytes running max_running output_share \
+--  request_ms token_ms ms_per_token used_ms
+--@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ class asked_class deadline_in_ms deadline_ms \
+--  order_ms since_ms arrival blocks sequences prompt max output block_size bytes attempt rejections passed estimate \
+--  correction charged? charge rated generation placed_ms reserved preempting
+
+local EXECUTORS = KEYS[1]
+local ROOM = KEYS[2]
+local SIZES = KEYS[3]
+local REPORTS = KEYS[4]
+local REQUESTS = KEYS[5]
+local WAITING = 5 -- KEYS[WAITING + class]
+local ACTIVE = 8 -- KEYS[ACTIVE + class]
+local WAITING_BY_OWNER = KEYS[12]
+local PLACEMENTS = KEYS[13]
+local LOST = KEYS[14]
+local ENDED = KEYS[15]
+local ROUTERS = KEYS[16]
+local ATTENDED = KEYS[17]
+local STATE = KEYS[18]
+local TENANTS = KEYS[19]
+local AGEING = KEYS[20]
+local LENGTHS = KEYS[21]
+local PREEMPTIBLE = KEYS[22]
+local PREFIXES = KEYS[23]
+local OLD_PREFIXES = KEYS[24]
 local NUM_POOL_KEYS = 24
 
 local NUM_CLASSES = 3
@@ -34,21 +58,31 @@ local MAILBOX_ENTRIES = 10000 -- about how many unread entries a mailbox keeps
 local MAILBOX_MS = 600000     -- an unread mailbox is deleted after this long
 
 local NOW = now_ms()
+local NOW_TEXT = string.format('%d', NOW) -- a number among a command's arguments costs ten times what a string does
 local CALLER = ARGV[1]
-local call, pack, unpack_record, huge = redis.call, cmsgpack.pack, cmsgpack.unpack, math.huge
 
 local events, missing, more, registered = {}, {}, 0, 0
 
--- The pool's own state: counters, what waits in sum, what is measured, and the options of the newest submit.
+-- The pool's own state: counters, what waits in sum, what is measured (0: not yet), options of the newest submit.
 local state
-local text_of_state = call('GET', STATE)
+local text_of_state = redis.call('GET', STATE)
 if text_of_state then
-  state = unpack_record(text_of_state)
+  state = unpack_state(text_of_state)
 else
   state = {
-    arrivals = 0, floor = 0, waiting = 0, tokens = {0, 0, 0}, bytes = 0, claims = {},
-    max_bypass = 16, age_ms = 30000, preempts = false, num_estimates = 0, error = 0, correction = 1,
+    arrivals = 0, floor = 0, waiting = 0, tokens = {0, 0, 0}, bytes = 0, max_bypass = 16, age_ms = 30000,
+    preempts = false, overcommits = false, num_estimates = 0, error = 0, correction = 1, speed = 0, window_since = 0,
+    window_tokens = 0, prefill_speed = 0, step_ms = 0, next_age_ms = math.huge, num_prefixes = 0,
+    has_old_prefixes = false, tenant_cursor = '0',
+    claims = '',
   }
+end
+
+-- Executors kept for requests that were passed too often: a list of {id of the request, its class, executor_id}.
+local claims = state.claims ~= '' and cmsgpack.unpack(state.claims) or {}
+
+local function save_claims()
+  state.claims = #claims > 0 and cmsgpack.pack(claims) or ''
 end
 
 local executors, dirty_executors = {}, {}
@@ -56,8 +90,8 @@ local executors, dirty_executors = {}, {}
 local function load_executor(id)
   local executor = executors[id]
   if executor == nil then
-    local text = call('HGET', EXECUTORS, id)
-    executor = text and unpack_record(text)
+    local text = redis.call('HGET', EXECUTORS, id)
+    executor = text and unpack_executor(text)
     executors[id] = executor
   end
   return executor
@@ -71,12 +105,12 @@ end
 -- meets it there; one that is claimed is not for everybody.
 local function flush_executors()
   for id, executor in pairs(dirty_executors) do
-    call('HSET', EXECUTORS, id, pack(executor))
-    if executor.accepting and not executor.suspended and not executor.claim
+    redis.call('HSET', EXECUTORS, id, pack_executor(executor))
+    if executor.accepting and not executor.suspended and executor.claim == ''
       and executor.reserved_sequences < executor.budget_sequences then
-      call('ZADD', ROOM, -available_blocks(executor), id)
+      redis.call('ZADD', ROOM, string.format('%d', -available_blocks(executor)), id)
     else
-      call('ZREM', ROOM, id)
+      redis.call('ZREM', ROOM, id)
     end
     dirty_executors[id] = nil
   end
@@ -86,16 +120,16 @@ local function save_executor(id, executor)
   executors[id], dirty_executors[id] = executor, executor
 end
 
-local tenants, dirty_tenants = {}, {}
+local tenants, dirty_tenants, unlisted_tenants = {}, {}, {}
 
 local function load_tenant(name)
   local tenant = tenants[name]
   if tenant == nil then
-    local text = call('HGET', TENANTS, name)
-    tenant = text and unpack_record(text) or {
-      counter = 0, weight = 1, lines = {0, 0, 0}, listed = {false, false, false}, active = false,
-      waiting = 0, tokens = 0, bytes = 0, running = 0,
-      max_running = huge, output_share = 1, request_ms = 0, token_ms = 0, ms_per_token = 0,
+    local text = redis.call('HGET', TENANTS, name)
+    tenant = text and unpack_tenant(text) or {
+      counter = 0, weight = 1, lines = {0, 0, 0}, listed = {math.huge, math.huge, math.huge}, active = false,
+      waiting = 0, tokens = 0, bytes = 0, running = 0, max_running = math.huge, output_share = 1,
+      request_ms = 0, token_ms = 0, ms_per_token = 0, used_ms = NOW,
     }
     tenants[name] = tenant
   end
@@ -103,27 +137,14 @@ local function load_tenant(name)
 end
 
 local function save_tenant(name, tenant)
-  tenant.used_ms, dirty_tenants[name] = NOW, tenant
+  tenant.used_ms, dirty_tenants[name], unlisted_tenants[name] = NOW, tenant, tenant
 end
 
 local function load_request(id)
-  local text = call('HGET', REQUESTS, id)
-  return text and unpack_record(text)
+  local text = redis.call('HGET', REQUESTS, id)
+  return text and unpack_request(text)
 end
 
 local function save_request(id, request)
-  call('HSET', REQUESTS, id, pack(request))
-end
-
--- Writes what was changed; ends every script.
-local function finish(outcome)
-  flush_executors()
-  for name, tenant in pairs(dirty_tenants) do
-    call('HSET', TENANTS, name, pack(tenant))
-  end
-  local text = pack(state)
-  if text ~= text_of_state then
-    call('SET', STATE, text)
-  end
-  return {outcome, events, missing, more, registered}
+  redis.call('HSET', REQUESTS, id, pack_request(request))
 end

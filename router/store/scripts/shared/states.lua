@@ -38,7 +38,7 @@ local function count_waiting(request, sign)
   tenant.lines[request.class] = tenant.lines[request.class] + sign
   state.waiting, state.bytes = state.waiting + sign, state.bytes + sign * request.bytes
   state.tokens[request.class] = state.tokens[request.class] + sign * tokens
-  refresh_tenant(request.tenant, tenant)
+  save_tenant(request.tenant, tenant)
   if state.waiting == 0 then
     end_window()
   end
@@ -46,49 +46,49 @@ end
 
 -- Gives up the executor that was kept for the request.
 local function unclaim(request)
-  for i, claim in ipairs(state.claims) do
+  for i, claim in ipairs(claims) do
     if claim.executor_id == request.claim then
-      table.remove(state.claims, i)
+      table.remove(claims, i)
       break
     end
   end
+  save_claims()
   local executor = load_executor(request.claim)
   if executor then
-    executor.claim = nil
+    executor.claim = ''
     save_executor(request.claim, executor)
   end
-  request.claim = nil
+  request.claim = ''
 end
 
--- Puts the request in line, by the order key that it has had from the start.
+-- Puts the request in line, by the order key that it has had from the start. The caller saves it.
 local function enqueue(id, request)
   request.state = 'WAITING'
-  call('ZADD', WAITING[request.class], 0, line_member(id, request))
-  call('ZADD', WAITING_BY_OWNER, 0, owner_member(id, request))
+  redis.call('ZADD', KEYS[WAITING + request.class], '0', line_member(id, request))
+  redis.call('ZADD', WAITING_BY_OWNER, '0', owner_member(id, request))
   if request.class > 1 then
-    call('ZADD', AGEING, NOW + state.age_ms, id)
-    state.next_age_ms = math.min(state.next_age_ms or huge, NOW + state.age_ms)
+    redis.call('ZADD', AGEING, string.format('%d', NOW + state.age_ms), id)
+    state.next_age_ms = math.min(state.next_age_ms, NOW + state.age_ms)
   end
   count_waiting(request, 1)
-  save_request(id, request)
 end
 
 local function leave_line(id, request)
-  call('ZREM', WAITING[request.class], line_member(id, request))
-  call('ZREM', WAITING_BY_OWNER, owner_member(id, request))
+  redis.call('ZREM', KEYS[WAITING + request.class], line_member(id, request))
+  redis.call('ZREM', WAITING_BY_OWNER, owner_member(id, request))
   if request.class > 1 then
-    call('ZREM', AGEING, id)
+    redis.call('ZREM', AGEING, id)
   end
-  if request.claim then
+  if request.claim ~= '' then
     unclaim(request)
   end
   count_waiting(request, -1)
 end
 
 local function leave_executor(id, request)
-  call('ZREM', PLACEMENTS, placement_member(request.executor_id, request.attempt, id))
+  redis.call('ZREM', PLACEMENTS, placement_member(request.executor_id, request.attempt, id))
   if state.preempts then
-    call('ZREM', PREEMPTIBLE, id)
+    redis.call('ZREM', PREEMPTIBLE, id)
   end
   local executor = load_executor(request.executor_id)
   if executor then
@@ -98,9 +98,6 @@ local function leave_executor(id, request)
   end
   local tenant = load_tenant(request.tenant)
   tenant.running = tenant.running - request.sequences
-  if tenant.waiting > 0 then
-    refresh_tenant(request.tenant, tenant)
-  end
   save_tenant(request.tenant, tenant)
 end
 
@@ -111,7 +108,7 @@ local function withdraw(id, request)
   elseif request.state == 'PLACED' then
     leave_executor(id, request)
   elseif request.state == 'LOST' then
-    call('ZREM', LOST, id)
+    redis.call('ZREM', LOST, id)
   end
 end
 
@@ -120,19 +117,16 @@ local function seat(id, request, executor_id, attempt, blocks)
   local executor, tenant = load_executor(executor_id), load_tenant(request.tenant)
   request.state, request.attempt, request.placed_ms = 'PLACED', attempt, NOW
   request.executor_id, request.generation, request.reserved = executor_id, executor.generation, blocks
-  request.passed, request.preempting, request.estimate = 0, nil, nil
+  request.passed, request.preempting, request.estimate, request.prefixes = 0, 0, math.huge, ''
   executor.reserved_blocks = executor.reserved_blocks + blocks
   executor.reserved_sequences = executor.reserved_sequences + request.sequences
   save_executor(executor_id, executor)
   charge(request, tenant)
   tenant.running = tenant.running + request.sequences
-  if tenant.waiting > 0 then
-    refresh_tenant(request.tenant, tenant)
-  end
   save_tenant(request.tenant, tenant)
-  call('ZADD', PLACEMENTS, 0, placement_member(executor_id, attempt, id))
+  redis.call('ZADD', PLACEMENTS, '0', placement_member(executor_id, attempt, id))
   if state.preempts and request.class > 1 then
-    call('ZADD', PREEMPTIBLE, request.class * 1e13 + NOW, id)
+    redis.call('ZADD', PREEMPTIBLE, request.class * 1e13 + NOW, id)
   end
   save_request(id, request)
 end
@@ -147,32 +141,31 @@ local function lose(id, request)
   if lives(request.owner) then
     request.state = 'LOST'
     save_request(id, request)
-    call('ZADD', LOST, NOW, id)
+    redis.call('ZADD', LOST, NOW_TEXT, id)
     tell('lost', id, request)
   else
-    call('HDEL', REQUESTS, id)
+    redis.call('HDEL', REQUESTS, id)
   end
   return true
 end
 
 -- Forgets up to `limit` ended ids that are out of date.
 local function sweep_tombstones(limit)
-  local old = call('ZRANGEBYSCORE', ENDED, '-inf', NOW - TOMBSTONE_MS - 1, 'LIMIT', 0, limit)
+  local old = redis.call('ZRANGEBYSCORE', ENDED, '-inf', string.format('%d', NOW - TOMBSTONE_MS - 1), 'LIMIT', '0', limit)
   if #old > 0 then
-    call('ZREM', ENDED, unpack(old))
+    redis.call('ZREM', ENDED, unpack(old))
   end
 end
 
--- Leaves a tombstone. Sweeping two for each one keeps `ended` from growing.
+-- Leaves a tombstone. Whoever buries sweeps twice as many, which keeps `ended` from growing.
 local function bury(id)
-  call('HDEL', REQUESTS, id)
-  call('ZADD', ENDED, NOW, id)
-  sweep_tombstones(2)
+  redis.call('HDEL', REQUESTS, id)
+  redis.call('ZADD', ENDED, NOW_TEXT, id)
 end
 
 -- When the id ended, or nil where that is not known (any more).
 local function ended_ms(id)
-  local ended = call('ZSCORE', ENDED, id)
+  local ended = redis.call('ZSCORE', ENDED, id)
   if ended and NOW - tonumber(ended) <= TOMBSTONE_MS then
     return tonumber(ended)
   end
@@ -181,14 +174,25 @@ end
 
 local function num_ahead_in_tenant(id, request)
   local first = line_of(request.tenant)
-  return call('ZLEXCOUNT', WAITING[request.class], first, '(' .. line_member(id, request))
+  return redis.call('ZLEXCOUNT', KEYS[WAITING + request.class], first, '(' .. line_member(id, request))
+end
+
+-- How a PLACED request stands, as an outcome.
+local function placed(request)
+  return {'PLACED', request.attempt, request.executor_id, request.generation, request.reserved}
+end
+
+-- How a request stands in line: how many are ahead, and the estimated wait or nil.
+local function outlook(id, request)
+  local ahead = num_ahead(request, num_ahead_in_tenant(id, request))
+  return ahead, estimated_wait(ahead)
 end
 
 -- How a WAITING or PLACED request stands, as an outcome. An estimate of '' is none.
 local function standing(id, request)
   if request.state == 'PLACED' then
-    return {'PLACED', request.attempt, request.executor_id, request.generation, request.reserved}
+    return placed(request)
   end
-  local ahead = num_ahead(request, num_ahead_in_tenant(id, request))
-  return {'QUEUED', ahead, estimated_wait(ahead) or ''}
+  local ahead, wait_ms = outlook(id, request)
+  return {'QUEUED', ahead, wait_ms or ''}
 end

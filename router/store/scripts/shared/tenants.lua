@@ -7,23 +7,32 @@
 -- and runs less than it may.
 local OUTPUT_WEIGHT = 2
 
--- Writes where the tenant stands among the active ones of each class; `listed` has what is written there.
-local function refresh_tenant(name, tenant)
-  local is_active = tenant.waiting > 0 and tenant.running < tenant.max_running
-  if is_active and not tenant.active then
-    tenant.counter = math.max(tenant.counter, state.floor)
-  end
-  for class = 1, NUM_CLASSES do
-    local counter = is_active and tenant.lines[class] > 0 and tenant.counter
-    if counter and counter ~= tenant.listed[class] then
-      call('ZADD', ACTIVE[class], counter, name)
-    elseif not counter and tenant.listed[class] then
-      call('ZREM', ACTIVE[class], name)
+local function is_active(tenant)
+  return tenant.waiting > 0 and tenant.running < tenant.max_running
+end
+
+-- Writes where the changed tenants stand among the active ones of each class: before anybody reads that, and at the end.
+-- `listed` has what is written there, infinity for nothing. Whole numbers: a sorted set reads and writes those faster.
+local function list_tenants()
+  for name, tenant in pairs(unlisted_tenants) do
+    unlisted_tenants[name] = nil
+    local active = is_active(tenant)
+    if active and not tenant.active then
+      tenant.counter = math.max(tenant.counter, state.floor)
     end
-    tenant.listed[class] = counter
+    tenant.active = active
+    for class = 1, NUM_CLASSES do
+      local counter = active and tenant.lines[class] > 0 and math.floor(tenant.counter) or math.huge
+      if counter ~= tenant.listed[class] then
+        if counter < math.huge then
+          redis.call('ZADD', KEYS[ACTIVE + class], string.format('%d', counter), name)
+        else
+          redis.call('ZREM', KEYS[ACTIVE + class], name)
+        end
+        tenant.listed[class] = counter
+      end
+    end
   end
-  tenant.active = is_active
-  save_tenant(name, tenant)
 end
 
 -- What a request will probably cost its tenant.
@@ -34,21 +43,21 @@ end
 
 -- Charges a placement, a request's first time only. The floor follows.
 local function charge(request, tenant)
-  if request.charge then
+  if request.charged then
     return
   end
-  tenant.counter = math.max(tenant.counter, tenant.active and 0 or state.floor)
+  tenant.counter = math.max(tenant.counter, is_active(tenant) and 0 or state.floor)
   state.floor = math.max(state.floor, tenant.counter)
-  request.charge = expected_charge(request, tenant)
+  request.charged, request.charge = true, expected_charge(request, tenant)
   tenant.counter = tenant.counter + request.charge
 end
 
 -- Settles what was charged to what was used.
 local function settle_usage(request, tenant, computed, output)
-  if request.charge then
+  if request.charged then
     tenant.counter = tenant.counter + (computed + OUTPUT_WEIGHT * output) / tenant.weight - request.charge
   end
-  if request.rated then -- unused tokens of its rate
+  if request.rated > 0 then -- unused tokens of its rate
     tenant.token_ms = tenant.token_ms - math.max(0, request.rated - computed - output) * tenant.ms_per_token
   end
   local share = math.min(1, output / math.max(1, request.max))
@@ -65,20 +74,35 @@ local function rate_wait(full_ms, cost_ms, burst_ms)
 end
 
 -- Takes a request of so many tokens from the tenant's rates. The limit that refuses it, and for how long; or nil.
-local function take_rates(tenant, limits, tokens)
-  local request_wait = rate_wait(tenant.request_ms, limits.ms_per_request, limits.request_burst * limits.ms_per_request)
+local function take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, tokens)
+  --@nest
+  local request_wait = rate_wait(tenant.request_ms, ms_per_request, request_burst * ms_per_request)
   if request_wait > 0 then
     return 'tenant requests_per_s', request_wait
   end
-  local token_wait = rate_wait(tenant.token_ms, tokens * limits.ms_per_token, limits.token_burst * limits.ms_per_token)
+  local token_wait = rate_wait(tenant.token_ms, tokens * ms_per_token, token_burst * ms_per_token)
   if token_wait > 0 then
     return 'tenant tokens_per_s', token_wait
   end
-  if limits.ms_per_request > 0 then
-    tenant.request_ms = math.max(NOW, tenant.request_ms) + limits.ms_per_request
+  if ms_per_request > 0 then
+    tenant.request_ms = math.max(NOW, tenant.request_ms) + ms_per_request
   end
-  if limits.ms_per_token > 0 then
-    tenant.token_ms = math.max(NOW, tenant.token_ms) + tokens * limits.ms_per_token
+  if ms_per_token > 0 then
+    tenant.token_ms = math.max(NOW, tenant.token_ms) + tokens * ms_per_token
   end
   return nil
+end
+
+-- Writes what was changed; ends every script.
+local function finish(outcome)
+  flush_executors()
+  list_tenants()
+  for name, tenant in pairs(dirty_tenants) do
+    redis.call('HSET', TENANTS, name, pack_tenant(tenant))
+  end
+  local text = pack_state(state)
+  if text ~= text_of_state then
+    redis.call('SET', STATE, text)
+  end
+  return {outcome, events, missing, more, registered}
 end

@@ -1,0 +1,190 @@
+"""The script calls of the load: made by the real `AdmissionStore`, repeated with other ids.
+
+The store is asked once for every kind of call, and its commands are kept as templates. So the load sends what a router
+sends, whatever arguments the scripts take, without a router's cost for each call.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from bench.ledger.figures import SETTLED
+from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
+from bench.ledger.wire import Template
+from common.errors import RequestError
+from router.store.connection import connect
+from router.store.keys import NUM_CLASSES, PoolKeys
+from router.store.settings import StoreSettings
+from router.store.store import AdmissionStore
+from router.store.types import Demand, Ending, ExecutorReport, HeldSequence, Snapshot, TenantLimits
+
+BLOCK_SIZE = 16
+# Ids of placed requests that a report names beyond the seats: those whose end is on its way.
+MAX_EXTRA_HELD = 64
+# Far beyond any estimate, so that nothing is refused and nothing expires while it is measured.
+MIN_DEADLINE_MS, MAX_DEADLINE_MS = 3 * 3_600_000, 24 * 3_600_000
+# Ends of this many lengths take turns.
+NUM_USAGES = 4
+
+ID_MARKERS = tuple(request_id(-1 - index) for index in range(128))
+EXECUTOR_MARKER = executor_id(99_999)
+SEQ_MARKER = b"1999999999"
+FIRST_SEQ = 1_000_000_000
+GENERATION = 1
+
+
+class NotSentError(ConnectionError):
+    """What a recorded call meets in place of a reply; the store takes it for a Redis that is away."""
+
+
+class Recorder:
+    """A Redis client for a store: passes calls on, or keeps the next one to itself."""
+
+    def __init__(self, redis: Any) -> None:
+        self._redis = redis
+        self._is_recording = False
+        self._recorded: list[tuple[Any, ...]] = []
+
+    async def execute_command(self, *command: Any) -> Any:
+        """Sends a command, or remembers it."""
+        if not self._is_recording:
+            return await self._redis.execute_command(*command)
+        self._recorded.append(command)
+        raise NotSentError("recorded")
+
+    async def record(self, call: Callable[[], Awaitable[object]]) -> tuple[Any, ...]:
+        """The command that the call would have sent."""
+        self._recorded.clear()
+        self._is_recording = True
+        with suppress(RequestError):
+            await call()
+        self._is_recording = False
+        return self._recorded[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._redis, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """Templates by router. `settles` and `reports` are by the number of ids that they name, too."""
+
+    submits: Sequence[Sequence[Template]]
+    settles: Mapping[int, Sequence[Sequence[Template]]]
+    reports: Sequence[Sequence[Template]]
+    cancels: Sequence[Template]
+    explains: Sequence[Template]
+    """Empty where the store cannot explain."""
+    renews: Sequence[bytes]
+    reaps: Sequence[bytes]
+    mailboxes: Sequence[str]
+
+
+async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> Commands:
+    """Registers the routers and records what they send."""
+    settings = StoreSettings(max_queue_requests=10**9)
+    redis = connect(url, settings)
+    try:
+        recorder = Recorder(redis)
+        names = [router_id(number) for number in range(scale.routers)]
+        stores = [AdmissionStore(cast(Any, recorder), pool, name, settings, lambda event: None) for name in names]
+        for _ in range(2):  # in the second round everybody is known to everybody
+            for store in stores:
+                await store.renew()
+        random_numbers = random.Random(seed)
+        demands = [_demand(number, scale, random_numbers) for number in range(NUM_CLASSES * scale.tenants)]
+        return Commands(
+            [[await _submit(recorder, store, demand) for demand in demands] for store in stores],
+            {count: [await _settles(recorder, store, count) for store in stores] for count in SETTLED},
+            [await _reports(recorder, store, scale) for store in stores],
+            [await _about_one(recorder, store.cancel) for store in stores],
+            await _explains(recorder, stores),
+            [Template(await recorder.record(store.renew), ID_MARKERS).fill({}) for store in stores],
+            [Template(await recorder.record(store.reap), ID_MARKERS).fill({}) for store in stores],
+            [PoolKeys(pool).mailbox(name) for name in names],
+        )
+    finally:
+        await redis.aclose()
+
+
+async def take_snapshot(url: str, pool: str) -> Snapshot:
+    """What the store says of the pool."""
+    settings = StoreSettings()
+    redis = connect(url, settings)
+    try:
+        return await AdmissionStore(redis, pool, "observer", settings, lambda event: None).snapshot()
+    finally:
+        await redis.aclose()
+
+
+def _demand(number: int, scale: PoolScale, random_numbers: random.Random) -> Demand:
+    """One tenant's usual request of one class; they differ in lengths and deadline, a third have none."""
+    tenant = number % scale.tenants
+    prompt_tokens, max_tokens = random_numbers.randint(50, 2000), random_numbers.randint(50, 800)
+    return Demand(
+        request_id=ID_MARKERS[0].decode(),
+        priority_class=1 + number // scale.tenants,
+        blocks=-(-(prompt_tokens + max_tokens) // BLOCK_SIZE),
+        deadline_ms=random_numbers.randint(MIN_DEADLINE_MS, MAX_DEADLINE_MS) if number % 3 else None,
+        tenant=f"tenant-{tenant:03d}",
+        limits=TenantLimits(weight=float(1 + tenant % 4)),
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        block_size=BLOCK_SIZE,
+        num_bytes=4 * prompt_tokens,
+        prefix_hashes=tuple(f"{random_numbers.getrandbits(64):016x}" for _ in range(4)),
+    )
+
+
+async def _submit(recorder: Recorder, store: AdmissionStore, demand: Demand) -> Template:
+    return Template(await recorder.record(partial(store.submit, demand)), ID_MARKERS[:1])
+
+
+async def _settles(recorder: Recorder, store: AdmissionStore, count: int) -> list[Template]:
+    templates = []
+    for usage in range(1, NUM_USAGES + 1):
+        endings = [Ending(marker.decode(), 1, 200 * usage, 90 * usage, True) for marker in ID_MARKERS[:count]]
+        templates.append(Template(await recorder.record(partial(store.settle, endings)), ID_MARKERS))
+    return templates
+
+
+async def _reports(recorder: Recorder, store: AdmissionStore, scale: PoolScale) -> list[Template]:
+    """Templates by the number of sequences that the executor holds."""
+    markers = (*ID_MARKERS, EXECUTOR_MARKER, SEQ_MARKER)
+    templates = []
+    for num_held in range(min(len(ID_MARKERS), scale.seats + MAX_EXTRA_HELD) + 1):
+        report = _report(scale, num_held)
+        templates.append(Template(await recorder.record(partial(store.report, report)), markers))
+    return templates
+
+
+def _report(scale: PoolScale, num_held: int) -> ExecutorReport:
+    num_blocks = scale.seats * 200  # more than the largest demand, 175 blocks, for every seat
+    return ExecutorReport(
+        EXECUTOR_MARKER.decode(),
+        GENERATION,
+        int(SEQ_MARKER),
+        num_blocks,
+        num_blocks,
+        scale.seats,
+        accepting=True,
+        held=tuple(HeldSequence(marker.decode(), 1, 64) for marker in ID_MARKERS[:num_held]),
+        step_ms=20.0,
+        prefill_tokens_per_s=20_000.0,
+    )
+
+
+async def _about_one(recorder: Recorder, call: Callable[[str], Awaitable[object]]) -> Template:
+    return Template(await recorder.record(partial(call, ID_MARKERS[0].decode())), ID_MARKERS[:1])
+
+
+async def _explains(recorder: Recorder, stores: Sequence[AdmissionStore]) -> list[Template]:
+    try:
+        return [await _about_one(recorder, store.explain) for store in stores]
+    except NotImplementedError:
+        return []

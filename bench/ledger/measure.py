@@ -1,0 +1,235 @@
+"""Measures one pool: fills it, then what each script costs Redis, how much gets through, and how long it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import heapq
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from bench.ledger.commands import record_commands, take_snapshot
+from bench.ledger.figures import QUEUED, SETTLED, Latency, Point, Saturation, ScriptCost, percentiles_ms, refilled
+from bench.ledger.loop import Loop
+from bench.ledger.scale import PoolScale
+from bench.ledger.server import NOTHING, SCRIPT, Server, difference
+from bench.ledger.traffic import Call, Traffic, TrafficError
+from router.store.lua import load_scripts
+
+NUM_CONNECTIONS = 32
+ENDS_PER_FRAME, MAX_SETTLED = SETTLED[1], SETTLED[-1]
+REFRESH_S = 0.7
+AUDIT_S = 1.05
+MODERATE = 0.5
+MAX_SEATED_AT_ONCE = 2048
+NUM_REPORTS = 256
+
+Say = Callable[[str], None]
+
+
+def measure(url: str, pool: str, scale: PoolScale, seconds: float, seed: int, say: Say) -> Point:
+    """Measures a pool that does not exist yet and leaves it behind. Each part takes about `seconds`."""
+    server = Server(url)
+    for script in load_scripts().values():
+        server.load_script(script.source)
+    commands = asyncio.run(record_commands(url, pool, scale, seed))
+    traffic = Traffic(scale, commands, seed)
+    loop = Loop(url, commands.mailboxes, NUM_CONNECTIONS, traffic)
+    gc.collect()
+    gc.disable()  # nothing here makes cycles, and a collection would be taken for Redis' latency
+    try:
+        point = _Measurement(server, traffic, loop, scale, seconds, seed, say).run()
+    finally:
+        gc.enable()
+        loop.close()
+        server.close()
+    _check(asyncio.run(take_snapshot(url, pool)).num_waiting, scale)
+    return point
+
+
+def _check(num_waiting: tuple[int, ...], scale: PoolScale) -> None:
+    """The line has kept its length: what the figures are of is what they say."""
+    allowed = max(2 * MAX_SETTLED, scale.queued // 100)
+    if abs(sum(num_waiting) - scale.queued) > allowed:
+        raise TrafficError(f"{sum(num_waiting)} requests wait at the end in place of {scale.queued}")
+
+
+@dataclass(slots=True)
+class _Measurement:
+    server: Server
+    traffic: Traffic
+    loop: Loop
+    scale: PoolScale
+    seconds: float
+    seed: int
+    say: Say
+    refreshed_s: float = 0.0
+
+    def run(self) -> Point:
+        costs: dict[str, ScriptCost] = {}
+        self._refresh()
+        self._seat_and_end(costs)
+        fill_s, memory_bytes, bytes_per_waiting = self._fill(costs)
+        self._steady(costs)
+        self._report(costs)
+        saturation = self._saturate()
+        latency = self._pace(MODERATE * saturation.admitted_per_wall_s)
+        return Point(
+            self.scale, self.server.version, fill_s, memory_bytes, bytes_per_waiting, costs, saturation, latency
+        )
+
+    # Costs of scripts ------------------------------------------------------------------------------------------
+
+    def _seat_and_end(self, costs: dict[str, ScriptCost]) -> None:
+        """Requests that find a seat at once, and ends that nobody waits for."""
+        until_s = time.perf_counter() + self.seconds
+        count = min(MAX_SEATED_AT_ONCE, self.scale.num_seats) // MAX_SETTLED * MAX_SETTLED
+        while True:
+            self._cost(costs, "submit, seated at once", self._submits(count))
+            self._cost(costs, f"settle of {MAX_SETTLED}, nobody waits", self._settles(count, MAX_SETTLED))
+            if time.perf_counter() > until_s:
+                return
+
+    def _fill(self, costs: dict[str, ScriptCost]) -> tuple[float, int, float]:
+        """Takes all seats and fills the line. Its seconds, the memory in use and that of each waiting request."""
+        self._chunked(self.scale.num_seats)
+        self.loop.read_mail()
+        before_bytes, began_s = self.server.memory_bytes(), time.perf_counter()
+        before = self.server.usages()
+        self._chunked(self.scale.queued - self.traffic.num_waiting)
+        costs.setdefault("submit, while filling", ScriptCost()).add(difference(self.server.usages(), before))
+        fill_s, memory_bytes = time.perf_counter() - began_s, self.server.memory_bytes()
+        self.say(f"filled in {fill_s:.1f} s")
+        return fill_s, memory_bytes, (memory_bytes - before_bytes) / self.scale.queued
+
+    def _chunked(self, count: int) -> None:
+        while count > 0:
+            chunk = min(count, MAX_SEATED_AT_ONCE)
+            self.loop.pipeline(self._submits(chunk))
+            self._refresh_if_due()
+            count -= chunk
+
+    def _steady(self, costs: dict[str, ScriptCost]) -> None:
+        """Calls of each kind in turn, by which the line gets its length back again and again."""
+        count = min(4 * MAX_SETTLED, self.scale.num_seats) // MAX_SETTLED * MAX_SETTLED
+        until_s = time.perf_counter() + 2 * self.seconds
+        while True:
+            for num_ends in SETTLED:
+                self._cost(costs, QUEUED, self._submits(count))
+                self._cost(costs, refilled(num_ends), self._settles(count, num_ends))
+            self._come_and_go(costs)
+            if time.perf_counter() > until_s:
+                return
+
+    def _come_and_go(self, costs: dict[str, ScriptCost]) -> None:
+        calls = list(self._submits(MAX_SETTLED))
+        self._cost(costs, QUEUED, calls)
+        ids = [call.ids[0] for call in calls]
+        if self.traffic.explains:
+            self._cost(costs, "explain", (self.traffic.explain(one) for one in ids))
+        self._cost(costs, "cancel, queued", (self.traffic.cancel(one) for one in ids))
+
+    def _report(self, costs: dict[str, ScriptCost]) -> None:
+        """Reports with the audit, which is due once a second, and right after that without."""
+        self._refresh()
+        time.sleep(max(0.0, AUDIT_S - (time.perf_counter() - self.refreshed_s)))
+        reports = list(self.traffic.all_reports())[:NUM_REPORTS]
+        self._cost(costs, "report with audit", reports, refresh=False)
+        self._cost(costs, "report", list(self.traffic.all_reports())[:NUM_REPORTS], refresh=False)
+        self._refresh()
+
+    def _cost(self, costs: dict[str, ScriptCost], name: str, calls: Iterable[Call], refresh: bool = True) -> None:
+        calls = list(calls)
+        before = self.server.usages()
+        self.loop.pipeline(calls)
+        costs.setdefault(name, ScriptCost()).add(difference(self.server.usages(), before))
+        if refresh:
+            self._refresh_if_due()
+
+    def _submits(self, count: int) -> Iterator[Call]:
+        return (self.traffic.submit() for _ in range(count))
+
+    def _settles(self, count: int, num_ends: int) -> Iterator[Call]:
+        return (self.traffic.settle(num_ends) for _ in range(count // num_ends))
+
+    def _refresh_if_due(self) -> None:
+        if time.perf_counter() - self.refreshed_s > REFRESH_S:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """What happens by itself otherwise: reports and renewals."""
+        self.loop.read_mail()
+        self.loop.pipeline([*self.traffic.all_reports(), *self.traffic.all_renewals()])
+        self.refreshed_s = time.perf_counter()
+
+    # The whole -------------------------------------------------------------------------------------------------
+
+    def _saturate(self) -> Saturation:
+        """As much as goes through: a new request for everybody seated, an end whenever the line is long enough."""
+        traffic = self.traffic
+        traffic.start_upkeep(self.loop.now_s())
+
+        def next_call(now_s: float) -> Call | None:
+            if traffic.expected_waiting < self.scale.queued:
+                return traffic.submit(now_s)
+            return traffic.settle(ENDS_PER_FRAME, now_s) if traffic.num_ending >= ENDS_PER_FRAME else None
+
+        before, cpu_s, num_placed = self.server.usages(), self.server.cpu_s(), traffic.num_placed
+        began_s = self.loop.now_s()
+        self.loop.run(next_call, began_s + self.seconds)
+        wall_s, cpu_s = self.loop.now_s() - began_s, self.server.cpu_s() - cpu_s
+        used = difference(self.server.usages(), before)
+        self.loop.read_mail()
+        script_us, mail_us = (used.get(name, NOTHING).us for name in (SCRIPT, "xread"))
+        return Saturation(traffic.num_placed - num_placed, wall_s, cpu_s, script_us, mail_us)
+
+    def _pace(self, rate_per_s: float) -> Latency:
+        """A moderate rate: frames with ends come at random, each with as many new requests in its wake."""
+        traffic = self.traffic
+        frames = _Frames(traffic, rate_per_s, self.loop.now_s(), self.seed)
+        traffic.start_upkeep(self.loop.now_s())
+        traffic.submit_s.clear()
+        traffic.seat_s.clear()
+        self.loop.late_s.clear()
+        cpu_s, began_s = self.server.cpu_s(), self.loop.now_s()
+        self.loop.run(frames.next_call, began_s + 2 * self.seconds, frames.due_s)
+        busy = (self.server.cpu_s() - cpu_s) / (self.loop.now_s() - began_s)
+        self.loop.read_mail()
+        both_s = [sum(pair) for pair in zip(traffic.submit_s, traffic.seat_s, strict=False)]
+        return Latency(
+            rate_per_s,
+            busy,
+            percentiles_ms(both_s),
+            percentiles_ms(traffic.submit_s),
+            percentiles_ms(traffic.seat_s),
+            percentiles_ms(self.loop.late_s),
+        )
+
+
+class _Frames:
+    """Step frames as a Poisson process: each ends some requests, and as many new ones come until the next."""
+
+    def __init__(self, traffic: Traffic, rate_per_s: float, now_s: float, seed: int) -> None:
+        self._traffic = traffic
+        self._random = random.Random(seed)
+        self._mean_s = ENDS_PER_FRAME / rate_per_s
+        self._due: list[tuple[float, bool]] = [(now_s, True)]
+
+    def due_s(self) -> float:
+        """When the next call is due."""
+        return self._due[0][0]
+
+    def next_call(self, now_s: float) -> Call | None:
+        """The next call where it is due."""
+        while self._due[0][0] <= now_s:
+            due_s, is_frame = heapq.heappop(self._due)
+            if not is_frame:
+                return self._traffic.submit(due_s)
+            heapq.heappush(self._due, (due_s + self._random.expovariate(1 / self._mean_s), True))
+            if self._traffic.num_ending >= ENDS_PER_FRAME:
+                for _ in range(ENDS_PER_FRAME):
+                    heapq.heappush(self._due, (due_s + self._random.uniform(0, self._mean_s), False))
+                return self._traffic.settle(ENDS_PER_FRAME, due_s)
+        return None

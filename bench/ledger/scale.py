@@ -1,0 +1,40 @@
+"""How large the measured pool is, and how its parts are called. Names have one length, so that commands have blanks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# An id as routers make them has 32 hexadecimal digits. An odd factor spreads the numbers over all of them.
+ID_FACTOR = 0x9E3779B97F4A7C15F39CC0605CEDC835
+ID_BITS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PoolScale:
+    """One point of the benchmark. Every executor has `seats`, and blocks enough that seats are what is scarce."""
+
+    queued: int
+    executors: int
+    seats: int = 32
+    tenants: int = 100
+    routers: int = 16
+
+    @property
+    def num_seats(self) -> int:
+        """Seats of all executors."""
+        return self.executors * self.seats
+
+
+def request_id(number: int) -> bytes:
+    """The id of a request; no two numbers share one."""
+    return b"%032x" % (number * ID_FACTOR % (1 << ID_BITS))
+
+
+def executor_id(number: int) -> bytes:
+    """The id of an executor."""
+    return b"executor-%05d:50061" % number
+
+
+def router_id(number: int) -> str:
+    """The id of a router: host, port and what makes this start of it its own."""
+    return f"router-{number:05d}:50051:{number * ID_FACTOR % (1 << 32):08x}"

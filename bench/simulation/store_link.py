@@ -65,6 +65,7 @@ class StoreLink:
 
     def snapshot(self) -> Snapshot:
         """The pool as it is now."""
+        self._set_clock()
         self.wait_for_calls()
         num_args, payload = self.beginning("snapshot", (), OBSERVER_ID)
         return parse_snapshot(parse_reply(self._wire.call(b"*%d\r\n%b" % (num_args, payload))))
@@ -105,9 +106,7 @@ class StoreLink:
             if self._random.random() < 0.5:
                 return
             on_reply = None
-        if self.timeline.now_ms != self._clock_ms:
-            self._clock_ms = self.timeline.now_ms
-            self._post("", command("SET", self._clock_key, self._clock_ms), None)
+        self._set_clock()
         self.num_calls += 1
         self._post(kind, payload, on_reply)
 
@@ -119,6 +118,11 @@ class StoreLink:
         reply = parse_reply(raw)
         self._newest[kind] = (raw, reply)
         return reply
+
+    def _set_clock(self) -> None:
+        if self.timeline.now_ms != self._clock_ms:
+            self._clock_ms = self.timeline.now_ms
+            self._post("", command("SET", self._clock_key, self._clock_ms), None)
 
     def _post(self, kind: str, payload: bytes, on_reply: OnReply | None) -> None:
         self._wire.send(payload)

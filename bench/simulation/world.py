@@ -19,7 +19,8 @@ from bench.simulation.sim_stream import RouterShape
 from bench.simulation.store_link import StoreLink
 from bench.simulation.timeline import US_PER_MS, US_PER_S, Timeline
 from bench.simulation.traffic import SimRequest
-from bench.simulation.witness import InvariantViolation, Witness
+from bench.simulation.wire import RedisReplyError
+from bench.simulation.witness import Witness
 
 START_US = 1_000 * US_PER_S
 NOTICED_US = 1_000
@@ -28,6 +29,8 @@ MAX_RECONNECT_US = US_PER_S
 WARM_UP_US = 2 * US_PER_S
 # After the last end: until the longest fault is over, every lease has lapsed and reports have been audited.
 QUIET_US = 30 * US_PER_S
+# Two leases, until the ledger is whole again after Redis lost it.
+REBUILD_US = 10 * US_PER_S
 
 
 class SimulationFailed(AssertionError):
@@ -66,7 +69,7 @@ class World:
         self._requests: Iterator[SimRequest] = iter(requests)
         self._begin_us = START_US + WARM_UP_US
         self._num_starts = 0
-        self._was_emptied = False
+        self._emptied_us: int | None = None
 
     def close(self) -> None:
         """Leaves nothing in Redis."""
@@ -76,7 +79,7 @@ class World:
         """Everything, from the first start to the last end. Raises `SimulationFailed`."""
         try:
             self._run(on_progress)
-        except (InvariantViolation, AssertionError) as error:
+        except (AssertionError, RedisReplyError) as error:
             at_s = (self.timeline.now_us - self._begin_us) / US_PER_S
             where = f"seed {self.settings.seed}, step {self.timeline.num_steps}, {at_s:.6f} s"
             raise SimulationFailed(f"{where}: {error}") from error
@@ -99,7 +102,8 @@ class World:
 
     def look(self) -> None:
         """Checks the whole as it is now."""
-        self.witness.look(self.link.snapshot())
+        is_rebuilding = self._emptied_us is not None and self.timeline.now_us < self._emptied_us + REBUILD_US
+        self.witness.look(self.link.snapshot(), is_rebuilding=is_rebuilding)
         self.witness.all_accounted_for(self._open_ids())
         self.witness.within(self._running())
 
@@ -107,7 +111,7 @@ class World:
         """Checks that nothing is left of anything."""
         self.look()
         self.witness.nothing_left(self.link.snapshot())
-        if not self._was_emptied:
+        if self._emptied_us is None:
             self.witness.rates_kept()
         for executor in self._living_executors():
             self.witness.require(executor.scheduler.is_idle, f"{executor.executor_id} is not idle")
@@ -222,7 +226,7 @@ class World:
             case FaultKind.LINK_BREAK:
                 self._break_link(executor, fault.place)
             case FaultKind.STORE_EMPTY:
-                self._was_emptied = True
+                self._emptied_us = self.timeline.now_us
                 self.link.empty()
             case FaultKind.STORE_AWAY:
                 self.link.go_away(fault.duration_us)

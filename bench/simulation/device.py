@@ -63,7 +63,7 @@ class ModelledDevice:
 
     def __init__(self, cost: StepCost, next_token: Callable[[str, int], int]) -> None:
         self._cost = cost
-        self._next_token = next_token
+        self.next_token = next_token
         self._free_s = 0.0
         # The turn of the loop that is being made: nothing begins before it.
         self.now_s = 0.0
@@ -77,7 +77,7 @@ class ModelledDevice:
         began_s = max(self.now_s, self._free_s)
         self._free_s = began_s + self._cost.of(plan)
         sampled = tuple(
-            self._next_token(sequence.request_id, start + length - sequence.num_prompt_tokens)
+            self.next_token(sequence.request_id, start + length - sequence.num_prompt_tokens)
             for sequence, start, length, samples in zip(
                 plan.sequences, plan.starts, plan.lengths, plan.samples, strict=True
             )

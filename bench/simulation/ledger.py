@@ -198,7 +198,7 @@ class Ledger:
         reply = self._link.parsed(name, raw)
         operation.owners.update(reply.missing)
         if self._may_have_lapsed or (reply.registered and self._is_registered):
-            self._may_have_lapsed = False
+            self._may_have_lapsed, self._is_registered = False, True
             self._on_event(LeaseLapsed())
         self._is_registered = self._is_registered or reply.registered
         for event in reply.events:

@@ -1,0 +1,144 @@
+"""The simulation sees what it is there to see: one thing is broken on purpose, and the run fails and says where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from bench.simulation.faults import FaultRates
+from bench.simulation.population import limits_of
+from bench.simulation.sim_dispatch import Dispatch
+from bench.simulation.sim_executor import SimExecutor
+from bench.simulation.sim_stream import SimStream
+from bench.simulation.traffic import SimRequest, prompt_of
+from bench.simulation.world import SimulationFailed, World
+from executor.blocks import BlockPool
+from router.store.types import NO_LIMITS, Demand, ExecutorReport, HeldSequence, Placement
+from tests.simulation.worlds import make_world, run_world
+
+CRASHES = FaultRates(executor_crash=12.0, link_break=12.0)
+
+
+def fails(world: World, what: str) -> None:
+    with pytest.raises(SimulationFailed, match=rf"seed \d+, step \d+, [\d.]+ s: .*{what}"):
+        run_world(world)
+
+
+def test_token_that_is_not_the_next_one_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimExecutor, "submit", _with_wrong_tokens(SimExecutor.submit))
+    fails(make_world(redis_url, pool, 1), "token 1 is 7, not")
+
+
+def _with_wrong_tokens(submit: Callable[..., None]) -> Callable[..., None]:
+    def wrong(self: SimExecutor, *args: object) -> None:
+        submit(self, *args)
+        right = self.device.next_token
+        self.device.next_token = lambda request_id, offset: 7 if offset == 1 else right(request_id, offset)
+
+    return wrong
+
+
+def test_reservation_that_nothing_stands_for_is_seen(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = SimExecutor._newest_report
+
+    def haunted(self: SimExecutor) -> ExecutorReport:
+        true = report(self)
+        return replace(true, held=(*true.held, HeldSequence(f"ghost of {self.executor_id}", 1, 3)))
+
+    monkeypatch.setattr(SimExecutor, "_newest_report", haunted)
+    fails(make_world(redis_url, pool, 1, duration_s=5), "still reserved")
+
+
+def test_lost_placement_that_nobody_hands_back_is_seen(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deaf(self: object, lost: object) -> None:
+        """Takes no notice."""
+
+    monkeypatch.setattr(Dispatch, "_lose", deaf)
+    monkeypatch.setattr(World, "_unlink", deaf)
+    fails(make_world(redis_url, pool, 3, faults=CRASHES), "without an end")
+
+
+def test_request_that_a_router_forgets_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(self: Dispatch, stream: SimStream, **why: bool) -> None:
+        stream.placement = None
+        self.forget(stream)
+
+    monkeypatch.setattr(Dispatch, "void", forgetful)
+    fails(make_world(redis_url, pool, 3, faults=CRASHES), "nobody serves, and no end")
+
+
+def test_block_that_is_not_given_back_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = BlockPool.release
+
+    def leaky(self: BlockPool, block_table: Sequence[int]) -> None:
+        release(self, block_table[1:])
+
+    monkeypatch.setattr(BlockPool, "release", leaky)
+    fails(make_world(redis_url, pool, 1, duration_s=5), "")
+
+
+def test_budget_above_what_there_is_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = SimExecutor._newest_report
+
+    def boastful(self: SimExecutor) -> ExecutorReport:
+        return replace(report(self), budget_blocks=10 * self.shape.num_blocks, budget_sequences=100)
+
+    monkeypatch.setattr(SimExecutor, "_newest_report", boastful)
+    fails(make_world(redis_url, pool, 1, rate_per_s=40), "of 32 blocks are reserved")
+
+
+def test_attempt_that_runs_twice_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that takes matters into its own hands: it sends a placement to another executor as well."""
+    place = Dispatch._place
+
+    def hasty(self: Dispatch, placement: Placement) -> None:
+        place(self, placement)
+        stream = self.streams.get(placement.request_id)
+        for executor_id, session in self.links.items():
+            if stream is not None and stream.placement is placement and executor_id != placement.executor_id:
+                self.offered[session][placement.request_id, placement.attempt] = stream
+                session.submit(stream.request, placement, stream.output, placement.blocks)
+                return
+
+    monkeypatch.setattr(Dispatch, "_place", hasty)
+    fails(make_world(redis_url, pool, 1), r"attempt 1 runs on x\d+ \(generation \d+\) and on x\d+")
+
+
+@pytest.mark.parametrize("limit", ["above its rate", "and may 8"])
+def test_limit_of_a_tenant_that_is_exceeded_is_seen(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    demand = SimStream.demand
+
+    def unlimited(self: SimStream, block_size: int) -> Demand:
+        return replace(demand(self, block_size), limits=NO_LIMITS)
+
+    monkeypatch.setattr(SimStream, "demand", unlimited)
+    tenant = {"above its rate": 6, "and may 8": 4}[limit]
+    world = make_world(redis_url, pool, 1, requests=_of_one_tenant(tenant), num_executors=6, duration_s=5)
+    fails(world, limit)
+
+
+def test_limits_of_a_tenant_hold(redis_url: str, pool: str) -> None:
+    for tenant in (4, 6):
+        requests = _of_one_tenant(tenant)
+        world = make_world(redis_url, f"{pool}-{tenant}", 1, requests=requests, num_executors=6, duration_s=5)
+        run_world(world)
+
+
+def _of_one_tenant(number: int) -> list[SimRequest]:
+    tenant, limits = f"tenant{number:03}", limits_of(number)
+    return [
+        SimRequest(index, f"q{index}", 20_000 * index, prompt_of(index, 20), 20, 24, tenant, limits)
+        for index in range(40)
+    ]
+
+
+def test_wait_without_bound_is_seen(redis_url: str, pool: str) -> None:
+    fails(make_world(redis_url, pool, 1, rate_per_s=30, max_wait_s=2.0), "waits by class above 2 s")

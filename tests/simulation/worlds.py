@@ -1,0 +1,69 @@
+"""Small deployments on a busy, tight pool: what the tests of the simulation run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from bench.simulation.device import SLOW
+from bench.simulation.faults import NO_FAULTS, FaultRates
+from bench.simulation.population import Population
+from bench.simulation.sim_executor import ExecutorShape
+from bench.simulation.sim_stream import RouterShape
+from bench.simulation.traffic import SimRequest
+from bench.simulation.world import World, WorldSettings
+from executor.scheduler import SchedulerPolicy
+
+SHAPE = ExecutorShape(
+    num_blocks=32, num_seats=4, max_num_tokens=64, context_length=512, cost=SLOW, has_prefix_cache=True
+)
+OVERCOMMITTED = ExecutorShape(
+    num_blocks=24,
+    num_seats=6,
+    max_num_tokens=64,
+    context_length=512,
+    cost=SLOW,
+    policy=SchedulerPolicy.MAX_UTILIZATION,
+    num_host_blocks=8,
+)
+ROUTER = RouterShape()
+
+
+def make_world(
+    url: str,
+    pool: str,
+    seed: int,
+    *,
+    shape: ExecutorShape = SHAPE,
+    router: RouterShape = ROUTER,
+    faults: FaultRates = NO_FAULTS,
+    rate_per_s: float = 8.0,
+    duration_s: float = 15.0,
+    num_routers: int = 3,
+    num_executors: int = 3,
+    max_wait_s: float | None = None,
+    requests: Iterable[SimRequest] | None = None,
+) -> World:
+    """A world that has not begun."""
+    settings = WorldSettings(
+        seed=seed,
+        num_routers=num_routers,
+        num_executors=num_executors,
+        executor=shape,
+        router=router,
+        faults=faults,
+        duration_s=duration_s,
+        look_s=0.5,
+        max_wait_s=max_wait_s,
+    )
+    population = Population(num_tenants=7, rate_per_s=rate_per_s)
+    return World(url, pool, settings, population.requests(seed, duration_s) if requests is None else requests)
+
+
+def run_world(world: World, then: Callable[[World], None] = lambda world: None) -> World:
+    """Runs it to its end, and leaves Redis as it was."""
+    try:
+        then(world)
+        world.run()
+    finally:
+        world.close()
+    return world

@@ -30,8 +30,9 @@ from executor.garbage import GarbageCollection
 from executor.kv_size import KvBudget, num_kv_blocks
 from executor.launch import StepRunner
 from executor.model import PagedModel
+from executor.report import policy_proto
 from executor.runner import ModelRunner
-from executor.scheduler import Batching, Scheduler, SchedulerLimits
+from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.service import PROTOCOL_VERSION, ExecutorService, Identity
 from executor.settings import ExecutorSettings
 from executor.submission import SubmissionLimits
@@ -140,6 +141,7 @@ def _scheduler_limits(settings: ExecutorSettings, model: PagedModel) -> Schedule
         enable_chunked_context=settings.enable_chunked_context,
         batching=Batching(settings.batching),
         enable_prefix_cache=settings.enable_kv_cache_reuse,
+        policy=SchedulerPolicy(settings.batch_scheduler_policy),
     )
 
 
@@ -236,6 +238,8 @@ def _identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
             temperature=model.default_temperature, top_k=model.default_top_k, top_p=model.default_top_p
         ),
         batching=BATCHING_PROTO[settings.batching],
+        scheduler_policy=policy_proto(limits),
+        host_blocks=limits.num_host_blocks,
         backend=loaded.model.backend_name,
         dtype=loaded.model.dtype_name,
         device=str(loaded.model.device),

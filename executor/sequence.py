@@ -132,7 +132,7 @@ class StepPlan:
     `grown` got blocks for it, `preempted` gave up their seat for it.
 
     Before anything else the device copies blocks, in this order: for each pair of `swaps_out` a device block to a host
-    block, then for each pair of `swaps_in` a host block to a device block. `swapped` are the sequences whose KV that is.
+    block, then for each pair of `swaps_in` a host block to a device block. `swapped` are the sequences whose KV it is.
     """
 
     sequences: list[Sequence]

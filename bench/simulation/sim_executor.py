@@ -204,7 +204,7 @@ class SimExecutor:
     def _note(self, status: EngineStatus) -> None:
         """A report is due where something changed that the ledger counts."""
         before, self._status = self._status, status
-        if before is None or (before.held is not status.held or before.budget_blocks != status.budget_blocks):
+        if before is None or (before.held is not status.held or _budgets(before) != _budgets(status)):
             self._report_soon()
 
     def _report_soon(self) -> None:
@@ -242,10 +242,14 @@ class SimExecutor:
             seq=self._seq,
             budget_blocks=self.scheduler.budget_blocks,
             total_blocks=self.scheduler.pool.num_blocks,
-            budget_sequences=limits.max_num_sequences + limits.num_standby_sequences,
+            budget_sequences=status.budget_sequences if status else limits.max_num_sequences,
             accepting=not self.scheduler.is_draining,
             held=tuple(held),
             reserve_quantile=self.scheduler.reserve_quantile,
             step_ms=status.step_ms if status else 0.0,
             prefill_tokens_per_s=status.prefill_tokens_per_s if status else 0.0,
         )
+
+
+def _budgets(status: EngineStatus) -> tuple[int, int]:
+    return status.budget_blocks, status.budget_sequences

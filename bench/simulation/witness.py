@@ -136,7 +136,7 @@ class Witness:
 
     # Looks at the whole.
 
-    def look(self, snapshot: Snapshot, *, is_rebuilding: bool = False) -> None:
+    def look(self, snapshot: Snapshot, most_sequences: int, *, is_rebuilding: bool = False) -> None:
         """The ledger as it is now: nothing is promised twice, nothing is negative.
 
         While it is rebuilt from reports after Redis lost it, it may count what has ended for what still runs: then it
@@ -146,9 +146,9 @@ class Witness:
             blocks = f"{one.executor_id}: {one.reserved_blocks} of {one.total_blocks} blocks are reserved"
             self.require(one.reserved_blocks >= 0, blocks)
             self.require(is_rebuilding or one.reserved_blocks <= one.total_blocks, blocks)
-            seats = f"{one.executor_id}: {one.reserved_sequences} of {one.budget_sequences} sequences are reserved"
+            seats = f"{one.executor_id}: {one.reserved_sequences} of {most_sequences} sequences are reserved"
             self.require(one.reserved_sequences >= 0, seats)
-            self.require(is_rebuilding or one.reserved_sequences <= one.budget_sequences, seats)
+            self.require(is_rebuilding or one.reserved_sequences <= most_sequences, seats)
         self.require(min(snapshot.num_waiting, default=0) >= 0, f"waiting: {snapshot.num_waiting}")
 
     def all_accounted_for(self, open_ids: Counter[str]) -> None:

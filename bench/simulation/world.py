@@ -103,7 +103,9 @@ class World:
     def look(self) -> None:
         """Checks the whole as it is now."""
         is_rebuilding = self._emptied_us is not None and self.timeline.now_us < self._emptied_us + REBUILD_US
-        self.witness.look(self.link.snapshot(), is_rebuilding=is_rebuilding)
+        # Standby follows the ends, so that an executor may have promised more than it would now.
+        most_sequences = self.settings.executor.num_seats + self.settings.executor.num_standby
+        self.witness.look(self.link.snapshot(), most_sequences, is_rebuilding=is_rebuilding)
         self.witness.all_accounted_for(self._open_ids())
         self.witness.within(self._running())
 

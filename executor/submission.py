@@ -78,9 +78,8 @@ def _sampling(submit: executor_pb2.Submit) -> Sampling:
 def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
     if submit.num_choices > 1:
         raise _unsupported("num_choices above 1")
-    for field in ("num_top_logprobs", "deadline_ms"):
-        if submit.HasField(field):
-            raise _unsupported(field)
+    if submit.HasField("num_top_logprobs"):
+        raise _unsupported("num_top_logprobs")
     for name, neutral in NEUTRAL_SAMPLING.items():
         if submit.sampling.HasField(name) and getattr(submit.sampling, name) != neutral:
             raise _unsupported(f"sampling.{name}")

@@ -71,7 +71,6 @@ def test_impossible_submit_is_invalid(changes: dict[str, object]) -> None:
     [
         {"num_choices": 2},
         {"num_top_logprobs": 0},
-        {"deadline_ms": 5},
         {"sampling": types_pb2.SamplingParams(min_p=0.1)},
         {"sampling": types_pb2.SamplingParams(repetition_penalty=1.2)},
         {"sampling": types_pb2.SamplingParams(logit_bias={1: 2.0})},

@@ -126,7 +126,7 @@ class ExecutorLink:
             async for response in call:
                 if not self.is_up and not self._come_up():
                     return
-                self._receive(response)
+                self.receive(response)
         finally:
             writer.cancel()
             call.cancel()
@@ -164,7 +164,8 @@ class ExecutorLink:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reader sees the same break and tells it
 
-    def _receive(self, response: executor_pb2.ServeResponse) -> None:
+    def receive(self, response: executor_pb2.ServeResponse) -> None:
+        """Takes in what the executor sends."""
         for accepted in response.accepted:
             self._accept(accepted)
         for rejected in response.rejected:

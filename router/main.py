@@ -74,9 +74,9 @@ def _source(entry: str) -> ModelSource:
 
 async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     """start → serve → drain → stop."""
+    admission = AdmissionFile.open(settings.admission_file, frozenset(texts))
     signals = Signals(asyncio.get_running_loop())
     router_id = settings.router_id or _default_router_id(settings.listen)
-    admission = AdmissionFile.open(settings.admission_file, frozenset(texts))
     store_settings = store_settings_of(settings)
     redis = connect(settings.redis_url.get_secret_value(), store_settings)
 

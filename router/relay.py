@@ -116,11 +116,6 @@ class Relay:
         if news.accepted and not self._has_told_accepted:
             self._has_told_accepted = True
             await self._send(inference_pb2.StreamEvent(accepted=self._options.accepted))
-        if news.paused:
-            await self._notice(inference_pb2.Notice.KIND_PAUSED, "gave up its seat and waits for another")
-        if news.accepted and self._stream.num_migrations > self._num_migrations_told:
-            self._num_migrations_told = self._stream.num_migrations
-            await self._notice(inference_pb2.Notice.KIND_MIGRATED, "continues on another executor")
         if news.started and not self._has_told_started:
             self._has_told_started = True
             stream = self._stream
@@ -131,6 +126,11 @@ class Relay:
                 queue=_duration(stream.clock.boarded - stream.clock.arrived),
             )
             await self._send(inference_pb2.StreamEvent(started=started))
+        if news.paused:
+            await self._notice(inference_pb2.Notice.KIND_PAUSED, "gave up its seat and waits for another")
+        if news.accepted and self._stream.num_migrations > self._num_migrations_told:
+            self._num_migrations_told = self._stream.num_migrations
+            await self._notice(inference_pb2.Notice.KIND_MIGRATED, "continues on another executor")
 
     async def _notice(self, kind: inference_pb2.Notice.Kind, text: str) -> None:
         notice = inference_pb2.Notice(kind=inference_pb2.Notice.Kind.Name(kind), text=text)

@@ -82,7 +82,7 @@ class _Range:
 
     def allows(self, value: Any) -> bool:
         is_number = isinstance(value, (int, self.kind)) and not isinstance(value, bool)
-        return is_number and math.isfinite(value) and self.minimum <= value <= self.maximum
+        return is_number and self.minimum <= value <= self.maximum  # which neither nan nor inf is
 
     def __str__(self) -> str:
         noun = "a whole number" if self.kind is int else "a number"
@@ -113,7 +113,7 @@ def parse_rules(source: str, served: frozenset[str]) -> AdmissionRules:
     """What the file says. `served` are the models that this router serves. Raises `RulesError`."""
     try:
         content = tomllib.loads(source)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers too long and nesting too deep for Python
         raise RulesError((Problem(error_line(error, source), f"is not TOML: {error}"),)) from None
     reader = _Reader(key_lines(source))
     rules = reader.rules(content, served)
@@ -133,7 +133,7 @@ class _Reader:
         self._refuse_unknown((), content, ("unknown_tenants", "tenants", "variants"))
         unknown = content.get("unknown_tenants", "default")
         if unknown not in UNKNOWN_TENANTS:
-            self._wrong(("unknown_tenants",), f'is {unknown!r}; must be one of "default", "refuse"')
+            self._wrong(("unknown_tenants",), f'is {unknown!r:.80}; must be one of "default", "refuse"')
         tenants = {name: self._tenant(name, table) for name, table in self._tables("tenants", content)}
         variants = {name: self._variants(name, table, served) for name, table in self._tables("variants", content)}
         return AdmissionRules(tenants, unknown == "refuse", variants)
@@ -168,7 +168,7 @@ class _Reader:
     def _number(self, path: Path, value: Any) -> bool:
         allowed = LIMITS[path[-1]]
         if not allowed.allows(value):
-            self._wrong(path, f"is {value!r}; must be {allowed}")
+            self._wrong(path, f"is {value!r:.80}; must be {allowed}")
             return False
         return True
 
@@ -186,7 +186,7 @@ class _Reader:
                 known = ", ".join(sorted(served))
                 self._wrong((*path, model), f"this router does not serve this model; it serves {known}")
             elif not _SHARE.allows(weight):
-                self._wrong((*path, model), f"is {weight!r}; must be {_SHARE}")
+                self._wrong((*path, model), f"is {weight!r:.80}; must be {_SHARE}")
             else:
                 variants.append(Variant(model, float(weight)))
         return tuple(sorted(variants, key=lambda variant: variant.model))

@@ -22,7 +22,7 @@ def key_lines(source: str) -> dict[Path, int]:
     """The line, from 1, on which each table and key first stands."""
     lines: dict[Path, int] = {}
     table: Path = ()
-    for number, line in enumerate(source.splitlines(), start=1):
+    for number, line in enumerate(source.split("\n"), start=1):
         if header := _HEADER.match(line):
             table = _split(header[1])
             lines.setdefault(table, number)
@@ -40,15 +40,19 @@ def line_of(lines: dict[Path, int], path: Path) -> int | None:
     return None
 
 
-def error_line(error: tomllib.TOMLDecodeError, source: str) -> int:
-    """The line that a syntax error is on."""
+def error_line(error: Exception, source: str) -> int:
+    """The line that a syntax error is on; the last one where the error does not say."""
     found = _DECODE_ERROR_LINE.search(str(error))
-    return int(found[1]) if found else max(1, len(source.splitlines()))
+    return int(found[1]) if found else source.count("\n") + 1
 
 
 def _split(dotted: str) -> Path:
+    """The parts of a dotted key; none of what only looks like one, inside a text of several lines."""
     path: list[str] = []
-    table: object = tomllib.loads(f"{dotted} = 0")
+    try:
+        table: object = tomllib.loads(f"{dotted} = 0")
+    except tomllib.TOMLDecodeError:
+        return ()
     while isinstance(table, dict):
         ((key, table),) = table.items()
         path.append(key)

@@ -105,6 +105,8 @@ def test_unknown_tenant_has_the_limits_of_the_default_or_is_refused() -> None:
         ("[variants.smollm]\nllama-3.1 = 1", 2, "put quotes around a name with dots"),
         ("[tenants.a]\nweight =\nmax_running = 1", 2, "is not TOML"),
         ("[tenants.a]\n[tenants.a]", 2, "is not TOML"),
+        ("weight = " + "9" * 5000, 1, "is not TOML"),
+        ("weight = " + "[" * 5000, 1, "is not TOML"),
     ],
 )
 def test_error_names_the_line_and_what_is_allowed(source: str, line: int, words: str) -> None:

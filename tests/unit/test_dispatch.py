@@ -198,6 +198,13 @@ async def test_pause_is_told_once_until_it_goes_on() -> None:
         assert (await stream.next()).paused
 
 
+def test_request_that_never_had_a_seat_does_not_pause() -> None:
+    stream = new_stream()
+    stream.place(placement())
+    stream.pause()
+    assert not stream._changed.is_set()
+
+
 @pytest.mark.parametrize(
     ("end", "matched", "by_itself"),
     [

@@ -37,9 +37,21 @@ class Frame:
 
 
 class RouterEnd(Protocol):
-    """The router's side."""
+    """The router's side, and what clients do there."""
 
     process: Process
+
+    def arrive(self, request: SimRequest) -> None:
+        """A client's request."""
+        ...
+
+    def die(self) -> None:
+        """It is gone, and its clients see it."""
+        ...
+
+    def on_linked(self, session: Session) -> None:
+        """An executor can be used."""
+        ...
 
     @property
     def streams(self) -> Mapping[str, SimStream]:
@@ -76,9 +88,9 @@ class Session:
         attempt = placement.attempt
         self._to_executor(self.executor.submit, self, request, attempt, list(output), num_blocks)
 
-    def cancel(self, request_id: str, attempt: int) -> None:
+    def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Asks for the end of a placement."""
-        self._to_executor(self.executor.cancel, request_id, attempt)
+        self._to_executor(self.executor.cancel, request_id, attempt, reason)
 
     # Towards the router.
 

@@ -16,6 +16,7 @@ from bench.simulation.store_link import StoreLink
 from bench.simulation.timeline import US_PER_MS, Process, Timeline
 from bench.simulation.witness import Fate, Witness
 from common.errors import Reason
+from executor.sequence import FinishReason
 from router.store.calls import hand_back_args
 from router.store.types import (
     CancelAsked,
@@ -122,8 +123,7 @@ class Dispatch:
                 stream = self.streams.get(request_id)
                 if stream is not None and stream.is_current(attempt):
                     assert stream.placement is not None
-                    self._cancel_on_link(stream.placement)
-                    self.void(stream, was_preempted=True)
+                    self._cancel_on_link(stream.placement, FinishReason.PREEMPTED)
             case Cancelled(request_id):
                 self._drop(request_id, Fate.CANCELLED, "by another router")
             case Dropped():
@@ -295,10 +295,10 @@ class Dispatch:
         elif was in (RequestState.WAITING, RequestState.LOST):
             self._drop(stream.request.request_id, Fate.CANCELLED, "asked for")
 
-    def _cancel_on_link(self, placement: Placement) -> None:
+    def _cancel_on_link(self, placement: Placement, reason: FinishReason = FinishReason.CANCELLED) -> None:
         session = self.links.get(placement.executor_id)
         if session is not None:
-            session.cancel(placement.request_id, placement.attempt)
+            session.cancel(placement.request_id, placement.attempt, reason)
 
     def _cancel_superseded(self, executor_id: str, request_id: str, attempt: int) -> None:
         session = self.links.get(executor_id)

@@ -20,7 +20,7 @@ from executor.blocks import BlockPool
 from executor.engine import Engine
 from executor.engine_output import EngineOutput, EngineStatus
 from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.sequence import Sampling, Sequence, Stopping
+from executor.sequence import FinishReason, Sampling, Sequence, Stopping
 from router.store.types import ExecutorReport, HeldSequence
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -130,9 +130,9 @@ class SimExecutor:
         self.engine.submit(sequence)
         self._wake()
 
-    def cancel(self, request_id: str, attempt: int) -> None:
+    def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """The sequence shall end."""
-        self.engine.cancel(request_id, attempt)
+        self.engine.cancel(request_id, attempt, reason)
         self._wake()
 
     def join(self, session: Session) -> None:

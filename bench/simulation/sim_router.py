@@ -92,6 +92,10 @@ class SimRouter:
 
     # What executors tell.
 
+    def on_linked(self, session: Session) -> None:
+        """An executor can be used."""
+        self.dispatch.on_linked(session)
+
     def on_unlinked(self, session: Session) -> None:
         """A stream broke."""
         self.dispatch.on_unlinked(session)

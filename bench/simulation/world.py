@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from bench.simulation.faults import NO_FAULTS, Fault, FaultKind, FaultRates
-from bench.simulation.session import Session
+from bench.simulation.push import PushPolicy, PushRouter
+from bench.simulation.session import RouterEnd, Session
 from bench.simulation.sim_executor import ExecutorShape, SimExecutor
 from bench.simulation.sim_router import SimRouter
 from bench.simulation.sim_stream import RouterShape
@@ -39,7 +40,8 @@ class SimulationFailed(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class WorldSettings:
-    """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get."""
+    """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get; `push`: one
+    router places on arrival instead of by the ledger."""
 
     seed: int = 0
     num_routers: int = 2
@@ -51,6 +53,7 @@ class WorldSettings:
     drain_s: float = 300.0
     look_s: float = 1.0
     max_wait_s: float | None = None
+    push: PushPolicy | None = None
 
 
 class World:
@@ -63,11 +66,11 @@ class World:
         self.witness = Witness()
         self.link = StoreLink(url, pool, self.timeline, settings.seed)
         self.executors: list[SimExecutor] = []
-        self.routers: list[SimRouter] = []
+        self.routers: list[RouterEnd] = []
         self.num_faults: Counter[FaultKind] = Counter()
         self._random = random.Random(f"{settings.seed}/world")
         self._requests: Iterator[SimRequest] = iter(requests)
-        self._begin_us = START_US + WARM_UP_US
+        self.begin_us = START_US + WARM_UP_US
         self._num_starts = 0
         self._emptied_us: int | None = None
 
@@ -80,25 +83,30 @@ class World:
         try:
             self._run(on_progress)
         except (AssertionError, RedisReplyError) as error:
-            at_s = (self.timeline.now_us - self._begin_us) / US_PER_S
+            at_s = (self.timeline.now_us - self.begin_us) / US_PER_S
             where = f"seed {self.settings.seed}, step {self.timeline.num_steps}, {at_s:.6f} s"
             raise SimulationFailed(f"{where}: {error}") from error
 
     def _run(self, on_progress: Callable[[float], None]) -> None:
+        look_us = round(self.settings.look_s * US_PER_S)
+        self.run_window(on_progress)
+        self._drain(self.timeline.now_us + round(self.settings.drain_s * US_PER_S), look_us)
+        self.check_end()
+
+    def run_window(self, on_progress: Callable[[float], None] = lambda simulated_s: None) -> None:
+        """The time in which requests arrive, and not what is left of them then."""
         settings = self.settings
         self.executors = [self._start_executor(index) for index in range(settings.num_executors)]
         self.routers = [self._start_router(index) for index in range(settings.num_routers)]
-        end_us = self._begin_us + round(settings.duration_s * US_PER_S)
-        for fault in settings.faults.schedule(settings.seed, end_us - self._begin_us):
-            self.timeline.at(self._begin_us + fault.at_us, self._break, fault)
+        end_us = self.begin_us + round(settings.duration_s * US_PER_S)
+        for fault in settings.faults.schedule(settings.seed, end_us - self.begin_us):
+            self.timeline.at(self.begin_us + fault.at_us, self._break, fault)
         self._next_arrival()
         look_us = round(settings.look_s * US_PER_S)
         while self.timeline.now_us < end_us:
             self.timeline.run_until(min(end_us, self.timeline.now_us + look_us))
             self.look()
-            on_progress((self.timeline.now_us - self._begin_us) / US_PER_S)
-        self._drain(end_us + round(settings.drain_s * US_PER_S), look_us)
-        self.check_end()
+            on_progress((self.timeline.now_us - self.begin_us) / US_PER_S)
 
     def look(self) -> None:
         """Checks the whole as it is now."""
@@ -135,14 +143,14 @@ class World:
     def _living_executors(self) -> list[SimExecutor]:
         return [executor for executor in self.executors if executor.process.is_alive]
 
-    def _living_routers(self) -> list[SimRouter]:
+    def _living_routers(self) -> list[RouterEnd]:
         return [router for router in self.routers if router.process.is_alive]
 
     def _open_ids(self) -> Counter[str]:
         return Counter(
             request_id
             for router in self._living_routers()
-            for request_id, stream in router.dispatch.streams.items()
+            for request_id, stream in router.streams.items()
             if not stream.has_ended
         )
 
@@ -172,32 +180,37 @@ class World:
             self.timeline.after(self._random.randrange(MAX_RECONNECT_US), self._join, router, executor)
         return executor
 
-    def _start_router(self, index: int) -> SimRouter:
+    def _start_router(self, index: int) -> RouterEnd:
         self._num_starts += 1
-        router = SimRouter(
-            f"r{index:02}.{self._num_starts}", self.settings.router, self.link, self.timeline, self.witness
-        )
-        router.start(self._random.randrange(US_PER_S))
+        router = self._make_router(f"r{index:02}.{self._num_starts}")
         for executor in self._living_executors():
             self.timeline.after(self._random.randrange(MAX_RECONNECT_US), self._join, router, executor)
         return router
 
-    def _join(self, router: SimRouter, executor: SimExecutor) -> None:
+    def _make_router(self, router_id: str) -> RouterEnd:
+        settings = self.settings
+        if settings.push is not None:
+            return PushRouter(settings.push, settings.router, self.timeline, self.witness)
+        router = SimRouter(router_id, settings.router, self.link, self.timeline, self.witness)
+        router.start(self._random.randrange(US_PER_S))
+        return router
+
+    def _join(self, router: RouterEnd, executor: SimExecutor) -> None:
         """A stream begins when the executor answers, and then the router may use it."""
         if router.process.is_alive:
             executor.process.run(self._joined, router, executor)
 
-    def _joined(self, router: SimRouter, executor: SimExecutor) -> None:
+    def _joined(self, router: RouterEnd, executor: SimExecutor) -> None:
         if not router.process.is_alive:
             return
         session = Session(router, executor, self.timeline)
         executor.join(session)
-        router.process.run(router.dispatch.on_linked, session)
+        router.process.run(router.on_linked, session)
 
     def _next_arrival(self) -> None:
         request = next(self._requests, None)
         if request is not None:
-            self.timeline.at(self._begin_us + request.arrival_us, self._arrive, request)
+            self.timeline.at(self.begin_us + request.arrival_us, self._arrive, request)
 
     def _arrive(self, request: SimRequest) -> None:
         self._next_arrival()
@@ -233,7 +246,7 @@ class World:
             case FaultKind.STORE_AWAY:
                 self.link.go_away(fault.duration_us)
 
-    def _kill_router(self, router: SimRouter, duration_us: int) -> None:
+    def _kill_router(self, router: RouterEnd, duration_us: int) -> None:
         if not router.process.is_alive:
             return
         router.die()

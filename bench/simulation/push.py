@@ -1,0 +1,121 @@
+"""Placing on arrival, to compare with: each executor has a line of its own, and who stands in it stays there.
+
+Only for runs in which nothing breaks. The one router knows all lines exactly, which flatters these policies: real ones
+know them late.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from bench.simulation.session import Frame, Session
+from bench.simulation.sim_stream import RouterShape, SimStream
+from bench.simulation.timeline import Process, Timeline
+from bench.simulation.traffic import SimRequest
+from bench.simulation.witness import Fate, Witness
+from router.store.types import ExecutorReport, Placement
+
+
+class PushPolicy(Enum):
+    """Which line a request joins."""
+
+    ROUND_ROBIN = "round_robin"
+    LEAST_LOADED = "least_loaded"
+
+
+@dataclass(slots=True)
+class _Line:
+    """An executor's line, and what is reserved there."""
+
+    session: Session
+    waiting: deque[SimStream] = field(default_factory=deque)
+    num_blocks: int = 0
+    num_inside: int = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait or run here."""
+        return self.num_inside + len(self.waiting)
+
+
+class PushRouter:
+    """The router of such a deployment."""
+
+    def __init__(self, policy: PushPolicy, shape: RouterShape, timeline: Timeline, witness: Witness) -> None:
+        self.process = Process(timeline)
+        self.streams: dict[str, SimStream] = {}
+        self._policy = policy
+        self._shape = shape
+        self._timeline = timeline
+        self._witness = witness
+        self._lines: dict[Session, _Line] = {}
+        self._line_of: dict[str, _Line] = {}
+        self._turns: Iterator[int] = itertools.count()
+
+    def on_linked(self, session: Session) -> None:
+        """An executor can be used."""
+        self._lines[session] = _Line(session)
+
+    def on_unlinked(self, session: Session) -> None:
+        """Nothing breaks here."""
+        raise AssertionError("a link broke")
+
+    def die(self) -> None:
+        """Nothing breaks here."""
+        raise AssertionError("a router died")
+
+    def on_report(self, session: Session, report: ExecutorReport) -> None:
+        """Lines are known without reports."""
+
+    def arrive(self, request: SimRequest) -> None:
+        """A client's request joins a line for good."""
+        stream = SimStream(request, self._witness.submitted(request, "push", self._timeline.now_us), [])
+        line = self._choose()
+        self.streams[request.request_id], self._line_of[request.request_id] = stream, line
+        line.waiting.append(stream)
+        self._send(line)
+
+    def on_frame(self, session: Session, frame: Frame) -> None:
+        """What a turn of an executor's loop brought."""
+        now_us = self._timeline.now_us
+        assert not frame.rejected, "an executor had no room for what its line sent"
+        for request_id, _, cached_tokens in frame.started:
+            stream = self.streams[request_id]
+            stream.record.cached_tokens += cached_tokens
+            self._witness.boarded(stream.record, now_us)
+        for request_id, _, offset, token_id in frame.tokens:
+            self._witness.delivered(self.streams[request_id].record, offset, token_id, now_us)
+        for request_id, _, reason in frame.finished:
+            stream, line = self.streams.pop(request_id), self._line_of.pop(request_id)
+            self._witness.ended(stream.record, Fate.COMPLETED, now_us, reason.value)
+            line.num_inside -= 1
+            line.num_blocks -= self._blocks(stream)
+            self._send(line)
+
+    def _choose(self) -> _Line:
+        lines = list(self._lines.values())
+        if self._policy is PushPolicy.ROUND_ROBIN:
+            return lines[next(self._turns) % len(lines)]
+        return min(lines, key=lambda line: (line.num_requests, line.session.executor.executor_id))
+
+    def _send(self, line: _Line) -> None:
+        """Sends the first in line while they fit; standby hides the way there."""
+        shape = line.session.executor.shape
+        while line.waiting and line.num_inside < shape.num_seats + shape.num_standby:
+            stream = line.waiting[0]
+            num_blocks = self._blocks(stream)
+            if line.num_blocks + num_blocks > shape.num_blocks:
+                return
+            line.waiting.popleft()
+            line.num_inside += 1
+            line.num_blocks += num_blocks
+            executor = line.session.executor
+            placement = Placement(stream.request.request_id, 1, executor.executor_id, executor.generation, num_blocks)
+            line.session.submit(stream.request, placement, (), num_blocks)
+
+    def _blocks(self, stream: SimStream) -> int:
+        return stream.demand(self._shape.block_size).blocks

@@ -200,6 +200,8 @@ class Dispatch:
             return
         stream.placement, stream.attempt, stream.cached_tokens = placement, placement.attempt, 0
         stream.record.num_placements += 1
+        if stream.record.placed_us is None:
+            stream.record.placed_us = self._timeline.now_us
         session = self.links.get(placement.executor_id)
         if session is None or session.executor.generation != placement.generation:
             self.void(stream, was_rejected=True)

@@ -43,6 +43,7 @@ class Record:
     router_id: str
     arrived_us: int
     accepted_us: int | None = None
+    placed_us: int | None = None
     boarded_us: int | None = None
     first_token_us: int | None = None
     last_token_us: int | None = None
@@ -64,6 +65,7 @@ class Witness:
     gaps_us: list[int] = field(default_factory=list)
     fates: Counter[Fate] = field(default_factory=Counter)
     num_tokens: int = 0
+    tokens_of_second: Counter[int] = field(default_factory=Counter)
     num_accepted_attempts: int = 0
     longest_wait_us: dict[int, int] = field(default_factory=dict)
     # The executor's start that took each attempt.
@@ -100,6 +102,7 @@ class Witness:
         record.last_token_us = now_us
         record.num_tokens += 1
         self.num_tokens += 1
+        self.tokens_of_second[now_us // US_PER_S] += 1
 
     def ended(self, record: Record, fate: Fate, now_us: int, reason: str = "") -> None:
         """The client is told the end."""
@@ -121,6 +124,10 @@ class Witness:
             wait_us = now_us - record.arrived_us
             priority_class = record.request.priority_class
             self.longest_wait_us[priority_class] = max(wait_us, self.longest_wait_us.get(priority_class, 0))
+
+    def tokens_between(self, begin_us: int, end_us: int) -> int:
+        """Tokens delivered in the whole seconds of a period."""
+        return sum(self.tokens_of_second[second] for second in range(begin_us // US_PER_S, end_us // US_PER_S))
 
     # What executors see.
 

@@ -1,0 +1,45 @@
+"""`python -m bench.simulation.compare`: the scheduling benchmarks, side by side on equal requests, and their report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.simulation.__main__ import start_redis
+from bench.simulation.comparison_report import write_comparisons
+from bench.simulation.experiments import Lab, all_comparisons
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs everything and writes the report."""
+    parser = argparse.ArgumentParser(prog="python -m bench.simulation.compare", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the time that is simulated (default: 1)")
+    parser.add_argument("--out", type=Path, default=Path("bench/reports"), help="folder (default: bench/reports)")
+    options = parser.parse_args(argv)
+    began_s = time.perf_counter()
+
+    def say(name: str) -> None:
+        print(f"{time.perf_counter() - began_s:6.1f} s  {name}", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder, start_redis(Path(folder)) as redis:
+        comparisons = all_comparisons(Lab(redis.url, options.seed, options.scale, say))
+    for comparison in comparisons:
+        for sentence in comparison.found:
+            print(f"{comparison.title}: {sentence}")
+    circumstances = {
+        "command": f"make bench-scheduling ARGS='--seed {options.seed} --scale {options.scale:g}'",
+        "devices": "modelled: an 8B model in bfloat16 on an H200 (bench/simulation/device.py); time is virtual",
+        "scheduling": "real: the scripts on a real Redis, the executor's loop, scheduler and blocks",
+    }
+    paths = write_comparisons(comparisons, circumstances, options.out)
+    print("report: " + ", ".join(str(path) for path in paths))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -191,7 +191,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
         max_inter_token_ms=settings.max_inter_token_ms,
         garbage=garbage,
     )
-    service = ExecutorService(_identity(settings, loaded), engine)
+    service = ExecutorService(identity(settings, loaded), engine)
     server = GrpcServer([SERVICE_NAME])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)
@@ -234,7 +234,8 @@ def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
     return runner
 
 
-def _identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
+def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
+    """What routers are told of this executor."""
     model = loaded.model.description
     limits = loaded.limits
     description = executor_pb2.DescribeResponse(

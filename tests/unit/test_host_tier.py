@@ -11,15 +11,18 @@ import torch
 from transformers import LlamaConfig
 
 from common.model_source import resolve_model
+from common.settings import SettingError
 from executor.attention.backend import AttentionBackend, KvShape, LayerKv
 from executor.attention.cpu import CpuAttention
 from executor.attention.reference import ReferenceAttention
 from executor.attention.triton import TritonAttention
 from executor.gpu.host_tier import GpuHostTier, runs, staging_bytes
 from executor.host_tier import CpuHostTier, open_host_tier
+from executor.main import identity, load_model
 from executor.model import PagedModel
 from executor.native.pool import NativePool
 from executor.runner import ModelRunner
+from executor.settings import ExecutorSettings
 from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
 from tests.tiny_models import save_model, sizes
@@ -37,6 +40,14 @@ PATHS: dict[str, dict[str, str]] = {
     "native-float32": {"dtype_name": "float32", "backend_name": "cpu"},
     "native-bfloat16": {"dtype_name": "bfloat16", "backend_name": "cpu"},
     "native-int8": {"dtype_name": "bfloat16", "backend_name": "cpu", "weight_dtype": "int8"},
+}
+
+PROCESS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "reference",
+    "num_threads": 1,
+    "max_tokens_in_paged_kv_cache": 160,
 }
 
 
@@ -133,6 +144,20 @@ def test_sequence_goes_on_after_its_blocks_were_away(folder: Path, path: str) ->
     assert len(set(undisturbed)) > 2, "tokens that repeat would show little"
     for num_ahead in (0, 1):
         assert [tokens_of(model, count, num_ahead) for count in (1, 6)] == [undisturbed] * 2
+
+
+def test_setting_becomes_blocks_that_the_scheduler_and_the_routers_hear_of(folder: Path) -> None:
+    bytes_per_block = load(folder, PATHS["reference-float32"]).kv_bytes_per_block(16)
+    settings = ExecutorSettings(**PROCESS, model=str(folder), kv_cache_host_memory_bytes=3 * bytes_per_block + 1)
+    loaded = load_model(settings)
+    assert loaded.limits.num_host_blocks == 3
+    assert identity(settings, loaded).description.host_blocks == 3
+
+
+def test_host_memory_that_the_machine_has_not_is_refused_at_the_start(folder: Path) -> None:
+    settings = ExecutorSettings(**PROCESS, model=str(folder), kv_cache_host_memory_bytes=2**60)
+    with pytest.raises(SettingError, match="kv_cache_host_memory_bytes"):
+        load_model(settings)
 
 
 def load(folder: Path, options: dict[str, str]) -> PagedModel:

@@ -16,7 +16,7 @@ from executor.attention.backend import AttentionBackend, KvShape, LayerKv
 from executor.attention.cpu import CpuAttention
 from executor.attention.reference import ReferenceAttention
 from executor.attention.triton import TritonAttention
-from executor.gpu.host_tier import GpuHostTier, runs, staging_bytes
+from executor.gpu.host_tier import GpuHostTier, lock, runs, staging_bytes
 from executor.host_tier import CpuHostTier, open_host_tier
 from executor.main import identity, load_model
 from executor.model import PagedModel
@@ -117,6 +117,39 @@ def test_more_blocks_than_are_on_their_way_at_once_all_arrive(monkeypatch: pytes
 
     for now, then in zip(bits(kv), before, strict=True):
         assert torch.equal(now[[2, 3, 4, 5, 6, 7, 1]], then[1:8])
+
+
+class FakeCuda:
+    """In place of the CUDA runtime: which addresses are locked."""
+
+    def __init__(self, failure: int) -> None:
+        self.failure = failure
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert flags == 0
+        self.locked[address] = num_bytes
+        return self.failure
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+def test_memory_is_locked_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(failure=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    memory = torch.zeros(5, dtype=torch.int64)
+    lock(memory)
+    assert cuda.locked == {memory.data_ptr(): 40}
+    del memory
+    assert not cuda.locked
+
+
+def test_memory_that_cannot_be_locked_is_an_error_that_names_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCuda(failure=2))
+    with pytest.raises(SettingError, match=r"kv_cache_host_memory_bytes: CUDA cannot lock 40 bytes .*error 2"):
+        lock(torch.zeros(5, dtype=torch.int64))
 
 
 def test_neighbours_travel_as_one() -> None:

@@ -16,7 +16,8 @@ class Batching(Enum):
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """`max_num_sequences` are the seats, `num_standby_sequences` more may wait for one, `max_num_tokens` is a step's
-    budget, `context_length` bounds prompt and output. Without `enable_chunked_context` a prompt takes one step."""
+    budget, `context_length` bounds prompt and output. Without `enable_chunked_context` a prompt takes one step.
+    `num_host_blocks` blocks of host memory, numbered from 0, can keep the KV of who gave up its seat."""
 
     max_num_sequences: int
     num_standby_sequences: int
@@ -25,6 +26,7 @@ class SchedulerLimits:
     enable_chunked_context: bool
     batching: Batching
     enable_prefix_cache: bool
+    num_host_blocks: int = 0
 
     @property
     def num_seat_rows(self) -> int:

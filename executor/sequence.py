@@ -105,7 +105,10 @@ class PlanRow(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One step in columns; see `PlanRow`. The first `num_decodes` rows have one token and yield one. `boarded` for it,
-    `grown` got blocks for it."""
+    `grown` got blocks for it.
+
+    Before it is computed the KV of each (device block, host block) of `swaps_out` is copied to the host, then that of
+    each (host block, device block) of `swaps_in` to the device."""
 
     sequences: list[Sequence]
     starts: list[int]
@@ -115,6 +118,8 @@ class StepPlan:
     num_decodes: int = 0
     boarded: tuple[Sequence, ...] = ()
     grown: tuple[Sequence, ...] = ()
+    swaps_out: tuple[tuple[int, int], ...] = ()
+    swaps_in: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[PlanRow]) -> StepPlan:

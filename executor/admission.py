@@ -48,13 +48,16 @@ class AttemptLog:
 class Gate:
     """Lets a sequence in when its blocks and its place can be promised."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_inside: int, context_length: int) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_inside: int, context_length: int, is_overcommitted: bool = False
+    ) -> None:
+        self._is_overcommitted = is_overcommitted
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._max_inside = max_inside
         self._context_length = context_length
         self._inside: dict[str, Sequence] = {}
-        self._num_reserved_blocks = 0
+        self.num_reserved_blocks = 0
         self._attempts = AttemptLog(MAX_REMEMBERED_ATTEMPTS)
         self.is_closed = False
 
@@ -73,32 +76,43 @@ class Gate:
             return True
         return self._attempts.is_stale(sequence.request_id, sequence.attempt)
 
-    def enter(self, sequence: Sequence) -> Refusal | None:
-        """Promises the sequence its blocks and its place, or says why not. No older attempt may be inside."""
+    def enter(self, sequence: Sequence, num_overrun_blocks: int = 0) -> Refusal | None:
+        """Promises the sequence its blocks and its place, or says why not. No older attempt may be inside.
+
+        `num_overrun_blocks` are what those inside use beyond their promises.
+        """
         assert self.find(sequence.request_id) is None, f"{sequence.request_id} is inside already"
         self._attempts.see(sequence.request_id, sequence.attempt)
         if self.is_closed:
             return Refusal.DRAINING
         if not self._is_valid(sequence):
             return Refusal.INVALID
-        num_reserved_blocks = self._num_reserved_blocks + sequence.num_reserved_blocks
-        if num_reserved_blocks > self._num_blocks or len(self._inside) == self._max_inside:
+        num_reserved_blocks = self.num_reserved_blocks + sequence.num_reserved_blocks
+        if num_reserved_blocks + num_overrun_blocks > self._num_blocks or len(self._inside) == self._max_inside:
+            return Refusal.NO_CAPACITY
+        if self._num_blocks_to_end(sequence) > self._num_blocks:
             return Refusal.NO_CAPACITY
         self._inside[sequence.request_id] = sequence
-        self._num_reserved_blocks = num_reserved_blocks
+        self.num_reserved_blocks = num_reserved_blocks
         return None
 
     def leave(self, sequence: Sequence) -> None:
         """Takes the promise back. Nothing happens when the sequence is not inside any more."""
         if self._inside.get(sequence.request_id) is sequence:
             del self._inside[sequence.request_id]
-            self._num_reserved_blocks -= sequence.num_reserved_blocks
+            self.num_reserved_blocks -= sequence.num_reserved_blocks
 
     def _is_valid(self, sequence: Sequence) -> bool:
-        """Whether there is something to compute and the reservation lasts until its end."""
-        most_tokens = min(sequence.num_prompt_tokens + sequence.stopping.max_tokens, self._context_length)
-        num_needed_blocks = -(-most_tokens // self._block_size)
-        return (
-            1 <= sequence.num_prompt_tokens <= sequence.num_tokens < most_tokens
-            and num_needed_blocks <= sequence.num_reserved_blocks
-        )
+        """Whether there is something to compute and the reservation lasts: until its end, or, where more is promised
+        than there is, for its known tokens and the first that it yields. Less would be an overrun from the start."""
+        if not 1 <= sequence.num_prompt_tokens <= sequence.num_tokens < self._most_tokens(sequence):
+            return False
+        if self._is_overcommitted:
+            return sequence.num_reserved_blocks >= sequence.num_tokens // self._block_size + 1
+        return sequence.num_reserved_blocks >= self._num_blocks_to_end(sequence)
+
+    def _most_tokens(self, sequence: Sequence) -> int:
+        return min(sequence.num_prompt_tokens + sequence.stopping.max_tokens, self._context_length)
+
+    def _num_blocks_to_end(self, sequence: Sequence) -> int:
+        return -(-self._most_tokens(sequence) // self._block_size)

@@ -76,6 +76,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def is_findable(self, block_hash: bytes) -> bool:
+        """Whether a block with this content is published."""
+        return block_hash in self._block_of
+
     def publish(self, block: int, block_hash: bytes) -> None:
         """Makes a full block findable. Where an equal one is published already, that one stays and this is private."""
         assert self._num_references[block] > 0, f"block {block} is published but nobody refers to it"

@@ -17,14 +17,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from executor.deadlines import Deadlines
 from executor.engine_output import EngineOutput, EngineStatus, HeldSequence
 from executor.garbage import GarbageCollection
 from executor.inbox import Cancelled, Command, Draining, Stopping, Submitted
 from executor.launch import PendingStep, StepRunner
 from executor.pace import Pace
-from executor.scheduler import Scheduler
+from executor.scheduler import Batching, Scheduler
 from executor.sequence import FinishReason, Sequence, StepOutcome, StepPlan, StepResult
 from executor.speed import Speed
+from executor.standby import StandbyDepth
 from executor.step_time import StepLoad, StepTime
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class Engine:
         self._speed = Speed()
         self._step_time = StepTime()
         self._pace = Pace(self._step_time, max_inter_token_ms, scheduler.pool.block_size)
+        self._deadlines = Deadlines()
+        self._standby = StandbyDepth(scheduler.limits.num_standby_sequences)
         self._garbage = garbage
         self._clock = clock
         # Steps since the start. Written by the engine's thread only.
@@ -70,8 +74,10 @@ class Engine:
         """Starts the thread; the first thing it publishes is the status of an idle engine."""
         self._thread.start()
 
-    def submit(self, sequence: Sequence) -> None:
-        """Offers a sequence; the answer comes by `publish`."""
+    def submit(self, sequence: Sequence, time_left_ms: int | None = None) -> None:
+        """Offers a sequence, which must have ended in so many milliseconds from now; the answer comes by `publish`."""
+        if time_left_ms is not None:
+            sequence.deadline_ms = self._now_ms() + time_left_ms
         self._inbox.put(Submitted(sequence))
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -91,8 +97,10 @@ class Engine:
         """One turn of the loop. Answers and boardings leave before the device is waited for, for a step may take
         long."""
         output = self._take_inbox()
+        self._expire(output)
         plan = self._plan()
-        output.started = plan.boarded
+        output.finished.extend(self._scheduler.take_finished())
+        output.paused, output.started = plan.preempted, plan.boarded
         if plan.sequences:
             self._launched.append((plan, self._runner.launch(plan)))
         self._publish_answers(output)
@@ -138,8 +146,20 @@ class Engine:
             except queue.Empty:
                 return output
 
+    def _expire(self, output: EngineOutput) -> None:
+        """Ends whose deadline has passed. Who has ended before is not held any more, and nothing happens."""
+        if len(self._deadlines):
+            for request_id, attempt in self._deadlines.take_due(self._now_ms()):
+                event = self._scheduler.cancel(request_id, attempt, FinishReason.DEADLINE)
+                if event is not None:
+                    output.finished.append(event)
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
     def _publish_answers(self, output: EngineOutput) -> None:
-        if output.accepted or output.rejected or output.started or output.finished:
+        self._standby.ended(len(output.finished), self._clock())
+        if output.accepted or output.rejected or output.paused or output.started or output.finished:
             output.status = self._status()
             self._publish(output)
 
@@ -150,6 +170,8 @@ class Engine:
                 output.finished.extend(self._scheduler.take_finished())
                 if refusal is None:
                     output.accepted.append(sequence)
+                    self._deadlines.add(sequence, self._scheduler.held())
+                    self._standby.refilled(self._clock())
                 else:
                     output.rejected.append((sequence, refusal))
             case Cancelled(request_id, attempt, reason):
@@ -166,6 +188,8 @@ class Engine:
         """Reads the tokens of a step and hands out what they mean."""
         outcome = self._outcome(plan, step)
         self.num_steps += 1
+        if outcome.finished:
+            self._standby.ended(len(outcome.finished), self._clock())
         self._publish(
             EngineOutput(
                 step=self.num_steps,
@@ -195,7 +219,7 @@ class Engine:
             total_blocks=scheduler.pool.num_blocks,
             used_blocks=scheduler.pool.num_used,
             cached_blocks=scheduler.pool.num_cached,
-            budget_sequences=scheduler.limits.max_num_sequences + scheduler.limits.num_standby_sequences,
+            budget_sequences=scheduler.limits.max_num_sequences + self._num_standby(),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             waiting_prefill_tokens=scheduler.waiting_prefill_tokens,
@@ -209,7 +233,20 @@ class Engine:
             device_busy_fraction=self._speed.device_busy_fraction,
             device_busy_s=self._speed.device_busy_s,
             elapsed_s=self._speed.elapsed_s,
+            num_preempted=scheduler.num_preempted,
+            num_preemptions=scheduler.num_preemptions,
+            computed_tokens=scheduler.num_computed_tokens,
+            recomputed_tokens=scheduler.num_recomputed_tokens,
+            used_host_blocks=scheduler.num_used_host_blocks,
+            reserve_quantile=scheduler.reserve_quantile,
+            constraint=scheduler.bounds.newest,
+            bounds=scheduler.bounds.num_steps,
         )
+
+    def _num_standby(self) -> int:
+        """A static batch is drawn from a full one that waits."""
+        limits = self._scheduler.limits
+        return limits.num_standby_sequences if limits.batching is Batching.STATIC else self._standby.depth
 
     def _held_now(self) -> tuple[HeldSequence, ...]:
         """Made anew only when somebody came or went."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from executor.admission import Refusal
 from executor.sequence import FinishEvent, NewTokens, Sequence
+from executor.step_bounds import StepConstraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class EngineStatus:
     """How the engine stands after a step; blocks and sequences are counts, speeds are smoothed.
 
     `exposed_host_ms` is how long the device waits for the host between two steps, `device_busy_fraction` its share of
-    the time in which there is work; `device_busy_s` of `elapsed_s` are the totals since the start.
+    the time in which there is work; `device_busy_s` of `elapsed_s` are the totals since the start. `constraint` bound
+    the newest step, `bounds` counts the steps of each.
     """
 
     budget_blocks: int
@@ -43,15 +45,24 @@ class EngineStatus:
     device_busy_fraction: float
     device_busy_s: float
     elapsed_s: float
+    num_preempted: int
+    num_preemptions: int
+    computed_tokens: int
+    recomputed_tokens: int
+    used_host_blocks: int
+    reserve_quantile: float
+    constraint: StepConstraint | None
+    bounds: tuple[tuple[StepConstraint, int], ...]
 
 
 @dataclass(slots=True)
 class EngineOutput:
-    """What came in or what a step brought, in this order: acceptances, boardings, tokens, ends."""
+    """What came in or what a step brought, in this order: acceptances, seats given up, boardings, tokens, ends."""
 
     step: int
     accepted: list[Sequence] = field(default_factory=list)
     rejected: list[tuple[Sequence, Refusal]] = field(default_factory=list)
+    paused: tuple[Sequence, ...] = ()
     started: tuple[Sequence, ...] = ()
     tokens: NewTokens = field(default_factory=NewTokens)
     finished: list[FinishEvent] = field(default_factory=list)

@@ -31,8 +31,9 @@ from executor.gpu.host_tier import staging_bytes
 from executor.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from executor.launch import StepRunner
 from executor.model import PagedModel
+from executor.report import policy_proto
 from executor.runner import ModelRunner
-from executor.scheduler import Batching, Scheduler, SchedulerLimits
+from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.service import PROTOCOL_VERSION, ExecutorService, Identity
 from executor.settings import ExecutorSettings
 from executor.submission import SubmissionLimits
@@ -159,6 +160,7 @@ def _scheduler_limits(settings: ExecutorSettings, model: PagedModel) -> Schedule
         enable_chunked_context=settings.enable_chunked_context,
         batching=Batching(settings.batching),
         enable_prefix_cache=settings.enable_kv_cache_reuse,
+        policy=SchedulerPolicy(settings.batch_scheduler_policy),
     )
 
 
@@ -256,6 +258,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
             temperature=model.default_temperature, top_k=model.default_top_k, top_p=model.default_top_p
         ),
         batching=BATCHING_PROTO[settings.batching],
+        scheduler_policy=policy_proto(limits),
         backend=loaded.model.backend_name,
         dtype=loaded.model.dtype_name,
         device=str(loaded.model.device),

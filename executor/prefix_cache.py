@@ -29,11 +29,13 @@ def block_hash(parent: bytes, token_ids: ReadOnlyList[int]) -> bytes:
     return hashlib.blake2b(packed, key=parent, digest_size=HASH_BYTES).digest()
 
 
-def chain_hashes(token_ids: ReadOnlyList[int], block_size: int, salt: bytes) -> list[bytes]:
-    """The hashes of all full blocks of `token_ids`."""
-    hashes: list[bytes] = []
-    parent = root_hash(salt)
-    for end in range(block_size, len(token_ids) + 1, block_size):
+def chain_hashes(
+    token_ids: ReadOnlyList[int], block_size: int, salt: bytes, known: ReadOnlyList[bytes] = ()
+) -> list[bytes]:
+    """The hashes of all full blocks of `token_ids`; the first of them may be known already."""
+    hashes = list(known)
+    parent = hashes[-1] if hashes else root_hash(salt)
+    for end in range((len(hashes) + 1) * block_size, len(token_ids) + 1, block_size):
         parent = block_hash(parent, token_ids[end - block_size : end])
         hashes.append(parent)
     return hashes
@@ -49,14 +51,25 @@ class PrefixCache:
     def attach(self, sequence: Sequence) -> None:
         """Starts the block table with the longest published prefix. At least one token is left to compute: its logits
         are what the next token comes from."""
-        if not self._enabled or sequence.cache_salt is None:
+        if not self.is_open_to(sequence):
             return
         block_size = self._pool.block_size
-        sequence.block_hashes = chain_hashes(sequence.token_ids, block_size, sequence.cache_salt)
         num_usable = (sequence.num_tokens - 1) // block_size
-        sequence.block_table = self._pool.share(sequence.block_hashes[:num_usable])
-        sequence.num_cached_tokens = len(sequence.block_table) * block_size
-        sequence.num_computed = sequence.num_cached_tokens
+        sequence.block_table = self._pool.share(self.name_blocks(sequence)[:num_usable])
+        sequence.num_computed = len(sequence.block_table) * block_size
+        if not sequence.num_preemptions:
+            sequence.num_cached_tokens = sequence.num_computed
+
+    def is_open_to(self, sequence: Sequence) -> bool:
+        """Whether the sequence may share blocks."""
+        return self._enabled and sequence.cache_salt is not None
+
+    def name_blocks(self, sequence: Sequence) -> list[bytes]:
+        """The hashes of all full blocks of who shares; those that it has already are not computed again."""
+        assert sequence.cache_salt is not None
+        hashes = chain_hashes(sequence.token_ids, self._pool.block_size, sequence.cache_salt, sequence.block_hashes)
+        sequence.block_hashes = hashes
+        return hashes
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
         """Publishes the blocks that computing `[start, end)` has filled. The step must be retired: before that a reader

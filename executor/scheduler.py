@@ -4,8 +4,9 @@ One rule covers decode, chunked prefill, prefix hit and resume: a sequence's `nu
 
 Invariants:
 - The rows of a step stay within `max_num_tokens`, the sequences on a seat within `max_num_sequences`.
-- An allocation cannot fail: the gate admits only reservations that last to the end and whose sum fits the pool, and
-  nobody takes more blocks than it reserved. Hence whoever is accepted ends, whatever else happens.
+- Under guaranteed_no_evict an allocation cannot fail: the gate admits only reservations that last to the end and whose
+  sum fits the pool, and nobody takes more blocks than it reserved. Under max_utilization whoever is inside would fit
+  alone, and some are preempted until the others fit. Either way whoever is accepted ends, whatever else happens.
 - Each accepted sequence is released once and yields one `FinishEvent`.
 
 Running a step ahead. `schedule()` may be called while the plan before is still in flight; `update()` retires the
@@ -13,30 +14,37 @@ oldest. So planning counts what it plans as done: `num_computed` includes the st
 yield are counted before anybody knows them. An end that is known beforehand (max_tokens, the context's length) is
 planned for: who has its last token in flight is in no further step and has left its seat. An end that is not (a stop
 token, a cancel, a failed step) leaves at most one row in flight, whose token is dropped. The sequence is then marked as
-leaving:
+leaving. Who is to be preempted pauses until no step in flight has a row of it:
 
-| where        | has a seat | is in further steps | tokens count | blocks                    |
-| ------------ | ---------- | ------------------- | ------------ | ------------------------- |
-| `_waiting`   | no         | yes                 |              | none                      |
-| `_prefills`  | yes        | yes                 | yes          | its own                   |
-| `_decodes`   | yes        | yes                 | yes          | its own                   |
-| `_ending`    | no         | no                  | yes          | its own                   |
-| `_leaving`   | no         | no                  | no           | until its last step retires |
+| where        | has a seat | is in further steps | tokens count | blocks                                   |
+| ------------ | ---------- | ------------------- | ------------ | ---------------------------------------- |
+| `waiting`    | no         | yes                 |              | none                                     |
+| `preempted`  | no         | yes, or handed back |              | none, or a copy in host memory           |
+| `prefills`   | yes        | yes                 | yes          | its own                                  |
+| `decodes`    | yes        | yes                 | yes          | its own                                  |
+| `pausing`    | no         | no, or back in line | yes          | its own                                  |
+| `ending`     | no         | no                  | yes          | its own                                  |
+| `leaving`    | no         | no                  | no           | until its last step retires              |
 
 Its promise is given back at once, its blocks with that step, and nobody boards on blocks that someone leaving holds.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 
 from executor.admission import Gate, Refusal
 from executor.blocks import BlockPool
+from executor.boarding import Boarding
 from executor.demand import PrefillDemand
-from executor.limits import Batching, SchedulerLimits
+from executor.limits import Batching, SchedulerLimits, SchedulerPolicy
+from executor.overcommit import ReserveController
+from executor.overcommitted_room import OvercommittedRoom
+from executor.places import Places
 from executor.prefix_cache import PrefixCache
+from executor.room import ReservedRoom, Room
 from executor.sequence import (
     FinishEvent,
     FinishReason,
@@ -46,9 +54,11 @@ from executor.sequence import (
     StepPlan,
     StepResult,
 )
+from executor.step_bounds import StepBounds, StepConstraint
 from executor.step_draft import StepDraft
+from executor.twins import Twins
 
-__all__ = ["Batching", "Refusal", "Scheduler", "SchedulerLimits"]
+__all__ = ["Batching", "Refusal", "Scheduler", "SchedulerLimits", "SchedulerPolicy"]
 
 
 class Scheduler:
@@ -62,19 +72,20 @@ class Scheduler:
             block_size=pool.block_size,
             max_inside=limits.max_num_sequences + limits.num_standby_sequences,
             context_length=limits.context_length,
+            is_overcommitted=limits.is_overcommitted,
         )
         self._prefix_cache = PrefixCache(pool, limits.enable_prefix_cache)
-        # In order of arrival, because sequences board in that order and nobody overtakes.
-        self._waiting: OrderedDict[Sequence, None] = OrderedDict()
-        self._prefills: dict[Sequence, None] = {}
-        self._decodes: dict[Sequence, None] = {}
-        self._ending: dict[Sequence, None] = {}
-        # The reason of an end that is still to be handed out; None where it has been.
-        self._leaving: dict[Sequence, FinishReason | None] = {}
+        self._places = places = Places(limits.num_seat_rows)
+        self._room = room = _room_for(limits, pool, self._prefix_cache, places)
+        self._twins = twins = Twins(pool, self._prefix_cache, limits.max_twin_steps)
+        self._boarding = Boarding(limits, places, room, twins)
+        self._reserve = ReserveController() if limits.is_overcommitted else None
         self._plans: deque[StepPlan] = deque()
-        self._free_seats = list(range(limits.num_seat_rows))[::-1]
-        self._superseded: list[FinishEvent] = []
-        self._decodes_gave_way = False
+        # Ends that no call has returned yet.
+        self._untold: list[FinishEvent] = []
+        self.bounds = StepBounds()
+        self._num_arrivals = 0
+        self.num_computed_tokens = 0
         # Changes whenever somebody is held or no longer held.
         self.num_held_changes = 0
 
@@ -93,13 +104,15 @@ class Scheduler:
         if older is not None:
             event = self._end(older, FinishReason.CANCELLED)
             if event is not None:
-                self._superseded.append(event)
-        refusal = self._gate.enter(sequence)
+                self._untold.append(event)
+        refusal = self._gate.enter(sequence, self._room.num_overrun_blocks)
         if refusal is None:
             sequence.length_limit = min(
                 sequence.num_prompt_tokens + sequence.stopping.max_tokens, self.limits.context_length
             )
-            self._waiting[sequence] = None
+            self._num_arrivals += 1
+            sequence.arrival = self._num_arrivals
+            self._places.waiting[sequence] = None
             self.num_held_changes += 1
         return refusal
 
@@ -110,19 +123,21 @@ class Scheduler:
     # A step.
 
     def schedule(self, max_prefill_tokens: int | None = None) -> StepPlan:
-        """Plans a step: running decodes, then prefills in progress, then boarding.
+        """Plans a step: running decodes, then prefills in progress, then boarding. Who was preempted and has waited too
+        long for that is handed back.
 
         Prompts get at most `max_prefill_tokens` of it, if that is given. Without work the plan has no rows; such a plan
         is not in flight, and there is nothing to update.
         """
         assert len(self._plans) < 2, "two plans are in flight"
         draft = StepDraft(self.limits, self.pool, max_prefill_tokens)
-        if not self._decodes_give_way():
-            draft.add_decodes(self._decodes)
-        for sequence in self._prefills:
+        for sequence in self._room.overdue():
+            self._untold.append(self._finish(sequence, FinishReason.PREEMPTED))
+        if not self._boarding.decodes_give_way():
+            draft.add_decodes(self._room.decodes(draft))
+        for sequence in self._places.prefills:
             draft.add_prefill(sequence)
-        self._board(draft)
-        return self._launch(draft)
+        return self._launch(draft, self._boarding.board(draft))
 
     def update(self, result: StepResult) -> StepOutcome:
         """Retires the oldest plan: appends the sampled tokens, publishes full blocks, decides who gets off."""
@@ -131,19 +146,20 @@ class Scheduler:
         assert len(result.sampled_ids) == num_sampling, f"{len(result.sampled_ids)} tokens for {num_sampling} rows"
         sampled_ids = iter(result.sampled_ids)
         tokens, finished = NewTokens(), list(self.take_finished())
-        block_size = self.pool.block_size
+        block_size, leaving = self.pool.block_size, self._places.leaving
         for sequence, start, length, samples in zip(
             plan.sequences, plan.starts, plan.lengths, plan.samples, strict=True
         ):
             token_id = next(sampled_ids) if samples else None
             sequence.num_in_flight -= 1
             sequence.num_pending -= samples
-            if sequence in self._leaving:
+            if sequence in leaving:
                 finished.extend(self._let_go(sequence))
                 continue
             end = start + length
             if length > 1 or end % block_size == 0:
                 self._prefix_cache.publish(sequence, start, end)
+                self._twins.publish(sequence, start, end)
             if token_id is None:
                 continue
             sequence.token_ids.append(token_id)
@@ -161,9 +177,13 @@ class Scheduler:
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
             sequence.num_in_flight -= 1
             sequence.num_pending -= samples
-            if sequence in self._leaving:
+            if sequence in self._places.leaving:
                 finished.extend(self._let_go(sequence))
             else:
+                finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
+        # Whose KV was to move with it: nobody knows whether it did.
+        for sequence in plan.swapped:
+            if self._gate.find(sequence.request_id) is sequence:
                 finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
         return StepOutcome(NewTokens(), tuple(finished))
 
@@ -181,9 +201,9 @@ class Scheduler:
         return self._end(sequence, reason)
 
     def take_finished(self) -> tuple[FinishEvent, ...]:
-        """The ends that no call has returned yet: those of superseded attempts."""
-        finished = tuple(self._superseded)
-        self._superseded.clear()
+        """The ends that no call has returned yet: those of superseded attempts and of who is handed back."""
+        finished = tuple(self._untold)
+        self._untold.clear()
         return finished
 
     # How it stands.
@@ -191,12 +211,17 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences on a seat; one whose last token is on its way counts until somebody has its seat."""
-        return min(self._num_boarded, self.limits.max_num_sequences)
+        return min(self._places.num_boarded, self.limits.max_num_sequences)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences accepted that have no seat yet."""
-        return len(self._waiting)
+        """Sequences accepted that have had no seat yet."""
+        return len(self._places.waiting)
+
+    @property
+    def num_preempted(self) -> int:
+        """Sequences that gave up their seat and wait to board again."""
+        return len(self._places.preempted)
 
     @property
     def num_held(self) -> int:
@@ -206,7 +231,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is held and nothing in flight."""
-        return not (self._waiting or self._num_boarded or self._leaving)
+        return self._places.is_empty
 
     @property
     def is_draining(self) -> bool:
@@ -216,110 +241,93 @@ class Scheduler:
     @property
     def waiting_prefill_tokens(self) -> int:
         """Tokens to compute until everyone held decodes."""
-        return sum(s.num_tokens - s.num_computed for s in chain(self._prefills, self._waiting))
+        places = self._places
+        return sum(s.num_tokens - s.num_computed for s in chain(places.prefills, places.preempted, places.waiting))
 
     @property
     def budget_blocks(self) -> int:
-        """Blocks that can be promised: all of them, for nobody uses more than was reserved for it."""
-        return self.pool.num_blocks
+        """Blocks that can be promised, those included that are."""
+        return self._room.budget_blocks(self._gate.num_reserved_blocks)
+
+    @property
+    def reserve_quantile(self) -> float:
+        """How likely output should be to stay within what is reserved for it; 1 reserves to the end."""
+        return 1.0 if self._reserve is None else self._reserve.quantile
+
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions since the start."""
+        return self._room.num_preemptions
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens computed once more because a sequence was preempted, since the start."""
+        return self._room.num_recomputed_tokens
+
+    @property
+    def num_used_host_blocks(self) -> int:
+        """Host blocks that preempted sequences are kept in."""
+        return self._room.num_used_host_blocks
 
     @property
     def has_prefill(self) -> bool:
         """Whether anybody has still to be computed up to its first token."""
-        return bool(self._prefills or self._waiting)
+        return bool(self._places.prefills or self._places.waiting or self._places.preempted)
 
     def prefill_demand(self) -> PrefillDemand:
         """Who waits to be computed, beside whom."""
-        num_free_seats = self.limits.max_num_sequences - len(self._decodes) - len(self._prefills)
-        first = next(iter(self._prefills), None)
+        places = self._places
+        num_free_seats = self.limits.max_num_sequences - places.num_seated
+        first = next(iter(places.prefills), None)
         return PrefillDemand(
-            num_decodes=len(self._decodes),
-            decode_context=sum(sequence.num_computed for sequence in self._decodes),
-            num_behind=len(self._prefills) + min(len(self._waiting), num_free_seats),
+            num_decodes=len(places.decodes),
+            decode_context=sum(sequence.num_computed for sequence in places.decodes),
+            num_behind=len(places.prefills) + min(len(places.waiting) + len(places.preempted), num_free_seats),
             position=first.num_computed if first is not None else 0,
         )
 
     def held(self) -> Iterator[Sequence]:
         """Everyone who has boarded, then everyone waiting. Who has been told its end is held no more."""
-        cancelled = (sequence for sequence, reason in self._leaving.items() if reason is not None)
-        return chain(self._decodes, self._prefills, self._ending, cancelled, self._waiting)
+        places = self._places
+        cancelled = (sequence for sequence, reason in places.leaving.items() if reason is not None)
+        return chain(places.boarded(), cancelled, places.preempted, places.waiting)
 
     def check(self) -> None:
         """Asserts that the blocks in use are exactly those of who boarded and was not released. Costs time per
         block."""
-        boarded = list(chain(self._decodes, self._prefills, self._ending, self._leaving))
+        boarded = chain(self._places.boarded(), self._places.leaving)
         self.pool.check(sequence.block_table for sequence in boarded)
-        seats = [sequence.seat for sequence in boarded if sequence.seat is not None]
-        assert sorted([*seats, *self._free_seats]) == list(range(self.limits.num_seat_rows)), f"seats: {seats}"
+        self._places.check()
+        self._room.check()
 
     def check_when_idle(self) -> None:
         """Asserts that an idle scheduler has every block back; does nothing while it is not idle."""
         if self.is_idle:
             self.check()
 
-    # Planning.
+    # Launching.
 
-    @property
-    def _num_boarded(self) -> int:
-        return len(self._decodes) + len(self._prefills) + len(self._ending)
-
-    def _decodes_give_way(self) -> bool:
-        """Whether the first prompt gets this step instead of the decodes.
-
-        Only without chunks, where a long prompt would otherwise wait until enough decodes have ended; and at most
-        every other step, so that the decodes go on.
-        """
-        gave_way, self._decodes_gave_way = self._decodes_gave_way, False
-        if self.limits.enable_chunked_context or gave_way or not self._decodes:
-            return False
-        first = next(iter(self._prefills), None)
-        if first is not None:
-            num_tokens_left = self.limits.max_num_tokens - len(self._decodes)
-            self._decodes_gave_way = first.num_tokens - first.num_computed > num_tokens_left
-        return self._decodes_gave_way
-
-    def _board(self, draft: StepDraft) -> None:
-        """Seats who waits, in order of arrival.
-
-        A static batch fills its seats at once, even if its prompts then take several steps. In flight, who would get
-        no token now waits on: later it may find more of its prefix cached.
-        """
-        is_static = self.limits.batching is Batching.STATIC
-        num_seated = len(self._decodes) + len(self._prefills)
-        if is_static and (num_seated or self._leaving):
-            return
-        while self._waiting and num_seated < self.limits.max_num_sequences:
-            if (draft.is_full and not is_static) or not self._has_blocks_for(next(iter(self._waiting))):
-                return
-            sequence, _ = self._waiting.popitem(last=False)
-            self._prefills[sequence] = None
-            num_seated += 1
-            sequence.seat = self._free_seats.pop()
-            self._prefix_cache.attach(sequence)
-            draft.board(sequence)
-            draft.add_prefill(sequence)
-
-    def _has_blocks_for(self, sequence: Sequence) -> bool:
-        """Whether its reservation fits beside what the others hold or may take until their end. The gate made sure of
-        that, but for the blocks of those who are leaving."""
-        if not self._leaving:
-            return True
-        boarded = chain(self._decodes, self._prefills, self._ending)
-        num_taken = sum(s.num_reserved_blocks for s in boarded) + sum(len(s.block_table) for s in self._leaving)
-        return num_taken + sequence.num_reserved_blocks <= self.pool.num_blocks
-
-    def _launch(self, draft: StepDraft) -> StepPlan:
+    def _launch(self, draft: StepDraft, constraint: StepConstraint) -> StepPlan:
         """From here on the plan is in flight, and who has its last token in it needs no seat any more."""
+        places = self._places
         for sequence in draft.prompts_done:
-            del self._prefills[sequence]
-            self._decodes[sequence] = None
+            del places.prefills[sequence]
+            places.decodes[sequence] = None
         for sequence in draft.ending:
-            del self._decodes[sequence]
-            self._ending[sequence] = None
+            del places.decodes[sequence]
+            places.ending[sequence] = None
         plan = draft.finish()
         if plan.sequences:
             self._plans.append(plan)
+            self._count(draft.num_tokens, constraint)
+        assert plan.sequences or not plan.swaps_out, "blocks move for a step that nobody is in"
         return plan
+
+    def _count(self, num_tokens: int, constraint: StepConstraint) -> None:
+        self.bounds.note(constraint)
+        self.num_computed_tokens += num_tokens
+        if self._reserve is not None:
+            self._reserve.observe(self.num_computed_tokens, self._room.num_recomputed_tokens)
 
     # Retiring.
 
@@ -354,17 +362,15 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """Takes the sequence off its seat and its promise back."""
-        assert sequence not in self._leaving, f"{sequence.request_id} leaves twice"
-        for place in (self._decodes, self._prefills, self._ending, self._waiting):
-            place.pop(sequence, None)
+        self._places.leave(sequence, reason)
+        self._twins.forget(sequence)
         self._gate.leave(sequence)
-        self._leaving[sequence] = reason
 
     def _let_go(self, sequence: Sequence) -> Iterator[FinishEvent]:
         """A step that someone leaving was in has retired: if it was the last, nothing holds its blocks any more."""
         if sequence.num_in_flight > 0:
             return
-        reason = self._leaving[sequence]
+        reason = self._places.leaving[sequence]
         self._release(sequence)
         if reason is not None:
             self.num_held_changes += 1
@@ -372,10 +378,12 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """The one way out: row of its seat and blocks are given back together."""
-        del self._leaving[sequence]
-        if sequence.seat is not None:
-            self._free_seats.append(sequence.seat)
-            sequence.seat = None
-        self.pool.release(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_computed = 0
+        del self._places.leaving[sequence]
+        self._places.free_seat(sequence)
+        self._room.release(sequence)
+
+
+def _room_for(limits: SchedulerLimits, pool: BlockPool, prefix_cache: PrefixCache, places: Places) -> Room:
+    if limits.is_overcommitted:
+        return OvercommittedRoom(limits, pool, prefix_cache, places)
+    return ReservedRoom(pool, prefix_cache, places)

@@ -22,6 +22,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
+    PREEMPTED = "preempted"
     ERROR = "error"
 
 
@@ -44,6 +45,16 @@ class Stopping:
     stop_token_ids: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """The KV of a preempted sequence in host memory: `host_blocks[i]` holds what block `first_index + i` of its table
+    held. Together with the blocks before, of which others hold a reference, that is the KV of `num_computed` tokens."""
+
+    first_index: int
+    host_blocks: list[int]
+    num_computed: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A sequence that waits or runs.
@@ -53,6 +64,11 @@ class Sequence:
     is what the ledger promised; `cache_salt` None keeps it out of the prefix cache. `length_limit` is the number of
     tokens at which it ends at the latest. `seat` numbers its rows in arrays that are kept between steps.
     `num_in_flight` steps that are not retired have a row of it; `num_pending` of them will yield a token.
+
+    Of two `priority` values the larger is served first; `deadline_ms` is by the engine's clock, and here only compared.
+    `arrival` counts who came in. The rest is of who was preempted: `num_lost_tokens` had their KV when that happened
+    last, `host_copy` is what is left of it, and it has been away for `num_steps_away`. For `num_twin_steps` it waited
+    for the prefix that another computes.
     """
 
     request_id: str
@@ -71,6 +87,14 @@ class Sequence:
     seat: int | None = None
     num_in_flight: int = 0
     num_pending: int = 0
+    priority: int = 0
+    deadline_ms: int | None = None
+    arrival: int = 0
+    num_preemptions: int = 0
+    num_lost_tokens: int = 0
+    num_steps_away: int = 0
+    host_copy: HostCopy | None = None
+    num_twin_steps: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -105,10 +129,11 @@ class PlanRow(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One step in columns; see `PlanRow`. The first `num_decodes` rows have one token and yield one. `boarded` for it,
-    `grown` got blocks for it.
+    `grown` got blocks for it, `preempted` gave up their seat for it.
 
-    Before it is computed the KV of each (device block, host block) of `swaps_out` is copied to the host, then that of
-    each (host block, device block) of `swaps_in` to the device."""
+    Before anything else the device copies blocks, in this order: for each pair of `swaps_out` a device block to a host
+    block, then for each pair of `swaps_in` a host block to a device block. `swapped` are the sequences whose KV it is.
+    """
 
     sequences: list[Sequence]
     starts: list[int]
@@ -118,8 +143,10 @@ class StepPlan:
     num_decodes: int = 0
     boarded: tuple[Sequence, ...] = ()
     grown: tuple[Sequence, ...] = ()
+    preempted: tuple[Sequence, ...] = ()
     swaps_out: tuple[tuple[int, int], ...] = ()
     swaps_in: tuple[tuple[int, int], ...] = ()
+    swapped: tuple[Sequence, ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[PlanRow]) -> StepPlan:

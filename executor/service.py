@@ -18,6 +18,7 @@ from inflight.v1 import executor_pb2, executor_pb2_grpc
 from common.errors import FieldViolation, Reason, RequestError, invalid
 from executor.engine import Engine
 from executor.engine_output import EngineOutput, EngineStatus
+from executor.report import report_of
 from executor.reporter import Reporter
 from executor.sequence import FinishReason, Sequence
 from executor.session import FINISH_REASON_PROTO, REJECT_REASON_PROTO, Session
@@ -148,7 +149,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             return
         self._offered[sequence] = session
         self._all_gone.clear()
-        self._engine.submit(sequence)
+        self._engine.submit(sequence, submit.deadline_ms if submit.HasField("deadline_ms") else None)
 
     def _leave(self, session: Session) -> None:
         self._sessions.discard(session)
@@ -166,6 +167,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         for sequence, refusal in output.rejected:
             session = self._offered.pop(sequence)
             session.reject(sequence.request_id, sequence.attempt, REJECT_REASON_PROTO[refusal], refusal.value)
+        for sequence in output.paused:
+            self._session_of[sequence].pause(sequence)
         for sequence in output.started:
             self._session_of[sequence].start(sequence)
         for sequence, offset, token_id in output.tokens:
@@ -180,28 +183,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             self._all_gone.set()
 
     def _send_report(self, seq: int, status: EngineStatus) -> None:
-        report = executor_pb2.Report(
-            seq=seq,
-            budget_blocks=status.budget_blocks,
-            total_blocks=status.total_blocks,
-            used_blocks=status.used_blocks,
-            cached_blocks=status.cached_blocks,
-            budget_sequences=status.budget_sequences,
-            num_running=status.num_running,
-            num_waiting=status.num_waiting,
-            waiting_prefill_tokens=status.waiting_prefill_tokens,
-            draining=status.draining,
-            step_ms=status.step_ms,
-            output_tokens_per_s=status.output_tokens_per_s,
-            prefill_tokens_per_s=status.prefill_tokens_per_s,
-            num_steps=status.num_steps,
-            exposed_host_ms=status.exposed_host_ms,
-            device_busy_fraction=status.device_busy_fraction,
-            device_busy_s=status.device_busy_s,
-            elapsed_s=status.elapsed_s,
-        )
-        for held in status.held:
-            report.held.add(request_id=held.request_id, attempt=held.attempt, reserved_blocks=held.reserved_blocks)
+        report = report_of(seq, status)
         # The engine answers between steps; until then the ledger must not take these for lost.
         for sequence in self._offered:
             report.held.add(

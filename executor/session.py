@@ -22,6 +22,7 @@ FINISH_REASON_PROTO: dict[FinishReason, types_pb2.FinishReason] = {
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
     FinishReason.DEADLINE: types_pb2.FINISH_REASON_DEADLINE,
+    FinishReason.PREEMPTED: types_pb2.FINISH_REASON_PREEMPTED,
     FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
 }
 
@@ -54,6 +55,8 @@ class Session:
         self._token_slots: list[int] = []
         self._token_offsets: list[int] = []
         self._token_ids: list[int] = []
+        # Slots that have no seat at the end of the pending frame, and had one.
+        self._paused_slots: dict[int, None] = {}
         self._wake = asyncio.Event()
 
     @property
@@ -78,9 +81,17 @@ class Session:
         self._control.report.CopyFrom(report)
         self._wake.set()
 
+    def pause(self, sequence: Sequence) -> None:
+        """Tells the router that a sequence gave up its seat."""
+        self._paused_slots[self._slots[sequence]] = None
+        self._wake.set()
+
     def start(self, sequence: Sequence) -> None:
-        """Tells the router that a sequence boarded."""
-        self._step.started.add(slot=self._slots[sequence], cached_tokens=sequence.num_cached_tokens)
+        """Tells the router that a sequence boarded, for the first time or again."""
+        slot = self._slots[sequence]
+        # Who is in both lists of a frame has boarded and then given up its seat.
+        self._paused_slots.pop(slot, None)
+        self._step.started.add(slot=slot, cached_tokens=sequence.num_cached_tokens)
         self._wake.set()
 
     def token(self, sequence: Sequence, offset: int, token_id: int) -> None:
@@ -93,6 +104,7 @@ class Session:
     def finish(self, event: FinishEvent) -> None:
         """Adds the end of a sequence to the pending frame."""
         slot = self._slots.pop(event.sequence)
+        self._paused_slots.pop(slot, None)
         self._ended_slots.append(slot)
         self._step.finished.add(
             slot=slot,
@@ -123,7 +135,7 @@ class Session:
     def take(self) -> executor_pb2.ServeResponse | None:
         """What can be sent now, if anything."""
         may_send_step = self._frame - self._acked_frame < self._max_unacked_steps and (
-            self._token_ids or self._step.started or self._step.finished
+            self._token_ids or self._step.started or self._step.finished or self._paused_slots
         )
         has_control = self._control.accepted or self._control.rejected or self._control.HasField("report")
         if not (may_send_step or has_control):
@@ -141,6 +153,8 @@ class Session:
         step.slots.extend(self._token_slots)
         step.offsets.extend(self._token_offsets)
         step.token_ids.extend(self._token_ids)
+        step.paused.extend(self._paused_slots)
+        self._paused_slots = {}
         self._step = executor_pb2.StepFrame()
         self._token_slots, self._token_offsets, self._token_ids = [], [], []
         for slot in self._ended_slots:

@@ -40,8 +40,14 @@ class ExecutorSettings(ProcessSettings):
     batching: Literal["inflight", "static"] = Field(
         "inflight", description="inflight: board and leave at every step; static: nobody boards until everyone got off"
     )
+    batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = Field(
+        "guaranteed_no_evict",
+        description="KV that is reserved; guaranteed_no_evict: to the end; max_utilization: as much as is likely",
+    )
     max_num_sequences: int = Field(32, ge=1, le=4096, description="seats: most sequences in a step")
-    num_standby_sequences: int = Field(2, ge=0, le=4096, description="sequences held beyond the seats, ready to board")
+    num_standby_sequences: int = Field(
+        8, ge=0, le=4096, description="most sequences held beyond the seats; as many as ends and refills ask for"
+    )
     max_num_tokens: int = Field(1024, ge=16, le=1_048_576, description="most tokens in a step")
     enable_chunked_context: bool = Field(True, description="compute long prompts in chunks mixed with decodes")
     enable_overlap: bool = Field(True, description="plan and launch a step while the device computes the one before")

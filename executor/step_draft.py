@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from executor.blocks import BlockPool
 from executor.limits import SchedulerLimits
 from executor.sequence import Sequence, StepPlan
+from executor.step_bounds import StepConstraint
 
 
 class StepDraft:
@@ -30,8 +31,17 @@ class StepDraft:
         self._samples: list[bool] = []
         self._carries: list[bool] = []
         self._num_decodes = 0
+        self._num_tokens = 0
         self._boarded: list[Sequence] = []
         self._grown: list[Sequence] = []
+        self._is_pace_spent = False
+        # Whether a prompt got less than it could have used.
+        self.is_cut = False
+        # Who gave up its seat, and whose KV moves; see `StepPlan`.
+        self.preempted: list[Sequence] = []
+        self.swaps_out: list[tuple[int, int]] = []
+        self.swaps_in: list[tuple[int, int]] = []
+        self.swapped: list[Sequence] = []
         # Whose prompt is computed with this step, and whose last token it yields, whatever the tokens are.
         self.prompts_done: list[Sequence] = []
         self.ending: list[Sequence] = []
@@ -40,6 +50,16 @@ class StepDraft:
     def is_full(self) -> bool:
         """Whether nobody gets tokens in this step any more."""
         return self._num_tokens_left <= 0
+
+    @property
+    def closed_by(self) -> StepConstraint:
+        """What a prompt that gets nothing more is short of."""
+        return StepConstraint.PACE if self._is_pace_spent else StepConstraint.TOKENS
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the rows so far."""
+        return self._num_tokens
 
     def board(self, sequence: Sequence) -> None:
         """Notes that the sequence took a seat."""
@@ -61,14 +81,17 @@ class StepDraft:
             sequence.num_in_flight += 1
             if start + 2 >= sequence.length_limit:
                 self.ending.append(sequence)
-        self._num_decodes = len(self._sequences)
+        self._num_decodes = self._num_tokens = len(self._sequences)
         self._lengths = [1] * self._num_decodes
         self._samples = [True] * self._num_decodes
         self._num_tokens_left -= self._num_decodes
 
     def add_prefill(self, sequence: Sequence) -> None:
         """Adds as much of the prompt as this step can take. What does not fit closes the step: nobody overtakes it."""
-        num_tokens = self._fitting_tokens(sequence.num_tokens - sequence.num_computed)
+        num_wanted = sequence.num_tokens - sequence.num_computed
+        num_tokens = self._fitting_tokens(num_wanted)
+        if num_tokens < num_wanted:
+            self.is_cut = True
         if num_tokens > 0:
             self._add_chunk(sequence, num_tokens)
         else:
@@ -85,6 +108,10 @@ class StepDraft:
             self._num_decodes,
             tuple(self._boarded),
             tuple(self._grown),
+            tuple(self.preempted),
+            tuple(self.swaps_out),
+            tuple(self.swaps_in),
+            tuple(self.swapped),
         )
 
     def _fitting_tokens(self, num_wanted: int) -> int:
@@ -111,10 +138,12 @@ class StepDraft:
             self.prompts_done.append(sequence)
             if end + 1 >= sequence.length_limit:
                 self.ending.append(sequence)
+        self._num_tokens += num_tokens
         self._num_tokens_left -= num_tokens
         if self._max_prefill_tokens is not None:
             self._max_prefill_tokens -= num_tokens
-            if self._max_prefill_tokens <= 0:
+            if self._max_prefill_tokens <= 0 < self._num_tokens_left:
+                self._is_pace_spent = True
                 self._num_tokens_left = 0
 
     def _grow(self, sequence: Sequence, end: int) -> None:

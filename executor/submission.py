@@ -5,9 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from inflight.v1 import executor_pb2
+from inflight.v1 import executor_pb2, types_pb2
 
 from executor.sequence import Sampling, Sequence, Stopping
+
+# The larger is served first; what is not known is standard.
+PRIORITIES: dict[int, int] = {
+    types_pb2.PRIORITY_CLASS_INTERACTIVE: 1,
+    types_pb2.PRIORITY_CLASS_STANDARD: 0,
+    types_pb2.PRIORITY_CLASS_BATCH: -1,
+}
 
 # What is not built yet must be left at the value that changes nothing.
 NEUTRAL_SAMPLING = {
@@ -61,6 +68,7 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         stopping=Stopping(max_tokens, submit.stopping.min_tokens, stop_token_ids),
         num_reserved_blocks=submit.reserved_blocks,
         cache_salt=None if submit.cache_bypass else submit.cache_salt,
+        priority=PRIORITIES.get(submit.priority, 0),
     )
 
 
@@ -78,9 +86,8 @@ def _sampling(submit: executor_pb2.Submit) -> Sampling:
 def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
     if submit.num_choices > 1:
         raise _unsupported("num_choices above 1")
-    for field in ("num_top_logprobs", "deadline_ms"):
-        if submit.HasField(field):
-            raise _unsupported(field)
+    if submit.HasField("num_top_logprobs"):
+        raise _unsupported("num_top_logprobs")
     for name, neutral in NEUTRAL_SAMPLING.items():
         if submit.sampling.HasField(name) and getattr(submit.sampling, name) != neutral:
             raise _unsupported(f"sampling.{name}")

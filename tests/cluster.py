@@ -29,7 +29,8 @@ from executor.blocks import BlockPool
 from executor.engine import Engine
 from executor.engine_output import EngineOutput
 from executor.launch import PendingStep
-from executor.scheduler import Batching, Scheduler, SchedulerLimits
+from executor.report import policy_proto
+from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.sequence import StepPlan
 from executor.service import ExecutorService, Identity
 from executor.submission import SubmissionLimits
@@ -82,6 +83,8 @@ class ExecutorShape:
     max_num_sequences: int = 4
     num_standby_sequences: int = 0
     batching: Batching = Batching.INFLIGHT
+    policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT
+    num_host_blocks: int = 0
     overlap: bool = True
 
 
@@ -170,6 +173,8 @@ async def start_executor(
         enable_chunked_context=True,
         batching=shape.batching,
         enable_prefix_cache=True,
+        policy=shape.policy,
+        num_host_blocks=shape.num_host_blocks,
     )
     brake, scheduler = Brake(), Scheduler(limits, pool)
 
@@ -194,6 +199,8 @@ async def start_executor(
         eos_token_ids=[],
         default_sampling=types_pb2.SamplingParams(),
         batching=types_pb2.BATCHING_MODE_INFLIGHT,
+        scheduler_policy=policy_proto(limits),
+        host_blocks=shape.num_host_blocks,
     )
     identity = Identity(description, SubmissionLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, frozenset()))
     service = ExecutorService(identity, engine)

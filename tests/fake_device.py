@@ -53,6 +53,7 @@ class FakeDevice:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._contents: dict[tuple[int, int], int] = {}
+        self._host_contents: dict[tuple[int, int], int] = {}
         self._sampled: dict[tuple[Sequence, int], int] = {}
         self._newest: dict[Sequence, int] = {}
         self._lost: set[Sequence] = set()
@@ -66,6 +67,7 @@ class FakeDevice:
 
     def run(self, plan: StepPlan) -> tuple[int, ...]:
         """Returns the sampled token ids of the rows that sample, in the order of the plan's rows."""
+        self._swap(plan)
         for row in plan.rows:
             self._write(row)
         sampled_ids = {row.sequence: sampled_id(self._read(row)) for row in plan.rows if row.samples}
@@ -77,11 +79,23 @@ class FakeDevice:
 
     def corrupt(self, plan: StepPlan) -> None:
         """Runs a step that fails: what it leaves where it writes is garbage, and so is what comes after it."""
-        self._lost.update(plan.sequences)
+        self._swap(plan)
+        self._lost.update(plan.sequences, plan.swapped)
+        for _, host_block in plan.swaps_out:
+            self._host_contents.update({(host_block, i): 0 for i in range(self._pool.block_size)})
         for row in plan.rows:
             for position in range(row.start, row.start + row.num_tokens):
                 self._contents[self._place(row.sequence, position)] = 0
         self._newest = {}
+
+    def _swap(self, plan: StepPlan) -> None:
+        """All copies out, then all copies in."""
+        assert len({block for _, block in plan.swaps_out}) == len(plan.swaps_out), "two copies to one host block"
+        for block, host_block in plan.swaps_out:
+            _copy(self._contents, block, self._host_contents, host_block, self._pool.block_size)
+        for host_block, block in plan.swaps_in:
+            assert not self._pool.is_published(block), f"block {block} is written but published"
+            _copy(self._host_contents, host_block, self._contents, block, self._pool.block_size)
 
     def _write(self, row: PlanRow) -> None:
         sequence = row.sequence
@@ -121,6 +135,18 @@ class FakeDevice:
     def _place(self, sequence: Sequence, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self._pool.block_size)
         return sequence.block_table[index], offset
+
+
+def _copy(
+    source: dict[tuple[int, int], int], block: int, target: dict[tuple[int, int], int], copy: int, block_size: int
+) -> None:
+    """What was never written is not there afterwards either."""
+    for offset in range(block_size):
+        content = source.get((block, offset))
+        if content is None:
+            target.pop((copy, offset), None)
+        else:
+            target[copy, offset] = content
 
 
 def solo_output(sequence: Sequence, context_length: int) -> tuple[list[int], FinishReason]:

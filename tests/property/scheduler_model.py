@@ -7,12 +7,21 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from executor.scheduler import Batching, Refusal, SchedulerLimits
+from executor.limits import Overcommit, PreemptionCost
+from executor.scheduler import Batching, Refusal, SchedulerLimits, SchedulerPolicy
 from executor.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping
 from tests.fake_device import VOCABULARY_SIZE
 
 # Prompts start like one of these, so that prefixes meet.
 COMMON_STARTS = ([0] * 12, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 0] * 6)
+# Static batching is guaranteed whatever the policy.
+BATCHINGS = {
+    SchedulerPolicy.GUARANTEED_NO_EVICT: (Batching.INFLIGHT, Batching.STATIC),
+    SchedulerPolicy.MAX_UTILIZATION: (Batching.INFLIGHT,) * 9 + (Batching.STATIC,),
+}
+STOPS = (frozenset[int](), frozenset({0}), frozenset({1, 2}))
+# Whoever is preempted must first have got somewhere.
+RARE_STOPS = (frozenset[int](),) * 4 + STOPS
 SALTS = (b"", b"", b"", b"other", None)
 
 
@@ -41,6 +50,7 @@ class Promises:
     block_size: int
     max_held: int
     context_length: int
+    is_overcommitted: bool = False
     is_draining: bool = False
     newest_attempt: dict[str, int] = field(default_factory=dict)
     # Held and not cancelled, in order of arrival.
@@ -59,35 +69,62 @@ class Promises:
             return Refusal.DRAINING
         if num_prompt + num_prior >= most_tokens:
             return Refusal.INVALID
-        if sequence.num_reserved_blocks < math.ceil(most_tokens / self.block_size):
+        needed_tokens = sequence.num_tokens + 1 if self.is_overcommitted else most_tokens
+        if sequence.num_reserved_blocks < math.ceil(needed_tokens / self.block_size):
             return Refusal.INVALID
-        if sum(held.num_reserved_blocks for held in [*others, sequence]) > self.num_blocks:
+        num_blocks = sum(held.num_reserved_blocks + self.overrun(held) for held in others)
+        if num_blocks + sequence.num_reserved_blocks > self.num_blocks:
+            return Refusal.NO_CAPACITY
+        if math.ceil(most_tokens / self.block_size) > self.num_blocks:
             return Refusal.NO_CAPACITY
         return Refusal.NO_CAPACITY if len(others) == self.max_held else None
+
+    def overrun(self, sequence: Sequence) -> int:
+        """Blocks that it uses, or needs to come back, beyond those reserved for it."""
+        num_blocks = len(sequence.block_table)
+        if sequence.seat is None and sequence.num_preemptions:
+            num_blocks = math.ceil((sequence.num_tokens + 1) / self.block_size)
+        return max(0, num_blocks - sequence.num_reserved_blocks)
 
 
 @st.composite
 def limits_strategy(draw: st.DrawFn) -> SchedulerLimits:
-    num_seats = draw(st.integers(1, 5))
+    policy = draw(st.sampled_from(SchedulerPolicy))
+    num_seats = draw(st.integers(1, 5) if policy is SchedulerPolicy.GUARANTEED_NO_EVICT else st.integers(3, 8))
+    cost = PreemptionCost(swap_token=draw(st.sampled_from((0.0, 0.1, 0.1, 10.0))))
     return SchedulerLimits(
         max_num_sequences=num_seats,
         num_standby_sequences=draw(st.integers(0, 3)),
         max_num_tokens=num_seats + draw(st.integers(0, 8)),
-        context_length=draw(st.sampled_from((16, 40, 40))),
+        context_length=draw(st.sampled_from((40, 64) if policy is SchedulerPolicy.MAX_UTILIZATION else (16, 40, 40))),
         enable_chunked_context=draw(st.booleans()),
-        batching=draw(st.sampled_from(Batching)),
-        enable_prefix_cache=draw(st.integers(0, 3)) > 0,
+        batching=draw(st.sampled_from(BATCHINGS[policy])),
+        enable_prefix_cache=draw(st.integers(0, 2)) > 0,
+        policy=policy,
+        num_host_blocks=draw(st.sampled_from((0, 6, 40))),
+        overcommit=Overcommit(
+            cost=cost,
+            watermark=draw(st.sampled_from((0.0, 0.02, 0.2))),
+            margin=draw(st.sampled_from((0.0, 0.05))),
+            max_steps_away=draw(st.sampled_from((4, 400))),
+        ),
+        max_twin_steps=draw(st.sampled_from((0, 3))),
     )
 
 
 @st.composite
-def sequence_strategy(draw: st.DrawFn, block_size: int, request_id: str, attempt: int) -> Sequence:
+def sequence_strategy(
+    draw: st.DrawFn, block_size: int, request_id: str, attempt: int, is_overcommitted: bool = False
+) -> Sequence:
     start = draw(st.sampled_from(COMMON_STARTS))[: draw(st.sampled_from((0, 4, 8, 12)))]
     prompt = [*start, *draw(st.lists(st.integers(0, VOCABULARY_SIZE - 1), min_size=1, max_size=3))]
     prior_output = draw(st.sampled_from(([], [], [0], [1, 2], [3, 4, 0])))
     # Now and then the prior output is all there may be, or the reservation one block short.
-    max_tokens = max(1, len(prior_output) + draw(st.integers(0, 12)))
+    max_tokens = max(1, len(prior_output) + draw(st.integers(8, 24) if is_overcommitted else st.integers(0, 12)))
     num_extra_blocks = draw(st.sampled_from((0,) * 18 + (1, -1)))
+    num_blocks = math.ceil((len(prompt) + max_tokens) / block_size)
+    if is_overcommitted and draw(st.integers(0, 4)):
+        num_blocks = math.ceil((len(prompt) + len(prior_output) + 1) / block_size)
     return Sequence(
         request_id=request_id,
         attempt=attempt,
@@ -97,8 +134,10 @@ def sequence_strategy(draw: st.DrawFn, block_size: int, request_id: str, attempt
         stopping=Stopping(
             max_tokens=max_tokens,
             min_tokens=draw(st.integers(0, 3)),
-            stop_token_ids=draw(st.sampled_from((frozenset[int](), frozenset({0}), frozenset({1, 2})))),
+            stop_token_ids=draw(st.sampled_from(RARE_STOPS if is_overcommitted else STOPS)),
         ),
-        num_reserved_blocks=math.ceil((len(prompt) + max_tokens) / block_size) + num_extra_blocks,
+        num_reserved_blocks=num_blocks + num_extra_blocks,
         cache_salt=draw(st.sampled_from(SALTS)),
+        priority=draw(st.sampled_from((0, 0, 1, 2))),
+        deadline_ms=draw(st.sampled_from((None, None, 10, 20))),
     )

@@ -43,6 +43,21 @@ def test_ignored_end_of_sequence_does_not_end_a_sequence() -> None:
     assert sequence_from_submit(submit, LIMITS).stopping.stop_token_ids == {7}
 
 
+@pytest.mark.parametrize(
+    ("priority", "expected"),
+    [
+        (types_pb2.PRIORITY_CLASS_UNSPECIFIED, 0),
+        (types_pb2.PRIORITY_CLASS_INTERACTIVE, 1),
+        (types_pb2.PRIORITY_CLASS_STANDARD, 0),
+        (types_pb2.PRIORITY_CLASS_BATCH, -1),
+    ],
+)
+def test_class_becomes_a_number_of_which_the_larger_is_served_first(
+    priority: types_pb2.PriorityClass, expected: int
+) -> None:
+    assert sequence_from_submit(make_submit(priority=priority), LIMITS).priority == expected
+
+
 def test_bypassed_cache_keeps_the_sequence_out_of_it() -> None:
     assert sequence_from_submit(make_submit(cache_bypass=True), LIMITS).cache_salt is None
 
@@ -71,7 +86,6 @@ def test_impossible_submit_is_invalid(changes: dict[str, object]) -> None:
     [
         {"num_choices": 2},
         {"num_top_logprobs": 0},
-        {"deadline_ms": 5},
         {"sampling": types_pb2.SamplingParams(min_p=0.1)},
         {"sampling": types_pb2.SamplingParams(repetition_penalty=1.2)},
         {"sampling": types_pb2.SamplingParams(logit_bias={1: 2.0})},

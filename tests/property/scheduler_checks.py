@@ -1,0 +1,137 @@
+"""What each plan must be, given who stood where before it was made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from executor.scheduler import Batching, SchedulerLimits
+from executor.sequence import Sequence, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Before a plan: who has a seat and goes on, who has had none, who gave one up; `decodes` have had a token."""
+
+    seated: list[Sequence]
+    arrivals: list[Sequence]
+    preempted: list[Sequence]
+    decodes: set[Sequence]
+    has_leaving: bool
+
+
+class RowChecks:
+    """What holds for the rows of every plan."""
+
+    def __init__(self, limits: SchedulerLimits, block_size: int) -> None:
+        self._limits = limits
+        self._block_size = block_size
+
+    def check(self, plan: StepPlan) -> None:
+        """Asserts it."""
+        is_alone = len(plan.rows) == 1 and not self._limits.enable_chunked_context
+        assert plan.num_tokens <= self._limits.max_num_tokens or is_alone
+        assert len({row.sequence for row in plan.rows}) == len(plan.rows) <= self._limits.max_num_sequences
+        for row in plan.rows:
+            sequence = row.sequence
+            end = row.start + row.num_tokens
+            assert row.num_tokens > 0
+            assert end == sequence.num_computed < sequence.length_limit, "a step behind the last token"
+            assert row.samples == (end == sequence.num_tokens - row.samples)
+            assert row.samples or self._limits.enable_chunked_context
+            assert row.carries == (row.start >= len(sequence.token_ids))
+            assert len(sequence.block_table) * self._block_size >= end
+
+
+class OvercommittedChecks:
+    """max_utilization: who goes on depends on the blocks; who comes back goes first."""
+
+    def __init__(self, limits: SchedulerLimits, block_size: int, max_prefill_tokens: int | None) -> None:
+        self._limits = limits
+        self._rows = RowChecks(limits, block_size)
+
+    def check(self, plan: StepPlan, standing: Standing) -> None:
+        """Asserts what holds."""
+        self._rows.check(plan)
+        back = [sequence for sequence in plan.boarded if sequence in standing.preempted]
+        new = [sequence for sequence in plan.boarded if sequence in standing.arrivals]
+        away = {s for s in (*standing.preempted, *plan.preempted) if s.seat is None}
+        assert [*back, *new] == list(plan.boarded), "somebody boards twice, or ahead of who was preempted"
+        assert not (new and any(s.host_copy or s.num_steps_away for s in away)), (
+            "someone new boards before the preempted"
+        )
+        assert all(sequence.block_table == [] and sequence.num_computed == 0 for sequence in away)
+        if not self._limits.max_twin_steps:
+            assert new == standing.arrivals[: len(new)], "boarding is not in order of arrival"
+        assert len(standing.seated) - len(plan.preempted) + len(plan.boarded) <= self._limits.max_num_sequences
+
+
+class ReservedChecks:
+    """guaranteed_no_evict: everybody has its blocks, so seats, tokens and the order of arrival decide alone."""
+
+    def __init__(self, limits: SchedulerLimits, block_size: int, max_prefill_tokens: int | None) -> None:
+        self.limits = limits
+        self.block_size = block_size
+        self.max_prefill_tokens = max_prefill_tokens
+        self._rows = RowChecks(limits, block_size)
+        self.decodes_skipped: set[Sequence] = set()
+        self.head_skipped: list[Sequence] = []
+
+    def check(self, plan: StepPlan, standing: Standing) -> None:
+        """Asserts what holds."""
+        self._rows.check(plan)
+        for row in plan.rows:
+            assert len(row.sequence.block_table) == math.ceil((row.start + row.num_tokens) / self.block_size)
+        assert [*plan.preempted, *plan.swaps_out, *plan.swaps_in, *plan.swapped] == []
+        self._check_boarding(plan, standing)
+        self._check_decodes(plan, standing.decodes)
+        self._check_line_of_prefills(plan, standing.seated, standing.decodes)
+
+    def _check_boarding(self, plan: StepPlan, standing: Standing) -> None:
+        num_seated, has_leaving = len(standing.seated), standing.has_leaving
+        waited = [s for s in standing.arrivals if s not in plan.boarded and s.num_twin_steps > 0]
+        arrivals = [s for s in standing.arrivals if s not in waited]
+        assert not waited or self.limits.max_twin_steps
+        assert list(plan.boarded) == arrivals[: len(plan.boarded)], "boarding is not in order of arrival"
+        num_free_seats = self.limits.max_num_sequences - num_seated
+        most_boarding = min(len(arrivals), num_free_seats)
+        if self.limits.batching is Batching.STATIC:
+            expected = 0 if num_seated or has_leaving else most_boarding
+            assert len(plan.boarded) == expected, "a static batch was not boarded as one"
+            return
+        rows = {row.sequence for row in plan.rows}
+        without_row = [sequence for sequence in plan.boarded if sequence not in rows]
+        # Without chunks the last one may find that it does not fit.
+        assert without_row in ([], [] if self.limits.enable_chunked_context else list(plan.boarded[-1:]))
+        if self._has_room(plan, standing.decodes) and self.limits.enable_chunked_context and not has_leaving:
+            assert len(plan.boarded) == most_boarding, "a seat and tokens were left unused"
+
+    def _has_room(self, plan: StepPlan, decodes: set[Sequence]) -> bool:
+        """Whether a prompt could have had more of this step."""
+        num_left = self.limits.max_num_tokens - plan.num_tokens
+        if self.max_prefill_tokens is not None:
+            num_prefill = sum(row.num_tokens for row in plan.rows if row.sequence not in decodes)
+            num_left = min(num_left, self.max_prefill_tokens - num_prefill)
+        return num_left > 0
+
+    def _check_decodes(self, plan: StepPlan, decodes: set[Sequence]) -> None:
+        """Decodes are in every step; without chunks they may give way to a long prompt, but not twice in a row."""
+        skipped = decodes - {row.sequence for row in plan.rows}
+        assert not skipped or not self.limits.enable_chunked_context
+        assert not skipped & self.decodes_skipped
+        self.decodes_skipped = skipped
+
+    def _check_line_of_prefills(self, plan: StepPlan, seated: list[Sequence], decodes: set[Sequence]) -> None:
+        """Prompts are computed in order of boarding. The first that gets nothing does not fit, and not for long."""
+        rows = {row.sequence for row in plan.rows}
+        line = [sequence for sequence in (*seated, *plan.boarded) if sequence not in decodes]
+        skipped = [sequence for sequence in line if sequence not in rows]
+        assert line[len(line) - len(skipped) :] == skipped, "a prompt was overtaken"
+        if self.limits.enable_chunked_context:
+            assert not skipped or not self._has_room(plan, decodes)
+            return
+        for sequence in skipped[:1]:
+            num_behind = sequence.num_tokens - sequence.num_computed
+            assert plan.num_tokens + num_behind > self.limits.max_num_tokens, "a prompt that fits was left out"
+        self.head_skipped = [*self.head_skipped, *skipped[:1]] if skipped[:1] == self.head_skipped[:1] else skipped[:1]
+        assert len(self.head_skipped) <= 2, "the first prompt in line is kept waiting"

@@ -1,0 +1,331 @@
+"""The scheduler as an engine drives it, in any order that Hypothesis thinks of.
+
+The machine plays the engine with a `FakeDevice`, which asserts that every row reads the KV it should and writes only
+blocks of its own. With overlap a second plan is made before the first is retired, and the device runs a plan at any
+time in between. Next to it stands a model of the promises: who was accepted, what is reserved, who boards next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from executor.blocks import BlockPool
+from executor.scheduler import Refusal, Scheduler, SchedulerLimits
+from executor.sequence import (
+    FinishEvent,
+    FinishReason,
+    NewTokens,
+    Sequence,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+)
+from tests.fake_device import FakeDevice, solo_output
+from tests.property.scheduler_checks import OvercommittedChecks, ReservedChecks, Standing
+from tests.property.scheduler_model import Expectation, Promises, limits_strategy, sequence_strategy
+
+CANCEL_REASONS = (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.STOP_STRING, FinishReason.PREEMPTED)
+
+
+@dataclass(slots=True)
+class Launched:
+    """A plan in flight, and what the device sampled if it has run it."""
+
+    plan: StepPlan
+    sampled_ids: tuple[int, ...] | None = None
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Offers, cancels, steps and device failures in any order."""
+
+    @initialize(
+        limits=limits_strategy(),
+        num_tokens=st.integers(20, 120),
+        block_size=st.integers(1, 4),
+        overlap=st.booleans(),
+        max_prefill_tokens=st.none() | st.integers(1, 6),
+    )
+    def build(
+        self, limits: SchedulerLimits, num_tokens: int, block_size: int, overlap: bool, max_prefill_tokens: int | None
+    ) -> None:
+        self.most_plans = 2 if overlap else 1
+        self.max_prefill_tokens = max_prefill_tokens
+        self.limits = limits
+        # Overcommitted, a pool that a few of them fill.
+        num_blocks = (35 + num_tokens // 4 if limits.is_overcommitted else num_tokens) // block_size
+        self.pool = BlockPool(num_blocks, block_size)
+        self.scheduler = Scheduler(limits, self.pool)
+        self.device = FakeDevice(self.pool)
+        max_held = limits.max_num_sequences + limits.num_standby_sequences
+        self.promises = Promises(num_blocks, block_size, max_held, limits.context_length, limits.is_overcommitted)
+        self.expectations: dict[Sequence, Expectation] = {}
+        self.launched: list[Launched] = []
+        checks = OvercommittedChecks if limits.is_overcommitted else ReservedChecks
+        self.checks = checks(limits, block_size, max_prefill_tokens)
+        self.num_tokens_received = 0
+        # Who decodes from then on.
+        self.sampled: set[Sequence] = set()
+        self.num_offers = 0
+
+    # Rules.
+
+    @rule(choice=st.data(), count=st.integers(1, 6))
+    def offer_new_requests(self, choice: st.DataObject, count: int) -> None:
+        for _ in range(count):
+            self.num_offers += 1
+            request_id = f"r{self.num_offers}"
+            self._offer(choice.draw(self._sequences(request_id, 1)))
+
+    @precondition(lambda self: self.promises.newest_attempt)
+    @rule(choice=st.data(), newer=st.integers(-1, 2))
+    def offer_another_attempt(self, choice: st.DataObject, newer: int) -> None:
+        request_id, attempt = choice.draw(st.sampled_from(sorted(self.promises.newest_attempt.items())))
+        self._offer(choice.draw(self._sequences(request_id, attempt + newer)))
+
+    @precondition(lambda self: self.promises.held)
+    @rule(choice=st.data(), reason=st.sampled_from(CANCEL_REASONS))
+    def cancel(self, choice: st.DataObject, reason: FinishReason) -> None:
+        self._cancel(choice.draw(st.sampled_from(self.promises.held)), reason)
+
+    @precondition(lambda self: self.promises.held)
+    @rule(choice=st.data(), reason=st.sampled_from(CANCEL_REASONS), supersede=st.booleans(), spared=st.integers(0, 3))
+    def end_in_flight(self, choice: st.DataObject, reason: FinishReason, supersede: bool, spared: int) -> None:
+        if not self.launched:
+            self._schedule()
+        in_flight = [sequence for sequence in self.promises.held if self._is_in_flight(sequence)]
+        for sequence in in_flight[:1]:
+            if supersede:
+                request_id, attempt = sequence.request_id, sequence.attempt
+                self._offer(choice.draw(self._sequences(request_id, attempt + 1)))
+            else:
+                self._cancel(sequence, reason)
+        if not spared and self.launched:
+            self._fail()
+
+    @precondition(lambda self: self.promises.newest_attempt)
+    @rule(choice=st.data(), older=st.integers(0, 1))
+    def cancel_what_is_not_held(self, choice: st.DataObject, older: int) -> None:
+        request_id, newest = choice.draw(st.sampled_from(sorted(self.promises.newest_attempt.items())))
+        sequence = self.promises.find(request_id)
+        if sequence is None or sequence.attempt != newest - older:
+            assert self.scheduler.cancel(request_id, newest - older, FinishReason.CANCELLED) is None
+
+    @precondition(lambda self: len(self.launched) < self.most_plans)
+    @rule()
+    def schedule(self) -> None:
+        self._schedule()
+
+    @precondition(lambda self: self.launched)
+    @rule()
+    def device_runs(self) -> None:
+        self._run_device(len(self.launched))
+
+    @precondition(lambda self: self.launched)
+    @rule()
+    def retire(self) -> None:
+        self._retire()
+
+    @precondition(lambda self: self.promises.held)
+    @rule(num_steps=st.integers(1, 12) | st.integers(12, 40))
+    def run_whole_steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._step()
+
+    @precondition(lambda self: self.promises.held and self.limits.is_overcommitted)
+    @rule()
+    def run_until_the_next_one_is_preempted(self) -> None:
+        num_preemptions = self.scheduler.num_preemptions
+        while self.promises.held and self.scheduler.num_preemptions == num_preemptions:
+            self._step()
+
+    @precondition(lambda self: self.scheduler.num_preempted)
+    @rule(choice=st.data(), reason=st.sampled_from(CANCEL_REASONS))
+    def cancel_while_preempted(self, choice: st.DataObject, reason: FinishReason) -> None:
+        away = [sequence for sequence in self.promises.held if sequence.seat is None and sequence.num_preemptions]
+        self._cancel(choice.draw(st.sampled_from(away)), reason)
+
+    @precondition(lambda self: self.promises.held)
+    @rule()
+    def run_until_the_next_one_boards(self) -> None:
+        num_waiting = self.scheduler.num_waiting
+        while self.promises.held and self.scheduler.num_waiting >= num_waiting:
+            self._step()
+
+    @precondition(lambda self: self.num_offers > 20)
+    @rule()
+    def drain(self) -> None:
+        self.scheduler.drain()
+        self.promises.is_draining = True
+
+    # Always.
+
+    @invariant()
+    def blocks_are_conserved_and_nobody_owns_anothers(self) -> None:
+        self.scheduler.check()
+        self.scheduler.check_when_idle()
+        assert self.pool.num_free + self.pool.num_cached + self.pool.num_used == self.pool.num_blocks
+
+    @invariant()
+    def who_is_in_flight_keeps_its_seat_and_blocks(self) -> None:
+        in_flight = {sequence for launched in self.launched for sequence in launched.plan.sequences}
+        assert all(sequence.seat is not None and sequence.block_table for sequence in in_flight)
+        assert len({sequence.seat for sequence in in_flight}) == len(in_flight)
+
+    @invariant()
+    def promises_are_kept(self) -> None:
+        promises = self.promises
+        assert sum(sequence.num_reserved_blocks for sequence in promises.held) <= self.pool.num_blocks
+        assert len(promises.held) <= promises.max_held
+        assert set(promises.held) <= set(self.scheduler.held())
+        assert self.scheduler.num_running <= self.limits.max_num_sequences
+        assert 0 <= self.scheduler.budget_blocks <= self.pool.num_blocks
+        if self.limits.is_overcommitted:
+            return
+        assert self.scheduler.budget_blocks == self.pool.num_blocks
+        for sequence in self.scheduler.held():
+            assert len(sequence.block_table) <= sequence.num_reserved_blocks
+
+    @invariant()
+    def nobody_is_preempted_without_blocks_of_tokens_in_between(self) -> None:
+        most = len(self.expectations) + self.num_tokens_received / self.pool.block_size
+        assert self.scheduler.num_preemptions <= most, "ping-pong"
+
+    def teardown(self) -> None:
+        """Without further offers everyone ends: each step computes at least one token of somebody, none twice."""
+        if not hasattr(self, "scheduler"):
+            return
+        most_steps = sum(s.num_prompt_tokens + s.stopping.max_tokens for s in self.scheduler.held()) + 1
+        if self.limits.is_overcommitted or self.limits.max_twin_steps:
+            # Some of it twice, some of it while others wait.
+            most_steps = 4 * most_steps + 20
+        while not self.scheduler.is_idle:
+            self._step()
+            most_steps -= 1
+            assert most_steps >= 0, "someone starves"
+        self._receive(StepOutcome(NewTokens(), self.scheduler.take_finished()))
+        assert not self.launched
+        self.scheduler.check_when_idle()
+        assert self.pool.num_used == 0
+        assert all(expectation.finished for expectation in self.expectations.values())
+
+    # How the rules do it.
+
+    def _sequences(self, request_id: str, attempt: int) -> st.SearchStrategy[Sequence]:
+        return sequence_strategy(self.pool.block_size, request_id, attempt, self.limits.is_overcommitted)
+
+    def _schedule(self) -> None:
+        held = self.promises.held
+        seated = [s for s in held if s.seat is not None and s.num_tokens < s.length_limit]
+        in_flight = {sequence for launched in self.launched for sequence in launched.plan.sequences}
+        standing = Standing(
+            seated=seated,
+            arrivals=[s for s in held if s.seat is None and not s.num_preemptions],
+            preempted=[s for s in held if s.seat is None and s.num_preemptions],
+            decodes={sequence for sequence in seated if sequence in self.sampled},
+            has_leaving=not in_flight <= set(held),
+        )
+        plan = self.scheduler.schedule(self.max_prefill_tokens)
+        self._receive(StepOutcome(NewTokens(), self.scheduler.take_finished()))
+        # Some of them may just have been handed back.
+        standing.preempted[:] = [sequence for sequence in standing.preempted if sequence in held]
+        assert plan.rows or self.launched or not held, "held sequences but nothing to do"
+        assert not plan.rows or held
+        self.checks.check(plan, standing)
+        if plan.rows:
+            self.launched.append(Launched(plan))
+            self.sampled.update(row.sequence for row in plan.rows if row.samples)
+
+    def _run_device(self, num_plans: int) -> None:
+        for launched in self.launched[:num_plans]:
+            if launched.sampled_ids is None:
+                launched.sampled_ids = self.device.run(launched.plan)
+
+    def _retire(self) -> None:
+        self._run_device(1)
+        launched = self.launched.pop(0)
+        assert launched.sampled_ids is not None
+        self._receive(self.scheduler.update(StepResult(launched.plan, launched.sampled_ids)))
+
+    def _step(self) -> None:
+        """A turn of the loop."""
+        while len(self.launched) < self.most_plans:
+            num_launched = len(self.launched)
+            self._schedule()
+            if len(self.launched) == num_launched:
+                break
+        if self.launched:
+            self._retire()
+
+    def _fail(self) -> None:
+        plan = self.launched.pop(0).plan
+        self.device.corrupt(plan)
+        moved = [*plan.sequences, *plan.swapped]
+        ended = {sequence for sequence in moved if not self.expectations[sequence].is_over}
+        outcome = self.scheduler.fail(plan, "lost")
+        assert ended <= {event.sequence for event in outcome.finished}
+        self._receive(outcome)
+
+    def _cancel(self, sequence: Sequence, reason: FinishReason) -> None:
+        event = self.scheduler.cancel(sequence.request_id, sequence.attempt, reason)
+        assert (event is None) == self._is_in_flight(sequence)
+        self._expect_cancelled(sequence, reason)
+        self._receive(StepOutcome(NewTokens(), (event,) if event else ()))
+
+    def _offer(self, sequence: Sequence) -> None:
+        expected = self.promises.answer(sequence)
+        superseded = self.promises.find(sequence.request_id)
+        received = sequence.token_ids[sequence.num_prompt_tokens :]
+        assert self.scheduler.offer(sequence) is expected
+        if expected is Refusal.STALE_ATTEMPT:
+            return
+        self.promises.newest_attempt[sequence.request_id] = sequence.attempt
+        if superseded is not None:
+            self._expect_cancelled(superseded, FinishReason.CANCELLED)
+        if expected is None:
+            output, reason = solo_output(sequence, self.limits.context_length)
+            self.expectations[sequence] = Expectation(sequence, output, reason, received)
+            self.promises.held.append(sequence)
+
+    def _expect_cancelled(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.promises.held.remove(sequence)
+        self.expectations[sequence].cancel_reason = reason
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        return any(sequence in launched.plan.sequences for launched in self.launched)
+
+    def _receive(self, outcome: StepOutcome) -> None:
+        for sequence, offset, token_id in outcome.tokens:
+            self._receive_token(self.expectations[sequence], offset, token_id)
+        for event in outcome.finished:
+            self._finish(event)
+
+    def _receive_token(self, expectation: Expectation, offset: int, token_id: int) -> None:
+        assert expectation.cancel_reason is None, "a token of a cancelled sequence"
+        assert expectation.finished is None, "a token after the end"
+        assert offset == len(expectation.received)
+        expectation.received.append(token_id)
+        self.num_tokens_received += 1
+
+    def _finish(self, event: FinishEvent) -> None:
+        expectation = self.expectations[event.sequence]
+        assert expectation.finished is None, "a second end"
+        expectation.finished = event
+        assert expectation.received == event.sequence.token_ids[event.sequence.num_prompt_tokens :]
+        assert expectation.received == expectation.output[: len(expectation.received)], "not the output of a solo run"
+        assert event.sequence.block_table == [] or self._is_in_flight(event.sequence)
+        if expectation.cancel_reason is not None:
+            assert event.reason is expectation.cancel_reason
+            return
+        self.promises.held.remove(event.sequence)
+        if event.reason is FinishReason.ERROR:
+            assert event.error == "lost"
+            return
+        if event.reason is FinishReason.PREEMPTED:
+            assert event.sequence.num_preemptions > 0
+            return
+        assert (expectation.received, event.reason) == (expectation.output, expectation.reason)
+        stopped = event.reason is FinishReason.STOP_TOKEN
+        assert event.stop_token_id == (expectation.output[-1] if stopped else None)

@@ -21,7 +21,16 @@ import grpc.aio
 from inflight.v1 import inference_pb2, inference_pb2_grpc
 
 from client import requests
-from client.catalogue import Capacity, Model, RequestState, decode_capacity, decode_models, decode_state
+from client.catalogue import (
+    Capacity,
+    Model,
+    RequestStanding,
+    RequestState,
+    decode_capacity,
+    decode_models,
+    decode_standing,
+    decode_state,
+)
 from client.channel import UNARY_TIMEOUT_S, channel_target, client_options
 from client.errors import InflightError, from_rpc_error
 from client.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
@@ -100,6 +109,13 @@ class Client:
         """Ends a request by its id and says where it was. Its own stream says when it has ended."""
         request = inference_pb2.CancelRequest(request_id=request_id, resume_token=resume_token, model=model)
         return decode_state((await self._unary("Cancel", request, timeout)).state)
+
+    async def get_request(
+        self, request_id: str, *, model: str = "", timeout: float = UNARY_TIMEOUT_S
+    ) -> RequestStanding:
+        """Where a request stands and, while it waits, what it waits for. Any router of the pool knows."""
+        request = inference_pb2.GetRequestRequest(request_id=request_id, model=model)
+        return decode_standing(await self._unary("GetRequest", request, timeout))
 
     async def tokenize(
         self,

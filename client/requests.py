@@ -110,7 +110,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "metadata": ("metadata",),
 }
 
-_PRIORITIES = {
+PRIORITIES: dict[Priority, types_pb2.PriorityClass] = {
     "interactive": types_pb2.PRIORITY_CLASS_INTERACTIVE,
     "standard": types_pb2.PRIORITY_CLASS_STANDARD,
     "batch": types_pb2.PRIORITY_CLASS_BATCH,
@@ -193,9 +193,9 @@ def _set_option(request: inference_pb2.GenerateRequest, keyword: str, value: Any
     for parent in parents:
         owner = getattr(owner, parent)
     if keyword == "priority":
-        if value not in _PRIORITIES:
-            raise ValueError(f"priority: {value!r} is not one of {', '.join(_PRIORITIES)}")
-        value = _PRIORITIES[value]
+        if value not in PRIORITIES:
+            raise ValueError(f"priority: {value!r} is not one of {', '.join(PRIORITIES)}")
+        value = PRIORITIES[value]
     elif keyword == "stop" and isinstance(value, str):
         value = (value,)
     _assign(owner, field, value, keyword=keyword)

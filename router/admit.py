@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 from dataclasses import dataclass
 
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
+from router.admission_rules import AdmissionRules
 from router.pools import Pool
+from router.prefixes import prefix_hashes
+from router.refusals import shut_out, unknown_tenant
 from router.relay import Deadlines, RelayOptions
 from router.request_spec import ChatPrompt, FittedRequest, GenerateSpec, ModelLimits, Prompt, TextPrompt, TokenPrompt
 from router.settings import RouterSettings
-from router.store.types import Demand
+from router.store.types import DEFAULT_TENANT, Demand, TenantLimits
 from router.streams import RequestStream
 from router.text.output import OutputText
 from router.text.tokenizer import ENCODE_IN_THREAD_CHARACTERS, TextModel
-
-# Until callers are identified, everybody who names no tenant is this one.
-DEFAULT_TENANT = "default"
 
 # A gRPC deadline further away than this is none.
 MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
@@ -28,9 +29,11 @@ MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
 class AdmittedRequest:
     """A request ready for the dispatcher and the relay."""
 
+    spec: GenerateSpec
     stream: RequestStream
     text: OutputText
     options: RelayOptions
+    deadlines: Deadlines
 
 
 def choose_seed() -> int:
@@ -77,26 +80,56 @@ def deadlines_of(spec: GenerateSpec, arrived: float, grpc_remaining_s: float | N
     )
 
 
-def admit(fitted: FittedRequest, deadlines: Deadlines, arrived: float, pool: Pool) -> AdmittedRequest:
+def tenant_limits(spec: GenerateSpec, rules: AdmissionRules) -> TenantLimits:
+    """What the request's tenant may take. Raises `RequestError` for one that is not served."""
+    tenant = tenant_of(spec)
+    limits = rules.limits_of(tenant)
+    if limits is None:
+        raise unknown_tenant(tenant)
+    if limits.max_running == 0:
+        raise shut_out(tenant)
+    return limits
+
+
+def tenant_of(spec: GenerateSpec) -> str:
+    """Whose request it is. Until callers are identified, everybody who names no tenant is the same one."""
+    return spec.tenant or DEFAULT_TENANT
+
+
+def admit(
+    fitted: FittedRequest, limits: TenantLimits, deadlines: Deadlines, arrived: float, pool: Pool
+) -> AdmittedRequest:
     """Builds everything that lives as long as the request."""
     spec = fitted.spec
     request_id = spec.request_id or secrets.token_hex(16)
-    num_blocks = -(-(len(fitted.prompt_ids) + fitted.max_tokens) // pool.describe().block_size)
+    submit = _submit(request_id, fitted)
     deadline = deadlines.next(has_first_token=False)
-    demand = Demand(
-        request_id=request_id,
-        priority_class=spec.priority,
-        blocks=num_blocks,
-        deadline_ms=None if deadline is None else _rounded_ms(deadline - arrived),
-    )
+    demand = _demand(fitted, limits, submit, pool.describe().block_size)
+    if deadline is not None:
+        demand = dataclasses.replace(demand, deadline_ms=_rounded_ms(deadline - arrived))
     text = OutputText(
         pool.text.detokenizer(),
         stops=spec.stopping.stops,
         include_stop=spec.stopping.include_stop,
         min_tokens=spec.stopping.min_tokens,
     )
-    return AdmittedRequest(
-        RequestStream(demand, _submit(request_id, fitted, num_blocks), arrived), text, _options(request_id, fitted)
+    stream = RequestStream(demand, submit, arrived, deadlines.total)
+    return AdmittedRequest(spec, stream, text, _options(request_id, fitted), deadlines)
+
+
+def _demand(fitted: FittedRequest, limits: TenantLimits, submit: executor_pb2.Submit, block_size: int) -> Demand:
+    spec, num_prompt_tokens = fitted.spec, len(fitted.prompt_ids)
+    return Demand(
+        request_id=submit.request_id,
+        priority_class=spec.priority,
+        blocks=-(-(num_prompt_tokens + fitted.max_tokens) // block_size),
+        tenant=tenant_of(spec),
+        limits=limits,
+        prompt_tokens=num_prompt_tokens,
+        max_tokens=fitted.max_tokens,
+        block_size=block_size,
+        num_bytes=submit.ByteSize(),
+        prefix_hashes=() if spec.cache_bypass else prefix_hashes(fitted.prompt_ids, block_size, submit.cache_salt),
     )
 
 
@@ -110,15 +143,14 @@ def _rounded_ms(seconds: float) -> int:
     return int(nearest * 1.05) + 1
 
 
-def _submit(request_id: str, fitted: FittedRequest, num_blocks: int) -> executor_pb2.Submit:
+def _submit(request_id: str, fitted: FittedRequest) -> executor_pb2.Submit:
     spec = fitted.spec
-    salt = f"{spec.tenant or DEFAULT_TENANT}\0{spec.cache_salt}"
+    salt = f"{tenant_of(spec)}\0{spec.cache_salt}"
     return executor_pb2.Submit(
         request_id=request_id,
         prompt_ids=fitted.prompt_ids,
         sampling=spec.sampling.to_proto(),
         stopping=fitted.stopping_proto(),
-        reserved_blocks=num_blocks,
         cache_salt=salt.encode(),
         cache_bypass=spec.cache_bypass,
         priority=types_pb2.PriorityClass.Name(spec.priority),

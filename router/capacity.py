@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
 from router.links import ExecutorLink
@@ -9,7 +11,7 @@ from router.pools import Pool
 from router.store.types import ExecutorStanding, Snapshot
 
 # What an executor may not have measured.
-MEASURES = ("exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s")
+MEASURES = ("exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile")
 
 
 def model_of(pool: Pool) -> inference_pb2.Model:
@@ -26,8 +28,21 @@ def model_of(pool: Pool) -> inference_pb2.Model:
     return model
 
 
+def model_of_variants(name: str, pools: Sequence[Pool]) -> inference_pb2.Model:
+    """A name that stands for several models: what all of them allow, so that whoever serves a request can."""
+    models = [model_of(pool) for pool in pools]
+    linked = [model for model in models if model.num_executors]
+    combined = inference_pb2.Model()
+    if linked:
+        combined.CopyFrom(min(linked, key=lambda model: model.context_length))
+    combined.name = name
+    combined.has_chat_template = all(model.has_chat_template for model in models)
+    combined.num_executors = sum(model.num_executors for model in models)
+    return combined
+
+
 def add_capacity(response: inference_pb2.GetCapacityResponse, pool: Pool, snapshot: Snapshot) -> None:
-    """Adds a pool's executors and queues."""
+    """Adds a pool's executors and queues, and how well its waits were foretold."""
     standings = {standing.executor_id: standing for standing in snapshot.executors}
     for link in pool.links:
         response.executors.append(_executor_capacity(pool.name, link, standings.get(link.executor_id)))
@@ -36,6 +51,12 @@ def add_capacity(response: inference_pb2.GetCapacityResponse, pool: Pool, snapsh
             response.queues.add(
                 model=pool.name, priority=types_pb2.PriorityClass.Name(priority), num_requests=num_requests
             )
+    response.estimates.add(
+        model=pool.name,
+        num_estimates=snapshot.estimates.num_estimates,
+        mean_error=snapshot.estimates.mean_error,
+        correction=snapshot.estimates.correction,
+    )
 
 
 def _executor_capacity(
@@ -58,6 +79,15 @@ def _executor_capacity(
         step_ms=report.step_ms,
         batching=link.description.batching,
         num_steps=report.num_steps,
+        scheduler_policy=link.description.scheduler_policy,
+        num_preemptions=report.num_preemptions,
+        computed_tokens=report.computed_tokens,
+        recomputed_tokens=report.recomputed_tokens,
+        num_preempted=report.num_preempted,
+        host_blocks_used=report.used_host_blocks,
+        host_blocks_total=link.description.host_blocks,
+        constraint=report.constraint,
+        bounds=report.bounds,
     )
     for name in MEASURES:
         if report.HasField(name):

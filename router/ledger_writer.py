@@ -1,18 +1,21 @@
 """What a router writes to the ledger without anybody waiting for it: ends and reports.
 
 While one call is under way more collects and leaves in the next one. While Redis is away ends wait here until it is
-back; of an executor's reports only the newest counts.
+back; of an executor's reports only the newest counts, and not each of them goes (`router.report_pacer`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from common.errors import RequestError
+from router.report_pacer import ReportPacer
 from router.store.store import AdmissionStore
-from router.store.types import Attempt, ExecutorReport
+from router.store.types import Attempt, Ending, ExecutorReport
 
 log = logging.getLogger(__name__)
 
@@ -25,20 +28,29 @@ class LedgerWriter:
     def __init__(self, store: AdmissionStore, on_superseded: Callable[[str, Attempt], None]) -> None:
         self._store = store
         self._on_superseded = on_superseded
-        self._ended: list[Attempt] = []
-        self._reports: dict[str, ExecutorReport] = {}
+        self._ended: list[Ending] = []
+        self._reports = ReportPacer()
         self._ended_wake = asyncio.Event()
         self._report_wake = asyncio.Event()
 
-    def settle(self, request_id: str, attempt: int) -> None:
+    def settle(self, ending: Ending) -> None:
         """A placement ended: its reservation is free."""
-        self._ended.append(Attempt(request_id, attempt))
+        self._ended.append(ending)
         self._ended_wake.set()
 
     def report(self, report: ExecutorReport) -> None:
         """An executor says how it stands."""
-        self._reports[report.executor_id] = report
+        self._reports.offer(report)
         self._report_wake.set()
+
+    def expect_report(self, executor_id: str) -> None:
+        """The ledger waits for the executor's next report."""
+        self._reports.expect(executor_id)
+        self._report_wake.set()
+
+    def forget(self, executor_id: str) -> None:
+        """The executor is gone, and so is what it reported."""
+        self._reports.forget(executor_id)
 
     async def run(self) -> None:
         """Writes until cancelled."""
@@ -67,17 +79,20 @@ class LedgerWriter:
 
     async def _relay_reports(self) -> None:
         while True:
-            await self._report_wake.wait()
-            self._report_wake.clear()
-            reports, self._reports = self._reports, {}
-            for report in reports.values():
+            for report in self._reports.take_due(time.monotonic()):
                 await self._relay(report)
+            due = self._reports.next_due()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if due is None else max(0.0, due - time.monotonic())):
+                    await self._report_wake.wait()
+            self._report_wake.clear()
 
     async def _relay(self, report: ExecutorReport) -> None:
         try:
             outcome = await self._store.report(report)
         except RequestError as error:
             log.warning("the report of %s cannot be relayed: %s", report.executor_id, error)
+            self._reports.fail(report.executor_id)
             return
         for attempt in outcome.superseded:
             self._on_superseded(report.executor_id, attempt)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import grpc
 import grpc.aio
-from inflight.v1 import executor_pb2, executor_pb2_grpc
+from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 from common.errors import Reason, RequestError
 from common.server import channel_options
@@ -42,6 +42,10 @@ class Observer(Protocol):
 
     def on_rejected(self, link: ExecutorLink, stream: RequestStream, rejected: executor_pb2.SequenceRejected) -> None:
         """The executor did not take a placement."""
+        ...
+
+    def on_preempted(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """A sequence gave up its place on the executor; its request is to go on elsewhere."""
         ...
 
     def on_finished(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
@@ -80,9 +84,14 @@ class ExecutorLink:
         self._outbox.submits.append(submit)
         self._wake.set()
 
-    def cancel(self, request_id: str, attempt: int) -> None:
-        """Asks the executor to end a placement; its end comes as any other."""
-        self._outbox.cancels.add(request_id=request_id, attempt=attempt)
+    def cancel(
+        self,
+        request_id: str,
+        attempt: int,
+        reason: types_pb2.FinishReason = types_pb2.FINISH_REASON_CANCELLED,
+    ) -> None:
+        """Asks the executor to end a placement for this reason; its end comes as any other."""
+        self._outbox.cancels.add(request_id=request_id, attempt=attempt, reason=types_pb2.FinishReason.Name(reason))
         self._wake.set()
 
     async def run(self) -> None:
@@ -117,7 +126,7 @@ class ExecutorLink:
             async for response in call:
                 if not self.is_up and not self._come_up():
                     return
-                self._receive(response)
+                self.receive(response)
         finally:
             writer.cancel()
             call.cancel()
@@ -155,7 +164,8 @@ class ExecutorLink:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reader sees the same break and tells it
 
-    def _receive(self, response: executor_pb2.ServeResponse) -> None:
+    def receive(self, response: executor_pb2.ServeResponse) -> None:
+        """Takes in what the executor sends."""
         for accepted in response.accepted:
             self._accept(accepted)
         for rejected in response.rejected:
@@ -185,6 +195,10 @@ class ExecutorLink:
             stream, attempt = self._seated[slot]
             if _is_current(stream, attempt) and not stream.token(offset, token_id):
                 stream.fail(RequestError(Reason.INTERNAL, f"token {len(stream.output_ids)} is missing"))
+        for slot in step.paused:
+            stream, attempt = self._seated[slot]
+            if _is_current(stream, attempt):
+                stream.pause()
         for finished in step.finished:
             stream, attempt = self._seated.pop(finished.slot)
             self._finish(stream, attempt, finished)
@@ -194,6 +208,9 @@ class ExecutorLink:
 
     def _finish(self, stream: RequestStream, attempt: int, finished: executor_pb2.SequenceFinished) -> None:
         if _is_current(stream, attempt):
+            if finished.reason == types_pb2.FINISH_REASON_PREEMPTED:
+                self._observer.on_preempted(self, stream, attempt)
+                return
             if finished.error:
                 stream.fail(RequestError(Reason.INTERNAL, finished.error))
             else:

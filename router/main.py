@@ -21,6 +21,7 @@ from common.model_source import ModelSource, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
 from common.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
+from router.admission_file import AdmissionFile
 from router.dispatch import Dispatcher
 from router.pools import Pool, Pools
 from router.service import InferenceService
@@ -73,21 +74,23 @@ def _source(entry: str) -> ModelSource:
 
 async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     """start → serve → drain → stop."""
+    admission = AdmissionFile.open(settings.admission_file, frozenset(texts))
     signals = Signals(asyncio.get_running_loop())
     router_id = settings.router_id or _default_router_id(settings.listen)
-    store_settings = StoreSettings(max_queue_requests=settings.max_queue_requests)
+    store_settings = store_settings_of(settings)
     redis = connect(settings.redis_url.get_secret_value(), store_settings)
 
     def open_store(pool: str, on_event: OnEvent) -> AdmissionStore:
         return AdmissionStore(redis, pool, router_id, store_settings, on_event)
 
-    pools = Pools([_pool(name, text, open_store, settings) for name, text in texts.items()], router_id)
-    service = InferenceService(pools, settings)
+    models = [_pool(name, text, open_store, settings) for name, text in texts.items()]
+    pools = Pools(models, router_id, lambda: admission.rules.variants)
+    service = InferenceService(pools, settings, admission)
     server = GrpcServer([SERVICE_NAME])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)
     gc.freeze()
-    work = asyncio.create_task(pools.run(settings.executors, settings.resolve_interval_s), name="pools")
+    work = asyncio.create_task(_work(pools, admission, settings), name="work")
     readiness = asyncio.create_task(_follow_readiness(pools, server), name="readiness")
     log.info("router %s serves %s on %s", router_id, ", ".join(sorted(texts)), address)
 
@@ -110,8 +113,32 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     return 0
 
 
+def store_settings_of(settings: RouterSettings) -> StoreSettings:
+    """What the store is told of the router's settings."""
+    return StoreSettings(
+        max_queue_requests=settings.max_queue_requests,
+        max_queue_tokens=settings.max_queue_tokens,
+        max_queue_bytes=settings.max_queue_bytes,
+        max_bypass=settings.max_bypass,
+        age_ms=max(1, round(settings.age_s * 1000)),
+        preempt_for_priority=settings.preempt_for_priority,
+    )
+
+
+async def _work(pools: Pools, admission: AdmissionFile, settings: RouterSettings) -> None:
+    """What goes on beside the clients' calls."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(pools.run(settings.executors, settings.resolve_interval_s), name="pools")
+        tasks.create_task(admission.follow(), name="admission file")
+
+
 def _pool(name: str, text: TextModel, open_store: OpenStore, settings: RouterSettings) -> Pool:
-    dispatcher = Dispatcher(functools.partial(open_store, name), settings.max_attempts, settings.no_executor_grace_s)
+    dispatcher = Dispatcher(
+        functools.partial(open_store, name),
+        settings.max_attempts,
+        settings.no_executor_grace_s,
+        settings.queue_event_interval_s,
+    )
     return Pool(name, text, dispatcher)
 
 

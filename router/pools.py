@@ -1,13 +1,14 @@
 """The models that this router serves, and which executor belongs to which.
 
-A pool is one model: its text side, its ledger and its live requests. `Pools` finds the pool that a request names,
-keeps a link to every executor address, and passes what a link tells to the pool that its executor serves.
+A pool is one model: its text side, its ledger and its live requests. `Pools` finds the pool that a request names, by
+its own name or by one that stands for several models, keeps a link to every executor address, and passes what a link
+tells to the pool that its executor serves.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from inflight.v1 import executor_pb2
@@ -19,6 +20,9 @@ from router.links import ExecutorLink
 from router.refusals import no_executor
 from router.streams import RequestStream
 from router.text.tokenizer import TextModel
+from router.variants import Variant, choose_variant
+
+Variants = Mapping[str, tuple[Variant, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +48,46 @@ class Pool:
 class Pools:
     """All models of this router, and its links. Implements `router.links.Observer`."""
 
-    def __init__(self, pools: Sequence[Pool], router_id: str) -> None:
+    def __init__(self, pools: Sequence[Pool], router_id: str, current_variants: Callable[[], Variants] = dict) -> None:
         self.by_name: Mapping[str, Pool] = {pool.name: pool for pool in pools}
+        self._current_variants = current_variants
         self._router_id = router_id
         self._links: dict[str, tuple[ExecutorLink, asyncio.Task[None]]] = {}
         self._pool_of: dict[ExecutorLink, Pool] = {}
         self._wanted: frozenset[str] = frozenset()
         self._links_changed = asyncio.Event()
 
-    def find(self, model: str) -> Pool:
-        """The pool of the model named; the only one where no name is given. Raises `RequestError`."""
+    @property
+    def variants(self) -> Variants:
+        """The names that stand for several models, and those models."""
+        return self._current_variants()
+
+    def find(self, model: str, key: str = "") -> Pool:
+        """The pool of the model named, or of the one that serves `key` where the name stands for several; the only one
+        where no name is given. Raises `RequestError`."""
+        variants = self.variants.get(model)
+        if variants:
+            return self.by_name[choose_variant(variants, key).model]
+        (pool,) = self.find_all(model)
+        return pool
+
+    def find_all(self, model: str) -> tuple[Pool, ...]:
+        """Every pool that a name can mean. Raises `RequestError` where there is none."""
+        variants = self.variants
+        if model in variants:
+            return tuple(self.by_name[variant.model] for variant in variants[model])
+        if model in self.by_name:
+            return (self.by_name[model],)
+        known = ", ".join(sorted((*self.by_name, *variants)))
         if not model:
             if len(self.by_name) == 1:
-                return next(iter(self.by_name.values()))
-            raise invalid(FieldViolation("model", f"must be one of {', '.join(sorted(self.by_name))}"))
-        pool = self.by_name.get(model)
-        if pool is None:
-            known = ", ".join(sorted(self.by_name))
-            raise RequestError(
-                Reason.UNKNOWN_MODEL,
-                f"model: there is no model {model[:100]!r}; known: {known}",
-                (FieldViolation("model", f"must be one of {known}"),),
-            )
-        return pool
+                return tuple(self.by_name.values())
+            raise invalid(FieldViolation("model", f"must be one of {known}"))
+        raise RequestError(
+            Reason.UNKNOWN_MODEL,
+            f"model: there is no model {model[:100]!r}; known: {known}",
+            (FieldViolation("model", f"must be one of {known}"),),
+        )
 
     async def run(self, addresses: Sequence[str], resolve_interval_s: float) -> None:
         """Serves the pools and links executors until cancelled."""
@@ -123,6 +144,10 @@ class Pools:
     def on_rejected(self, link: ExecutorLink, stream: RequestStream, rejected: executor_pb2.SequenceRejected) -> None:
         """See `Observer`."""
         self._pool_of[link].dispatcher.on_rejected(stream, rejected)
+
+    def on_preempted(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """See `Observer`."""
+        self._pool_of[link].dispatcher.on_preempted(stream, attempt)
 
     def on_finished(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
         """See `Observer`."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from common.errors import Reason, RequestError
+from common.errors import FieldViolation, Reason, RequestError
+from router.store.types import Refused
 
 # When a client may try again. Long enough for an executor to start reporting, short enough for a person.
 RETRY_AFTER_MS = 1000
+
+# Where the ledger names no limit.
+LIMIT_OF = {
+    Reason.QUEUE_FULL: "max_queue_requests",
+    Reason.RATE_LIMITED: "tenant requests_per_s",
+    Reason.DEADLINE_UNMEETABLE: "deadline",
+}
 
 
 def duplicate(request_id: str) -> RequestError:
@@ -14,21 +22,44 @@ def duplicate(request_id: str) -> RequestError:
     return RequestError(Reason.DUPLICATE_REQUEST_ID, text)
 
 
+def unknown_request() -> RequestError:
+    """Nobody knows the id."""
+    return RequestError(Reason.UNKNOWN_REQUEST, "request_id: no such request waits or runs")
+
+
 def no_executor(text: str) -> RequestError:
     """Nobody can do the work now."""
     return RequestError(Reason.NO_EXECUTOR, text, retry_after_ms=RETRY_AFTER_MS)
 
 
-def refusal(reason: Reason) -> RequestError:
+def unknown_tenant(tenant: str) -> RequestError:
+    """The tenant is not one of those that are served."""
+    text = f"tenant: {tenant[:100]!r} is not served here; the routers' admission file names those that are"
+    return RequestError(Reason.UNKNOWN_TENANT, text, (FieldViolation("tenant", "is not served here"),))
+
+
+def shut_out(tenant: str) -> RequestError:
+    """The tenant may run nothing. No time is named after which that would be different."""
+    text = f"tenant {tenant[:100]!r} is shut out: its max_running is 0 in the routers' admission file"
+    return RequestError(Reason.RATE_LIMITED, text, quota="tenant max_running")
+
+
+def refusal(refused: Refused) -> RequestError:
     """What the ledger refuses."""
-    match reason:
+    limit = refused.limit or LIMIT_OF.get(refused.reason)
+    retry_after_ms = RETRY_AFTER_MS if refused.retry_after_ms is None else refused.retry_after_ms
+    match refused.reason:
         case Reason.QUEUE_FULL:
-            text = "the queue is full"
-            return RequestError(reason, text, retry_after_ms=RETRY_AFTER_MS, quota="queued requests of the model")
+            text = f"the queue is full: {limit} is reached"
+        case Reason.RATE_LIMITED:
+            text = f"too much at once: {limit} is reached"
+        case Reason.DEADLINE_UNMEETABLE:
+            text = "the wait is longer than the deadline allows; try again later, or with a later deadline"
         case Reason.NEVER_FITS:
             text = "prompt and max_tokens need more KV blocks than any executor has; ask for fewer tokens"
-            return RequestError(reason, text)
+            return RequestError(refused.reason, text)
         case Reason.NO_EXECUTOR:
             return no_executor("no executor takes work")
         case _:
-            raise AssertionError(f"the ledger does not refuse for {reason}")
+            raise AssertionError(f"the ledger does not refuse for {refused.reason}")
+    return RequestError(refused.reason, text, retry_after_ms=retry_after_ms, quota=limit)

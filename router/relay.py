@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from google.protobuf import duration_pb2
 from inflight.v1 import inference_pb2, types_pb2
 
+from router.store.types import Queued
 from router.streams import End, News, RequestStream
 from router.text.output import OutputText, TextStep
 
@@ -71,9 +72,12 @@ class Relay:
             f"tokens, first token after {first_token_ms}"
         )
 
-    async def queued(self, position: int) -> None:
+    async def queued(self, queued: Queued) -> None:
         """Tells the client that it waits."""
-        await self._send(inference_pb2.StreamEvent(queued=inference_pb2.Queued(position=position)))
+        event = inference_pb2.Queued(position=queued.position)
+        if queued.estimated_wait_ms is not None:
+            event.estimated_wait.FromMilliseconds(queued.estimated_wait_ms)
+        await self._send(inference_pb2.StreamEvent(queued=event))
 
     async def run(self) -> None:
         """Writes until the end of the request. Raises the `RequestError` that it failed with."""
@@ -86,6 +90,7 @@ class Relay:
             await self._tell_progress(news)
             step = await self._tell_tokens(news)
             if step.matched is not None:
+                self._stream.has_matched_stop = True
                 reason = types_pb2.FINISH_REASON_STOP_STRING
                 await self._finish(inference_pb2.Finished(reason=reason, stop=step.matched))
                 return
@@ -106,16 +111,11 @@ class Relay:
             return None
 
     async def _tell_progress(self, news: News) -> None:
-        if news.accepted:
-            if not self._has_told_accepted:
-                self._has_told_accepted = True
-                await self._send(inference_pb2.StreamEvent(accepted=self._options.accepted))
-            elif self._stream.num_migrations > self._num_migrations_told:
-                self._num_migrations_told = self._stream.num_migrations
-                notice = inference_pb2.Notice(
-                    kind=inference_pb2.Notice.KIND_MIGRATED, text="continues on another executor"
-                )
-                await self._send(inference_pb2.StreamEvent(notice=notice))
+        if news.queued is not None and not (self._has_told_accepted or news.accepted):
+            await self.queued(news.queued)
+        if news.accepted and not self._has_told_accepted:
+            self._has_told_accepted = True
+            await self._send(inference_pb2.StreamEvent(accepted=self._options.accepted))
         if news.started and not self._has_told_started:
             self._has_told_started = True
             stream = self._stream
@@ -126,6 +126,15 @@ class Relay:
                 queue=_duration(stream.clock.boarded - stream.clock.arrived),
             )
             await self._send(inference_pb2.StreamEvent(started=started))
+        if news.paused:
+            await self._notice(inference_pb2.Notice.KIND_PAUSED, "gave up its seat and waits for another")
+        if news.accepted and self._stream.num_migrations > self._num_migrations_told:
+            self._num_migrations_told = self._stream.num_migrations
+            await self._notice(inference_pb2.Notice.KIND_MIGRATED, "continues on another executor")
+
+    async def _notice(self, kind: inference_pb2.Notice.Kind, text: str) -> None:
+        notice = inference_pb2.Notice(kind=inference_pb2.Notice.Kind.Name(kind), text=text)
+        await self._send(inference_pb2.StreamEvent(notice=notice))
 
     async def _tell_tokens(self, news: News) -> TextStep:
         is_stop_token = news.end is not None and news.end.reason == types_pb2.FINISH_REASON_STOP_TOKEN

@@ -113,6 +113,7 @@ class GenerateSpec:
     priority: int
     first_token_deadline_s: float | None
     total_deadline_s: float | None
+    session_id: str
     cache_salt: str
     cache_bypass: bool
     want_queue_events: bool

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from typing import Any
 
@@ -15,33 +16,31 @@ import grpc.aio
 from inflight.v1 import inference_pb2, inference_pb2_grpc
 
 from common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
-from router.admit import admit, choose_seed, deadlines_of, encode, model_limits
-from router.capacity import add_capacity, model_of
-from router.pools import Pools
-from router.refusals import RETRY_AFTER_MS
+from router.admission_file import AdmissionFile
+from router.admit import AdmittedRequest, admit, choose_seed, deadlines_of, encode, model_limits, tenant_limits
+from router.capacity import add_capacity, model_of, model_of_variants
+from router.explain import REQUEST_STATE_PROTO, request_standing
+from router.pools import Pool, Pools
+from router.refusals import RETRY_AFTER_MS, unknown_request
 from router.relay import Relay
 from router.settings import RouterSettings
-from router.store.types import Queued, RequestState
+from router.store.types import Dropped, Placement, Queued, RequestState
 from router.validation import fit_tokens, validate_detokenize, validate_generate, validate_tokenize
+from router.variant_meter import VariantMeters
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-REQUEST_STATE_PROTO: dict[RequestState, inference_pb2.RequestState] = {
-    RequestState.WAITING: inference_pb2.REQUEST_STATE_WAITING,
-    RequestState.LOST: inference_pb2.REQUEST_STATE_WAITING,
-    RequestState.PLACED: inference_pb2.REQUEST_STATE_PLACED,
-    RequestState.ENDED: inference_pb2.REQUEST_STATE_ENDED,
-}
-
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients. Stateless but for the requests that run."""
 
-    def __init__(self, pools: Pools, settings: RouterSettings) -> None:
+    def __init__(self, pools: Pools, settings: RouterSettings, admission: AdmissionFile) -> None:
         self._pools = pools
         self._settings = settings
+        self._admission = admission
+        self._meters = VariantMeters()
         self._is_draining = False
         self._num_streams = 0
         self._no_stream = asyncio.Event()
@@ -57,31 +56,56 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
-        arrived = time.monotonic()
         if self._is_draining:
             raise RequestError(Reason.DRAINING, "the router is draining", retry_after_ms=RETRY_AFTER_MS)
-        pool = self._pools.find(request.model)
+        self._count(+1)
+        try:
+            await self._generate(request, context)
+        finally:
+            self._count(-1)
+
+    async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        arrived = time.monotonic()
+        pool = self._pools.find(request.model, sticky_key(request))
+        meter = self._meters.meter(request.model, pool.name)
+        meter.arrive()
+        try:
+            admitted = await self._admit(request, pool, arrived, context.time_remaining())
+            outcome = await pool.dispatcher.submit(admitted.stream)
+        except RequestError:
+            meter.refuse()
+            raise
+        try:
+            await self._relay(admitted, outcome, pool, context)
+        finally:
+            pool.dispatcher.release(admitted.stream)
+            meter.end(admitted.stream)
+
+    async def _admit(
+        self, request: inference_pb2.GenerateRequest, pool: Pool, arrived: float, grpc_remaining_s: float | None
+    ) -> AdmittedRequest:
+        """From the request to what the ledger and the executors are asked for."""
         limits = model_limits(pool, self._settings)
         spec = validate_generate(request, limits, choose_seed)
-        prompt_ids = await encode(pool.text, spec.prompt)
-        fitted = fit_tokens(prompt_ids, spec, limits)
-        deadlines = deadlines_of(spec, arrived, context.time_remaining())
-        admitted = admit(fitted, deadlines, arrived, pool)
+        allowed = tenant_limits(spec, self._admission.rules)
+        fitted = fit_tokens(await encode(pool.text, spec.prompt), spec, limits)
+        return admit(fitted, allowed, deadlines_of(spec, arrived, grpc_remaining_s), arrived, pool)
+
+    async def _relay(
+        self, admitted: AdmittedRequest, outcome: Placement | Queued | Dropped, pool: Pool, context: Context
+    ) -> None:
+        """Tells the client what happens, to the end."""
 
         async def write(event: inference_pb2.StreamEvent) -> None:
             await context.write(inference_pb2.GenerateResponse(event=event))
 
-        relay = Relay(admitted.stream, admitted.text, admitted.options, deadlines, write)
-        self._count(+1)
-        try:
-            outcome = await pool.dispatcher.submit(admitted.stream)
-            if isinstance(outcome, Queued) and spec.want_queue_events:
-                await relay.queued(outcome.position)
-            await relay.run()
-            log.info("request %s %s; metadata %s", admitted.stream.request_id, relay.summary, dict(spec.metadata))
-        finally:
-            pool.dispatcher.release(admitted.stream)
-            self._count(-1)
+        stream, spec = admitted.stream, admitted.spec
+        relay = Relay(stream, admitted.text, admitted.options, admitted.deadlines, write)
+        if isinstance(outcome, Queued) and spec.want_queue_events:
+            await relay.queued(outcome)
+            pool.dispatcher.watch_queue(stream, outcome)
+        await relay.run()
+        log.info("request %s %s; metadata %s", stream.request_id, relay.summary, dict(spec.metadata))
 
     def _count(self, change: int) -> None:
         self._num_streams += change
@@ -100,14 +124,36 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise invalid(FieldViolation("request_id", "must not be empty"))
         if request.resume_token:
             raise not_implemented("resume_token", "cancelling by token is")
-        state = await self._pools.find(request.model).dispatcher.cancel(request.request_id)
-        return inference_pb2.CancelResponse(state=REQUEST_STATE_PROTO[state])
+        was: RequestState | None = None
+        for pool in self._pools.find_all(request.model):
+            found = await pool.dispatcher.cancel(request.request_id)
+            was = found if found is not None and was in (None, RequestState.ENDED) else was
+        if was is None:
+            raise unknown_request()
+        return inference_pb2.CancelResponse(state=REQUEST_STATE_PROTO[was])
 
     async def GetRequest(
         self, request: inference_pb2.GetRequestRequest, context: Context
     ) -> inference_pb2.GetRequestResponse:
-        """Not built yet."""
-        raise not_implemented("request_id", "GetRequest is")
+        """Says where a request of any router stands."""
+        if not request.request_id:
+            raise invalid(FieldViolation("request_id", "must not be empty"))
+        if request.resume_token:
+            raise not_implemented("resume_token", "looking at a request by token is")
+        pools = self._pools.find_all(request.model)
+        found = [
+            (pool, one) for pool in pools if (one := await pool.dispatcher.explain(request.request_id)) is not None
+        ]
+        if not found:
+            raise unknown_request()
+        # Another model may have served, some time ago, a request of the same id.
+        pool, explanation = min(found, key=lambda one: one[1].state is RequestState.ENDED)
+        dispatcher = pool.dispatcher
+        link = dispatcher.link_of(explanation.executor_id or "")
+        response = request_standing(request.request_id, explanation, link, dispatcher.stream_of(request.request_id))
+        if request.model in self._pools.variants:
+            response.variant = pool.name
+        return response
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -130,15 +176,25 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """Lists the models that can be asked for."""
-        pools = sorted(self._pools.by_name.values(), key=lambda pool: pool.name)
-        return inference_pb2.ListModelsResponse(models=[model_of(pool) for pool in pools])
+        models = [model_of(pool) for pool in self._pools.by_name.values()]
+        models += [model_of_variants(name, self._pools.find_all(name)) for name in self._pools.variants]
+        models.sort(key=lambda model: model.name)
+        return inference_pb2.ListModelsResponse(models=models)
 
     async def GetCapacity(
         self, request: inference_pb2.GetCapacityRequest, context: Context
     ) -> inference_pb2.GetCapacityResponse:
         """Says what every executor holds and what waits."""
-        pools = [self._pools.find(request.model)] if request.model else self._pools.by_name.values()
+        pools = self._pools.find_all(request.model) if request.model else self._pools.by_name.values()
         response = inference_pb2.GetCapacityResponse()
         for pool in sorted(pools, key=lambda pool: pool.name):
             add_capacity(response, pool, await pool.dispatcher.snapshot())
+        for name, variants in sorted(self._pools.variants.items()):
+            if request.model in ("", name):
+                response.variants.extend(self._meters.to_proto(name, variants))
         return response
+
+
+def sticky_key(request: inference_pb2.GenerateRequest) -> str:
+    """By what a request keeps to one of several models: its session, else its tenant, else itself."""
+    return request.session_id or request.tenant or request.request_id or secrets.token_hex(8)

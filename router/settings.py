@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator
@@ -32,6 +33,26 @@ class RouterSettings(ProcessSettings):
     )
     router_id: str = Field("", description="name, unique among routers; empty: host name, port and a random part")
     max_queue_requests: int = Field(10_000, ge=1, description="requests of one model that may wait; more are refused")
+    max_queue_tokens: int | None = Field(
+        None, ge=1, description="tokens, of prompts and max_tokens, of one model that may wait; unset: no limit"
+    )
+    max_queue_bytes: int | None = Field(
+        None, ge=1, description="bytes of prompts of one model that may wait; unset: no limit"
+    )
+    max_bypass: int = Field(
+        16, ge=0, le=10_000, description="requests placed past one that does not fit, until room is kept for it"
+    )
+    age_s: float = Field(30.0, gt=0, le=86_400, description="seconds in line after which a request moves up a class")
+    preempt_for_priority: bool = Field(
+        False, description="running requests give way to waiting ones of a higher class that have no room"
+    )
+    queue_event_interval_s: float = Field(
+        1.0, ge=0.1, le=3600, description="seconds between Queued events of a request that asked for them"
+    )
+    admission_file: Path | None = Field(
+        None,
+        description="TOML file with what tenants may take and names for several models; read again when it changes",
+    )
     max_prompt_bytes: int = Field(4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024, description="largest prompt in bytes")
     max_attempts: int = Field(3, ge=1, le=100, description="placements that a request gets before it is given up")
     no_executor_grace_s: float = Field(

@@ -12,10 +12,12 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
-from inflight.v1 import executor_pb2
+from inflight.v1 import executor_pb2, types_pb2
 
 from common.errors import RequestError
-from router.store.types import Demand, Placement
+from router.store.types import Demand, Ending, Placement, Queued
+
+OWN_ENDS = frozenset({types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASON_LENGTH})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class News:
 
     accepted: bool
     started: bool
+    paused: bool
+    queued: Queued | None
     offset: int
     token_ids: list[int]
     end: End | None
@@ -49,13 +53,17 @@ class Clock:
 
 
 class RequestStream:
-    """One request. Producers call `place`, `accept`, `start`, `tokens`, `finish`, `fail`; the consumer calls `next`."""
+    """One request. Producers call `place`, `accept`, `start`, `token`, `pause`, `move`, `finish`, `fail`; the consumer
+    calls `next`. `deadline` is when it must have ended, on the clock of `arrived`."""
 
-    def __init__(self, demand: Demand, submit: executor_pb2.Submit, arrived: float) -> None:
+    def __init__(
+        self, demand: Demand, submit: executor_pb2.Submit, arrived: float, deadline: float | None = None
+    ) -> None:
         self.request_id = demand.request_id
         self._demand = demand
         # What an executor is told, but for the attempt and the output so far.
         self._submit = submit
+        self._deadline = deadline
         self.output_ids: list[int] = []
         self.placement: Placement | None = None
         # Of the newest placement, the current or the last; 0 and empty before the first.
@@ -69,10 +77,16 @@ class RequestStream:
         # Somebody asked to cancel it: whatever comes next, it ends.
         self.is_cancelled = False
         self.is_being_submitted = False
+        # Its stop text came, which executors know nothing of.
+        self.has_matched_stop = False
         self._end: End | None = None
         self._error: RequestError | None = None
+        self._has_been_accepted = False
+        self._is_paused = False
         self._accepted = False
         self._started = False
+        self._paused = False
+        self._queued: Queued | None = None
         self._num_taken = 0
         self._changed = asyncio.Event()
 
@@ -82,8 +96,26 @@ class RequestStream:
         return self._end is not None or self._error is not None
 
     def demand(self) -> Demand:
-        """What the ledger is asked for; after earlier placements with the last attempt that is known."""
-        return dataclasses.replace(self._demand, last_attempt=self.attempt)
+        """What the ledger is asked for: after earlier placements with the last attempt that is known, and after the
+        first token without a deadline for it."""
+        return dataclasses.replace(
+            self._demand,
+            last_attempt=self.attempt,
+            output_tokens=len(self.output_ids),
+            deadline_ms=None if self.output_ids else self._demand.deadline_ms,
+        )
+
+    def ending(self, attempt: int) -> Ending:
+        """The end of one of its placements, with what it has used."""
+        by_itself = self.has_matched_stop or (self._end is not None and self._end.reason in OWN_ENDS)
+        has_computed = self.clock.boarded is not None
+        return Ending(
+            self.request_id,
+            attempt,
+            computed_tokens=len(self._submit.prompt_ids) - self.num_cached_tokens if has_computed else 0,
+            output_tokens=len(self.output_ids),
+            by_itself=by_itself,
+        )
 
     def place(self, placement: Placement) -> executor_pb2.Submit:
         """Makes a placement the current one and returns what its executor is to be told."""
@@ -95,6 +127,9 @@ class RequestStream:
         submit = executor_pb2.Submit()
         submit.CopyFrom(self._submit)
         submit.attempt = placement.attempt
+        submit.reserved_blocks = placement.blocks or self._demand.blocks
+        if self._deadline is not None:
+            submit.deadline_ms = max(1, round((self._deadline - time.monotonic()) * 1000))
         submit.prior_output_ids.extend(self.output_ids)
         return submit
 
@@ -104,7 +139,7 @@ class RequestStream:
 
     def accept(self) -> None:
         """The executor took the placement."""
-        self._accepted = True
+        self._has_been_accepted = self._accepted = True
         self._changed.set()
 
     def start(self, num_cached_tokens: int) -> None:
@@ -112,6 +147,7 @@ class RequestStream:
         if self.clock.boarded is None:
             self.clock.boarded = time.monotonic()
             self.num_cached_tokens = num_cached_tokens
+        self._is_paused = False
         self._started = True
         self._changed.set()
 
@@ -125,9 +161,21 @@ class RequestStream:
             if self.clock.first_token is None:
                 self.clock.first_token = now
             self.clock.last_token = now
+            self._is_paused = False
             self.output_ids.append(token_id)
             self._changed.set()
         return True
+
+    def pause(self) -> None:
+        """It gave up its seat and waits for another. Of one that had none there is nothing to tell."""
+        if self._has_been_accepted and not self._is_paused:
+            self._is_paused = self._paused = True
+            self._changed.set()
+
+    def move(self, queued: Queued) -> None:
+        """Its place in line is another one now."""
+        self._queued = queued
+        self._changed.set()
 
     def finish(self, end: End) -> None:
         """The executor says it is over."""
@@ -146,8 +194,16 @@ class RequestStream:
         await self._changed.wait()
         self._changed.clear()
         news = News(
-            self._accepted, self._started, self._num_taken, self.output_ids[self._num_taken :], self._end, self._error
+            self._accepted,
+            self._started,
+            self._paused,
+            self._queued,
+            self._num_taken,
+            self.output_ids[self._num_taken :],
+            self._end,
+            self._error,
         )
-        self._accepted = self._started = False
+        self._accepted = self._started = self._paused = False
+        self._queued = None
         self._num_taken = len(self.output_ids)
         return news

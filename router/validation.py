@@ -74,6 +74,7 @@ def validate_generate(
         priority=request.priority or types_pb2.PRIORITY_CLASS_STANDARD,
         first_token_deadline_s=_deadline_s(request.deadlines, "first_token"),
         total_deadline_s=_deadline_s(request.deadlines, "total"),
+        session_id=request.session_id,
         cache_salt=request.cache.salt,
         cache_bypass=request.cache.bypass,
         want_queue_events=request.want_queue_events,
@@ -145,7 +146,13 @@ def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: ModelL
 def _name_violations(request: inference_pb2.GenerateRequest) -> Violations:
     if request.request_id and not REQUEST_ID.fullmatch(request.request_id):
         yield FieldViolation("request_id", "must be 1 to 128 characters of [A-Za-z0-9._:-]")
-    for field, value in (("model", request.model), ("tenant", request.tenant), ("cache.salt", request.cache.salt)):
+    names = (
+        ("model", request.model),
+        ("tenant", request.tenant),
+        ("session_id", request.session_id),
+        ("cache.salt", request.cache.salt),
+    )
+    for field, value in names:
         if len(value) > MAX_NAME_CHARACTERS:
             yield FieldViolation(field, f"has {len(value)} characters; at most {MAX_NAME_CHARACTERS} are allowed")
     # The tenant becomes part of keys, where a control character could pass for the end of it.

@@ -34,12 +34,13 @@ from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPo
 from executor.sequence import StepPlan
 from executor.service import ExecutorService, Identity
 from executor.submission import SubmissionLimits
+from router.admission_file import AdmissionFile
 from router.dispatch import Dispatcher
+from router.main import store_settings_of
 from router.pools import Pool, Pools
 from router.service import InferenceService
 from router.settings import RouterSettings
 from router.store.connection import connect
-from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
 from router.text.tokenizer import TextModel
 from tests.fake_device import VOCABULARY_SIZE, FakeDevice
@@ -227,16 +228,19 @@ async def run_router(
 ) -> AsyncIterator[RunningRouter]:
     """A router of one model, ready to be called once an executor is linked."""
     settings = settings or RouterSettings(no_executor_grace_s=1.0)
-    store_settings = StoreSettings(max_queue_requests=settings.max_queue_requests)
+    store_settings = store_settings_of(settings)
+    admission = AdmissionFile.open(settings.admission_file, frozenset({model}))
     redis = connect(redis_url, store_settings)
 
     def open_store(on_event: Callable[..., None]) -> AdmissionStore:
         return AdmissionStore(redis, model, name, store_settings, on_event)
 
-    dispatcher = Dispatcher(open_store, settings.max_attempts, settings.no_executor_grace_s)
-    pools = Pools([Pool(model, TextModel(tiny_tokenizer()), dispatcher)], name)
+    dispatcher = Dispatcher(
+        open_store, settings.max_attempts, settings.no_executor_grace_s, settings.queue_event_interval_s
+    )
+    pools = Pools([Pool(model, TextModel(tiny_tokenizer()), dispatcher)], name, lambda: admission.rules.variants)
     server = GrpcServer(["inflight.v1.InferenceService"])
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(pools, settings), server.grpc)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(pools, settings, admission), server.grpc)
     address = await server.start("127.0.0.1:0")
     work = asyncio.create_task(pools.run(addresses, 0.1))
     async with grpc.aio.insecure_channel(address) as channel:

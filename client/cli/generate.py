@@ -50,6 +50,8 @@ def as_json(result: Completion) -> str:
 
 def _send(client: Client, prompt: str, flags: argparse.Namespace) -> Stream:
     options = request_options(flags)
+    if flags.request_id is not None:
+        options["request_id"] = flags.request_id
     if flags.raw or not (flags.chat or flags.system is not None or _has_chat_template(client, flags.model)):
         return client.generate(prompt, timeout=flags.timeout, **options)
     turns: list[ChatMessage] = [{"role": "user", "content": prompt}]
@@ -84,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--raw", action="store_true", help="the prompt is text to go on with")
     parser.add_argument("--system", metavar="TEXT", help="system message before the chat message")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead")
+    parser.add_argument("--request-id", metavar="ID", help="id to ask about it with `inflight explain`")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the request after this long")
     add_sampling_flags(parser)
     add_address_flags(parser)

@@ -35,6 +35,7 @@ COMMANDS = (
     Command("chat", "talk with a model", "client.cli.chat:main"),
     Command("demo", "show in-flight batching live, against static batching", "client.cli.demo:main"),
     Command("status", "show what every executor holds and what waits", "client.cli.status:main"),
+    Command("explain", "say where a request stands and what it waits for", "client.cli.explain:main"),
     Command("models", "list the models that can be asked for", "client.cli.models:main"),
     Command("doctor", "say what this machine has and what would run on it", "client.cli.doctor:main"),
     Command("router", "run a router", "router.main:main"),

@@ -13,11 +13,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from client.catalogue import Capacity, ExecutorCapacity
+from client.catalogue import Capacity, ExecutorCapacity, VariantCapacity
 from client.cli import terminal
 from client.cli.address import add_address_flags, resolve_address
 from client.cli.outcome import EXIT_USAGE, CommandError, errors_in_words
 from client.sync import Client
+
+HEADINGS = (
+    *("seats", "standby", "KV blocks", "reserved", "cached", "tokens/s", "step ms"),
+    *("reserves", "preempted", "bound by"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,13 +49,16 @@ def capacity_view(capacity: Capacity) -> Group:
         _table(model, [e for e in capacity.executors if e.model == model]) for model in models
     ]
     waiting = ", ".join(f"{queue.num_requests} {queue.priority} for {queue.model}" for queue in capacity.queues)
-    return Group(*(tables or [Text("no executor")]), Text(f"waiting: {waiting}" if waiting else "nothing waits"))
+    tables = tables or [Text("no executor")]
+    if capacity.variants:
+        tables.append(_variants_table(capacity.variants))
+    return Group(*tables, Text(f"waiting: {waiting}" if waiting else "nothing waits"))
 
 
 def _table(model: str, executors: Sequence[ExecutorCapacity]) -> Table:
     table = Table(title=model, title_justify="left", title_style="bold", box=None, header_style="dim")
     table.add_column("executor", no_wrap=True)
-    for heading in ("seats", "standby", "KV blocks", "reserved", "cached", "tokens/s", "step ms"):
+    for heading in HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
     for executor in executors:
         table.add_row(*_row(executor), style="" if executor.accepting else "dim")
@@ -69,7 +77,36 @@ def _row(executor: ExecutorCapacity) -> tuple[str, ...]:
         str(executor.blocks_cached),
         f"{executor.output_tokens_per_s:.0f}",
         f"{executor.step_ms:.1f}",
+        _reserves(executor),
+        str(executor.num_preemptions),
+        "" if executor.constraint == "unspecified" else executor.constraint.replace("_", " "),
     )
+
+
+def _reserves(executor: ExecutorCapacity) -> str:
+    """How much of a request's possible output is promised room."""
+    if executor.scheduler_policy != "max_utilization":
+        return "all"
+    return "likely" if executor.reserve_quantile is None else f"p{executor.reserve_quantile * 100:.3g}"
+
+
+def _variants_table(variants: Sequence[VariantCapacity]) -> Table:
+    table = Table(title="variants", title_justify="left", title_style="bold", box=None, header_style="dim")
+    table.add_column("name", no_wrap=True)
+    table.add_column("model", no_wrap=True)
+    for heading in ("share", "requests", "refused", "TTFT p50 ms", "p99", "between tokens p50 ms", "p99"):
+        table.add_column(heading, justify="right")
+    for one in variants:
+        times = (one.ttft_p50_ms, one.ttft_p99_ms, one.inter_token_p50_ms, one.inter_token_p99_ms)
+        table.add_row(
+            one.model,
+            one.variant,
+            f"{one.share:.0%}",
+            str(one.num_requests),
+            str(one.num_refused),
+            *("-" if time_ms is None else f"{time_ms:.1f}" for time_ms in times),
+        )
+    return table
 
 
 def _watch(client: Client, capacity: Capacity, model: str, interval_s: float) -> None:

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 
@@ -27,6 +27,12 @@ EXECUTOR_FLAGS = {
     "--dtype": "type of weights and KV: bfloat16 or float32",
 }
 
+# The same of `inflight router`.
+ROUTER_FLAGS = {
+    "--admission-file": "TOML file with what tenants may take and names for several models; read again when it changes",
+    "--max-queue-requests": "requests that may wait; more are refused",
+}
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
@@ -36,25 +42,27 @@ def main(argv: Sequence[str]) -> int:
 
 def stack_options(flags: argparse.Namespace) -> StackOptions:
     """The stack that the flags ask for."""
-    executor_args = [
-        part
-        for flag in EXECUTOR_FLAGS
-        if (value := getattr(flags, flag.strip("-").replace("-", "_"))) is not None
-        for part in (flag, value)
-    ]
     try:
         return StackOptions(
             executors=flags.executors,
             routers=flags.routers,
             model=flags.model,
-            executor_args=(*executor_args, *shlex.split(flags.executor_args)),
-            router_args=tuple(shlex.split(flags.router_args)),
+            executor_args=(*_given(flags, EXECUTOR_FLAGS), *shlex.split(flags.executor_args)),
+            router_args=(*_given(flags, ROUTER_FLAGS), *shlex.split(flags.router_args)),
             port=flags.port,
             redis_url=flags.redis_url,
             run_dir=resolve_run_dir(flags),
         )
     except ValueError as error:
         raise CommandError(str(error), EXIT_USAGE) from None
+
+
+def _given(flags: argparse.Namespace, names: Iterable[str]) -> Iterator[str]:
+    """The flags of this list that were given, with their values."""
+    for name in names:
+        value = getattr(flags, name.strip("-").replace("-", "_"))
+        if value is not None:
+            yield from (name, value)
 
 
 async def _up(options: StackOptions) -> int:
@@ -112,7 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--executor-args", default="", metavar="'ARGS'", help="more flags for every executor: inflight executor --help"
     )
-    parser.add_argument(
+    group = parser.add_argument_group("routers")
+    for flag, text in ROUTER_FLAGS.items():
+        group.add_argument(flag, metavar="VALUE", help=text)
+    group.add_argument(
         "--router-args", default="", metavar="'ARGS'", help="more flags for every router: inflight router --help"
     )
     return parser

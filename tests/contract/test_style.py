@@ -80,6 +80,12 @@ def test_modules_say_what_they_own() -> None:
     assert not [str(path) for path, tree in trees() if path.name != "__init__.py" and not ast.get_docstring(tree)]
 
 
+def test_no_clock_of_a_router_enters_a_decision() -> None:
+    """Time of day differs between machines: routers measure durations and leave the time to Redis."""
+    time_of_day = re.compile(r"\btime\.(time|time_ns|localtime|gmtime)\(|\bdatetime\b")
+    assert not [str(path) for path in sources("router") if time_of_day.search(path.read_text(encoding="utf-8"))]
+
+
 def test_no_note_to_ourselves_is_left() -> None:
     note = re.compile(r"#.*\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b")
     assert not [str(path) for path in sources(*PACKAGES, "tests") if note.search(path.read_text(encoding="utf-8"))]

@@ -29,11 +29,11 @@ from tests.fake_device import solo_output
 DEFAULT_SALT = b"default\0"
 
 
-def expected_ids(prompt_ids: list[int], max_tokens: int) -> list[int]:
+def expected_ids(prompt_ids: list[int], max_tokens: int, salt: bytes = DEFAULT_SALT) -> list[int]:
     """What the fake device produces for a request on its own."""
     stopping = Stopping(max_tokens, 0, frozenset())
     sequence = Sequence(
-        "", 1, list(prompt_ids), len(prompt_ids), Sampling(0.0, 0, 1.0, 0), stopping, 0, cache_salt=DEFAULT_SALT
+        "", 1, list(prompt_ids), len(prompt_ids), Sampling(0.0, 0, 1.0, 0), stopping, 0, cache_salt=salt
     )
     return solo_output(sequence, CONTEXT_LENGTH)[0]
 

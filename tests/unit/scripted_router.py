@@ -31,6 +31,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self.ended = threading.Event()
         self.models = [inference_pb2.Model(name="smol", context_length=2048, has_chat_template=True, num_executors=1)]
         self.capacity = inference_pb2.GetCapacityResponse()
+        self.standing = inference_pb2.GetRequestResponse()
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -48,6 +49,13 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.CancelResponse:
         self.requests.put(request)
         return inference_pb2.CancelResponse(state=inference_pb2.REQUEST_STATE_PLACED)
+
+    def GetRequest(
+        self, request: inference_pb2.GetRequestRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.GetRequestResponse:
+        self.requests.put(request)
+        self.standing.request_id = request.request_id
+        return self.standing
 
     def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext

@@ -26,7 +26,7 @@ from client.cli.up import stack_options
 from client.stack.options import executor_command, router_command
 from client.stack.state import StackState, write_state
 from common.errors import FieldViolation, invalid
-from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, serving, speak
+from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, seconds, serving, speak
 
 NATIVE = [command.name for command in COMMANDS if command.run.startswith("client.")]
 
@@ -163,6 +163,8 @@ def test_generate_streams_the_text_and_sums_up_on_standard_error(
 
 def test_generate_passes_its_flags_on(address: str, router: ScriptedRouter) -> None:
     sampling = ["--temperature", "0", "--top-p", "0.5", "--top-k", "3", "--seed", "7"]
+    service = ["--tenant", "acme", "--priority", "batch", "--deadline", "1.5", "--first-token-deadline", "0.5"]
+    sampling += [*service, "--session", "s", "--request-id", "mine"]
     flags = [*sampling, "--max-tokens", "9", "--stop", "a", "--stop", "b", "--model", "smol"]
     assert main(["generate", "hi", "--system", "be brief", "--address", address, *flags]) == 0
     (request,) = asked(router)
@@ -170,6 +172,10 @@ def test_generate_passes_its_flags_on(address: str, router: ScriptedRouter) -> N
     assert request.sampling == types_pb2.SamplingParams(temperature=0, top_p=0.5, top_k=3, seed=7)
     assert request.stopping == types_pb2.StoppingParams(max_tokens=9, stop=["a", "b"])
     assert request.model == "smol"
+    assert (request.tenant, request.session_id, request.request_id) == ("acme", "s", "mine")
+    assert request.priority == types_pb2.PRIORITY_CLASS_BATCH
+    assert request.deadlines.total.ToMilliseconds() == 1500
+    assert request.deadlines.first_token.ToMilliseconds() == 500
 
 
 def test_a_prompt_is_chat_where_the_model_has_a_template_and_text_where_not(
@@ -342,7 +348,82 @@ def test_status_of_an_empty_pool_says_so(address: str, capsys: pytest.CaptureFix
     assert main(["status", "--address", address]) == 0
     assert capsys.readouterr().out == "no executor\nnothing waits\n"
     assert main(["status", "--json", "--address", address]) == 0
-    assert json.loads(capsys.readouterr().out) == {"executors": [], "queues": []}
+    assert json.loads(capsys.readouterr().out) == {"executors": [], "queues": [], "variants": [], "estimates": []}
+
+
+def test_status_shows_policy_preemptions_constraint_and_variants(
+    address: str, router: ScriptedRouter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    router.capacity = inference_pb2.GetCapacityResponse(
+        executors=[
+            inference_pb2.ExecutorCapacity(
+                executor_id="e0",
+                accepting=True,
+                scheduler_policy=types_pb2.SCHEDULER_POLICY_MAX_UTILIZATION,
+                reserve_quantile=0.95,
+                num_preemptions=1234,
+                constraint=types_pb2.STEP_CONSTRAINT_STATIC_BATCH,
+                bounds=[types_pb2.StepBound(constraint=types_pb2.STEP_CONSTRAINT_SEATS, num_steps=7)],
+            )
+        ],
+        variants=[
+            inference_pb2.VariantCapacity(model="smol", variant="smol-static", share=0.1, num_requests=5, ttft_p50_ms=8)
+        ],
+        estimates=[inference_pb2.EstimateQuality(model="smol", num_estimates=3, mean_error=0.5, correction=1.5)],
+    )
+    assert main(["status", "--address", address]) == 0
+    output = capsys.readouterr().out
+    assert all(text in output for text in ("p95", "1234", "static batch", "smol-static", "10%", "8.0"))
+    assert main(["status", "--json", "--address", address]) == 0
+    capacity = json.loads(capsys.readouterr().out)
+    assert capacity["executors"][0]["bounds"] == {"seats": 7}
+    assert capacity["variants"][0]["ttft_p99_ms"] is None
+    assert capacity["estimates"][0]["correction"] == 1.5
+
+
+# --- explain
+
+
+def test_explain_says_what_a_request_waits_for(
+    address: str, router: ScriptedRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router.standing = inference_pb2.GetRequestResponse(
+        state=inference_pb2.REQUEST_STATE_WAITING,
+        position=3,
+        waiting_for="waits for a seat",
+        wait_reason=inference_pb2.WAIT_REASON_SEAT,
+        estimated_wait=seconds(2.5),
+        priority=types_pb2.PRIORITY_CLASS_BATCH,
+    )
+    assert main(["explain", "mine", "--model", "smol", "--address", address]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "mine: waiting",
+        "  waits for a seat",
+        "  ahead of it: 3, in class batch",
+        "  estimated wait: about 2.5 s",
+    ]
+    assert asked(router) == [inference_pb2.GetRequestRequest(request_id="mine", model="smol")]
+
+
+def test_explain_of_a_placed_request_names_executor_variant_and_constraint(
+    address: str, router: ScriptedRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router.standing = inference_pb2.GetRequestResponse(
+        state=inference_pb2.REQUEST_STATE_PLACED,
+        executor_id="e0",
+        output_tokens=9,
+        variant="smol-static",
+        step_constraint=types_pb2.STEP_CONSTRAINT_STATIC_BATCH,
+    )
+    assert main(["explain", "mine", "--address", address]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "mine: on e0 by smol-static",
+        "  9 tokens so far",
+        "  newest step of its executor was bound by: static batch",
+    ]
+    assert main(["explain", "mine", "--json", "--address", address]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "placed"
 
 
 def test_status_watch_goes_on_until_ctrl_c(
@@ -379,6 +460,13 @@ def test_up_turns_its_flags_into_the_servers_flags() -> None:
     assert command[-8:] == [*("--model", "m", "--batching", "static", "--max-num-sequences", "4", "--num-threads", "1")]
     command = router_command(options, "router-0", "127.0.0.1:2", ("127.0.0.1:1", "127.0.0.1:3"))
     assert command[command.index("--executors") + 1] == "127.0.0.1:1,127.0.0.1:3"
+
+
+def test_up_passes_the_routers_flags_on() -> None:
+    flags = ["--admission-file", "a.toml", "--max-queue-requests", "7", "--router-args", "--age-s 5"]
+    options = stack_options(up_parser().parse_args(flags))
+    command = router_command(options, "router-0", "127.0.0.1:2", ("127.0.0.1:1",))
+    assert command[-6:] == [*("--admission-file", "a.toml", "--max-queue-requests", "7", "--age-s", "5")]
 
 
 @pytest.mark.parametrize(

@@ -321,6 +321,18 @@ def test_sync_unary_calls_answer(address: str, router: ScriptedRouter) -> None:
         assert client.capacity().executors == ()
 
 
+async def test_both_clients_say_where_a_request_stands(address: str, router: ScriptedRouter) -> None:
+    router.standing = inference_pb2.GetRequestResponse(
+        state=inference_pb2.REQUEST_STATE_WAITING, wait_reason=inference_pb2.WAIT_REASON_HELD_LINE, times_passed=2
+    )
+    async with aio.Client(address) as client:
+        standing = await client.get_request("r7", model="smol")
+    assert (standing.request_id, standing.state, standing.wait_reason) == ("r7", RequestState.WAITING, "held_line")
+    assert (standing.times_passed, standing.estimated_wait_s, standing.priority) == (2, None, "unspecified")
+    with sync.Client(address) as sync_client:
+        assert await asyncio.to_thread(sync_client.get_request, "r7", model="smol") == standing
+
+
 async def test_cancel_names_the_request_and_says_where_it_was(address: str, router: ScriptedRouter) -> None:
     async with aio.Client(address) as client:
         assert await client.cancel("r7", resume_token="t", model="smol") is RequestState.PLACED

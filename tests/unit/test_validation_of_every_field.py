@@ -58,6 +58,7 @@ SUPPORTED = frozenset(
         "tenant",
         "deadlines.first_token",
         "deadlines.total",
+        "session_id",
         "cache.salt",
         "cache.bypass",
         "want_queue_events",

@@ -1,0 +1,57 @@
+"""`inflight explain`: where a request stands and what it waits for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from client.catalogue import RequestStanding, RequestState
+from client.cli.address import add_address_flags, resolve_address
+from client.cli.outcome import errors_in_words
+from client.sync import Client
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    flags = _parser().parse_args(argv)
+    address = resolve_address(flags)
+    with errors_in_words(address), Client(address) as client:
+        standing = client.get_request(flags.request_id, model=flags.model or "")
+    if flags.json:
+        print(json.dumps({**asdict(standing), "state": standing.state.value}))
+    else:
+        print("\n".join(standing_lines(standing)))
+    return 0
+
+
+def standing_lines(standing: RequestStanding) -> Iterator[str]:
+    """What a person wants to know: where it is first, then why."""
+    served_by = f" by {standing.variant}" if standing.variant else ""
+    yield f"{standing.request_id}: {_state(standing)}{served_by}"
+    if standing.state is RequestState.WAITING:
+        if standing.waiting_for:
+            yield f"  {standing.waiting_for}"
+        wait_s = standing.estimated_wait_s
+        yield f"  ahead of it: {standing.position}, in class {standing.priority}"
+        yield "  estimated wait: " + ("not known yet" if wait_s is None else f"about {wait_s:.3g} s")
+    if standing.output_tokens:
+        yield f"  {standing.output_tokens} tokens so far"
+    if standing.step_constraint != "unspecified":
+        yield f"  newest step of its executor was bound by: {standing.step_constraint.replace('_', ' ')}"
+
+
+def _state(standing: RequestStanding) -> str:
+    return f"on {standing.executor_id}" if standing.state is RequestState.PLACED else standing.state.value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="inflight explain", description="Says where a request stands and, while it waits, what it waits for."
+    )
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="the request's id")
+    parser.add_argument("--model", metavar="NAME", help="the model it asked for; default: the only one")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_address_flags(parser)
+    return parser

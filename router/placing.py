@@ -1,0 +1,278 @@
+"""How the requests of one model move between the ledger and the executors.
+
+Owns which request has which stream and which executors are linked; owns no socket and no key. Takes decisions of the
+ledger to links, and what came to nothing back to the ledger. Every placement is either on a link, settled or handed
+back, and every request leaves by an end or an error told to its stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from enum import Enum, auto
+from typing import Any
+
+from inflight.v1 import types_pb2
+
+from common.errors import Reason, RequestError
+from router.ledger_writer import STORE_RETRY_S, LedgerWriter
+from router.links import ExecutorLink
+from router.refusals import duplicate, refusal
+from router.store.store import AdmissionStore
+from router.store.types import (
+    Attempt,
+    CancelOutcome,
+    Dropped,
+    DropReason,
+    Duplicate,
+    Ending,
+    HandBackRefusal,
+    Lost,
+    Placement,
+    PreemptAsked,
+    Queued,
+    Refused,
+    RequestState,
+)
+from router.streams import End, RequestStream
+
+log = logging.getLogger(__name__)
+
+Spawn = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class Void(Enum):
+    """Why a placement came to nothing."""
+
+    LOST = auto()
+    """Its executor is gone or has forgotten it."""
+    REJECTED = auto()
+    """Its executor has not taken it."""
+    PREEMPTED = auto()
+    """It gave way to another sequence."""
+
+
+class Placer:
+    """The live requests of one model on this router, and where each of them is."""
+
+    def __init__(
+        self,
+        store: AdmissionStore,
+        ledger: LedgerWriter,
+        spawn: Spawn,
+        max_attempts: int,
+        no_executor_grace_s: float,
+    ) -> None:
+        self.streams: dict[str, RequestStream] = {}
+        self.links: dict[str, ExecutorLink] = {}
+        self._store = store
+        self._ledger = ledger
+        self._spawn = spawn
+        self._max_attempts = max_attempts
+        self._no_executor_grace_s = no_executor_grace_s
+        # Their return to the queue is under way; what the ledger knows of them is in flux.
+        self._handed_back: set[RequestStream] = set()
+
+    async def submit(self, stream: RequestStream) -> Placement | Queued | Dropped | RequestError:
+        """Asks the ledger for a place, and takes it."""
+        try:
+            outcome = await self._store.submit(stream.demand())
+        except RequestError as error:
+            return error
+        match outcome:
+            case Refused():
+                return refusal(outcome)
+            case Duplicate():
+                return duplicate(stream.request_id)
+            case Placement():
+                self.place(outcome)
+            case Dropped():
+                self.dropped(outcome)
+            case Queued() if stream.is_abandoned:
+                self.stop(stream)
+        return outcome
+
+    def submit_waiting_again(self) -> None:
+        """The ledger forgot what waits here: puts it in line again. What still waits there stays where it is."""
+        for stream in tuple(self.streams.values()):
+            if stream.placement is None and not stream.is_abandoned and stream not in self._handed_back:
+                self._spawn(self._submit_again(stream))
+
+    async def _submit_again(self, stream: RequestStream) -> None:
+        """Puts a request in line whose placement or place the ledger has lost. Executors may be unknown there until
+        their next report."""
+        give_up = time.monotonic() + self._no_executor_grace_s
+        while True:
+            outcome = await self.submit(stream)
+            if not isinstance(outcome, RequestError):
+                return
+            is_passing = outcome.reason in (Reason.NO_EXECUTOR, Reason.STORE_UNAVAILABLE)
+            if stream.is_abandoned or not is_passing or time.monotonic() > give_up:
+                self.end(stream, outcome)
+                return
+            await asyncio.sleep(STORE_RETRY_S)
+
+    def place(self, placement: Placement) -> None:
+        """Sends a request to the executor that the ledger has chosen, or settles what nobody waits for."""
+        stream = self.streams.get(placement.request_id)
+        if stream is not None and stream.is_cancelled:
+            stream.finish(End(types_pb2.FINISH_REASON_CANCELLED, None))
+        if stream is None or stream.is_abandoned or stream.has_ended:
+            if stream is None:
+                self._ledger.settle(Ending(placement.request_id, placement.attempt, 0, 0))
+            else:
+                self._settle(stream, placement.attempt)
+            return
+        if stream.attempt >= placement.attempt:
+            return  # told twice: by the reply to the call and by an event
+        link = self.links.get(placement.executor_id)
+        submit = stream.place(placement)
+        if link is None or link.description.generation != placement.generation:
+            self.void(stream, Void.REJECTED)  # nobody has seen this attempt
+        else:
+            link.submit(stream, submit)
+
+    def lose(self, lost: Lost) -> None:
+        """The ledger took a placement back, which this router may never have been told of: a reply can be lost."""
+        stream = self.streams.get(lost.request_id)
+        placement = Placement(lost.request_id, lost.attempt, lost.executor_id, lost.generation)
+        if stream is None or stream.is_abandoned or stream.has_ended:
+            self._ledger.settle(Ending(lost.request_id, lost.attempt))
+        elif stream.placement is not None and stream.placement.attempt == lost.attempt:
+            self.cancel_on_link(stream.placement)
+            self.void(stream)
+        elif stream.placement is None and lost.attempt > stream.attempt:
+            self._spawn(self._hand_back(stream, placement, Void.REJECTED))
+
+    def void(self, stream: RequestStream, why: Void = Void.LOST) -> None:
+        """The current placement is void: hands it back, or settles it where nobody waits for more."""
+        placement = stream.placement
+        if placement is None:
+            return
+        stream.displace()
+        if stream.is_cancelled:
+            stream.finish(End(types_pb2.FINISH_REASON_CANCELLED, None))
+        if stream.is_abandoned or stream.has_ended:
+            self._settle(stream, placement.attempt)
+        else:
+            stream.pause()
+            self._spawn(self._hand_back(stream, placement, why))
+
+    def _settle(self, stream: RequestStream, attempt: int) -> None:
+        self._ledger.settle(stream.ending(attempt))
+        self.forget(stream)
+
+    def preempt(self, asked: PreemptAsked) -> None:
+        """A request has to give way: its executor is told to end it, and it is handed back when it has."""
+        stream = self.streams.get(asked.request_id)
+        if stream is not None and stream.placement is not None and stream.placement.attempt == asked.attempt:
+            self._cancel_on_link(stream.placement, types_pb2.FINISH_REASON_PREEMPTED)
+
+    async def _hand_back(self, stream: RequestStream, placement: Placement, why: Void) -> None:
+        self._handed_back.add(stream)
+        try:
+            outcome = await self._hand_back_to_store(stream, placement, why)
+        finally:
+            self._handed_back.discard(stream)
+        if why is not Void.PREEMPTED:
+            self._ledger.expect_report(placement.executor_id)
+        match outcome:
+            case Placement():
+                self.place(outcome)
+            case Dropped():
+                self.dropped(outcome)
+            case HandBackRefusal.EXHAUSTED:
+                text = f"{self._max_attempts} executors did not bring the request to its end"
+                self.end(stream, RequestError(Reason.ATTEMPTS_EXHAUSTED, text))
+            case HandBackRefusal.UNKNOWN:
+                await self._submit_again(stream)
+            case Queued() if stream.is_abandoned:
+                self.stop(stream)
+
+    async def _hand_back_to_store(
+        self, stream: RequestStream, placement: Placement, why: Void
+    ) -> Placement | Queued | Dropped | HandBackRefusal:
+        while True:
+            try:
+                return await self._store.hand_back(
+                    placement.request_id,
+                    placement.attempt,
+                    self._max_attempts,
+                    rejected=why is Void.REJECTED,
+                    preempted=why is Void.PREEMPTED,
+                    output_tokens=len(stream.output_ids),
+                )
+            except RequestError:
+                await asyncio.sleep(STORE_RETRY_S)
+
+    def stop(self, stream: RequestStream) -> None:
+        """Ends a request wherever it is."""
+        if stream.placement is None:
+            self._spawn(self.withdraw(stream))
+        else:
+            self.cancel_on_link(stream.placement)
+
+    async def withdraw(self, stream: RequestStream) -> None:
+        """Takes a waiting request out of the queue. Where it has just been placed, `place` settles it."""
+        try:
+            outcome = await self._store.cancel(stream.request_id)
+        except RequestError as error:
+            log.warning("%s cannot be withdrawn: %s", stream.request_id, error)
+            outcome = CancelOutcome(None)
+        if outcome.placement is None:
+            self.forget(stream)
+        else:
+            self.place(outcome.placement)
+
+    def cancelled(self, stream: RequestStream, was: RequestState) -> None:
+        """The ledger has cancelled a request of this router, which was there."""
+        stream.is_cancelled = True
+        if was is RequestState.PLACED and stream.placement is not None:
+            self.cancel_on_link(stream.placement)
+        elif was in (RequestState.WAITING, RequestState.LOST):
+            self.drop(stream.request_id, End(types_pb2.FINISH_REASON_CANCELLED, None))
+
+    def cancel_on_link(self, placement: Placement) -> None:
+        """Has the executor end a placement."""
+        self._cancel_on_link(placement, types_pb2.FINISH_REASON_CANCELLED)
+
+    def _cancel_on_link(self, placement: Placement, reason: types_pb2.FinishReason) -> None:
+        link = self.links.get(placement.executor_id)
+        if link is not None:
+            link.cancel(placement.request_id, placement.attempt, reason)
+
+    def dropped(self, event: Dropped) -> None:
+        """A request left the line without a seat."""
+        if event.reason is DropReason.EXPIRED:
+            self.drop(event.request_id, End(types_pb2.FINISH_REASON_DEADLINE, None))
+        else:
+            self.drop(event.request_id, refusal(Refused(Reason.NEVER_FITS)))
+
+    def drop(self, request_id: str, why: End | RequestError) -> None:
+        """Tells a request its end, where this router has it."""
+        stream = self.streams.get(request_id)
+        if stream is None:
+            return
+        if isinstance(why, End):
+            stream.finish(why)
+            self.forget(stream)
+        else:
+            self.end(stream, why)
+
+    def cancel_superseded(self, executor_id: str, attempt: Attempt) -> None:
+        """Has an executor drop what the ledger has placed anew."""
+        link = self.links.get(executor_id)
+        if link is not None:
+            link.cancel(attempt.request_id, attempt.attempt)
+
+    def end(self, stream: RequestStream, error: RequestError) -> None:
+        """Tells a request that it cannot go on."""
+        stream.fail(error)
+        self.forget(stream)
+
+    def forget(self, stream: RequestStream) -> None:
+        """The request is no longer served here."""
+        if self.streams.get(stream.request_id) is stream:
+            del self.streams[stream.request_id]

@@ -1,0 +1,53 @@
+"""Whatever an admission file holds, it is understood or refused with lines that are in it."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission_rules import LIMITS, NO_RULES, Problem, RulesError, parse_rules
+
+SERVED = frozenset({"m", "n"})
+HEADERS = ("[tenants]", "[tenants.a]", '[tenants."b c"]', "[tenants.default]", "[variants.v]", "[variants]", "[x.'y']")
+VALUES = (
+    "0",
+    "1",
+    "-1",
+    "2.5",
+    "nan",
+    "inf",
+    "true",
+    '"1"',
+    "[1]",
+    "{ weight = 0 }",
+    "'''\n\"\\q\" = 1\n'''",
+    "",
+    "1e400",
+)
+KEYS = (*LIMITS, "unknown_tenants", "m", "n", "other", "tenants.a.weight", '"quoted.key"', "'x'.y", "=")
+
+lines = st.one_of(
+    st.sampled_from(HEADERS),
+    st.builds("{} = {}".format, st.sampled_from(KEYS), st.sampled_from(VALUES)),
+    st.text(max_size=12),
+)
+
+
+@given(st.lists(lines, max_size=8))
+def test_file_is_understood_or_refused_with_its_lines(written: list[str]) -> None:
+    source = "\n".join(written)
+    problems: tuple[Problem, ...] = ()
+    try:
+        rules = parse_rules(source, SERVED)
+    except RulesError as error:
+        rules, problems = NO_RULES, error.problems
+    assert all(1 <= (problem.line or 0) <= source.count("\n") + 1 for problem in problems)
+    for limits in rules.tenants.values():
+        assert 0 < limits.weight < math.inf
+        assert limits.request_burst >= 1
+        assert limits.token_burst >= 1
+    for variants in rules.variants.values():
+        assert variants
+        assert all(variant.model in SERVED and variant.weight > 0 for variant in variants)

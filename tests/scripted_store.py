@@ -1,0 +1,181 @@
+"""A router over a ledger whose answers a test writes down, and links whose executors the test plays. No network.
+
+For what the real ledger decides only in the right moment: that a request is refused, waits, is preempted or lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, cast
+
+from inflight.v1 import executor_pb2, types_pb2
+
+from common.errors import RequestError
+from router.admission_file import AdmissionFile
+from router.admission_rules import NO_RULES, AdmissionRules
+from router.dispatch import Dispatcher
+from router.links import ExecutorLink
+from router.pools import Pool, Pools
+from router.service import InferenceService
+from router.settings import RouterSettings
+from router.store.store import AdmissionStore
+from router.store.types import (
+    Attempt,
+    CancelOutcome,
+    Demand,
+    Ending,
+    ExecutorReport,
+    Explanation,
+    Placement,
+    Queued,
+    ReportOutcome,
+    Snapshot,
+    StoreEvent,
+)
+from router.streams import RequestStream
+from router.text.tokenizer import TextModel
+from tests.cluster import tiny_tokenizer
+from tests.fake_device import VOCABULARY_SIZE
+
+
+class ScriptedStore:
+    """Answers from what the test has put there; what it has no answer for waits in line. Remembers what it was told."""
+
+    def __init__(self, on_event: Callable[[StoreEvent], None]) -> None:
+        self.tell = on_event
+        self.answers: deque[Any] = deque()
+        self.explanations: dict[str, Explanation] = {}
+        self.cancels: dict[str, CancelOutcome] = {}
+        self.demands: list[Demand] = []
+        self.hand_backs: list[tuple[str, int, dict[str, Any]]] = []
+        self.endings: list[Attempt | Ending] = []
+        self.reports: list[ExecutorReport] = []
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def aclose(self) -> None:
+        pass
+
+    async def submit(self, demand: Demand) -> Any:
+        self.demands.append(demand)
+        return self._answer()
+
+    async def hand_back(self, request_id: str, attempt: int, max_attempts: int, **how: Any) -> Any:
+        self.hand_backs.append((request_id, attempt, how))
+        return self._answer()
+
+    async def settle(self, endings: Sequence[Attempt | Ending]) -> int:
+        self.endings.extend(endings)
+        return len(endings)
+
+    async def report(self, report: ExecutorReport) -> ReportOutcome:
+        self.reports.append(report)
+        return ReportOutcome(taken=True)
+
+    async def cancel(self, request_id: str) -> CancelOutcome:
+        return self.cancels.get(request_id, CancelOutcome(None))
+
+    async def explain(self, request_id: str) -> Explanation | None:
+        return self.explanations.get(request_id)
+
+    async def snapshot(self) -> Snapshot:
+        return Snapshot((), ())
+
+    def _answer(self) -> Any:
+        answer = self.answers.popleft() if self.answers else Queued(0)
+        if isinstance(answer, RequestError):
+            raise answer
+        return answer
+
+
+class ScriptedRouter:
+    """A router of some models, each with a scripted ledger."""
+
+    def __init__(self, *models: str, rules: AdmissionRules = NO_RULES) -> None:
+        self.stores: dict[str, ScriptedStore] = {}
+        self.admission = AdmissionFile(None, frozenset(models), rules)
+        self.pools = Pools([self._pool(model) for model in models], "router", lambda: self.admission.rules.variants)
+        self.service = InferenceService(self.pools, RouterSettings(), self.admission)
+
+    def _pool(self, model: str) -> Pool:
+        def open_store(on_event: Callable[[StoreEvent], None]) -> AdmissionStore:
+            self.stores[model] = ScriptedStore(on_event)
+            return cast(AdmissionStore, self.stores[model])
+
+        return Pool(model, TextModel(tiny_tokenizer()), Dispatcher(open_store, 3, 1.0))
+
+    def link(self, executor_id: str, model: str) -> ExecutorLink:
+        """Links an executor; the test plays it by `ExecutorLink.receive`."""
+        link = ExecutorLink(f"{executor_id}:1", "router", self.pools)
+        link.description = executor_pb2.DescribeResponse(
+            executor_id=executor_id,
+            generation=1,
+            model=model,
+            block_size=4,
+            total_blocks=32,
+            context_length=64,
+            vocabulary_size=VOCABULARY_SIZE,
+        )
+        assert self.pools.on_linked(link) is None
+        link.is_up = True
+        return link
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Lets the dispatchers work."""
+        work = asyncio.create_task(self.pools.run((), 1.0))
+        await settled()
+        try:
+            yield
+        finally:
+            work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+
+
+def placement(attempt: int = 1, executor_id: str = "e0", blocks: int = 0) -> Placement:
+    """Of request `r`."""
+    return Placement("r", attempt, executor_id, 1, blocks=blocks)
+
+
+def accepts(attempt: int, slot: int = 0) -> executor_pb2.ServeResponse:
+    """The executor takes request `r`."""
+    response = executor_pb2.ServeResponse()
+    response.accepted.add(request_id="r", attempt=attempt, slots=[slot])
+    return response
+
+
+def steps(
+    *token_ids: int,
+    offset: int = 0,
+    cached: int | None = None,
+    paused: bool = False,
+    end: types_pb2.FinishReason | None = None,
+    slot: int = 0,
+) -> executor_pb2.ServeResponse:
+    """A frame of one slot: it boards where `cached` is given, has tokens, gives up its seat or ends."""
+    frame = executor_pb2.StepFrame(frame=1, slots=[slot] * len(token_ids), token_ids=token_ids)
+    frame.offsets.extend(range(offset, offset + len(token_ids)))
+    if cached is not None:
+        frame.started.add(slot=slot, cached_tokens=cached)
+    if paused:
+        frame.paused.append(slot)
+    if end is not None:
+        frame.finished.add(slot=slot, reason=types_pb2.FinishReason.Name(end))
+    return executor_pb2.ServeResponse(step=frame)
+
+
+def new_stream(num_prompt_tokens: int = 10, deadline: float | None = None) -> RequestStream:
+    """Request `r`, whose whole need is 9 blocks."""
+    submit = executor_pb2.Submit(request_id="r", prompt_ids=[1] * num_prompt_tokens)
+    return RequestStream(Demand("r", 2, 9, deadline_ms=500), submit, 0.0, deadline)
+
+
+async def settled() -> None:
+    """Lets everything that was set off come to rest."""
+    for _ in range(20):
+        await asyncio.sleep(0)

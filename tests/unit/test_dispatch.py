@@ -1,0 +1,287 @@
+"""How requests move between ledger and executors: preemption, pauses, and what their endings say."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+
+from router.dispatch import ledger_report
+from router.relay import Deadlines, Relay, RelayOptions
+from router.store.types import (
+    CancelAsked,
+    CancelOutcome,
+    Ending,
+    Lost,
+    Placement,
+    PreemptAsked,
+    Queued,
+    RequestState,
+)
+from router.streams import RequestStream
+from router.text.output import OutputText
+from router.text.tokenizer import TextModel
+from tests.cluster import tiny_tokenizer
+from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
+
+PREEMPTED = types_pb2.FINISH_REASON_PREEMPTED
+LENGTH = types_pb2.FINISH_REASON_LENGTH
+
+
+async def placed(router: ScriptedRouter, stream: RequestStream, blocks: int = 0) -> None:
+    """Submits the request, which is placed on e0 at once."""
+    router.stores["m"].answers.append(placement(blocks=blocks))
+    assert isinstance(await router.pools.find("m").dispatcher.submit(stream), Placement)
+
+
+async def test_preempted_sequence_goes_on_elsewhere_with_its_output() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    first, second = router.link("e0", "m"), router.link("e1", "m")
+    store = router.stores["m"]
+    async with router.running():
+        await placed(router, stream)
+        first.receive(accepts(1))
+        first.receive(steps(3, 4, cached=4))
+        await stream.next()
+        # When the executor gives it up
+        store.answers.append(placement(2, "e1"))
+        first.receive(steps(end=PREEMPTED))
+        await settled()
+        # Then it was handed back as preempted, and the other executor has it with its output
+        assert store.hand_backs == [("r", 1, {"rejected": False, "preempted": True, "output_tokens": 2})]
+        assert store.endings == []
+        (submit,) = second._outbox.submits
+        assert (submit.attempt, list(submit.prior_output_ids)) == (2, [3, 4])
+        news = await stream.next()
+        assert (news.paused, news.end, news.error) == (True, None, None)
+        # And it ends there as any other
+        second.receive(accepts(2))
+        second.receive(steps(2, offset=2, cached=0, end=LENGTH))
+        await settled()
+        news = await stream.next()
+        assert (news.token_ids, news.paused) == ([2], False)
+        assert news.end is not None
+        assert stream.num_migrations == 1
+        assert store.endings == [Ending("r", 2, computed_tokens=6, output_tokens=3, by_itself=True)]
+
+
+async def test_ledger_preempts_by_an_end_with_that_reason() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    link = router.link("e0", "m")
+    async with router.running():
+        await placed(router, stream)
+        router.stores["m"].tell(PreemptAsked("r", 2))  # of another attempt
+        router.stores["m"].tell(PreemptAsked("nobody", 1))
+        router.stores["m"].tell(PreemptAsked("r", 1))
+        (cancel,) = link._outbox.cancels
+        assert (cancel.request_id, cancel.attempt, cancel.reason) == ("r", 1, PREEMPTED)
+
+
+async def test_sequence_that_ends_by_itself_while_it_is_preempted_has_ended() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    link = router.link("e0", "m")
+    async with router.running():
+        await placed(router, stream)
+        link.receive(accepts(1))
+        router.stores["m"].tell(PreemptAsked("r", 1))
+        link.receive(steps(3, cached=0, end=LENGTH))
+        await settled()
+        assert router.stores["m"].hand_backs == []
+        assert router.stores["m"].endings == [Ending("r", 1, 10, 1, by_itself=True)]
+
+
+async def test_request_cancelled_while_it_is_preempted_ends_cancelled() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    link = router.link("e0", "m")
+    async with router.running():
+        await placed(router, stream)
+        link.receive(accepts(1))
+        router.stores["m"].tell(CancelAsked("r", 1))
+        link.receive(steps(end=PREEMPTED))
+        await settled()
+        news = await stream.next()
+        assert news.end is not None
+        assert news.end.reason == types_pb2.FINISH_REASON_CANCELLED
+        assert router.stores["m"].hand_backs == []
+        assert router.stores["m"].endings == [Ending("r", 1, 0, 0)]
+
+
+async def test_abandoned_request_that_is_preempted_is_settled() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    link = router.link("e0", "m")
+    async with router.running():
+        await placed(router, stream)
+        link.receive(accepts(1))
+        link.receive(steps(1, cached=8))
+        router.pools.find("m").dispatcher.release(stream)
+        link.receive(steps(end=PREEMPTED))
+        await settled()
+        assert router.stores["m"].endings == [Ending("r", 1, 2, 1)]
+        assert router.pools.find("m").dispatcher.streams == ()
+
+
+async def test_lost_executor_is_not_preemption() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    link = router.link("e0", "m")
+    async with router.running():
+        await placed(router, stream)
+        link.receive(accepts(1))
+        router.stores["m"].tell(Lost("r", 1, "e0", 1))
+        await settled()
+        assert router.stores["m"].hand_backs == [("r", 1, {"rejected": False, "preempted": False, "output_tokens": 0})]
+
+
+async def test_executor_that_has_rejected_has_its_next_report_relayed_at_once() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    link = router.link("e0", "m")
+    store = router.stores["m"]
+    async with router.running():
+        await placed(router, stream)
+        for seq in (1, 2):
+            link.receive(executor_pb2.ServeResponse(report=executor_pb2.Report(seq=seq, budget_blocks=5)))
+            await settled()
+        assert [report.seq for report in store.reports] == [1]
+        rejected = executor_pb2.ServeResponse()
+        rejected.rejected.add(request_id="r", attempt=1, reason=executor_pb2.REJECT_REASON_NO_CAPACITY)
+        link.receive(rejected)
+        await settled()
+        assert [report.seq for report in store.reports] == [1, 2]
+
+
+async def test_submit_carries_the_blocks_that_are_reserved_and_the_time_that_is_left() -> None:
+    router, stream = ScriptedRouter("m"), new_stream(deadline=time.monotonic() + 100)
+    link = router.link("e0", "m")
+    async with router.running():
+        await placed(router, stream, blocks=4)
+    (submit,) = link._outbox.submits
+    assert submit.reserved_blocks == 4
+    assert 99_000 < submit.deadline_ms <= 100_000
+
+
+async def test_submit_without_reserved_blocks_and_deadline_has_the_whole_need_and_none() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    link = router.link("e0", "m")
+    async with router.running():
+        await placed(router, stream)
+    (submit,) = link._outbox.submits
+    assert submit.reserved_blocks == 9
+    assert not submit.HasField("deadline_ms")
+
+
+def test_submit_past_its_deadline_has_no_time_left_but_is_not_without_one() -> None:
+    assert new_stream(deadline=time.monotonic() - 5).place(placement()).deadline_ms == 1
+
+
+def test_request_with_output_is_asked_for_without_the_deadline_of_its_first_token() -> None:
+    stream = new_stream()
+    stream.place(placement())
+    assert stream.demand().deadline_ms == 500
+    stream.token(0, 1)
+    assert replace(stream.demand(), output_tokens=0).deadline_ms is None
+    assert (stream.demand().last_attempt, stream.demand().output_tokens) == (1, 1)
+
+
+async def test_pause_is_told_once_until_it_goes_on() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    link = router.link("e0", "m")
+    async with router.running():
+        await placed(router, stream)
+        link.receive(accepts(1))
+        link.receive(steps(1, cached=0, paused=True))
+        link.receive(steps(paused=True))
+        assert (await stream.next()).paused
+        link.receive(steps(2, offset=1))
+        assert not (await stream.next()).paused
+        link.receive(steps(paused=True))
+        assert (await stream.next()).paused
+
+
+def test_request_that_never_had_a_seat_does_not_pause() -> None:
+    stream = new_stream()
+    stream.place(placement())
+    stream.pause()
+    assert not stream._changed.is_set()
+
+
+@pytest.mark.parametrize(
+    ("end", "matched", "by_itself"),
+    [
+        (types_pb2.FINISH_REASON_STOP_TOKEN, False, True),
+        (LENGTH, False, True),
+        (types_pb2.FINISH_REASON_DEADLINE, False, False),
+        (types_pb2.FINISH_REASON_CANCELLED, False, False),
+        (types_pb2.FINISH_REASON_CANCELLED, True, True),
+    ],
+)
+async def test_ending_says_what_was_used_and_whether_its_length_means_something(
+    end: types_pb2.FinishReason, matched: bool, by_itself: bool
+) -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    link = router.link("e0", "m")
+    async with router.running():
+        await placed(router, stream)
+        link.receive(accepts(1))
+        link.receive(steps(1, 2, cached=8))
+        stream.has_matched_stop = matched
+        link.receive(steps(end=end))
+        await settled()
+        assert router.stores["m"].endings == [Ending("r", 1, 2, 2, by_itself=by_itself)]
+
+
+async def test_cancel_of_an_unknown_request_finds_nothing() -> None:
+    router = ScriptedRouter("m")
+    async with router.running():
+        assert await router.pools.find("m").dispatcher.cancel("nobody") is None
+        router.stores["m"].cancels["r"] = CancelOutcome(RequestState.ENDED)
+        assert await router.pools.find("m").dispatcher.cancel("r") is RequestState.ENDED
+
+
+def test_report_reaches_the_ledger_with_what_it_reserves_and_how_fast_it_is() -> None:
+    link = ScriptedRouter("m").link("e0", "m")
+    report = ledger_report(
+        link, executor_pb2.Report(seq=1, reserve_quantile=0.5, step_ms=7, prefill_tokens_per_s=900, draining=True)
+    )
+    assert (report.reserve_quantile, report.step_ms, report.prefill_tokens_per_s) == (0.5, 7, 900)
+    assert not report.accepting
+    assert ledger_report(link, executor_pb2.Report()).reserve_quantile == 1.0
+
+
+async def test_client_reads_of_line_pause_and_move_in_order() -> None:
+    stream = new_stream()
+    events: list[inference_pb2.StreamEvent] = []
+    text = OutputText(TextModel(tiny_tokenizer()).detokenizer())
+
+    async def write(event: inference_pb2.StreamEvent) -> None:
+        events.append(event)
+
+    options = RelayOptions(
+        accepted=inference_pb2.Accepted(), wants_text=False, wants_token_ids=True, num_prompt_tokens=10
+    )
+    relay = Relay(stream, text, options, Deadlines(None, None), write)
+    await relay.queued(Queued(3, 1500))
+    stream.move(Queued(1, None))
+    await relay._tell_progress(await stream.next())
+    stream.place(placement())
+    stream.accept()
+    stream.start(0)
+    stream.token(0, 1)
+    stream.pause()
+    stream.move(Queued(7, None))  # it is accepted: too late
+    await relay._tell_progress(await stream.next())
+    stream.displace()
+    stream.place(placement(2))
+    stream.accept()
+    await relay._tell_progress(await stream.next())
+    told = [(event.WhichOneof("event"), event.queued.position, event.notice.kind) for event in events]
+    assert told == [
+        ("queued", 3, 0),
+        ("queued", 1, 0),
+        ("accepted", 0, 0),
+        ("started", 0, 0),
+        ("notice", 0, inference_pb2.Notice.KIND_PAUSED),
+        ("notice", 0, inference_pb2.Notice.KIND_MIGRATED),
+    ]
+    assert events[0].queued.estimated_wait.ToMilliseconds() == 1500
+    assert not events[1].queued.HasField("estimated_wait")

@@ -1,0 +1,45 @@
+"""What the router's settings become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.settings import SettingError, load
+from router.main import run, store_settings_of
+from router.settings import RouterSettings
+from router.store.settings import StoreSettings
+
+
+def test_defaults_are_those_of_the_store() -> None:
+    assert store_settings_of(RouterSettings()) == StoreSettings()
+
+
+def test_admission_settings_reach_the_store() -> None:
+    flags = ["--max-queue-tokens", "5", "--max-queue-bytes", "6", "--max-bypass", "0", "--age-s", "1.5"]
+    settings = load(RouterSettings, "inflight router", [*flags, "--preempt-for-priority"])
+    assert store_settings_of(settings) == StoreSettings(
+        max_queue_tokens=5, max_queue_bytes=6, max_bypass=0, age_ms=1500, preempt_for_priority=True
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max-queue-tokens", "0"],
+        ["--max-bypass", "-1"],
+        ["--age-s", "0"],
+        ["--queue-event-interval-s", "0"],
+    ],
+)
+def test_value_out_of_range_is_refused_by_name(flags: list[str]) -> None:
+    with pytest.raises(SettingError, match=flags[0]):
+        load(RouterSettings, "inflight router", flags)
+
+
+async def test_router_does_not_start_with_an_admission_file_that_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "admission.toml"
+    path.write_text("[tenants.a]\nmax_running = -1")
+    with pytest.raises(SettingError, match="line 2"):
+        await run(RouterSettings(admission_file=path), {})

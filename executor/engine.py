@@ -206,7 +206,10 @@ class Engine:
         except RuntimeError as error:
             log.exception("step %d failed on the device", self.num_steps)
             return self._scheduler.fail(plan, f"the step failed on the device: {type(error).__name__}")
-        self._step_time.observe(StepLoad.of(plan), self._speed.observe(plan, step))
+        seconds = self._speed.observe(plan, step)
+        if not (plan.swaps_out or plan.swaps_in):
+            # What copies take would pass for what the rows take.
+            self._step_time.observe(StepLoad.of(plan), seconds)
         return self._scheduler.update(StepResult(plan, sampled_ids))
 
     def _status(self) -> EngineStatus:

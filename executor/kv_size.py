@@ -1,4 +1,4 @@
-"""How many KV blocks an executor gets."""
+"""How many KV blocks an executor gets, on its device and in host memory."""
 
 from __future__ import annotations
 
@@ -36,5 +36,24 @@ def num_kv_blocks(budget: KvBudget, tokens_per_block: int, bytes_per_block: int)
         raise SettingError(
             f"the KV pool would have no block: {budget.free_bytes} bytes are free, a block of {tokens_per_block} "
             f"tokens takes {bytes_per_block}; free memory or raise the fraction or max_tokens_in_paged_kv_cache"
+        )
+    return num_blocks
+
+
+def num_host_kv_blocks(num_bytes: int, bytes_per_block: int, free_bytes: int) -> int:
+    """Blocks of host memory that `kv_cache_host_memory_bytes` pays for; `free_bytes` are those that nothing else takes.
+
+    Raises:
+        SettingError: not even one block fits, or more is asked for than is free.
+    """
+    num_blocks = num_bytes // bytes_per_block
+    if num_bytes and not num_blocks:
+        raise SettingError(
+            f"kv_cache_host_memory_bytes={num_bytes} holds no block, which takes {bytes_per_block} bytes"
+        )
+    if num_blocks * bytes_per_block > max(0, free_bytes):
+        raise SettingError(
+            f"kv_cache_host_memory_bytes={num_bytes} is more than the {max(0, free_bytes)} bytes of host memory that "
+            "are free beside the KV pool"
         )
     return num_blocks

@@ -53,8 +53,8 @@ class Overcommit:
 class SchedulerLimits:
     """`max_num_sequences` are the seats, `num_standby_sequences` more may wait for one, `max_num_tokens` is a step's
     budget, `context_length` bounds prompt and output. Without `enable_chunked_context` a prompt takes one step.
-    `num_host_blocks` keep the KV of preempted sequences; for `max_twin_steps` a sequence waits for one that computes
-    the prefix it wants."""
+    `num_host_blocks` blocks of host memory, numbered from 0, keep the KV of preempted sequences; for `max_twin_steps` a
+    sequence waits for one that computes the prefix it wants."""
 
     max_num_sequences: int
     num_standby_sequences: int

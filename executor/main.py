@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
@@ -27,7 +27,8 @@ from executor.blocks import BlockPool
 from executor.engine import Engine
 from executor.engine_output import EngineOutput
 from executor.garbage import GarbageCollection
-from executor.kv_size import KvBudget, num_kv_blocks
+from executor.gpu.host_tier import staging_bytes
+from executor.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from executor.launch import StepRunner
 from executor.model import PagedModel
 from executor.report import policy_proto
@@ -95,6 +96,7 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         settings.tokens_per_block,
         model.kv_bytes_per_block(settings.tokens_per_block),
     )
+    limits = replace(limits, num_host_blocks=_num_host_blocks(settings, model, num_blocks))
     model.allocate_kv(num_blocks, settings.tokens_per_block)
     log.info(
         "%s on %s (%s, %s) is ready after %.1f s: %d KV blocks of %d tokens, %d seats, %s batching",
@@ -108,18 +110,35 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         settings.max_num_sequences,
         settings.batching,
     )
+    if limits.num_host_blocks:
+        log.info("%d KV blocks of host memory keep sequences that give up their seat", limits.num_host_blocks)
     return Loaded(source, model, num_blocks, limits)
 
 
 def _kv_budget(settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits) -> KvBudget:
     if model.device.type == "cuda":
         working_bytes = _working_bytes(settings, model, limits)
-        free_bytes = torch.cuda.mem_get_info(model.device)[0] - working_bytes
+        free_bytes = torch.cuda.mem_get_info(model.device)[0] - working_bytes - _staging_bytes(settings, model)
         fraction = settings.kv_cache_free_gpu_mem_fraction
     else:
         free_bytes = num_available_memory_bytes() or 0
         fraction = settings.kv_cache_free_host_mem_fraction
     return KvBudget(settings.max_tokens_in_paged_kv_cache, free_bytes, fraction)
+
+
+def _num_host_blocks(settings: ExecutorSettings, model: PagedModel, num_blocks: int) -> int:
+    """Memory of the pool itself is taken only when it is written to, so it still counts as free."""
+    bytes_per_block = model.kv_bytes_per_block(settings.tokens_per_block)
+    free_bytes = num_available_memory_bytes() or 0
+    if model.device.type == "cpu":
+        free_bytes -= num_blocks * bytes_per_block
+    return num_host_kv_blocks(settings.kv_cache_host_memory_bytes, bytes_per_block, free_bytes)
+
+
+def _staging_bytes(settings: ExecutorSettings, model: PagedModel) -> int:
+    """GPU memory of the host tier, if there is one."""
+    bytes_per_block = model.kv_bytes_per_block(settings.tokens_per_block)
+    return staging_bytes(bytes_per_block, settings.kv_cache_host_memory_bytes // bytes_per_block)
 
 
 def _working_bytes(settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits) -> int:
@@ -174,7 +193,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
         max_inter_token_ms=settings.max_inter_token_ms,
         garbage=garbage,
     )
-    service = ExecutorService(_identity(settings, loaded), engine)
+    service = ExecutorService(identity(settings, loaded), engine)
     server = GrpcServer([SERVICE_NAME])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)
@@ -217,7 +236,8 @@ def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
     return runner
 
 
-def _identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
+def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
+    """What routers are told of this executor."""
     model = loaded.model.description
     limits = loaded.limits
     description = executor_pb2.DescribeResponse(
@@ -239,10 +259,10 @@ def _identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         ),
         batching=BATCHING_PROTO[settings.batching],
         scheduler_policy=policy_proto(limits),
-        host_blocks=limits.num_host_blocks,
         backend=loaded.model.backend_name,
         dtype=loaded.model.dtype_name,
         device=str(loaded.model.device),
+        host_blocks=limits.num_host_blocks,
     )
     submission = SubmissionLimits(limits.context_length, model.vocabulary_size, frozenset(model.eos_token_ids))
     return Identity(description, submission)

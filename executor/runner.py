@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from executor.batch import StepBatch, StepPacker
+from executor.host_tier import open_host_tier
 from executor.launch import PendingStep
 from executor.limits import SchedulerLimits
 from executor.model import PagedModel
@@ -25,9 +26,11 @@ from executor.sequence import StepPlan
 class LaunchedStep:
     """A step on its way through the device thread."""
 
-    def __init__(self, batch: StepBatch, sampling: SamplingBatch) -> None:
+    def __init__(self, plan: StepPlan, batch: StepBatch, sampling: SamplingBatch) -> None:
         self.batch = batch
         self.sampling = sampling
+        self.swaps_out = plan.swaps_out
+        self.swaps_in = plan.swaps_in
         self.began_s = 0.0
         self.ended_s = 0.0
         self.marks: GpuMarks | None = None
@@ -78,10 +81,11 @@ class GpuMarks:
 
 
 class ModelRunner:
-    """The engine's way to the model."""
+    """The engine's way to the model, whose KV is allocated by then."""
 
     def __init__(self, model: PagedModel, limits: SchedulerLimits, block_size: int) -> None:
         self._model = model
+        self._host_tier = open_host_tier(model.kv, limits.num_host_blocks) if limits.num_host_blocks else None
         self._packer = StepPacker(limits.num_seat_rows, -(-limits.context_length // block_size), block_size)
         self._columns = SamplingColumns(limits.num_seat_rows)
         self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
@@ -91,7 +95,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """See `StepRunner`."""
         batch = self._packer.pack(plan)
-        step = LaunchedStep(batch, self._columns.select(plan, batch))
+        step = LaunchedStep(plan, batch, self._columns.select(plan, batch))
         self._launched.put(step)
         return step
 
@@ -138,4 +142,6 @@ class ModelRunner:
         # After a failed step there is nothing to carry: the rows that wanted it belong to sequences that have ended.
         if sampled_before is not None:
             batch.resolve(sampled_before)
+        if self._host_tier is not None:
+            self._host_tier.swap(step.swaps_out, step.swaps_in)
         return self._model.step(batch, step.sampling)

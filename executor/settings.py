@@ -64,6 +64,9 @@ class ExecutorSettings(ProcessSettings):
     kv_cache_free_host_mem_fraction: float = Field(
         0.2, gt=0, le=0.9, description="share of the free memory for the KV pool when the device is a CPU"
     )
+    kv_cache_host_memory_bytes: int = Field(
+        0, ge=0, description="host memory for the KV of sequences that gave up their seat; 0: none, they are recomputed"
+    )
     max_sequence_length: int = Field(0, ge=0, description="most tokens of prompt and output; 0: the model's context")
     num_threads: int = Field(0, ge=0, le=1024, description="compute threads; 0: the cores this process may use")
     drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running sequences get to end on SIGTERM")

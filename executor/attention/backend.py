@@ -26,16 +26,21 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKv:
-    """The KV of a layer, in its backend's layout."""
+    """The KV of a layer, in its backend's layout. In every layout blocks lie one behind the other, the spare first."""
 
     shape: KvShape
     keys: Tensor
     values: Tensor
+    num_blocks: int
 
     @property
     def num_bytes(self) -> int:
         """Memory it takes."""
         return self.keys.nbytes + self.values.nbytes
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The memory of keys and values as `[num_blocks, words]` int64: who moves a block need not know the layout."""
+        return _rows(self.keys, self.num_blocks), _rows(self.values, self.num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +73,8 @@ class AttentionBackend(Protocol):
     def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
         """Causal attention of `queries[T, num_heads, head_dim]`, whose keys are written; returns the same shape."""
         ...
+
+
+def _rows(tensor: Tensor, num_blocks: int) -> Tensor:
+    # A block has at least 16 tokens, hence whole words, whatever the type.
+    return tensor.view(num_blocks, -1).view(torch.int64)

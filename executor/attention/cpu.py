@@ -43,7 +43,7 @@ class CpuAttention:
         assert block_size % LANES == 0 and shape.head_dim <= self.max_head_dim and device.type == "cpu"
         dim = -(-shape.head_dim // LANES) * LANES
         sizes = (num_blocks * (block_size // LANES), shape.num_kv_heads, LANES * dim)
-        return LayerKv(shape, huge_zeros(sizes, dtype), huge_zeros(sizes, dtype))
+        return LayerKv(shape, huge_zeros(sizes, dtype), huge_zeros(sizes, dtype), num_blocks)
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
         """Stores keys and values at the slots of the batch."""

@@ -26,9 +26,8 @@ class ReferenceAttention:
     ) -> LayerKv:
         """The KV of a layer, all zero."""
         slots = (num_blocks * block_size, shape.num_kv_heads, shape.head_dim)
-        return LayerKv(
-            shape, torch.zeros(slots, dtype=dtype, device=device), torch.zeros(slots, dtype=dtype, device=device)
-        )
+        keys, values = (torch.zeros(slots, dtype=dtype, device=device) for _ in range(2))
+        return LayerKv(shape, keys, values, num_blocks)
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
         """Stores keys and values at the slots of the batch."""

@@ -39,9 +39,8 @@ class TritonAttention:
     ) -> LayerKv:
         """The KV of a layer, all zero."""
         sizes = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
-        return LayerKv(
-            shape, torch.zeros(sizes, dtype=dtype, device=device), torch.zeros(sizes, dtype=dtype, device=device)
-        )
+        keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in range(2))
+        return LayerKv(shape, keys, values, num_blocks)
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
         """Stores keys and values at the slots of the batch."""

@@ -19,6 +19,7 @@ from executor.gpu.buckets import bucket_of, decode_buckets
 from executor.gpu.decoder import GpuDecoder
 from executor.gpu.device_step import DeviceStep
 from executor.gpu.graphs import capture
+from executor.gpu.host_tier import GpuHostTier
 from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
 from executor.gpu.pending import FailedStep, LaunchedStep, ReadBack, StepTimer
 from executor.gpu.step_buffers import StepBuffers
@@ -58,6 +59,7 @@ class GpuRunner:
         buffers = StepBuffers(self._device, most, num_seats, self._max_blocks)
         self._buffers = buffers
         self._step = DeviceStep(decoder, kv, buffers, block_size, limits.max_num_sequences)
+        self._host_tier = GpuHostTier(kv, limits.num_host_blocks) if limits.num_host_blocks else None
         self._read_back = ReadBack(MAX_IN_FLIGHT, limits.max_num_sequences, self._device)
         self._buckets = decode_buckets(limits.max_num_sequences)
         self._uses_graphs = uses_graphs and self._device.type == "cuda"
@@ -86,6 +88,9 @@ class GpuRunner:
         try:
             timer = StepTimer(self._device)
             with torch.inference_mode():
+                # In the stream of the step: behind the steps before, whose KV it moves, and before the graph's replay.
+                if self._host_tier is not None:
+                    self._host_tier.swap(plan.swaps_out, plan.swaps_in)
                 self._buffers.upload(layout, batch, sampling, entries)
                 self._compute(layout, bucket, batch.num_decodes)
                 self._draw_crowded(sampling)

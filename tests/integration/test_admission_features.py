@@ -186,6 +186,7 @@ async def test_tenant_runs_no_more_than_it_may(redis_url: str, pool: str, tmp_pa
         assert standing.wait_reason == inference_pb2.WAIT_REASON_TENANT_LIMIT
         assert "'acme'" in standing.waiting_for
         other = cluster.routers[0].stub.Generate(token_request([0], 20, tenant="other"))
+        cluster.executors[0].brake.permit(3)  # it is accepted between two steps
         assert (await other.read()).event.HasField("accepted")
         cluster.executors[0].brake.release()
         for call in (running, second, other):
@@ -250,8 +251,9 @@ async def test_waiting_request_of_a_higher_class_takes_the_seat_and_the_other_go
             collect(router, token_request([1, 2], 30, request_id="batch", priority="PRIORITY_CLASS_BATCH"))
         )
         brake.permit(3)
+        dispatcher = router.pools.by_name[pool].dispatcher
         async with asyncio.timeout(10):
-            while not (await explain(router, "batch")).output_tokens:
+            while not ((stream := dispatcher.stream_of("batch")) and stream.output_ids):
                 await asyncio.sleep(0.01)
         urgent = asyncio.create_task(collect(router, token_request([3], 4, priority="PRIORITY_CLASS_INTERACTIVE")))
         async with asyncio.timeout(10):

@@ -9,7 +9,7 @@ from inflight.v1 import executor_pb2, types_pb2
 
 from common.machine import num_available_memory_bytes, num_usable_cores
 from common.settings import SettingError
-from executor.kv_size import KvBudget, num_kv_blocks
+from executor.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from executor.submission import SubmissionError, SubmissionLimits, sequence_from_submit
 
 LIMITS = SubmissionLimits(context_length=32, vocabulary_size=100, eos_token_ids=frozenset({2}))
@@ -41,6 +41,21 @@ def test_submit_becomes_a_sequence_with_the_models_own_ends() -> None:
 def test_ignored_end_of_sequence_does_not_end_a_sequence() -> None:
     submit = make_submit(stopping=types_pb2.StoppingParams(ignore_eos=True))
     assert sequence_from_submit(submit, LIMITS).stopping.stop_token_ids == {7}
+
+
+@pytest.mark.parametrize(
+    ("priority", "expected"),
+    [
+        (types_pb2.PRIORITY_CLASS_UNSPECIFIED, 0),
+        (types_pb2.PRIORITY_CLASS_INTERACTIVE, 1),
+        (types_pb2.PRIORITY_CLASS_STANDARD, 0),
+        (types_pb2.PRIORITY_CLASS_BATCH, -1),
+    ],
+)
+def test_class_becomes_a_number_of_which_the_larger_is_served_first(
+    priority: types_pb2.PriorityClass, expected: int
+) -> None:
+    assert sequence_from_submit(make_submit(priority=priority), LIMITS).priority == expected
 
 
 def test_bypassed_cache_keeps_the_sequence_out_of_it() -> None:
@@ -91,6 +106,17 @@ def test_kv_pool_takes_the_tokens_asked_for_or_the_share_of_what_is_free() -> No
 def test_kv_pool_without_room_is_an_error_that_says_what_to_change(budget: KvBudget) -> None:
     with pytest.raises(SettingError, match="max_tokens_in_paged_kv_cache"):
         num_kv_blocks(budget, 16, 10)
+
+
+def test_host_memory_for_kv_is_counted_in_blocks() -> None:
+    assert num_host_kv_blocks(1005, bytes_per_block=10, free_bytes=1000) == 100
+    assert num_host_kv_blocks(0, bytes_per_block=10, free_bytes=-5) == 0
+
+
+@pytest.mark.parametrize(("num_bytes", "why"), [(9, "holds no block"), (1010, "more than the 1000 bytes")])
+def test_host_memory_that_does_not_fit_is_an_error_that_names_the_setting(num_bytes: int, why: str) -> None:
+    with pytest.raises(SettingError, match=f"kv_cache_host_memory_bytes={num_bytes} .*{why}"):
+        num_host_kv_blocks(num_bytes, bytes_per_block=10, free_bytes=1000)
 
 
 def test_cores_and_memory_respect_the_container(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from inflight.v1 import executor_pb2
+from inflight.v1 import executor_pb2, types_pb2
 
 from executor.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping
 from executor.session import Session
@@ -88,3 +88,21 @@ async def test_newer_report_replaces_one_not_sent_yet() -> None:
     session.report(executor_pb2.Report(seq=2))
     assert (await take(session)).report.seq == 2
     assert is_waiting(session)
+
+
+async def test_seat_given_up_is_told_and_one_taken_back_in_the_same_frame_is_not() -> None:
+    session = Session("router", 1, 64)
+    first, second, third = make_sequence("a"), make_sequence("b"), make_sequence("c")
+    for sequence in (first, second, third):
+        session.accept(sequence)
+        session.pause(sequence)
+    session.start(second)
+    session.finish(FinishEvent(third, FinishReason.PREEMPTED))
+
+    step = (await take(session)).step
+
+    assert list(step.paused) == [0]
+    assert [started.slot for started in step.started] == [1]
+    assert [(end.slot, end.reason) for end in step.finished] == [(2, types_pb2.FINISH_REASON_PREEMPTED)]
+    session.start(first)
+    assert list((await take(session)).step.paused) == []

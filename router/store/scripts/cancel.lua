@@ -23,11 +23,7 @@ if request.state ~= 'PLACED' then
   withdraw(id, request)
   bury(id)
   sweep_tombstones(2)
-  if not request.charged then
-    local tenant = load_tenant(request.tenant)
-    tenant.token_ms = tenant.token_ms - request.rated * tenant.ms_per_token
-    save_tenant(request.tenant, tenant)
-  end
+  refund(request)
 end
 if told then
   tell(request.state == 'PLACED' and 'cancel' or 'cancelled', id, request)

@@ -68,6 +68,7 @@ local function drop(kind, id, request)
   withdraw(id, request)
   bury(id)
   sweep_tombstones(2)
+  refund(request)
   tell(kind, id, request)
 end
 

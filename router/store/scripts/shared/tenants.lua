@@ -64,6 +64,15 @@ local function settle_usage(request, tenant, computed, output)
   tenant.output_share = tenant.output_share + 0.05 * (share - tenant.output_share)
 end
 
+-- Gives the tokens of its rate back to a request that was never placed.
+local function refund(request)
+  if request.rated > 0 and not request.charged then
+    local tenant = load_tenant(request.tenant)
+    tenant.token_ms = tenant.token_ms - request.rated * tenant.ms_per_token
+    save_tenant(request.tenant, tenant)
+  end
+end
+
 -- Rates are kept by GCRA: `…_ms` is when the tenant's bucket is full again. One request of any size may come when it
 -- is. Milliseconds to wait, 0 for none.
 local function rate_wait(full_ms, cost_ms, burst_ms)

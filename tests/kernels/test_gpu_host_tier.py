@@ -1,0 +1,46 @@
+"""The GPU's runner swaps blocks in the order of its steps; without a GPU, by Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from common.model_source import resolve_model
+from executor.gpu.runner import GpuRunner
+from executor.model import PagedModel
+from executor.runner import ModelRunner
+from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
+from tests.tiny_models import save_model, sizes
+from tests.torch_threads import torch_threads
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path_factory.mktemp("model") / "tiny")
+
+
+def load(folder: Path, backend_name: str) -> PagedModel:
+    source = resolve_model(str(folder))
+    model = PagedModel.load(source, dtype_name="float32", backend_name=backend_name, device_name="cpu")
+    model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    return model
+
+
+@pytest.mark.slow
+def test_sequence_goes_on_after_its_blocks_were_away(folder: Path) -> None:
+    reference = ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE)
+    undisturbed = greedy_tokens(reference, swap_after=None, num_ahead=0)
+    model = load(folder, "triton")
+    assert model.gpu_decoder is not None
+    for num_ahead in (0, 1):
+        runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE)
+        assert greedy_tokens(runner, swap_after=6, num_ahead=num_ahead) == undisturbed

@@ -1,0 +1,71 @@
+"""How many sequences wait beyond the seats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from executor.sequence import FinishReason
+from executor.standby import StandbyDepth
+from tests.scheduling import LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, rows_of
+
+
+def ride(standby: StandbyDepth, *, ends_per_s: float, refill_s: float, duration_s: float, since_s: float = 0.0) -> None:
+    """Somebody ends regularly, and each place is refilled so much later."""
+    for i in range(int(duration_s * ends_per_s)):
+        standby.ended(1, since_s + i / ends_per_s)
+        standby.refilled(since_s + i / ends_per_s + refill_s)
+
+
+def test_depth_is_the_most_until_something_was_measured() -> None:
+    standby = StandbyDepth(8)
+    standby.ended(1, 0.0)
+
+    assert standby.depth == 8
+
+
+def test_depth_is_the_rate_of_ends_times_the_time_until_a_place_is_refilled() -> None:
+    standby = StandbyDepth(8)
+    ride(standby, ends_per_s=100, refill_s=0.025, duration_s=60)
+
+    assert standby.depth == 3
+
+
+def test_depth_does_not_exceed_the_setting() -> None:
+    standby = StandbyDepth(2)
+    ride(standby, ends_per_s=100, refill_s=0.5, duration_s=60)
+
+    assert standby.depth == 2
+
+
+def test_where_nobody_ends_nobody_waits() -> None:
+    standby = StandbyDepth(8)
+    ride(standby, ends_per_s=100, refill_s=0.025, duration_s=60)
+    standby.ended(0, 200.0)
+
+    assert standby.depth == 0
+
+
+def test_place_that_nobody_wanted_for_long_says_nothing_of_the_time_to_refill() -> None:
+    standby = StandbyDepth(8)
+    ride(standby, ends_per_s=10, refill_s=0.05, duration_s=60)
+    standby.ended(1, 60.0)
+    standby.refilled(3000.0)
+    ride(standby, ends_per_s=10, refill_s=0.05, duration_s=60, since_s=3000.0)
+
+    assert standby.depth == 1
+
+
+def test_seat_freed_by_an_unforeseen_end_is_taken_at_the_very_next_step() -> None:
+    # Given full seats, one in line, and a step in flight beyond the one that ends somebody
+    scheduler = make_scheduler(replace(LIMITS, max_num_sequences=2))
+    for request_id in "abc":
+        assert scheduler.offer(make_sequence(request_id, [1, 2, 3])) is None
+    first = scheduler.schedule()
+    scheduler.schedule()
+
+    # When everybody's token is a stop token
+    ended = ends_of(retire(scheduler, first, STOP_ID))
+
+    # Then the next plan has the one in line, whose blocks were reserved all along
+    assert ("a", FinishReason.STOP_TOKEN) in ended
+    assert rows_of(scheduler.schedule()) == [("c", 0, 3, True)]

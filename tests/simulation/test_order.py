@@ -1,0 +1,80 @@
+"""Order under load: nobody starves, higher classes take seats where that is on, and refusals keep the dead from prefill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.simulation.faults import FaultRates
+from bench.simulation.sim_stream import RouterShape
+from bench.simulation.timeline import US_PER_S
+from bench.simulation.traffic import SimRequest, prompt_of
+from bench.simulation.witness import Fate
+from router.store.settings import StoreSettings
+from tests.simulation.worlds import make_world, run_world
+
+
+def request(
+    number: int, arrival_s: float, *, priority_class: int, tenant: str = "crowd", prompt: int = 20
+) -> SimRequest:
+    return SimRequest(
+        number,
+        f"q{number}",
+        round(arrival_s * US_PER_S),
+        prompt_of(number, prompt),
+        20,
+        24,
+        tenant,
+        priority_class=priority_class,
+    )
+
+
+def crowd(duration_s: float, per_s: int = 12) -> list[SimRequest]:
+    """More of the first class than can be served, and one of the last class early on."""
+    first = [request(number, number / per_s, priority_class=1) for number in range(round(duration_s * per_s))]
+    last = request(10_000, 3.01, priority_class=3, tenant="patient")
+    return sorted([*first, last], key=lambda one: one.arrival_us)
+
+
+def routers(**settings: object) -> RouterShape:
+    return RouterShape(store=replace(StoreSettings(max_queue_requests=10_000), **settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("age_ms", "starves"), [(2_000, False), (600_000, True)])
+def test_last_class_waits_a_bounded_time_because_requests_age(
+    redis_url: str, pool: str, age_ms: int, starves: bool
+) -> None:
+    shape = routers(age_ms=age_ms)
+    world = run_world(make_world(redis_url, pool, 1, requests=crowd(20), duration_s=20, router=shape))
+    # Two promotions, and then its tenant's turn.
+    assert (world.witness.longest_wait_us[3] > 8 * US_PER_S) is starves
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_invariants_hold_where_higher_classes_take_seats(redis_url: str, pool: str, seed: int) -> None:
+    shape = routers(age_ms=4_000, preempt_for_priority=True)
+    run_world(make_world(redis_url, pool, seed, router=shape, rate_per_s=14, faults=FaultRates.of("all", 4.0)))
+
+
+def test_first_class_takes_blocks_of_lower_ones_where_that_is_on(redis_url: str, pool: str) -> None:
+    waits = []
+    for is_on in (False, True):
+        lower = [request(number, 0.005 * number, priority_class=3, prompt=150) for number in range(24)]
+        urgent = request(100, 1.5, priority_class=1, tenant="urgent", prompt=150)
+        shape = routers(preempt_for_priority=is_on)
+        world = make_world(redis_url, f"{pool}-{is_on}", 1, requests=[*lower, urgent], duration_s=10, router=shape)
+        run_world(world)
+        assert world.witness.fates == {Fate.COMPLETED: 25}
+        waits.append(world.witness.longest_wait_us[1])
+    assert waits[1] < waits[0] / 2
+
+
+def test_no_request_is_begun_after_its_deadline(redis_url: str, pool: str) -> None:
+    requests = [replace(one, first_token_deadline_ms=3_000) for one in crowd(15)]
+    world = run_world(make_world(redis_url, pool, 1, requests=requests, duration_s=15))
+    boarded = [one for one in world.witness.records.values() if one.boarded_us is not None]
+    # Placed in time; the way to the executor and its standby come on top.
+    assert all(one.placed_us is not None and one.placed_us - one.arrived_us <= 3_001_000 for one in boarded)
+    assert world.witness.fates[Fate.REFUSED] > 20
+    assert world.witness.fates[Fate.COMPLETED] > 30

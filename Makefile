@@ -34,7 +34,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
 
-.PHONY: help setup demo up test test-gpu lint format protos bench bench-host bench-peers bench-soak bench-admission bench-gpu clean
+.PHONY: help setup demo up test test-gpu lint format protos bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu clean
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -50,6 +50,7 @@ help:
 	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
 	@echo "make bench-soak   10,000 short requests, watching the memory of the processes"
 	@echo "make bench-admission  what the admission ledger does on one core of Redis; QUEUED=1000000 EXECUTORS=1000"
+	@echo "make bench-scheduling  scheduling policies side by side, in virtual time; ARGS=\"--scale 0.3\""
 	@echo "make bench-gpu  decode, prefill and workloads on an NVIDIA GPU against its limits and transformers"
 	@echo "make clean   remove .venv and everything generated at run time"
 
@@ -112,6 +113,9 @@ bench-soak: setup
 
 bench-admission: setup
 	@$(BIN)/python -m bench.ledger.main --queued $(QUEUED) --executors $(EXECUTORS) $(ARGS)
+
+bench-scheduling: setup
+	@$(BIN)/python -m bench.simulation.compare $(ARGS)
 
 bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m bench.gpu.main $(ARGS)

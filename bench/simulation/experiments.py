@@ -22,8 +22,8 @@ from executor.scheduler import SchedulerPolicy
 from router.store.types import TenantLimits
 
 SEATS = 48
-# About 40 % of what 48 heavy-tailed requests reserve to their end, and enough for what they use.
-TIGHT = ExecutorShape(num_blocks=1600, num_seats=SEATS, num_standby=4, max_num_tokens=2048)
+# About a third of what 48 heavy-tailed requests reserve to their end, and hardly enough for what they use.
+TIGHT = ExecutorShape(num_blocks=1200, num_seats=SEATS, num_standby=4, max_num_tokens=2048)
 # Blocks for everybody: seats are what is short.
 ROOMY = ExecutorShape(num_blocks=8192, num_seats=32, num_standby=4, max_num_tokens=2048)
 FLOODER = "flooder"
@@ -139,7 +139,7 @@ def fairness(lab: Lab) -> Comparison:
     ]
     flood = one_by_one(lengths, lab.arrivals(200, duration_s, "flood"), rng, "f", tenant=FLOODER)
     both = sorted([*calm, *flood], key=lambda request: request.arrival_us)
-    others = one_by_one(lengths, lab.arrivals(60, duration_s, "others"), rng, "o")
+    others = one_by_one(lengths, lab.arrivals(40, duration_s, "others"), rng, "o")
     spread = [replace(request, tenant=f"other{request.number % 9}") for request in others]
     merged = [replace(request, number=number) for number, request in enumerate(both)]
     in_one_line = [replace(request, tenant="default", limits=TenantLimits()) for request in merged]
@@ -161,7 +161,10 @@ def fairness(lab: Lab) -> Comparison:
         f"with fair shares, {_change(fifo.ttft_p99_ms, calm_figures.ttft_p99_ms)} first come, first served"
         for name, calm_figures in [("an idle pool", quiet), ("a pool that others keep as busy", busy_figures)]
     )
-    setting = "2 executors of 32 seats, nine tenants with 60 requests/s together, a tenth with 200 (busy: nine more with 60); figures of the first nine"
+    setting = (
+        "2 executors of 32 seats, nine tenants with 60 requests/s together, a tenth with 200 (busy: nine more with 40); "
+        "figures of the first nine"
+    )
     return Comparison("Fair shares when one tenant floods", setting, tuple(modes), found)
 
 

@@ -1,4 +1,4 @@
-"""Order under load: nobody starves, higher classes take seats where that is on, and refusals keep the dead from prefill."""
+"""Order under load: nobody starves, higher classes take what lower ones hold where that is on, nobody is begun dead."""
 
 from __future__ import annotations
 

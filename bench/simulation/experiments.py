@@ -109,7 +109,7 @@ def reserve_policies(lab: Lab, name: str, lengths: Lengths, rate_per_s: float) -
 
 def late_binding(lab: Lab) -> Comparison:
     """One line for all executors against a line for each."""
-    duration_s, rate_per_s, num_executors = 40 * lab.scale, 135.0, 8
+    duration_s, rate_per_s, num_executors = 40 * lab.scale, 120.0, 8
     requests = lab.trace(heavy_tailed(), rate_per_s, duration_s)
     shape = replace(ROOMY, num_seats=12)
     modes = []
@@ -162,7 +162,7 @@ def fairness(lab: Lab) -> Comparison:
         for name, calm_figures in [("an idle pool", quiet), ("a pool that others keep as busy", busy_figures)]
     )
     setting = (
-        "2 executors of 32 seats, nine tenants with 60 requests/s together, a tenth with 200 (busy: nine more with 40); "
+        "2 executors of 32 seats, nine tenants with 60 requests/s together, a tenth with 200 or nine more with 40; "
         "figures of the first nine"
     )
     return Comparison("Fair shares when one tenant floods", setting, tuple(modes), found)

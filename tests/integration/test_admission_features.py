@@ -186,8 +186,12 @@ async def test_tenant_runs_no_more_than_it_may(redis_url: str, pool: str, tmp_pa
         assert standing.wait_reason == inference_pb2.WAIT_REASON_TENANT_LIMIT
         assert "'acme'" in standing.waiting_for
         other = cluster.routers[0].stub.Generate(token_request([0], 20, tenant="other"))
-        cluster.executors[0].brake.permit(3)  # it is accepted between two steps
-        assert (await other.read()).event.HasField("accepted")
+        first = asyncio.ensure_future(other.read())
+        async with asyncio.timeout(10):
+            while not first.done():  # it is accepted between two steps
+                cluster.executors[0].brake.permit(1)
+                await asyncio.sleep(0.01)
+        assert (await first).event.HasField("accepted")
         cluster.executors[0].brake.release()
         for call in (running, second, other):
             call.cancel()
@@ -248,7 +252,7 @@ async def test_waiting_request_of_a_higher_class_takes_the_seat_and_the_other_go
         router, brake = cluster.routers[0], cluster.executors[0].brake
         brake.hold()
         batch = asyncio.create_task(
-            collect(router, token_request([1, 2], 30, request_id="batch", priority="PRIORITY_CLASS_BATCH"))
+            collect(router, token_request([1, 2], 60, request_id="batch", priority="PRIORITY_CLASS_BATCH"))
         )
         brake.permit(3)
         dispatcher = router.pools.by_name[pool].dispatcher
@@ -259,11 +263,11 @@ async def test_waiting_request_of_a_higher_class_takes_the_seat_and_the_other_go
         async with asyncio.timeout(10):
             while (await explain(router, "batch")).state == inference_pb2.REQUEST_STATE_PLACED:
                 brake.permit(1)
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.02)
         brake.release()
         assert ids_of(await urgent) == expected_ids([3], 4)
         events = await batch
-    assert ids_of(events) == expected_ids([1, 2], 30)
+    assert ids_of(events) == expected_ids([1, 2], 60)
     assert [event.notice.kind for event in events if event.HasField("notice")].count(
         inference_pb2.Notice.KIND_PAUSED
     ) == 1

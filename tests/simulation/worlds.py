@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from bench.simulation.device import SLOW
 from bench.simulation.faults import NO_FAULTS, FaultRates
 from bench.simulation.population import Population
+from bench.simulation.push import PushPolicy
 from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.sim_stream import RouterShape
 from bench.simulation.traffic import SimRequest
@@ -42,6 +43,7 @@ def make_world(
     num_executors: int = 3,
     max_wait_s: float | None = None,
     requests: Iterable[SimRequest] | None = None,
+    push: PushPolicy | None = None,
 ) -> World:
     """A world that has not begun."""
     settings = WorldSettings(
@@ -54,6 +56,7 @@ def make_world(
         duration_s=duration_s,
         look_s=0.5,
         max_wait_s=max_wait_s,
+        push=push,
     )
     population = Population(num_tenants=7, rate_per_s=rate_per_s)
     return World(url, pool, settings, population.requests(seed, duration_s) if requests is None else requests)

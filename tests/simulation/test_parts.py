@@ -1,0 +1,171 @@
+"""The parts of the simulation: virtual time, processes, the wire to Redis, faults, requests, commands and reports."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.simulation.__main__ import main
+from bench.simulation.comparison_report import write_comparisons
+from bench.simulation.conversations import Conversations
+from bench.simulation.experiments import Comparison, Mode
+from bench.simulation.faults import FaultKind, FaultRates
+from bench.simulation.figures import Figures
+from bench.simulation.population import Population
+from bench.simulation.push import PushPolicy
+from bench.simulation.timeline import US_PER_S, Process, Timeline
+from bench.simulation.traffic import STOP_ID, SimRequest, heavy_tailed, prompt_of, published
+from bench.simulation.wire import RedisReplyError, RedisWire, command
+from bench.simulation.witness import Fate
+from tests.simulation.worlds import make_world
+
+
+def test_events_happen_by_time_and_equal_times_in_order() -> None:
+    timeline, seen = Timeline(), list[str]()
+    timeline.at(20, seen.append, "c")
+    timeline.at(10, seen.append, "a")
+    timeline.at(20, seen.append, "d")
+    timeline.after(10, lambda: timeline.after(0, seen.append, "b"))
+    timeline.at(31, seen.append, "later")
+    timeline.run_until(30)
+    assert seen == ["a", "b", "c", "d"]
+    assert (timeline.now_us, timeline.num_steps) == (30, 6 - 1)
+
+
+def test_hung_process_catches_up_in_order_and_dead_one_does_nothing() -> None:
+    timeline, seen = Timeline(), list[int]()
+    process = Process(timeline)
+    process.hang(100)
+    for number in range(3):
+        timeline.at(10 * number, process.run, seen.append, number)
+    timeline.run_until(99)
+    assert not seen
+    timeline.run_until(100)
+    assert seen == [0, 1, 2]
+    process.kill()
+    process.run(seen.append, 3)
+    assert seen == [0, 1, 2]
+
+
+def test_doomed_process_dies_in_place_of_its_next_action() -> None:
+    timeline, seen = Timeline(), list[str]()
+    process = Process(timeline)
+    process.doom(1, process.kill)
+    for name in ("first", "second", "third"):
+        process.run(seen.append, name)
+    assert seen == ["first"]
+    assert not process.is_alive
+
+
+@pytest.fixture
+def wire(redis_url: str) -> Iterator[RedisWire]:
+    wire = RedisWire.connect(redis_url, lambda push: None)
+    yield wire
+    wire.close()
+
+
+def test_wire_reads_every_kind_of_reply(wire: RedisWire, pool: str) -> None:
+    assert wire.call(command("SET", pool, "x" * 100_000)) == "OK"
+    assert wire.call(command("GET", pool)) == "x" * 100_000
+    assert wire.call(command("GET", f"{pool}-not")) is None
+    assert wire.call(command("EVAL", "return {1, 'a', {2, {}}, false}", 0)) == [1, "a", [2, []], None]
+    assert wire.call(command("HSET", f"{pool}-h", "field", b"\xc3\xa4")) == 1
+    assert wire.call(command("HGETALL", f"{pool}-h")) == ["field", "ä"]
+    assert wire.call(command("DEL", pool, f"{pool}-h")) == 2
+    with pytest.raises(RedisReplyError, match="unknown command"):
+        wire.call(command("NONSENSE"))
+
+
+def test_equal_replies_of_a_kind_are_one_object(wire: RedisWire) -> None:
+    replies = []
+    for text in ("same", "same", "other"):
+        wire.send(command("EVAL", f"return {{'{text}'}}", 0))
+        replies.append(wire.read("kind"))
+    assert replies == [["same"], ["same"], ["other"]]
+    assert replies[0] is replies[1]
+
+
+def test_push_comes_between_replies(redis_url: str, pool: str) -> None:
+    pushed: list[list[object]] = []
+    wire = RedisWire.connect(redis_url, pushed.append)
+    wire.send(command("SUBSCRIBE", pool))
+    wire.send(command("PUBLISH", pool, "news"))
+    assert wire.read() == 1
+    wire.close()
+    assert pushed == [["subscribe", pool, 1], ["message", pool, "news"]]
+
+
+def test_schedule_of_faults_follows_from_its_seed() -> None:
+    rates = FaultRates.of("router_crash,store_empty", 30.0)
+    faults = rates.schedule(1, 60 * US_PER_S)
+    assert faults == rates.schedule(1, 60 * US_PER_S) != rates.schedule(2, 60 * US_PER_S)
+    assert {fault.kind for fault in faults} == {FaultKind.ROUTER_CRASH, FaultKind.STORE_EMPTY}
+    assert [fault.at_us for fault in faults] == sorted(fault.at_us for fault in faults)
+    with pytest.raises(ValueError, match="'flood' is no fault"):
+        FaultRates.of("flood", 1.0)
+
+
+def test_request_ends_with_a_stop_token_only_where_it_ends_by_itself() -> None:
+    short = SimRequest(1, "a", 0, prompt_of(1, 5), 3, 10)
+    cut = SimRequest(2, "b", 0, prompt_of(2, 5), 30, 10)
+    assert [short.token(offset) == STOP_ID for offset in range(3)] == [False, False, True]
+    assert STOP_ID not in [cut.token(offset) for offset in range(cut.num_output)]
+    assert prompt_of(1, 3) != prompt_of(2, 3)
+
+
+def test_lengths_are_what_they_say() -> None:
+    rng = random.Random(1)
+    drawn = [heavy_tailed().draw(rng) for _ in range(2000)]
+    outputs = sorted(output for _, output, _ in drawn)
+    assert 80 <= outputs[1000] <= 100
+    assert {limit for _, _, limit in drawn} == {1024} == {outputs[-1]}
+    assert all(output == limit for _, output, limit in (published("short").draw(rng) for _ in range(20)))
+
+
+def test_later_turns_of_a_chat_begin_with_the_earlier_ones() -> None:
+    chats = Conversations(rate_per_s=0.2).requests(1, 60, names_prefixes=True)
+    first = chats[0]
+    turns = sorted((one for one in chats if one.number // 6 == first.number // 6), key=lambda one: one.number)
+    assert len(turns) == 6
+    for earlier, later in itertools.pairwise(turns):
+        answer = tuple(earlier.token(offset) for offset in range(earlier.num_output - 1))
+        assert later.prompt[: len(earlier.prompt) + len(answer)] == earlier.prompt + answer
+    assert set(turns[0].prefix_hashes[:-1]) <= set(turns[1].prefix_hashes)
+
+
+def test_population_is_the_same_for_equal_seeds() -> None:
+    population = Population(num_tenants=7)
+    assert list(population.requests(3, 20)) == list(population.requests(3, 20))
+    assert {request.priority_class for request in population.requests(3, 20)} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("push", list(PushPolicy), ids=lambda policy: policy.value)
+def test_placing_on_arrival_serves_everybody_too(redis_url: str, pool: str, push: PushPolicy) -> None:
+    requests = [
+        SimRequest(number, f"q{number}", 100_000 * number, prompt_of(number, 20), 8, 24) for number in range(50)
+    ]
+    world = make_world(redis_url, pool, 1, requests=requests, duration_s=40, num_routers=1, push=push)
+    world.run_window()
+    world.close()
+    assert world.witness.fates == {Fate.COMPLETED: 50}
+
+
+def test_command_says_in_one_line_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--hours", "0.002", "--executors", "2", "--routers", "2", "--rate", "3", "--faults", "none"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("simulation: held seed=0 executors=2 routers=2 simulated_s=7.2")
+
+
+def test_report_has_every_comparison_in_three_forms(tmp_path: Path) -> None:
+    figures = Figures(10, 100.0, 5.0, 9.0, 1.0, None, (1.0, 5.0, 9.0), {"preemptions": 0.0, "cached %": 12.5})
+    comparison = Comparison("Queue < push", "two executors", (Mode("a", figures), Mode("b", figures)), ("a is b",))
+    paths = write_comparisons([comparison], {"command": "make"}, tmp_path)
+    values, markdown, page = (path.read_text(encoding="utf-8") for path in paths)
+    assert json.loads(values)["comparisons"][0]["modes"][1]["figures"]["ttft_p99_ms"] == 9.0
+    assert "| a | 10 | 100 | 5 | 9 | 1.0 | – | 12.50 |" in markdown
+    assert "Queue &lt; push" in page

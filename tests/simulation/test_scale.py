@@ -1,0 +1,31 @@
+"""The size that the ledger is built for, with everything breaking now and then."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.simulation.faults import FaultRates
+from bench.simulation.population import Population
+from bench.simulation.witness import Fate
+from bench.simulation.world import World, WorldSettings
+from tests.simulation.worlds import SHAPE, run_world
+
+DURATION_S = 20.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_invariants_hold_with_a_thousand_executors(redis_url: str, pool: str) -> None:
+    settings = WorldSettings(
+        seed=1,
+        num_routers=16,
+        num_executors=1000,
+        executor=SHAPE,
+        faults=FaultRates.of("all", 6.0),
+        duration_s=DURATION_S,
+        look_s=2.0,
+    )
+    population = Population(num_tenants=100, rate_per_s=60.0)
+    world = run_world(World(redis_url, pool, settings, population.requests(1, DURATION_S)))
+    assert world.link.num_calls > 1000 * DURATION_S
+    assert world.witness.fates[Fate.COMPLETED] > 500

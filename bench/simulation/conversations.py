@@ -46,14 +46,14 @@ class Conversations:
     def _turns(self, chat: int, begin_us: int, seed: int) -> Iterator[tuple[int, int, tuple[int, ...], int]]:
         """→ arrival, number of the request, prompt, output tokens."""
         rng = random.Random(f"{seed}/chat/{chat}")
-        prompt = tuple(range(1, self.system_tokens + 1))
+        prompt, arrival_us = tuple(range(1, self.system_tokens + 1)), begin_us
         for turn in range(self.num_turns):
             number = chat * self.num_turns + turn
             asked = rng.randint(*self.turn_tokens)
             prompt += tuple(rng.randrange(1, VOCABULARY_SIZE) for _ in range(asked))
             num_output = rng.randint(*self.output_tokens)
-            arrival_us = begin_us + round(turn * self.pause_s * rng.uniform(0.8, 1.2) * US_PER_S)
             yield arrival_us, number, prompt, num_output
+            arrival_us += round(self.pause_s * rng.uniform(0.8, 1.2) * US_PER_S)
             request = self._request(number, 0, prompt, num_output, False)
             prompt += tuple(request.token(offset) for offset in range(num_output - 1))
 

@@ -87,7 +87,7 @@ class Lab:
 
 def reserve_policies(lab: Lab, name: str, lengths: Lengths, rate_per_s: float) -> Comparison:
     """max_utilization against guaranteed_no_evict, with more requests than can be served."""
-    duration_s = 60 * lab.scale
+    duration_s = 40 * lab.scale
     requests = lab.trace(lengths, rate_per_s, duration_s)
     modes = []
     for policy in SchedulerPolicy:
@@ -229,7 +229,7 @@ def all_comparisons(lab: Lab) -> Sequence[Comparison]:
         ("heavy-tailed, outputs far below max_tokens", heavy_tailed(), 110.0),
         ("mixed, max_tokens three times the longest output", published("mixed", 3.0), 30.0),
         ("mixed, max_tokens exact", published("mixed"), 40.0),
-        ("short, max_tokens exact", published("short"), 400.0),
+        ("short, max_tokens exact", published("short"), 340.0),
         ("long, max_tokens exact", published("long"), 24.0),
         ("chat, max_tokens three times the longest output", published("chat", 3.0), 110.0),
     ]

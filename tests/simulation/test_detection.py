@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bench.simulation.faults import FaultRates
+from bench.simulation.ledger import Ledger
 from bench.simulation.population import limits_of
 from bench.simulation.sim_dispatch import Dispatch
 from bench.simulation.sim_executor import SimExecutor
@@ -138,6 +139,31 @@ def _of_one_tenant(number: int) -> list[SimRequest]:
         SimRequest(index, f"q{index}", 20_000 * index, prompt_of(index, 20), 20, 24, tenant, limits)
         for index in range(40)
     ]
+
+
+def test_reply_that_is_lost_when_the_pool_forgot_the_router_is_seen(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reply that says so may be the one that is lost, so every lost reply counts as one that said so."""
+    monkeypatch.setattr(Ledger, "_failed", lambda self, then: then())
+    faults = FaultRates(store_away=12.0, store_empty=12.0, router_hang=4.0)
+    fails(make_world(redis_url, pool, 300, faults=faults, rate_per_s=10, duration_s=20), "without an end")
+
+
+def test_number_of_an_attempt_that_is_used_again_is_seen(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A placement whose number is spent must be handed back: to ignore it leaves two that look alike."""
+    place = Dispatch._place
+
+    def ignoring(self: Dispatch, placement: Placement) -> None:
+        stream = self.streams.get(placement.request_id)
+        if stream is None or stream.is_abandoned or stream.has_ended or stream.attempt < placement.attempt:
+            place(self, placement)
+
+    monkeypatch.setattr(Dispatch, "_place", ignoring)
+    faults = FaultRates(router_hang=20.0, executor_crash=8.0, store_away=6.0, store_empty=4.0)
+    fails(make_world(redis_url, pool, 312, faults=faults, rate_per_s=10, duration_s=20), "is missing before")
 
 
 def test_wait_without_bound_is_seen(redis_url: str, pool: str) -> None:

@@ -1,13 +1,13 @@
 """Placing on arrival, to compare with: each executor has a line of its own, and who stands in it stays there.
 
-Only for runs in which nothing breaks. The one router knows all lines exactly, which flatters these policies: real ones
-know them late.
+Only for runs in which nothing breaks. One object stands for all routers, and where they know all lines they know them
+exactly: real ones know them late.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,8 +23,13 @@ from router.store.types import ExecutorReport, Placement
 class PushPolicy(Enum):
     """Which line a request joins."""
 
-    ROUND_ROBIN = "round_robin"
-    LEAST_LOADED = "least_loaded"
+    ROUND_ROBIN = "round robin"
+    LEAST_LOADED = "least loaded, all known"
+    LEAST_OF_OWN = "least loaded, own known"
+    """As several routers do that do not know of each other: the line with fewest requests of one's own."""
+
+
+NUM_ROUTERS = 4
 
 
 @dataclass(slots=True)
@@ -35,6 +40,7 @@ class _Line:
     waiting: deque[SimStream] = field(default_factory=deque)
     num_blocks: int = 0
     num_inside: int = 0
+    num_of_router: Counter[int] = field(default_factory=Counter)
 
     @property
     def num_requests(self) -> int:
@@ -43,7 +49,7 @@ class _Line:
 
 
 class PushRouter:
-    """The router of such a deployment."""
+    """The routers of such a deployment."""
 
     def __init__(self, policy: PushPolicy, shape: RouterShape, timeline: Timeline, witness: Witness) -> None:
         self.process = Process(timeline)
@@ -74,7 +80,8 @@ class PushRouter:
     def arrive(self, request: SimRequest) -> None:
         """A client's request joins a line for good."""
         stream = SimStream(request, self._witness.submitted(request, "push", self._timeline.now_us), [])
-        line = self._choose()
+        line = self._choose(_router_of(request))
+        line.num_of_router[_router_of(request)] += 1
         self.streams[request.request_id], self._line_of[request.request_id] = stream, line
         line.waiting.append(stream)
         self._send(line)
@@ -93,13 +100,18 @@ class PushRouter:
             stream, line = self.streams.pop(request_id), self._line_of.pop(request_id)
             self._witness.ended(stream.record, Fate.COMPLETED, now_us, reason.value)
             line.num_inside -= 1
+            line.num_of_router[_router_of(stream.request)] -= 1
             line.num_blocks -= self._blocks(stream)
             self._send(line)
 
-    def _choose(self) -> _Line:
+    def _choose(self, router: int) -> _Line:
         lines = list(self._lines.values())
         if self._policy is PushPolicy.ROUND_ROBIN:
             return lines[next(self._turns) % len(lines)]
+        if self._policy is PushPolicy.LEAST_OF_OWN:
+            # Ties by turns: else all routers would begin with the same line.
+            first = next(self._turns) % len(lines)
+            return min([*lines[first:], *lines[:first]], key=lambda line: line.num_of_router[router])
         return min(lines, key=lambda line: (line.num_requests, line.session.executor.executor_id))
 
     def _send(self, line: _Line) -> None:
@@ -119,3 +131,7 @@ class PushRouter:
 
     def _blocks(self, stream: SimStream) -> int:
         return stream.demand(self._shape.block_size).blocks
+
+
+def _router_of(request: SimRequest) -> int:
+    return request.number % NUM_ROUTERS

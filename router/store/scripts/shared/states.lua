@@ -118,13 +118,13 @@ end
 -- Reserves blocks and sequences of the executor for this attempt, and charges the tenant.
 local function seat(id, request, executor_id, attempt, blocks)
   local executor, tenant = load_executor(executor_id), load_tenant(request.tenant)
+  charge(request, tenant)
   request.state, request.attempt, request.placed_ms = 'PLACED', attempt, NOW
   request.executor_id, request.generation, request.reserved = executor_id, executor.generation, blocks
   request.passed, request.preempting, request.estimate = 0, nil, nil
   executor.reserved_blocks = executor.reserved_blocks + blocks
   executor.reserved_sequences = executor.reserved_sequences + request.sequences
   save_executor(executor_id, executor)
-  charge(request, tenant)
   tenant.running = tenant.running + request.sequences
   if tenant.waiting > 0 then
     refresh_tenant(request.tenant, tenant)

@@ -32,12 +32,14 @@ local function expected_charge(request, tenant)
   return (request.prompt + OUTPUT_WEIGHT * output) / tenant.weight
 end
 
--- Charges a placement, a request's first time only. The floor follows.
+-- Charges a placement, a request's first time only. The floor follows. Who comes without having stood in line is lifted.
 local function charge(request, tenant)
   if request.charge then
     return
   end
-  tenant.counter = math.max(tenant.counter, tenant.active and 0 or state.floor)
+  if request.state ~= 'WAITING' and not tenant.active then
+    tenant.counter = math.max(tenant.counter, state.floor)
+  end
   state.floor = math.max(state.floor, tenant.counter)
   request.charge = expected_charge(request, tenant)
   tenant.counter = tenant.counter + request.charge

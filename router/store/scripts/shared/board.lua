@@ -18,13 +18,17 @@ local function promote_aged()
     local request = load_request(id)
     if request and request.state == 'WAITING' then
       call('ZREM', WAITING[request.class], line_member(id, request))
-      count_waiting(request, -1)
-      request.class = request.class - 1
+      local left = request.class
+      request.class = left - 1
       call('ZADD', WAITING[request.class], 0, line_member(id, request))
       if request.class > 1 then
         call('ZADD', AGEING, NOW + state.age_ms, id)
       end
-      count_waiting(request, 1)
+      count_waiting(request, 1) -- first, or its tenant would seem to have been away
+      count_waiting(request, -1, left)
+      for _, claim in ipairs(state.claims) do
+        claim.class = claim.id == id and request.class or claim.class
+      end
       save_request(id, request)
     end
   end

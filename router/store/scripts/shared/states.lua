@@ -30,14 +30,15 @@ local function placements_of(executor_id)
   return '[' .. executor_id .. '\0', '(' .. executor_id .. '\1'
 end
 
--- Counts the request into its tenant's line and the pool's (`sign` 1), or out of them (-1).
-local function count_waiting(request, sign)
+-- Counts the request into its tenant's line and the pool's (`sign` 1), or out of them (-1), of a `class` it had or has.
+local function count_waiting(request, sign, class)
+  class = class or request.class
   local tenant, tokens = load_tenant(request.tenant), request.prompt + request.max
   tenant.waiting, tenant.tokens = tenant.waiting + sign, tenant.tokens + sign * tokens
   tenant.bytes = tenant.bytes + sign * request.bytes
-  tenant.lines[request.class] = tenant.lines[request.class] + sign
+  tenant.lines[class] = tenant.lines[class] + sign
   state.waiting, state.bytes = state.waiting + sign, state.bytes + sign * request.bytes
-  state.tokens[request.class] = state.tokens[request.class] + sign * tokens
+  state.tokens[class] = state.tokens[class] + sign * tokens
   refresh_tenant(request.tenant, tenant)
   if state.waiting == 0 then
     end_window()

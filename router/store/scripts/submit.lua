@@ -120,6 +120,7 @@ end
 local refused = not executor_id and impossible(request)
 if refused then
   tenant.request_ms, tenant.token_ms = request_ms, token_ms
+  refresh_tenant(name, tenant) -- its limits may be new
   return finish(refused)
 end
 enqueue(id, request)

@@ -167,13 +167,18 @@ local function board_one(id, request)
   return 'seat'
 end
 
--- Somebody was placed past these.
+-- Somebody was placed past these. Whether others may be, too.
 local function count_passes(passed)
+  local may_pass = true
   for _, id in ipairs(passed) do
     local request = load_request(id)
     request.passed = request.passed + 1
+    if not request.claim and request.passed >= state.max_bypass then
+      may_pass = claim_executor(id, request) and may_pass
+    end
     save_request(id, request)
   end
+  return may_pass
 end
 
 local function board()
@@ -191,9 +196,8 @@ local function board()
       return
     end
     local dealt = request and board_one(id, request) or 'drop'
-    if dealt == 'seat' then
-      count_passes(passed)
-    elseif dealt == 'hold' or (dealt == 'pass' and #passed == MAX_PASSED) then
+    if dealt == 'hold' or (dealt == 'seat' and not count_passes(passed)) or
+      (dealt == 'pass' and #passed == MAX_PASSED) then
       return
     elseif dealt == 'pass' then
       passed[#passed + 1], passed[id] = id, true

@@ -188,7 +188,7 @@ local function board()
   promote_aged()
   local passed = {}
   for _ = 1, MAX_HEADS do
-    if #state.claims == 0 and #roomiest(1) == 0 then
+    if #state.claims == 0 and #roomiest(1) == 0 and not (state.preempts and call('ZCARD', PREEMPTIBLE) > 0) then
       return
     end
     local id, request = next_in_line(passed)

@@ -41,6 +41,12 @@ local function reap_executor(id)
   if not empty then
     return false
   end
+  local claimant = load_executor(id).claim
+  local request = claimant and load_request(claimant)
+  if request then
+    unclaim(request)
+    save_request(claimant, request)
+  end
   call('HDEL', EXECUTORS, id)
   executors[id], dirty_executors[id] = nil, nil
   for _, key in ipairs({ROOM, SIZES, REPORTS}) do

@@ -129,7 +129,7 @@ local function deal_with_misfit(id, request)
     save_request(id, request)
   end
   local executor = request.claim and load_executor(request.claim)
-  if request.claim and not takes_work(executor) then
+  if request.claim and not (takes_work(executor) and could_hold(executor, request)) then
     unclaim(request)
     save_request(id, request)
   end

@@ -105,6 +105,11 @@ local function choose(id, request)
   return nil
 end
 
+-- Whether the executor, empty, would hold it.
+local function could_hold(executor, request)
+  return executor.total_blocks >= request.blocks and executor.budget_sequences >= request.sequences
+end
+
 -- Whether some executor, empty, would hold this much. Those silent up to their lease count: they may come back.
 local function fits_somewhere(request)
   for _, id in ipairs(call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', 0, 64)) do

@@ -98,17 +98,17 @@ local function forget_idle_tenants()
   end
 end
 
--- Each with at most so many; whether that was all.
+-- Each with at most so many; whether that was all. Routers first: those that are gone need not be told of executors.
 local function reap_leases()
-  local silent = call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - LEASE_MS - 1, 'LIMIT', 0, MAX_EXECUTORS)
-  local complete = #silent < MAX_EXECUTORS
-  for _, id in ipairs(silent) do
-    complete = reap_executor(id) and complete
-  end
   local lapsed = call('ZRANGEBYSCORE', ROUTERS, '-inf', NOW - 1, 'LIMIT', 0, MAX_ROUTERS)
-  complete = #lapsed < MAX_ROUTERS and complete
+  local complete = #lapsed < MAX_ROUTERS
   for _, name in ipairs(lapsed) do
     complete = reap_router(name) and complete
+  end
+  local silent = call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - LEASE_MS - 1, 'LIMIT', 0, MAX_EXECUTORS)
+  complete = #silent < MAX_EXECUTORS and complete
+  for _, id in ipairs(silent) do
+    complete = reap_executor(id) and complete
   end
   return complete
 end

@@ -60,10 +60,10 @@ end
 -- Rates are kept by GCRA: `…_ms` is when the tenant's bucket is full again. One request of any size may come when it
 -- is. Milliseconds to wait, 0 for none.
 local function rate_wait(full_ms, cost_ms, burst_ms)
-  if full_ms <= NOW then
+  if cost_ms == 0 or full_ms <= NOW then -- without a limit, or with all that there can be
     return 0
   end
-  return math.max(0, math.ceil(full_ms + cost_ms - burst_ms - NOW))
+  return math.max(0, math.ceil(full_ms + math.min(cost_ms, burst_ms) - burst_ms - NOW))
 end
 
 -- Takes a request of so many tokens from the tenant's rates. The limit that refuses it, and for how long; or nil.

@@ -112,7 +112,7 @@ save_tenant(name, tenant)
 
 local is_first = state.waiting == 0 and tenant.running < tenant.max_running
 local executor_id, reserved = choose(id, request)
-if is_first and executor_id then -- then it need not stand in line first: half the work in the usual case
+if is_first and executor_id and not is_dead(request) then -- then it need not stand in line first: half the work in the usual case
   seat(id, request, executor_id, last_attempt + 1, reserved)
   remember_prefixes(request, executor_id)
   return finish(standing(id, request))

@@ -149,13 +149,11 @@ local function board_one(id, request)
     call('HDEL', REQUESTS, id)
     return 'drop'
   end
-  local executor_id, blocks = choose(id, request)
   if is_dead(request) then
-    if executor_id then
-      drop('expired', id, request)
-    end
-    return executor_id and 'drop' or 'pass'
+    drop('expired', id, request)
+    return 'drop'
   end
+  local executor_id, blocks = choose(id, request)
   if not executor_id then
     return deal_with_misfit(id, request)
   end

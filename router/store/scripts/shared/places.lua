@@ -118,6 +118,11 @@ local function choose(id, request)
   return nil
 end
 
+-- Whether the executor takes work and would, empty, hold this much.
+local function could_hold(executor, request)
+  return takes_work(executor) and executor.total_blocks >= request.blocks and executor.budget_sequences >= request.sequences
+end
+
 -- Whether some executor, empty, would hold this much. Those silent up to their lease count: they may come back.
 local function fits_somewhere(request)
   for _, count in ipairs({1, 64}) do -- the first mostly does

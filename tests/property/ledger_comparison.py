@@ -35,8 +35,8 @@ def _compare_requests(records: Records, pool: Pool) -> None:
             request.output,
             request.passed,
         )
-        assert record.get("claim") == request.claim
-        assert record.get("charge") == _near(request.charge)
+        assert (record["claim"] or None) == request.claim
+        assert (record["charge"] if record["charged"] else None) == _near(request.charge)
         if request.state is RequestState.PLACED and placement:
             assert (record["executor_id"], record["generation"]) == (placement.executor_id, placement.generation)
             assert (record["reserved"], record["placed_ms"]) == (request.reserved, request.placed_ms)
@@ -75,7 +75,7 @@ def _compare_executors(records: Records, pool: Pool) -> None:
         assert (record["generation"], record["seq"]) == (report.generation, report.seq)
         assert (record["last_report_ms"], record["audited_ms"]) == (executor.last_report_ms, executor.audited_ms)
         assert (record["suspended"], record["audit_due"]) == (executor.suspended, False)
-        assert record.get("claim") == claimed.get(name)
+        assert (record["claim"] or None) == claimed.get(name)
     assert records.scores("sizes") == {name: one.report.total_blocks for name, one in pool.executors.items()}
     assert records.scores("reports") == {name: one.last_report_ms for name, one in pool.executors.items()}
     live = {name for name, one in pool.executors.items() if pool.now_ms - one.last_report_ms <= SILENT_MS}
@@ -111,11 +111,11 @@ def _compare_state(records: Records, pool: Pool) -> None:
     assert (state["waiting"], state["bytes"]) == (len(waiting), pool.bytes_waiting(waiting))
     assert state["tokens"] == [pool.tokens_waiting(pool.waiting(class_=class_)) for class_ in CLASSES]
     assert state["floor"] == pytest.approx(pool.floor)
-    assert [(one["id"], one["executor_id"], one["class"]) for one in state["claims"] or []] == [
+    assert [(one["id"], one["executor_id"], one["class"]) for one in state["claims"]] == [
         (name, pool.requests[name].claim, pool.requests[name].class_) for name in pool.claims
     ]
-    assert state.get("speed") == _near(estimates.speed)
-    assert state.get("prefill_speed") == _near(estimates.prefill_speed)
+    assert (state["speed"] or None) == _near(estimates.speed)
+    assert (state["prefill_speed"] or None) == _near(estimates.prefill_speed)
     assert (state["num_estimates"], state["correction"], state["error"]) == (
         estimates.num_estimates,
         pytest.approx(estimates.correction),

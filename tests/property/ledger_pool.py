@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import floor
 
 from router.store.settings import StoreSettings
 from router.store.types import Demand, ExecutorReport, Lost, Placement, RequestState, StoreEvent
@@ -180,9 +181,9 @@ class Pool:
         return tenant
 
     def active(self, class_: int) -> dict[str, float]:
-        """Who may be served in this class now, with what they were served."""
+        """Who may be served in this class now, with what they were served, in whole tokens."""
         return {
-            name: tenant.counter
+            name: float(floor(tenant.counter))
             for name, tenant in self.tenants.items()
             if self.waiting(name, class_) and self.running(name) < tenant.max_running
         }

@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from router.store.compose import compose
 from router.store.keys import NUM_CLASSES, POOL_KEYS, PoolKeys
-from router.store.lua import ScriptCaller
+from router.store.lua import ScriptCaller, shared_source
 
 # JSON has no infinity, and cjson writes 14 digits: what is not a small whole number comes as text behind "~".
 _READ = """
@@ -21,22 +22,25 @@ local function plain(value)
   end
   return value
 end
+local unpacked = {
+  state = unpack_state, executors = unpack_executor, tenants = unpack_tenant, requests = unpack_request,
+  lengths = cmsgpack.unpack,
+}
 local found = {}
-for i, key in ipairs(KEYS) do
-  local type_of_key = redis.call('TYPE', key).ok
-  local content = {}
+for i, name in ipairs(ARGV) do
+  local type_of_key, content = redis.call('TYPE', KEYS[i]).ok, {}
   if type_of_key == 'string' then
-    content = plain(cmsgpack.unpack(redis.call('GET', key)))
+    content = plain(unpacked[name](redis.call('GET', KEYS[i])))
+    content.claims = content.claims ~= '' and cmsgpack.unpack(content.claims) or {}
   elseif type_of_key == 'zset' then
-    content = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
+    content = redis.call('ZRANGE', KEYS[i], 0, -1, 'WITHSCORES')
   elseif type_of_key == 'hash' then
-    local flat = redis.call('HGETALL', key)
+    local flat = redis.call('HGETALL', KEYS[i])
     for j = 1, #flat, 2 do
-      local is_record, record = pcall(cmsgpack.unpack, flat[j + 1])
-      content[flat[j]] = is_record and type(record) == 'table' and plain(record) or flat[j + 1]
+      content[flat[j]] = unpacked[name] and plain(unpacked[name](flat[j + 1])) or flat[j + 1]
     end
   end
-  found[ARGV[i]] = content
+  found[name] = content
 end
 return cjson.encode(found)
 """
@@ -70,7 +74,7 @@ class Records:
 
 async def read_records(redis: ScriptCaller, keys: PoolKeys) -> Records:
     """What is there now."""
-    text: Any = await _run(redis, _READ, keys.for_script(()), POOL_KEYS)
+    text: Any = await _run(redis, compose(shared_source(), _READ), keys.for_script(()), POOL_KEYS)
     return Records(json.loads(text, object_hook=_with_numbers))
 
 

@@ -145,7 +145,7 @@ local is_first = state.waiting == 0 and tenant.running < tenant.max_running
 local executor_id, reserved = choose(id, request)
 if is_first and executor_id and not is_dead(request) then -- it need not stand in line first: half the work, usually
   seat(id, request, executor_id, last_attempt + 1, reserved)
-  remember_prefixes(ARGV[5], executor_id)
+  remember_prefixes(request, executor_id)
   return finish(placed(request))
 end
 return finish(without_seat(nil, request, executor_id))

@@ -160,11 +160,10 @@ local function board_one(id, request)
   if not executor_id then
     return deal_with_misfit(id, request)
   end
-  local prefixes = request.prefixes
   observe_wait(request)
   withdraw(id, request)
   seat(id, request, executor_id, request.attempt + 1, blocks)
-  remember_prefixes(prefixes, executor_id)
+  remember_prefixes(request, executor_id)
   tell('placed', id, request)
   return 'seat'
 end

@@ -119,7 +119,7 @@ local function seat(id, request, executor_id, attempt, blocks)
   charge(request, tenant)
   request.state, request.attempt, request.placed_ms = 'PLACED', attempt, NOW
   request.executor_id, request.generation, request.reserved = executor_id, executor.generation, blocks
-  request.passed, request.preempting, request.estimate, request.prefixes = 0, 0, math.huge, ''
+  request.passed, request.preempting, request.estimate = 0, 0, math.huge
   executor.reserved_blocks = executor.reserved_blocks + blocks
   executor.reserved_sequences = executor.reserved_sequences + request.sequences
   save_executor(executor_id, executor)

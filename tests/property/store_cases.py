@@ -37,7 +37,7 @@ pool_settings = st.builds(
     max_queue_bytes=st.sampled_from((None, 900)),
     max_bypass=st.integers(0, 3),
     age_ms=st.sampled_from((1000, 4000, 30_000)),
-    preempt_for_priority=st.booleans(),
+    preempt_for_priority=st.sampled_from((True, True, False)),
 )
 whys = st.sampled_from(("lost", "rejected", "preempted"))
 

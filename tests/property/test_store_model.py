@@ -74,7 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Many calls in the proportions of a bad day; drawn one by one, full lines would hardly come about."""
         rng = random.Random(seed)
         actions, weights = zip(*self._bad_day().items(), strict=True)
-        for action in rng.choices(actions, weights, k=rng.randrange(30)):
+        for action in rng.choices(actions, weights, k=rng.randrange(20, 60)):
             action(rng, rng.choice(ROUTERS), rng.choice(EXECUTORS))
 
     def _bad_day(self) -> dict[Callable[[random.Random, str, str], None], int]:
@@ -361,8 +361,8 @@ def test_scripts_decide_as_the_model_does(redis_url: str) -> None:
     run_state_machine_as_test(
         StoreMachineOnRedis,
         settings=settings(
-            max_examples=80,
-            stateful_step_count=25,
+            max_examples=100,
+            stateful_step_count=10,
             deadline=None,
             derandomize=True,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

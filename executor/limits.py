@@ -25,8 +25,9 @@ class SchedulerPolicy(Enum):
 class PreemptionCost:
     """What it costs to get KV back, per token: to compute it once more, or to copy it one way between device and host.
 
-    Only the ratio counts. Of a model of 8 billion parameters on a large GPU computing takes about 25 µs and copying
-    about 2.6 µs per token; of a small model on two cores 150 µs and 5 µs. A tenth is on the careful side of both.
+    Only the ratio counts. SmolLM2-135M on two cores takes 168 µs to compute a token and 4.5 µs to copy it (measured); a
+    model of 8 billion parameters on a large GPU about 25 µs and 2.6 µs (by its size and the speed of the link). A tenth
+    is right for the second and careful for the first.
     """
 
     recompute_token: float = 1.0

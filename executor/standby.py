@@ -24,8 +24,10 @@ class StandbyDepth:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._ends_per_s = 0.0
-        self._since_s = 0.0
+        # Ends, and the seconds in which they came, both fading.
+        self._num_ends = 0.0
+        self._watched_s = 0.0
+        self._since_s: float | None = None
         self._refill_s: float | None = None
         # When places fell free that nobody has taken yet.
         self._freed_s: deque[float] = deque(maxlen=4096)
@@ -33,16 +35,18 @@ class StandbyDepth:
     @property
     def depth(self) -> int:
         """Sequences that should wait beyond the seats."""
-        if self._refill_s is None:
+        if self._refill_s is None or not self._watched_s:
             return self._most
         # Without the slack the last remains of a rate long past would keep one waiting.
-        return min(self._most, math.ceil(self._ends_per_s * self._refill_s - 0.01))
+        return min(self._most, math.ceil(self._num_ends / self._watched_s * self._refill_s - 0.01))
 
     def ended(self, count: int, now_s: float) -> None:
         """So many sequences have ended since the last call."""
-        self._ends_per_s *= math.exp(-max(0.0, now_s - self._since_s) / MEMORY_S)
+        passed_s = 0.0 if self._since_s is None else max(0.0, now_s - self._since_s)
+        faded = math.exp(-passed_s / MEMORY_S)
         self._since_s = now_s
-        self._ends_per_s += count / MEMORY_S
+        self._num_ends = self._num_ends * faded + count
+        self._watched_s = self._watched_s * faded + MEMORY_S * (1 - faded)
         self._freed_s.extend([now_s] * count)
 
     def refilled(self, now_s: float) -> None:

@@ -11,7 +11,7 @@ from router.store.lua import load_scripts
 from router.store.mailbox import Mailbox
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
-from router.store.types import Demand, ExecutorReport, HeldSequence, Placement, StoreEvent
+from router.store.types import Demand, ExecutorReport, HeldSequence, Placement, Queued, StoreEvent
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
 """Takes the place of `clock.lua`: the time is what `StorePool.set_clock` wrote."""
@@ -34,11 +34,25 @@ class RouterSide:
         self.replied.clear()
         return events
 
-    async def place(self, request_id: str, blocks: int = 1) -> Placement:
+    async def place(self, request_id: str, blocks: int = 1, priority_class: int = 2) -> Placement:
         """Submits a request that is placed at once."""
-        result = await self.store.submit(Demand(request_id, 2, blocks))
+        return await self.place_demand(Demand(request_id, priority_class, blocks))
+
+    async def place_demand(self, demand: Demand) -> Placement:
+        """Submits what is placed at once."""
+        result = await self.store.submit(demand)
         assert isinstance(result, Placement)
         return result
+
+    async def queue(self, demand: Demand) -> Queued:
+        """Submits what has to wait."""
+        result = await self.store.submit(demand)
+        assert isinstance(result, Queued)
+        return result
+
+    async def placed(self) -> list[str]:
+        """The ids of those placed since the last look."""
+        return [event.request_id for event in await self.told() if isinstance(event, Placement)]
 
 
 @dataclass(slots=True)
@@ -82,11 +96,24 @@ class StorePool:
         generation: int = 1,
         accepting: bool = True,
         held: tuple[HeldSequence, ...] = (),
+        reserve_quantile: float = 1.0,
+        step_ms: float = 0.0,
+        prefill_tokens_per_s: float = 0.0,
     ) -> ExecutorReport:
         """A report newer than every one before."""
         self.num_reports += 1
         return ExecutorReport(
-            executor_id, generation, self.num_reports, blocks, blocks, sequences, accepting=accepting, held=held
+            executor_id,
+            generation,
+            self.num_reports,
+            blocks,
+            blocks,
+            sequences,
+            accepting,
+            held,
+            reserve_quantile,
+            step_ms,
+            prefill_tokens_per_s,
         )
 
     async def reserved_blocks(self) -> dict[str, int]:

@@ -46,8 +46,13 @@ class Script:
 
 def load_scripts(clock: str | None = None) -> dict[str, Script]:
     """All scripts by name. A test that steers time passes its own source of `now_ms` as `clock`."""
-    shared = (clock or _read("shared/clock")) + "".join(_read(f"shared/{part}") for part in SHARED[1:])
+    shared = shared_source(clock)
     return {name: _script(compose(shared, _read(name))) for name in NAMES}
+
+
+def shared_source(clock: str | None = None) -> str:
+    """What scripts are composed of, besides their own file."""
+    return (clock or _read("shared/clock")) + "".join(_read(f"shared/{part}") for part in SHARED[1:])
 
 
 def _read(name: str) -> str:

@@ -97,6 +97,7 @@ class AdmissionStore:
         self._scripts = scripts or load_scripts()
         self._peers: frozenset[str] = frozenset()
         self._is_registered = False
+        self._missed_reply = False
         self._operations: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
@@ -252,15 +253,20 @@ class AdmissionStore:
     async def _call(self, operation: _Operation, name: str, args: Sequence[Argument]) -> Reply:
         keys = self._keys.for_script(tuple(sorted(operation.mailboxes)))
         call = self._scripts[name].run(self._redis, keys, [self._router_id, *args])
-        reply = parse_reply(await answered(call, self._settings))
+        try:
+            reply = parse_reply(await answered(call, self._settings))
+        except RequestError:
+            self._missed_reply = True  # with placements, it may be, or the word that the lease has lapsed
+            raise
         operation.mailboxes.update(reply.missing)
         self._deliver(operation, reply)
         return reply
 
     def _deliver(self, operation: _Operation, reply: Reply) -> None:
-        if reply.registered and self._is_registered:
+        if self._missed_reply or (self._is_registered and reply.registered):
             self._on_event(LeaseLapsed())
-        self._is_registered = self._is_registered or reply.registered
+        self._is_registered = self._is_registered or reply.registered or self._missed_reply
+        self._missed_reply = False
         for event in reply.events:
             if isinstance(event, OwnEvent) and event.request_id == operation.own_id:
                 operation.own_event = event

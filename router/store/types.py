@@ -292,7 +292,10 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLapsed:
-    """The pool had forgotten this router and what waited in its name: submit that again. What still waits stays."""
+    """The pool may have forgotten this router and what waited in its name: submit that again. What still waits stays.
+
+    It is told so, too, after a reply got lost: with it may have gone that word, or a placement, which a submit returns.
+    """
 
 
 StoreEvent = Placement | Lost | CancelAsked | PreemptAsked | Cancelled | Dropped | LeaseLapsed

@@ -12,7 +12,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("router", "executor", "common", "client", "bench")
-PURE = ("executor.sequence", "executor.blocks", "executor.scheduler")  # and whatever of ours they import
+# And whatever of ours they import.
+PURE = ("executor.sequence", "executor.blocks", "executor.scheduler", "executor.standby", "executor.deadlines")
 # The standard library without clocks, randomness and I/O.
 PURE_LIBRARY = frozenset(
     {"__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"}

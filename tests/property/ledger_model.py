@@ -1,15 +1,17 @@
-"""What the store's scripts decide, in plain Python: the whole ledger in two dicts, every sum and order by definition.
+"""What the store's scripts decide, in plain Python: each operation by what is promised of it.
 
 The oracle of `test_store_model.py`. It knows no mailboxes, indexes, bounds or repeated calls:
-those are how, this is what.
+those are how, this is what. `ledger_pool` holds what there is, `ledger_board` says who boards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import ceil
 
 from common.errors import Reason
+from router.store.settings import StoreSettings
 from router.store.types import (
     Attempt,
     CancelAsked,
@@ -17,347 +19,348 @@ from router.store.types import (
     CancelOutcome,
     Demand,
     Dropped,
-    DropReason,
     Duplicate,
+    Ending,
     ExecutorReport,
     HandBackRefusal,
     LeaseLapsed,
-    Lost,
     Placement,
     Queued,
     Refused,
     ReportOutcome,
     RequestState,
-    StoreEvent,
 )
+from tests.property.ledger_board import board, place
+from tests.property.ledger_estimates import MARGIN
+from tests.property.ledger_pool import LEASE_MS, NOBODY, Executor, Pool, Request
+from tests.property.ledger_tenants import exceeded
 
-SILENT_MS = 2000
-LEASE_MS = 5000
 AUDIT_GRACE_MS = 2000
 AUDIT_INTERVAL_MS = 1000
-TOMBSTONE_MS = 60_000
+RENEWED_MS = 250  # a lease so fresh is not renewed
 LOST_MS = 30_000
 MAX_GAP_MS = 3000
-
-
-@dataclass(slots=True)
-class Executor:
-    """An executor by its last report."""
-
-    report: ExecutorReport
-    last_report_ms: int
-    audited_ms: int
-    suspended: bool = False
-
-
-@dataclass(slots=True)
-class Request:
-    """A request that has not ended. `placement` is the latest, where it still says something."""
-
-    demand: Demand
-    owner_id: str
-    deadline_ms: int | None
-    arrival: int
-    attempt: int
-    state: RequestState = RequestState.WAITING
-    rejections: int = 0
-    placement: Placement | None = None
-    since_ms: int = 0
-    has_output: bool = False
-
-    @property
-    def order(self) -> tuple[int, float, int]:
-        """Its place in line."""
-        deadline_ms = float("inf") if self.deadline_ms is None else self.deadline_ms
-        return (self.demand.priority_class, deadline_ms, self.arrival)
+IDLE_TENANT_MS = 600_000
+MIN_RETRY_MS, MAX_RETRY_MS = 100, 60_000
 
 
 @dataclass(slots=True)
 class Ledger:
-    """The pool. `told` collects, per router, what it is told; the result of a call is not told again."""
+    """The operations. `known` are routers that have had a lease."""
 
-    max_waiting: int
-    now_ms: int = 0
-    executors: dict[str, Executor] = field(default_factory=dict)
-    requests: dict[str, Request] = field(default_factory=dict)
-    ended_ms: dict[str, int] = field(default_factory=dict)
-    routers: dict[str, int] = field(default_factory=dict)
+    settings: StoreSettings
+    pool: Pool = field(default_factory=Pool)
     known: set[str] = field(default_factory=set)
-    told: dict[str, list[StoreEvent]] = field(default_factory=dict)
-    num_arrivals: int = 0
-    attended: tuple[int, int] | None = None
 
-    # What holds ------------------------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Redis was emptied."""
+        told, now_ms = self.pool.told, self.pool.now_ms
+        self.pool = Pool(now_ms, told=told)
 
-    def line(self) -> list[str]:
-        """The ids that wait, first to last."""
-        waiting = [name for name, one in self.requests.items() if one.state is RequestState.WAITING]
-        return sorted(waiting, key=lambda name: self.requests[name].order)
+    def register(self, router_id: str) -> None:
+        """Model of renew.lua."""
+        until_ms = self.pool.routers.get(router_id)
+        if until_ms is None and router_id in self.known:
+            self.pool.tell(router_id, LeaseLapsed())
+        self.known.add(router_id)
+        if until_ms is None or until_ms - self.pool.now_ms < LEASE_MS - RENEWED_MS:
+            self.pool.routers[router_id] = self.pool.now_ms + LEASE_MS
 
-    def placed_on(self, executor_id: str) -> list[str]:
-        """The ids with a reservation there."""
-        return sorted(
-            name
-            for name, one in self.requests.items()
-            if one.state is RequestState.PLACED and one.placement and one.placement.executor_id == executor_id
-        )
-
-    def reserved(self, executor_id: str) -> tuple[int, int]:
-        """Blocks and sequences promised there."""
-        demands = [self.requests[name].demand for name in self.placed_on(executor_id)]
-        return sum(one.blocks for one in demands), sum(one.sequences for one in demands)
-
-    def available(self, executor_id: str) -> tuple[int, int] | None:
-        """Blocks and sequences that can be promised there; None where nothing may board."""
-        executor = self.executors[executor_id]
-        is_live = self.now_ms - executor.last_report_ms <= SILENT_MS
-        if not (is_live and executor.report.accepting) or executor.suspended:
-            return None
-        blocks, sequences = self.reserved(executor_id)
-        return executor.report.budget_blocks - blocks, executor.report.budget_sequences - sequences
-
-    def is_tombstoned(self, name: str) -> bool:
-        """Whether the id ended lately."""
-        return name in self.ended_ms and self.now_ms - self.ended_ms[name] <= TOMBSTONE_MS
-
-    # Operations ------------------------------------------------------------------------------------------------
+    # Requests --------------------------------------------------------------------------------------------------
 
     def submit(self, router_id: str, demand: Demand) -> Placement | Queued | Refused | Duplicate | Dropped:
         """Model of submit.lua."""
         self.register(router_id)
-        name = demand.request_id
-        known = self.requests.get(name)
-        if known:
-            asked = (demand.priority_class, demand.deadline_ms, demand.blocks, demand.sequences)
-            had = known.demand
-            same = asked == (had.priority_class, had.deadline_ms, had.blocks, had.sequences)
-            if same and known.owner_id == router_id and known.state is not RequestState.LOST:
-                return self._standing(name)
-            return Duplicate(known.state)
-        if self.is_tombstoned(name):
+        pool, name = self.pool, demand.request_id
+        if name in pool.requests:
+            return self._duplicate_of(pool.requests[name], router_id, demand)
+        if pool.is_tombstoned(name):
             return Duplicate(RequestState.ENDED)
-        if not any(self.now_ms - one.last_report_ms <= LEASE_MS for one in self.executors.values()):
-            return Refused(Reason.NO_EXECUTOR)
-        if not self._fits_somewhere(demand):
-            return Refused(Reason.NEVER_FITS)
-        deadline_ms = None if demand.deadline_ms is None else self.now_ms + demand.deadline_ms
-        self.num_arrivals += 1
-        self.requests[name] = Request(demand, router_id, deadline_ms, self.num_arrivals, demand.last_attempt)
-        self._board(router_id)
-        if self.requests[name].state is RequestState.WAITING and len(self.line()) > self.max_waiting:
-            del self.requests[name]
-            return Refused(Reason.QUEUE_FULL)
+        pool.settings = self.settings
+        request = Request(
+            demand,
+            router_id,
+            pool.num_arrivals,
+            pool.now_ms,
+            demand.last_attempt,
+            demand.priority_class,
+            demand.output_tokens,
+        )
+        pool.num_arrivals += 1
+        return self._take_rates(request) or self._admit(router_id, request)
+
+    def _duplicate_of(self, known: Request, router_id: str, demand: Demand) -> Placement | Queued | Duplicate:
+        had = known.demand
+        same = (had.tenant, had.priority_class, had.deadline_ms, had.blocks, had.sequences) == (
+            demand.tenant,
+            demand.priority_class,
+            demand.deadline_ms,
+            demand.blocks,
+            demand.sequences,
+        )
+        if same and known.owner_id == router_id and known.state is not RequestState.LOST:
+            return self._standing(had.request_id)
+        assert known.state
+        return Duplicate(known.state)
+
+    def _take_rates(self, request: Request) -> Refused | None:
+        """Nothing of a request that is refused for its rate is remembered."""
+        demand, limits = request.demand, request.demand.limits
+        if demand.last_attempt == 0 and demand.output_tokens == 0:
+            known = self.pool.tenants.get(demand.tenant)
+            refusal = known.refusal_by_rates(limits, request.tokens, self.pool.now_ms) if known else None
+            if refusal:
+                return Refused(Reason.RATE_LIMITED, *refusal)
+            tenant = self.pool.tenant(demand.tenant)
+            tenant.requests.take(self.pool.now_ms, 1, limits.requests_per_s)
+            tenant.tokens.take(self.pool.now_ms, request.tokens, limits.tokens_per_s)
+            request.rated = None if limits.tokens_per_s is None else request.tokens
+        self.pool.tenant(demand.tenant).limits = limits
+        self.pool.update_active()
+        return None
+
+    def _admit(self, router_id: str, request: Request) -> Placement | Queued | Refused | Dropped:
+        pool, name = self.pool, request.demand.request_id
+        tenant = pool.tenant(request.demand.tenant)
+        executor_id = pool.choose(name, request)
+        is_first = not pool.waiting() and pool.running(request.demand.tenant) < tenant.max_running
+        if not executor_id and (refused := self._impossible(request.demand)):
+            self._give_back_rates(request)
+            return refused
+        pool.requests[name] = request
+        if executor_id and is_first and not pool.is_dead(request):
+            place(pool, name, executor_id)
+            return self._standing(name)
+        pool.enqueue(name)
+        if executor_id:
+            board(pool, router_id)
+        if request.state is RequestState.WAITING and name in pool.requests:
+            if refused := self._refusal_of_waiting(request):
+                pool.forget(name)
+                self._give_back_rates(request)
+                return refused
+            wait_ms = pool.estimated_wait_ms(name)
+            may_be_refused = not (request.demand.last_attempt or request.output)
+            if may_be_refused and wait_ms is not None:
+                request.estimate = (wait_ms, pool.estimates.correction)
         return self._own_result(router_id, name)
 
-    def settle(self, router_id: str, attempts: Iterable[Attempt]) -> int:
+    def _impossible(self, demand: Demand) -> Refused | None:
+        executors = self.pool.executors.values()
+        if not any(self.pool.now_ms - one.last_report_ms <= LEASE_MS for one in executors):
+            return Refused(Reason.NO_EXECUTOR)
+        return None if self.pool.fits_somewhere(demand) else Refused(Reason.NEVER_FITS)
+
+    def _refusal_of_waiting(self, request: Request) -> Refused | None:
+        if request.demand.last_attempt or request.output:
+            return None
+        pool, settings, demand = self.pool, self.settings, request.demand
+        own, everything = pool.waiting(demand.tenant), pool.waiting()
+        limit = exceeded(demand.limits, len(own), pool.tokens_waiting(own), pool.bytes_waiting(own))
+        bounds = (
+            ("max_queue_requests", len(everything), settings.max_queue_requests),
+            ("max_queue_tokens", pool.tokens_waiting(everything), settings.max_queue_tokens),
+            ("max_queue_bytes", pool.bytes_waiting(everything), settings.max_queue_bytes),
+        )
+        limit = limit or next((name for name, found, bound in bounds if bound is not None and found > bound), None)
+        wait_ms = pool.estimated_wait_ms(demand.request_id)
+        if limit:
+            return Refused(Reason.QUEUE_FULL, limit, None if wait_ms is None else _retry_after_ms(wait_ms / 4))
+        if demand.deadline_ms is not None:
+            late_ms = (wait_ms or 0) * MARGIN + pool.prefill_ms(request) - demand.deadline_ms
+            if late_ms > 0:
+                return Refused(Reason.DEADLINE_UNMEETABLE, "first token deadline", _retry_after_ms(late_ms))
+        return None
+
+    def _give_back_rates(self, request: Request) -> None:
+        """As if it had not been taken; the bucket cannot have been full meanwhile."""
+        demand = request.demand
+        tenant = self.pool.tenant(demand.tenant)
+        if request.demand.last_attempt == 0 and request.output == 0:
+            tenant.requests.take(self.pool.now_ms, -1, demand.limits.requests_per_s)
+            tenant.return_tokens(request.rated or 0)
+
+    def settle(self, router_id: str, endings: Iterable[Attempt | Ending]) -> int:
         """Model of settle.lua."""
         num_settled = 0
-        for one in attempts:
-            request = self.requests.get(one.request_id)
+        for one in endings:
+            request = self.pool.requests.get(one.request_id)
             if request is None:
-                self._end(one.request_id)
+                self.pool.end(one.request_id)
             elif request.attempt == one.attempt and request.state is not RequestState.WAITING:
-                self._end(one.request_id)
+                if isinstance(one, Ending):
+                    self._settle_usage(request, one)
+                self.pool.end(one.request_id)
                 num_settled += 1
-        self._board(router_id)
+        board(self.pool, router_id)
         return num_settled
+
+    def _settle_usage(self, request: Request, ending: Ending) -> None:
+        if ending.computed_tokens is None or ending.output_tokens is None:
+            return
+        demand = request.demand
+        self.pool.tenant(demand.tenant).settle(
+            request.charge, request.rated, ending.computed_tokens, ending.output_tokens, demand.max_tokens
+        )
+        if ending.by_itself and self.pool.overcommits and demand.max_tokens:
+            self.pool.lengths.learn(demand.tenant, demand.max_tokens, ending.output_tokens)
 
     def cancel(self, router_id: str, name: str) -> CancelOutcome:
         """Model of cancel.lua."""
-        request = self.requests.get(name)
+        pool = self.pool
+        request = pool.requests.get(name)
         if request is None:
-            return CancelOutcome(RequestState.ENDED if self.is_tombstoned(name) else None)
-        told = request.owner_id != router_id and self._lives(request.owner_id, router_id)
+            return CancelOutcome(RequestState.ENDED if pool.is_tombstoned(name) else None)
+        told = request.owner_id != router_id and pool.lives(request.owner_id, router_id)
         is_placed = request.state is RequestState.PLACED
         if told:
-            event = CancelAsked(name, request.attempt) if is_placed else Cancelled(name)
-            self._tell(request.owner_id, event)
+            pool.tell(request.owner_id, CancelAsked(name, request.attempt) if is_placed else Cancelled(name))
         if not is_placed:
-            self._end(name)
-        self._board(router_id)
+            pool.end(name)
+            if request.charge is None:
+                pool.tenant(request.demand.tenant).return_tokens(request.rated or 0)
+        board(pool, router_id)
         return CancelOutcome(request.state, request.placement if is_placed else None, request.owner_id or None, told)
 
     def hand_back(
-        self, router_id: str, name: str, attempt: int, max_attempts: int, rejected: bool, has_output: bool
+        self, router_id: str, one: Attempt, max_attempts: int, why: str, output_tokens: int
     ) -> Placement | Queued | Dropped | HandBackRefusal:
-        """Model of hand_back.lua."""
+        """Model of hand_back.lua; `why` is lost, rejected or preempted."""
         self.register(router_id)
-        request = self.requests.get(name)
+        pool, name = self.pool, one.request_id
+        request = pool.requests.get(name)
         if request is None:
-            return HandBackRefusal.STALE if self.is_tombstoned(name) else HandBackRefusal.UNKNOWN
+            return HandBackRefusal.STALE if pool.is_tombstoned(name) else HandBackRefusal.UNKNOWN
         is_waiting = request.state is RequestState.WAITING
-        if request.attempt != attempt or (is_waiting and request.owner_id != router_id):
+        if request.attempt != one.attempt or (is_waiting and request.owner_id != router_id):
             return HandBackRefusal.STALE
-        if request.state is RequestState.PLACED and request.placement:
-            self.executors[request.placement.executor_id].suspended = True
         if not is_waiting:
-            request.rejections += rejected
-            if attempt - request.rejections >= max_attempts:
-                self._end(name)
-                self._board(router_id)
+            if request.state is RequestState.PLACED and why != "preempted" and request.placement:
+                pool.executors[request.placement.executor_id].suspended = True
+            request.rejections += why != "lost"
+            if one.attempt - request.rejections >= max_attempts:
+                pool.end(name)
+                board(pool, router_id)
                 return HandBackRefusal.EXHAUSTED
-            request.state, request.owner_id, request.placement = RequestState.WAITING, router_id, None
-            request.has_output = has_output
-        self._board(router_id)
+            request.owner_id, request.placement, request.reserved = router_id, None, None
+            request.output = max(request.output, output_tokens)
+            pool.enqueue(name)
+        board(pool, router_id)
         return self._own_result(router_id, name)
 
-    def _is_expired(self, request: Request) -> bool:
-        is_late = request.deadline_ms is not None and request.deadline_ms < self.now_ms
-        return is_late and not request.has_output
+    # Executors and leases --------------------------------------------------------------------------------------
 
     def report(self, router_id: str, report: ExecutorReport) -> ReportOutcome:
         """Model of report.lua."""
-        name = report.executor_id
-        known = self.executors.get(name)
+        pool, name = self.pool, report.executor_id
+        known = pool.executors.get(name)
         if known and report.generation == known.report.generation and report.seq <= known.report.seq:
             return ReportOutcome(taken=False)
-        has_lease = known and self.now_ms - known.last_report_ms <= LEASE_MS
+        has_lease = known and pool.now_ms - known.last_report_ms <= LEASE_MS
         if known and has_lease and report.generation < known.report.generation:
             return ReportOutcome(taken=False)
         if known and report.generation != known.report.generation:
-            self._lose_all(name, router_id)
+            for one in pool.placed_on(name):
+                pool.lose(one, router_id)
             known = None
         audited_ms = known.audited_ms if known else -AUDIT_INTERVAL_MS
-        executor = self.executors[name] = Executor(report, self.now_ms, audited_ms)
-        superseded: tuple[Attempt, ...] = ()
-        if self.now_ms - audited_ms >= AUDIT_INTERVAL_MS:
-            executor.audited_ms = self.now_ms
+        executor = pool.executors[name] = Executor(report, pool.now_ms, audited_ms)
+        pool.overcommits |= report.reserve_quantile < 1
+        pool.estimates.observe_speeds(report.step_ms, report.prefill_tokens_per_s)
+        superseded: list[Attempt] = []
+        if pool.now_ms - audited_ms >= AUDIT_INTERVAL_MS:
+            executor.audited_ms = pool.now_ms
             superseded = self._audit(report, router_id)
-        self._board(router_id)
-        return ReportOutcome(taken=True, superseded=superseded)
+        board(pool, router_id)
+        return ReportOutcome(taken=True, superseded=tuple(superseded))
+
+    def _audit(self, report: ExecutorReport, caller_id: str) -> list[Attempt]:
+        """What the executor does not hold is lost; what nobody placed there is taken in, or named as superseded."""
+        pool, held = self.pool, {(one.request_id, one.attempt) for one in report.held}
+        matched = set()
+        for name in pool.placed_on(report.executor_id):
+            request = pool.requests[name]
+            if (name, request.attempt) in held:
+                matched.add(name)
+            elif pool.now_ms - request.placed_ms > AUDIT_GRACE_MS:
+                pool.lose(name, caller_id)
+        superseded = []
+        for one in report.held:
+            known = pool.requests.get(one.request_id)
+            if one.request_id in matched:
+                continue
+            if known and known.attempt >= one.attempt:
+                superseded.append(Attempt(one.request_id, one.attempt))
+            elif not known and pool.is_tombstoned(one.request_id):
+                if pool.now_ms - pool.ended_ms[one.request_id] > AUDIT_GRACE_MS:
+                    superseded.append(Attempt(one.request_id, one.attempt))
+            else:
+                if not known:
+                    self._take_in(one.request_id, one.blocks)
+                pool.seat(one.request_id, report.executor_id, one.attempt, one.blocks)
+        return superseded
+
+    def _take_in(self, name: str, blocks: int) -> None:
+        """A request that only its executor knows of: of no tenant, and nobody's until somebody hands it back."""
+        pool = self.pool
+        demand = Demand(name, 2, blocks, tenant="", block_size=1)
+        pool.requests[name] = Request(demand, NOBODY, pool.num_arrivals, pool.now_ms, 0, 2, charge=0)
+        pool.num_arrivals += 1
 
     def reap(self, router_id: str) -> None:
         """Model of reap.lua."""
         self.register(router_id)
-        last_ms, since_ms = self.attended or (self.now_ms - MAX_GAP_MS - 1, 0)
-        since_ms = self.now_ms if self.now_ms - last_ms > MAX_GAP_MS else since_ms
-        self.attended = (self.now_ms, since_ms)
-        if self.now_ms - since_ms > LEASE_MS:
-            for name, executor in sorted(self.executors.items()):
-                if self.now_ms - executor.last_report_ms > LEASE_MS:
-                    self._lose_all(name, router_id)
-                    del self.executors[name]
-            for name, until_ms in sorted(self.routers.items()):
-                if until_ms < self.now_ms:
-                    self._forget_router(name)
-            for name, request in sorted(self.requests.items()):
-                if request.state is RequestState.LOST and self.now_ms - request.since_ms > LOST_MS:
-                    del self.requests[name]
-        self._board(router_id)
+        pool = self.pool
+        self._forget_idle_tenants()
+        last_ms, since_ms = pool.attended or (pool.now_ms - MAX_GAP_MS - 1, 0)
+        since_ms = pool.now_ms if pool.now_ms - last_ms > MAX_GAP_MS else since_ms
+        pool.attended = (pool.now_ms, since_ms)
+        if pool.now_ms - since_ms > LEASE_MS:
+            self._reap_leases(router_id)
+        board(pool, router_id)
 
-    def register(self, router_id: str) -> None:
-        """Model of renew.lua."""
-        if router_id not in self.routers and router_id in self.known:
-            self._tell(router_id, LeaseLapsed())
-        self.known.add(router_id)
-        self.routers[router_id] = self.now_ms + LEASE_MS
+    def _reap_leases(self, router_id: str) -> None:
+        pool = self.pool
+        for gone in [name for name, until_ms in pool.routers.items() if until_ms < pool.now_ms]:
+            del pool.routers[gone]
+            for name in pool.waiting():
+                if pool.requests[name].owner_id == gone:
+                    pool.forget(name)
+        for gone in [name for name, one in pool.executors.items() if pool.now_ms - one.last_report_ms > LEASE_MS]:
+            for name in pool.placed_on(gone):
+                pool.lose(name, router_id)
+            for name in [one for one in pool.claims if pool.requests[one].claim == gone]:
+                pool.unclaim(name)
+            del pool.executors[gone]
+        for name, request in list(pool.requests.items()):
+            if request.state is RequestState.LOST and pool.now_ms - request.lost_ms > LOST_MS:
+                pool.forget(name)
 
-    # Parts -----------------------------------------------------------------------------------------------------
+    def _forget_idle_tenants(self) -> None:
+        pool = self.pool
+        for name, tenant in list(pool.tenants.items()):
+            last_ms = max(tenant.used_ms, tenant.tokens.full_ms, tenant.requests.full_ms)
+            is_idle = not pool.waiting(name) and not pool.running(name)
+            if is_idle and pool.now_ms - last_ms > IDLE_TENANT_MS:
+                del pool.tenants[name]
 
-    def _board(self, caller_id: str) -> None:
-        for name in self.line():
-            request = self.requests[name]
-            seats = {one: self.available(one) for one in self.executors}
-            room = {
-                one: free[0]
-                for one, free in seats.items()
-                if free and free[0] >= request.demand.blocks and free[1] >= request.demand.sequences
-            }
-            if not self._lives(request.owner_id, caller_id):
-                del self.requests[name]
-            elif self._is_expired(request):
-                self._end(name)
-                self._tell(request.owner_id, Dropped(name, DropReason.EXPIRED))
-            elif room:
-                self._seat(name, min(room, key=lambda one: (-room[one], one)), request.attempt + 1)
-                assert request.placement
-                self._tell(request.owner_id, request.placement)
-            elif self.executors and not self._fits_somewhere(request.demand):
-                self._end(name)
-                self._tell(request.owner_id, Dropped(name, DropReason.NEVER_FITS))
-            else:
-                return
-
-    def _seat(self, name: str, executor_id: str, attempt: int) -> None:
-        request = self.requests[name]
-        generation = self.executors[executor_id].report.generation
-        request.state, request.attempt, request.since_ms = RequestState.PLACED, attempt, self.now_ms
-        request.placement = Placement(name, attempt, executor_id, generation)
-
-    def _fits_somewhere(self, demand: Demand) -> bool:
-        return any(
-            one.report.total_blocks >= demand.blocks and one.report.budget_sequences >= demand.sequences
-            for one in self.executors.values()
-        )
-
-    def _audit(self, report: ExecutorReport, caller_id: str) -> tuple[Attempt, ...]:
-        held = {(one.request_id, one.attempt) for one in report.held}
-        matched = set()
-        for name in self.placed_on(report.executor_id):
-            request = self.requests[name]
-            if (name, request.attempt) in held:
-                matched.add(name)
-            elif self.now_ms - request.since_ms > AUDIT_GRACE_MS:
-                self._lose(name, caller_id)
-        superseded = []
-        for one in report.held:
-            known = self.requests.get(one.request_id)
-            if one.request_id in matched:
-                continue
-            if known and known.attempt < one.attempt:
-                self._seat(one.request_id, report.executor_id, one.attempt)
-            elif known or self.is_tombstoned(one.request_id):
-                is_fresh = not known and self.now_ms - self.ended_ms[one.request_id] <= AUDIT_GRACE_MS
-                superseded += [] if is_fresh else [Attempt(one.request_id, one.attempt)]
-            else:
-                self.num_arrivals += 1
-                demand = Demand(one.request_id, 2, one.blocks)
-                self.requests[one.request_id] = Request(demand, "", None, self.num_arrivals, one.attempt)
-                self._seat(one.request_id, report.executor_id, one.attempt)
-        return tuple(superseded)
-
-    def _lose_all(self, executor_id: str, caller_id: str) -> None:
-        for name in self.placed_on(executor_id):
-            self._lose(name, caller_id)
-
-    def _lose(self, name: str, caller_id: str) -> None:
-        request = self.requests[name]
-        assert request.placement
-        if not self._lives(request.owner_id, caller_id):
-            del self.requests[name]
-            return
-        request.state, request.since_ms = RequestState.LOST, self.now_ms
-        was = request.placement
-        self._tell(request.owner_id, Lost(name, was.attempt, was.executor_id, was.generation))
-
-    def _end(self, name: str) -> None:
-        self.requests.pop(name, None)
-        self.ended_ms[name] = self.now_ms
-
-    def _forget_router(self, router_id: str) -> None:
-        del self.routers[router_id]
-        for name in self.line():
-            if self.requests[name].owner_id == router_id:
-                del self.requests[name]
-
-    def _lives(self, owner_id: str, caller_id: str) -> bool:
-        return owner_id in self.routers or (owner_id == caller_id and owner_id != "")
-
-    def _tell(self, router_id: str, event: StoreEvent) -> None:
-        self.told.setdefault(router_id, []).append(event)
+    # Results ---------------------------------------------------------------------------------------------------
 
     def _standing(self, name: str) -> Placement | Queued:
-        placement = self.requests[name].placement
-        return placement or Queued(self.line().index(name))
+        request = self.pool.requests[name]
+        if request.state is RequestState.PLACED and request.placement:
+            return request.placement
+        return Queued(self.pool.num_ahead(name), self.pool.estimated_wait_ms(name))
 
     def _own_result(self, router_id: str, name: str) -> Placement | Queued | Dropped:
-        own = [
-            event
-            for event in self.told.get(router_id, [])
-            if isinstance(event, Placement | Dropped) and event.request_id == name
-        ]
+        """What the caller was told of its own request is the result, and not told again."""
+        told = self.pool.told.get(router_id, [])
+        own = [one for one in told if isinstance(one, Placement | Dropped) and one.request_id == name]
         if not own:
             return self._standing(name)
-        self.told[router_id].remove(own[-1])
-        assert isinstance(own[-1], Placement | Dropped)
+        told.remove(own[-1])
         return own[-1]
+
+
+def _retry_after_ms(wait_ms: float) -> int:
+    return ceil(max(MIN_RETRY_MS, min(MAX_RETRY_MS, wait_ms)))

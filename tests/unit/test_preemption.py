@@ -156,6 +156,27 @@ class TestPreempted:
             retire(scheduler, plan)
         assert boarded == ["b", "c"]
 
+    def test_comes_back_beside_others_only_with_a_block_to_spare_for_each_of_them_and_itself(self) -> None:
+        # Given three that fill twelve blocks, of which "b" gives way, and then "c" ends
+        scheduler = make_scheduler(TIGHT, num_blocks=12)
+        away = modest("b", [2] * 4, max_tokens=40, priority=-1)
+        for sequence in (modest("a", [1] * 4, max_tokens=40), away, modest("c", [3] * 4, max_tokens=20)):
+            assert scheduler.offer(sequence) is None
+        assert run_until_preempted(scheduler) == [away]
+        while not step(scheduler).finished:
+            pass
+
+        # When six blocks are free, of which it needs five
+        assert scheduler.pool.num_available == 6
+        plan = scheduler.schedule()
+
+        # Then it waits on: beside "a" it would have to give way again before a block is full.
+        assert [sequence.request_id for sequence in plan.sequences] == ["a"]
+        retire(scheduler, plan)
+        while not step(scheduler).finished:
+            assert away.seat is None
+        assert scheduler.schedule().boarded == (away,)
+
     def test_shrinks_the_budget_to_what_is_promised_until_it_is_back(self) -> None:
         scheduler, _, _ = crowded()
         assert scheduler.budget_blocks == 6

@@ -10,7 +10,7 @@ local id = ARGV[2]
 
 local function most_available()
   local first = roomiest(1)[1]
-  return first and available_blocks(load_executor(first)) or 0
+  return first and math.max(0, available_blocks(load_executor(first))) or 0
 end
 
 -- The first of the tenants of a class that may be served.
@@ -38,8 +38,7 @@ local function wait_reason(request, ahead_in_tenant)
   if first_tenant(request.class) ~= request.tenant then
     return 'FAIRNESS'
   end
-  local claim = claims[1]
-  if claim and claim.id ~= id and #roomiest(1) == 0 then
+  if #claims > 0 and request.claim == '' and #roomiest(1) == 0 then
     return 'HELD_LINE'
   end
   return #roomiest(1) > 0 and 'BLOCKS' or 'SEAT'
@@ -57,6 +56,8 @@ if request.state == 'WAITING' then
 end
 local best = roomiest(1)[1]
 return finish({
-  request.state, request.attempt, request.class, request.tenant, request.executor_id, ahead, wait_ms, reason,
-  request.state == 'PLACED' and request.reserved or needed_blocks(request, best and load_executor(best)), most_available(), request.passed,
+  request.state, request.attempt, request.class, request.tenant,
+  request.state == 'PLACED' and request.executor_id or '', ahead, wait_ms, reason,
+  request.state == 'PLACED' and request.reserved or needed_blocks(request, best and load_executor(best)),
+  most_available(), request.passed,
 })

@@ -41,6 +41,12 @@ local function reap_executor(id)
   if not empty then
     return false
   end
+  local claimant = load_executor(id).claim
+  local request = claimant ~= '' and load_request(claimant)
+  if request then
+    unclaim(request)
+    save_request(claimant, request)
+  end
   redis.call('HDEL', EXECUTORS, id)
   executors[id], dirty_executors[id] = nil, nil
   for _, key in ipairs({ROOM, SIZES, REPORTS}) do
@@ -92,17 +98,17 @@ local function forget_idle_tenants()
   end
 end
 
--- Each with at most so many; whether that was all.
+-- Each with at most so many; whether that was all. Routers first: those that are gone need not be told of executors.
 local function reap_leases()
-  local silent = redis.call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - LEASE_MS - 1, 'LIMIT', 0, MAX_EXECUTORS)
-  local complete = #silent < MAX_EXECUTORS
-  for _, id in ipairs(silent) do
-    complete = reap_executor(id) and complete
-  end
   local lapsed = redis.call('ZRANGEBYSCORE', ROUTERS, '-inf', NOW - 1, 'LIMIT', 0, MAX_ROUTERS)
-  complete = #lapsed < MAX_ROUTERS and complete
+  local complete = #lapsed < MAX_ROUTERS
   for _, name in ipairs(lapsed) do
     complete = reap_router(name) and complete
+  end
+  local silent = redis.call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - LEASE_MS - 1, 'LIMIT', 0, MAX_EXECUTORS)
+  complete = #silent < MAX_EXECUTORS and complete
+  for _, id in ipairs(silent) do
+    complete = reap_executor(id) and complete
   end
   return complete
 end

@@ -15,13 +15,15 @@ for i = 2, #ARGV, 5 do
   if not request then
     bury(id)
   elseif request.attempt == attempt and request.state ~= 'WAITING' then
+    local computed, output = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
+    local tenant = load_tenant(request.tenant)
+    if computed and output then -- before it may come back to the line and be lifted
+      settle_usage(request, tenant, computed, output)
+    end
     withdraw(id, request)
     bury(id)
     num_settled = num_settled + 1
-    local computed, output = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
     if computed and output then
-      local tenant = load_tenant(request.tenant)
-      settle_usage(request, tenant, computed, output)
       save_tenant(request.tenant, tenant)
       if ARGV[i + 4] == '1' then
         learn_length(request, output)

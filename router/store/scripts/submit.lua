@@ -81,6 +81,7 @@ local function without_seat(known, request, executor_id)
   local refused = not executor_id and impossible(request)
   if refused then
     tenant.request_ms, tenant.token_ms = request_ms, token_ms
+    save_tenant(name, tenant) -- its limits may be new
     return refused
   end
   enqueue(id, request)
@@ -142,9 +143,9 @@ save_tenant(name, tenant)
 
 local is_first = state.waiting == 0 and tenant.running < tenant.max_running
 local executor_id, reserved = choose(id, request)
-if is_first and executor_id then -- then it need not stand in line first: half the work in the usual case
+if is_first and executor_id and not is_dead(request) then -- it need not stand in line first: half the work, usually
   seat(id, request, executor_id, last_attempt + 1, reserved)
-  remember_prefixes(ARGV[5], executor_id)
+  remember_prefixes(request, executor_id)
   return finish(placed(request))
 end
 return finish(without_seat(nil, request, executor_id))

@@ -18,13 +18,18 @@ local function promote_aged()
     local request = load_request(id)
     if request and request.state == 'WAITING' then
       redis.call('ZREM', KEYS[WAITING + request.class], line_member(id, request))
-      count_waiting(request, -1)
-      request.class = request.class - 1
+      local left = request.class
+      request.class = left - 1
       redis.call('ZADD', KEYS[WAITING + request.class], '0', line_member(id, request))
       if request.class > 1 then
         redis.call('ZADD', AGEING, string.format('%d', NOW + state.age_ms), id)
       end
       count_waiting(request, 1)
+      count_waiting(request, -1, left)
+      for _, claim in ipairs(claims) do
+        claim.class = claim.id == id and request.class or claim.class
+      end
+      save_claims()
       save_request(id, request)
     end
   end
@@ -127,7 +132,7 @@ local function deal_with_misfit(id, request)
   if victims then
     save_request(id, request)
   end
-  if request.claim ~= '' and not takes_work(load_executor(request.claim)) then
+  if request.claim ~= '' and not could_hold(load_executor(request.claim), request) then
     unclaim(request)
     save_request(id, request)
   end
@@ -147,32 +152,34 @@ local function board_one(id, request)
     redis.call('HDEL', REQUESTS, id)
     return 'drop'
   end
-  local executor_id, blocks = choose(id, request)
   if is_dead(request) then
-    if executor_id then
-      drop('expired', id, request)
-    end
-    return executor_id and 'drop' or 'pass'
+    drop('expired', id, request)
+    return 'drop'
   end
+  local executor_id, blocks = choose(id, request)
   if not executor_id then
     return deal_with_misfit(id, request)
   end
-  local prefixes = request.prefixes
   observe_wait(request)
   withdraw(id, request)
   seat(id, request, executor_id, request.attempt + 1, blocks)
-  remember_prefixes(prefixes, executor_id)
+  remember_prefixes(request, executor_id)
   tell('placed', id, request)
   return 'seat'
 end
 
--- Somebody was placed past these.
+-- Somebody was placed past these. Whether others may be, too.
 local function count_passes(passed)
+  local may_pass = true
   for _, id in ipairs(passed) do
     local request = load_request(id)
     request.passed = request.passed + 1
+    if request.claim == '' and request.passed >= state.max_bypass then
+      may_pass = claim_executor(id, request) and may_pass
+    end
     save_request(id, request)
   end
+  return may_pass
 end
 
 local function board()
@@ -183,7 +190,7 @@ local function board()
   promote_aged()
   local passed = {}
   for _ = 1, MAX_HEADS do
-    if #claims == 0 and #roomiest(1) == 0 then
+    if #claims == 0 and #roomiest(1) == 0 and not (state.preempts and redis.call('ZCARD', PREEMPTIBLE) > 0) then
       return
     end
     local id, request = next_in_line(passed)
@@ -191,9 +198,8 @@ local function board()
       return
     end
     local dealt = request and board_one(id, request) or 'drop'
-    if dealt == 'seat' then
-      count_passes(passed)
-    elseif dealt == 'hold' or (dealt == 'pass' and #passed == MAX_PASSED) then
+    if dealt == 'hold' or (dealt == 'seat' and not count_passes(passed)) or
+      (dealt == 'pass' and #passed == MAX_PASSED) then
       return
     elseif dealt == 'pass' then
       passed[#passed + 1], passed[id] = id, true

@@ -48,7 +48,9 @@ local function observe_wait(request)
   state.window_tokens = state.window_tokens + request.prompt + request.max
   if window_ms >= WINDOW_MS then
     local speed = state.window_tokens / window_ms
-    state.speed = state.speed > 0 and 0.7 * state.speed + 0.3 * speed or speed
+    if speed > 0 then -- of requests that only executors knew of, the tokens are not known
+      state.speed = state.speed > 0 and 0.7 * state.speed + 0.3 * speed or speed
+    end
     state.window_since, state.window_tokens = NOW, 0
   end
   if request.estimate < math.huge and request.attempt == 0 then

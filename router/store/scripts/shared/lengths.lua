@@ -41,9 +41,9 @@ local function add_length(field, bin)
   redis.call('HSET', LENGTHS, field, cmsgpack.pack(histogram))
 end
 
--- Learns from a completion.
+-- Learns from a completion of a request that a router asked for; what only its executor knew of has no `max`.
 local function learn_length(request, output)
-  if state.overcommits then
+  if state.overcommits and request.max > 0 then
     local size = size_of(request.max)
     local bin = bin_of(size, output)
     add_length(request.tenant .. '\0' .. size, bin)

@@ -77,12 +77,12 @@ local function holder_of_prefix(request, best)
 end
 
 -- Notes that the executor will hold these beginnings.
-local function remember_prefixes(prefixes, executor_id)
-  if prefixes == '' then
+local function remember_prefixes(request, executor_id)
+  if request.prefixes == '' then
     return
   end
   local fields = {}
-  for _, hash in ipairs(split_prefixes(prefixes)) do
+  for _, hash in ipairs(split_prefixes(request.prefixes)) do
     fields[#fields + 1], fields[#fields + 2] = hash, executor_id
   end
   state.num_prefixes = state.num_prefixes + redis.call('HSET', PREFIXES, unpack(fields))
@@ -116,6 +116,11 @@ local function choose(id, request)
     end
   end
   return nil
+end
+
+-- Whether the executor takes work and would, empty, hold this much.
+local function could_hold(executor, request)
+  return takes_work(executor) and executor.total_blocks >= request.blocks and executor.budget_sequences >= request.sequences
 end
 
 -- Whether some executor, empty, would hold this much. Those silent up to their lease count: they may come back.

@@ -30,14 +30,15 @@ local function placements_of(executor_id)
   return '[' .. executor_id .. '\0', '(' .. executor_id .. '\1'
 end
 
--- Counts the request into its tenant's line and the pool's (`sign` 1), or out of them (-1).
-local function count_waiting(request, sign)
+-- Counts the request into its tenant's line and the pool's (`sign` 1), or out of them (-1), of a `class` it had or has.
+local function count_waiting(request, sign, class)
+  class = class or request.class
   local tenant, tokens = load_tenant(request.tenant), request.prompt + request.max
   tenant.waiting, tenant.tokens = tenant.waiting + sign, tenant.tokens + sign * tokens
   tenant.bytes = tenant.bytes + sign * request.bytes
-  tenant.lines[request.class] = tenant.lines[request.class] + sign
+  tenant.lines[class] = tenant.lines[class] + sign
   state.waiting, state.bytes = state.waiting + sign, state.bytes + sign * request.bytes
-  state.tokens[request.class] = state.tokens[request.class] + sign * tokens
+  state.tokens[class] = state.tokens[class] + sign * tokens
   save_tenant(request.tenant, tenant)
   if state.waiting == 0 then
     end_window()
@@ -115,13 +116,13 @@ end
 -- Reserves blocks and sequences of the executor for this attempt, and charges the tenant.
 local function seat(id, request, executor_id, attempt, blocks)
   local executor, tenant = load_executor(executor_id), load_tenant(request.tenant)
+  charge(request, tenant)
   request.state, request.attempt, request.placed_ms = 'PLACED', attempt, NOW
   request.executor_id, request.generation, request.reserved = executor_id, executor.generation, blocks
-  request.passed, request.preempting, request.estimate, request.prefixes = 0, 0, math.huge, ''
+  request.passed, request.preempting, request.estimate = 0, 0, math.huge
   executor.reserved_blocks = executor.reserved_blocks + blocks
   executor.reserved_sequences = executor.reserved_sequences + request.sequences
   save_executor(executor_id, executor)
-  charge(request, tenant)
   tenant.running = tenant.running + request.sequences
   save_tenant(request.tenant, tenant)
   redis.call('ZADD', PLACEMENTS, '0', placement_member(executor_id, attempt, id))

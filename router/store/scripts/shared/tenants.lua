@@ -41,12 +41,14 @@ local function expected_charge(request, tenant)
   return (request.prompt + OUTPUT_WEIGHT * output) / tenant.weight
 end
 
--- Charges a placement, a request's first time only. The floor follows.
+-- Charges a placement, a request's first time only. The floor follows. Who comes without having stood in line is lifted.
 local function charge(request, tenant)
   if request.charged then
     return
   end
-  tenant.counter = math.max(tenant.counter, is_active(tenant) and 0 or state.floor)
+  if request.state ~= 'WAITING' and not is_active(tenant) then
+    tenant.counter = math.max(tenant.counter, state.floor)
+  end
   state.floor = math.max(state.floor, tenant.counter)
   request.charged, request.charge = true, expected_charge(request, tenant)
   tenant.counter = tenant.counter + request.charge
@@ -76,10 +78,10 @@ end
 -- Rates are kept by GCRA: `…_ms` is when the tenant's bucket is full again. One request of any size may come when it
 -- is. Milliseconds to wait, 0 for none.
 local function rate_wait(full_ms, cost_ms, burst_ms)
-  if full_ms <= NOW then
+  if cost_ms == 0 or full_ms <= NOW then -- without a limit, or with all that there can be
     return 0
   end
-  return math.max(0, math.ceil(full_ms + cost_ms - burst_ms - NOW))
+  return math.max(0, math.ceil(full_ms + math.min(cost_ms, burst_ms) - burst_ms - NOW))
 end
 
 -- Takes a request of so many tokens from the tenant's rates. The limit that refuses it, and for how long; or nil.

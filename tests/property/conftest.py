@@ -1,0 +1,7 @@
+"""What a comparison outside a test module found is shown, too."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("tests.property.ledger_comparison")

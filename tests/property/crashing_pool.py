@@ -1,0 +1,273 @@
+"""A small pool whose routers and executors may vanish between any two calls, and whose replies get lost.
+
+Routers and executors are as simple as the contract allows: a router resubmits, hands back and settles what it serves;
+an executor is the last gate before its blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from common.errors import Reason, RequestError
+from router.store.keys import PoolKeys
+from router.store.lua import load_scripts
+from router.store.mailbox import Mailbox
+from router.store.settings import StoreSettings
+from router.store.store import AdmissionStore
+from router.store.types import (
+    Attempt,
+    Demand,
+    Dropped,
+    Duplicate,
+    Ending,
+    ExecutorReport,
+    HandBackRefusal,
+    HeldSequence,
+    LeaseLapsed,
+    Lost,
+    Placement,
+    PreemptAsked,
+    Refused,
+    RequestState,
+    StoreEvent,
+)
+from tests.store_pool import STEERED_CLOCK
+
+BUDGET_BLOCKS, BUDGET_SEQUENCES = 10, 4
+MAX_ATTEMPTS = 1000  # only what clients and deadlines end shall end
+
+
+class Crashed(Exception):
+    """The router that was calling is no more."""
+
+
+@dataclass(slots=True)
+class LossyRedis:
+    """Runs calls, or does not, and loses replies, or the caller."""
+
+    redis: Redis
+    rng: random.Random
+    loses: float = 0.0
+    crashes: float = 0.0
+
+    async def execute_command(self, *args: Any) -> Any:
+        """Sends one command; what happens before and behind it is chance."""
+        fate = self.rng.random()
+        if fate < self.loses / 4:
+            raise RedisConnectionError("not sent")
+        if fate < self.loses / 4 + self.crashes / 4:
+            raise Crashed
+        reply = await cast(Any, self.redis).execute_command(*args)
+        if fate > 1 - self.loses:
+            raise RedisConnectionError("the reply was lost")
+        if fate > 1 - self.loses - self.crashes:
+            raise Crashed
+        return reply
+
+
+@dataclass(slots=True)
+class SimpleExecutor:
+    """Holds what it accepted; a new generation holds nothing."""
+
+    executor_id: str
+    generation: int = 1
+    seq: int = 0
+    is_alive: bool = True
+    held: dict[str, HeldSequence] = field(default_factory=dict)
+
+    def accepts(self, placement: Placement, blocks: int) -> bool:
+        """Takes the placement in, if it is for this start and there is room."""
+        is_here = self.is_alive and placement.generation == self.generation
+        free = BUDGET_BLOCKS - sum(one.blocks for one in self.held.values())
+        if not is_here or blocks > free or placement.request_id in self.held:
+            return False
+        self.held[placement.request_id] = HeldSequence(placement.request_id, placement.attempt, blocks)
+        return True
+
+    def drop(self, one: Attempt) -> None:
+        """Gives up the sequence, if it is this attempt."""
+        held = self.held.get(one.request_id)
+        if held and held.attempt == one.attempt:
+            del self.held[one.request_id]
+
+    def next_report(self) -> ExecutorReport:
+        """How it stands."""
+        self.seq += 1
+        held = tuple(self.held.values())
+        return ExecutorReport(
+            self.executor_id,
+            self.generation,
+            self.seq,
+            BUDGET_BLOCKS,
+            BUDGET_BLOCKS,
+            BUDGET_SEQUENCES,
+            accepting=True,
+            held=held,
+        )
+
+
+@dataclass(slots=True)
+class Served:
+    """A request in its router's hands: its latest attempt, and where that runs."""
+
+    demand: Demand
+    attempt: int = 0
+    placement: Placement | None = None
+    is_accepted: bool = False
+
+
+@dataclass(slots=True)
+class SimpleRouter:
+    """A router. `ended` counts the ends that its clients saw."""
+
+    router_id: str
+    store: AdmissionStore
+    redis: LossyRedis
+    mailbox: Mailbox
+    executors: dict[str, SimpleExecutor]
+    events: list[StoreEvent]
+    is_alive: bool = True
+    serves: dict[str, Served] = field(default_factory=dict)
+    submitted: set[str] = field(default_factory=set)
+    ended: Counter[str] = field(default_factory=Counter)
+
+    async def call(self, operation: Callable[[], Awaitable[Any]]) -> Any:
+        """Repeats an operation until its reply comes."""
+        while True:
+            try:
+                return await operation()
+            except RequestError:
+                continue
+
+    async def attend(self) -> None:
+        """What a router does every second; where it fails, the next will do."""
+        for operation in (self.store.renew, self.store.reap):
+            with contextlib.suppress(RequestError):
+                await operation()
+
+    async def submit(self, demand: Demand) -> None:
+        """Takes a client's request."""
+        self.submitted.add(demand.request_id)
+        served = self.serves[demand.request_id] = Served(demand)
+        await self._submit(served)
+
+    async def _submit(self, served: Served) -> None:
+        demand = dataclasses.replace(served.demand, last_attempt=served.attempt)
+        result = await self.call(lambda: self.store.submit(demand))
+        was_accepted, served.is_accepted = served.is_accepted, not isinstance(result, Refused)
+        match result:
+            case Placement():
+                await self._place(result)
+            case Refused(Reason.NO_EXECUTOR) if was_accepted:
+                served.is_accepted = True
+                self.events.append(LeaseLapsed())  # again when one reports
+            case Refused() | Dropped() | Duplicate(RequestState.ENDED):
+                self._end(demand.request_id)
+            case Duplicate(RequestState.LOST):
+                await self.hand_back(served, Attempt(demand.request_id, served.attempt))
+
+    async def react(self) -> None:
+        """Deals with what it was told, by reply or by mailbox."""
+        events = [*self.events, *await self.mailbox.read()]
+        self.events.clear()
+        for event in events:
+            match event:
+                case Placement():
+                    await self._place(event)
+                case Lost(request_id, attempt) | PreemptAsked(request_id, attempt):
+                    await self._give_up(Attempt(request_id, attempt), preempted=isinstance(event, PreemptAsked))
+                case Dropped(request_id):
+                    self._end(request_id)
+                case LeaseLapsed():
+                    for served in [one for one in self.serves.values() if not one.placement]:
+                        await self._submit(served)
+
+    async def _give_up(self, one: Attempt, *, preempted: bool) -> None:
+        """Hands back what runs, or would if it had been told."""
+        served = self.serves.get(one.request_id)
+        if served and (served.attempt < one.attempt or (served.attempt == one.attempt and served.placement)):
+            served.attempt = one.attempt
+            await self.hand_back(served, one, preempted=preempted)
+
+    async def _place(self, placement: Placement) -> None:
+        served = self.serves.get(placement.request_id)
+        if served is None:
+            await self.call(lambda: self.store.settle([Attempt(placement.request_id, placement.attempt)]))
+        elif served.attempt < placement.attempt:
+            served.attempt, served.placement = placement.attempt, placement
+            executor = self.executors[placement.executor_id]
+            if not executor.accepts(placement, served.demand.blocks):
+                await self.hand_back(served, Attempt(placement.request_id, placement.attempt), rejected=True)
+
+    async def hand_back(self, served: Served, one: Attempt, *, rejected: bool = False, preempted: bool = False) -> None:
+        """Returns a placement that came to nothing."""
+        if served.placement:
+            self.executors[served.placement.executor_id].drop(one)
+        served.placement = None
+        result = await self.call(
+            lambda: self.store.hand_back(
+                one.request_id, one.attempt, MAX_ATTEMPTS, rejected=rejected, preempted=preempted
+            )
+        )
+        match result:
+            case Placement():
+                await self._place(result)
+            case Dropped():
+                self._end(one.request_id)
+            case HandBackRefusal.UNKNOWN:
+                await self._submit(served)
+
+    async def notice_links(self) -> None:
+        """Hands back what ran on executors that are gone."""
+        for served in list(self.serves.values()):
+            placement = served.placement
+            executor = placement and self.executors[placement.executor_id]
+            if placement and executor and not (executor.is_alive and placement.generation == executor.generation):
+                await self.hand_back(served, Attempt(placement.request_id, placement.attempt))
+
+    async def finish(self, rng: random.Random) -> None:
+        """One of its running requests comes to its end."""
+        running = [one for one in self.serves.values() if one.placement]
+        if running:
+            served = rng.choice(running)
+            assert served.placement
+            one = Attempt(served.demand.request_id, served.attempt)
+            self.executors[served.placement.executor_id].drop(one)
+            self._end(one.request_id)
+            ending = Ending(one.request_id, one.attempt, 1, 1, by_itself=True)
+            await self.call(lambda: self.store.settle([ending]))
+
+    async def relay(self, executor: SimpleExecutor) -> None:
+        """Relays a report, and has cancelled what is superseded."""
+        report = executor.next_report()
+        outcome = await self.call(lambda: self.store.report(report))
+        for one in outcome.superseded:
+            executor.drop(one)
+
+    def _end(self, request_id: str) -> None:
+        if self.serves.pop(request_id, None):
+            self.ended[request_id] += 1
+
+
+def new_router(
+    router_id: str,
+    redis: LossyRedis,
+    keys: PoolKeys,
+    settings: StoreSettings,
+    executors: dict[str, SimpleExecutor],
+) -> SimpleRouter:
+    """A router that has just started."""
+    events: list[StoreEvent] = []
+    scripts = load_scripts(STEERED_CLOCK)
+    store = AdmissionStore(cast(Redis, redis), keys.pool, router_id, settings, events.append, scripts)
+    mailbox = Mailbox(redis.redis, keys.mailbox(router_id), settings)
+    return SimpleRouter(router_id, store, redis, mailbox, executors, events)

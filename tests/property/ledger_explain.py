@@ -1,0 +1,46 @@
+"""What a request waits for, in plain Python, as the protocol's comments on wait reasons say. Part of `ledger_model`."""
+
+from __future__ import annotations
+
+from router.store.types import Explanation, RequestState, WaitReason
+from tests.property.ledger_pool import SILENT_MS, Pool, Request
+
+
+def explain(pool: Pool, name: str) -> Explanation | None:
+    """Model of explain.lua."""
+    request = pool.requests.get(name)
+    if request is None:
+        return Explanation(RequestState.ENDED) if pool.is_tombstoned(name) else None
+    assert request.state
+    is_waiting, is_placed = request.state is RequestState.WAITING, request.state is RequestState.PLACED
+    best = next(iter(pool.open_executors()), None)
+    return Explanation(
+        request.state,
+        request.attempt,
+        request.class_,
+        request.demand.tenant,
+        request.placement.executor_id if is_placed and request.placement else None,
+        pool.num_ahead(name) if is_waiting else 0,
+        pool.estimated_wait_ms(name) if is_waiting else None,
+        _wait_reason(pool, name, request) if is_waiting else None,
+        pool.needed_blocks(request, best) if request.reserved is None else request.reserved,
+        max(0, pool.free(best)[0]) if best else 0,
+        request.passed,
+    )
+
+
+def _wait_reason(pool: Pool, name: str, request: Request) -> WaitReason:
+    tenant, active = request.demand.tenant, pool.active(request.class_)
+    if not any(pool.now_ms - one.last_report_ms <= SILENT_MS for one in pool.executors.values()):
+        return WaitReason.EXECUTOR
+    if tenant not in active:
+        return WaitReason.TENANT_LIMIT
+    if any(pool.active(higher) for higher in range(1, request.class_)):
+        return WaitReason.CLASS
+    if pool.line(tenant, request.class_)[0] != name:
+        return WaitReason.ORDER
+    if min((counter, other) for other, counter in active.items())[1] != tenant:
+        return WaitReason.FAIRNESS
+    if pool.claims and not request.claim and not pool.open_executors():
+        return WaitReason.HELD_LINE
+    return WaitReason.BLOCKS if pool.open_executors() else WaitReason.SEAT

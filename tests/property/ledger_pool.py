@@ -1,0 +1,340 @@
+"""What the ledger holds, in plain Python: every sum, order and index by definition. Part of `ledger_model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import floor
+
+from router.store.settings import StoreSettings
+from router.store.types import Demand, ExecutorReport, Lost, Placement, RequestState, StoreEvent
+from tests.property.ledger_estimates import Estimates
+from tests.property.ledger_lengths import Lengths
+from tests.property.ledger_tenants import Tenant
+
+SILENT_MS = 2000
+LEASE_MS = 5000
+TOMBSTONE_MS = 60_000
+PATIENCE_MS = 60_000
+MAX_IMBALANCE = 0.25
+NOBODY = ""
+
+
+@dataclass(slots=True)
+class Executor:
+    """An executor by its last report."""
+
+    report: ExecutorReport
+    last_report_ms: int
+    audited_ms: int
+    suspended: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """A request that has not ended. `claim` is the executor kept for it; `placement` says where it is or was last."""
+
+    demand: Demand
+    owner_id: str
+    arrival: int
+    since_ms: int
+    attempt: int
+    class_: int
+    output: int = 0
+    state: RequestState | None = None
+    rejections: int = 0
+    placement: Placement | None = None
+    reserved: int | None = None
+    placed_ms: int = 0
+    lost_ms: int = 0
+    age_ms: int = 0
+    passed: int = 0
+    claim: str | None = None
+    asked_ms: int | None = None
+    """When others were last asked to give way to it."""
+    may_be_asked: bool = False
+    """Whether it was placed where it may be asked to give way, and was not."""
+    charge: float | None = None
+    rated: int | None = None
+    estimate: tuple[int, float] | None = None
+
+    @property
+    def deadline_ms(self) -> int | None:
+        """When it must have begun."""
+        return None if self.demand.deadline_ms is None else self.since_ms + self.demand.deadline_ms
+
+    @property
+    def tokens(self) -> int:
+        """What counts of it while it waits."""
+        return self.demand.prompt_tokens + self.demand.max_tokens
+
+
+@dataclass(slots=True)
+class Pool:
+    """The pool. `told` collects, per router, what it is told; `claims` are ids, oldest first; `settings` are those of
+    the newest submit.
+    """
+
+    now_ms: int = 0
+    settings: StoreSettings = field(default_factory=StoreSettings)
+    executors: dict[str, Executor] = field(default_factory=dict)
+    requests: dict[str, Request] = field(default_factory=dict)
+    ended_ms: dict[str, int] = field(default_factory=dict)
+    routers: dict[str, int] = field(default_factory=dict)
+    tenants: dict[str, Tenant] = field(default_factory=dict)
+    claims: list[str] = field(default_factory=list)
+    prefixes: dict[str, str] = field(default_factory=dict)
+    told: dict[str, list[StoreEvent]] = field(default_factory=dict)
+    lengths: Lengths = field(default_factory=Lengths)
+    estimates: Estimates = field(default_factory=Estimates)
+    overcommits: bool = False
+    floor: float = 0.0
+    num_arrivals: int = 0
+    attended: tuple[int, int] | None = None
+
+    # What holds ------------------------------------------------------------------------------------------------
+
+    def waiting(self, tenant: str | None = None, class_: int | None = None) -> list[str]:
+        """The ids in line, of a tenant or a class."""
+        return [
+            name
+            for name, one in self.requests.items()
+            if one.state is RequestState.WAITING
+            and (tenant is None or one.demand.tenant == tenant)
+            and (class_ is None or one.class_ == class_)
+        ]
+
+    def line(self, tenant: str, class_: int) -> list[str]:
+        """A tenant's ids in line, first to last: by deadline, which counts up to a minute ahead, and arrival."""
+        return sorted(self.waiting(tenant, class_), key=lambda name: self.order(self.requests[name]))
+
+    def order(self, request: Request) -> tuple[int, int]:
+        """Its place in its tenant's line."""
+        ahead_ms = PATIENCE_MS if request.demand.deadline_ms is None else min(PATIENCE_MS, request.demand.deadline_ms)
+        return (request.since_ms + ahead_ms, request.arrival)
+
+    def running(self, tenant: str) -> int:
+        """The sequences that a tenant has placed."""
+        placed = (one for one in self.requests.values() if one.state is RequestState.PLACED)
+        return sum(one.demand.sequences for one in placed if one.demand.tenant == tenant)
+
+    def placed_on(self, executor_id: str) -> list[str]:
+        """The ids with a reservation there."""
+        return sorted(
+            name
+            for name, one in self.requests.items()
+            if one.state is RequestState.PLACED and one.placement and one.placement.executor_id == executor_id
+        )
+
+    def reserved(self, executor_id: str) -> tuple[int, int]:
+        """Blocks and sequences promised there."""
+        placed = [self.requests[name] for name in self.placed_on(executor_id)]
+        return sum(one.reserved or 0 for one in placed), sum(one.demand.sequences for one in placed)
+
+    def tokens_waiting(self, names: list[str]) -> int:
+        """Tokens of these."""
+        return sum(self.requests[name].tokens for name in names)
+
+    def bytes_waiting(self, names: list[str]) -> int:
+        """Bytes of these."""
+        return sum(self.requests[name].demand.num_bytes for name in names)
+
+    def num_ahead(self, name: str) -> int:
+        """About how many are placed before it: higher classes, its tenant's line, and turns of other tenants."""
+        request = self.requests[name]
+        tenant, class_ = request.demand.tenant, request.class_
+        in_tenant = self.line(tenant, class_).index(name)
+        higher = sum(len(self.waiting(class_=one)) for one in range(1, class_))
+        others = len(self.waiting(class_=class_)) - len(self.waiting(tenant, class_))
+        num_tenants = len(self.active(class_).keys() - {tenant})
+        return higher + in_tenant + min(others, num_tenants * (in_tenant + 1))
+
+    def estimated_wait_ms(self, name: str) -> int | None:
+        """Until it is placed."""
+        waiting = self.waiting()
+        return self.estimates.wait_ms(self.num_ahead(name), len(waiting), self.tokens_waiting(waiting))
+
+    def prefill_ms(self, request: Request) -> float:
+        """From its seat to its first token."""
+        return self.estimates.prefill_ms(request.demand.prompt_tokens + request.output)
+
+    def is_dead(self, request: Request) -> bool:
+        """Whether it will not have begun in time. What has output has begun."""
+        if request.deadline_ms is None or request.output:
+            return False
+        return self.now_ms + self.prefill_ms(request) / 2 > request.deadline_ms
+
+    def is_tombstoned(self, name: str) -> bool:
+        """Whether the id ended lately."""
+        return name in self.ended_ms and self.now_ms - self.ended_ms[name] <= TOMBSTONE_MS
+
+    def lives(self, owner_id: str, caller_id: str) -> bool:
+        """Whether the router is there."""
+        return owner_id != NOBODY and (owner_id in self.routers or owner_id == caller_id)
+
+    # Tenants ---------------------------------------------------------------------------------------------------
+
+    def tenant(self, name: str) -> Tenant:
+        """The tenant, whom this makes known."""
+        tenant = self.tenants.setdefault(name, Tenant())
+        tenant.used_ms = self.now_ms
+        return tenant
+
+    def active(self, class_: int) -> dict[str, float]:
+        """Who may be served in this class now, with what they were served, in whole tokens."""
+        return {
+            name: float(floor(tenant.counter))
+            for name, tenant in self.tenants.items()
+            if self.waiting(name, class_) and self.running(name) < tenant.max_running
+        }
+
+    def update_active(self) -> None:
+        """After a change: who comes back has saved up nothing by being away; where nobody waits nothing is measured."""
+        for name, tenant in self.tenants.items():
+            is_active = bool(self.waiting(name)) and self.running(name) < tenant.max_running
+            if is_active and not tenant.is_active:
+                tenant.counter = max(tenant.counter, self.floor)
+            tenant.is_active = is_active
+        if not self.waiting():
+            self.estimates.end_window()
+
+    def charge(self, request: Request) -> None:
+        """Charges the first placement. Who did not stand in line comes back only now."""
+        if request.charge is not None:
+            return
+        tenant = self.tenant(request.demand.tenant)
+        if request.state is not RequestState.WAITING:
+            tenant.counter = max(tenant.counter, 0 if tenant.is_active else self.floor)
+        self.floor = max(self.floor, tenant.counter)
+        request.charge = tenant.expected_charge(request.demand, request.output)
+        tenant.counter += request.charge
+
+    # Places ----------------------------------------------------------------------------------------------------
+
+    def takes_work(self, executor_id: str) -> bool:
+        """Whether anything may board there."""
+        one = self.executors.get(executor_id)
+        return bool(
+            one and one.report.accepting and not one.suspended and self.now_ms - one.last_report_ms <= SILENT_MS
+        )
+
+    def free(self, executor_id: str) -> tuple[int, int]:
+        """Blocks and sequences that can be promised there."""
+        report = self.executors[executor_id].report
+        blocks, sequences = self.reserved(executor_id)
+        return report.budget_blocks - blocks, report.budget_sequences - sequences
+
+    def claimed(self) -> dict[str, str]:
+        """Executors that are kept, with whom for."""
+        return {self.requests[name].claim or "": name for name in self.claims}
+
+    def open_executors(self) -> list[str]:
+        """Those with a free sequence for everybody, by available blocks."""
+        free = [one for one in self.executors if self.takes_work(one) and self.free(one)[1] > 0]
+        return sorted((one for one in free if one not in self.claimed()), key=lambda one: (-self.free(one)[0], one))
+
+    def needed_blocks(self, request: Request, executor_id: str | None) -> int:
+        """What the executor reserves for it."""
+        quantile = self.executors[executor_id].report.reserve_quantile if executor_id else 1.0
+        return self.lengths.needed_blocks(request.demand, request.output, quantile)
+
+    def has_room(self, executor_id: str, request: Request) -> bool:
+        """Whether it fits there."""
+        blocks, sequences = self.free(executor_id)
+        return sequences >= request.demand.sequences and blocks >= self.needed_blocks(request, executor_id)
+
+    def choose(self, name: str, request: Request) -> str | None:
+        """Where the request goes: what is kept for it, or for one of a lower class; else the best or its prefix."""
+        for claimant in self.claims:
+            kept = self.requests[claimant].claim or ""
+            may_use = claimant == name or request.class_ < self.requests[claimant].class_
+            if may_use and self.takes_work(kept) and self.has_room(kept, request):
+                return kept
+        best = next((one for one in self.open_executors() if self.has_room(one, request)), None)
+        if best is None:
+            return None
+        return next((one for one in self._holders(request) if self._is_near(one, best, request)), best)
+
+    def _holders(self, request: Request) -> Iterator[str]:
+        """Executors that hold a beginning of its prompt, the longest first."""
+        hashes = reversed(request.demand.prefix_hashes)
+        return (self.prefixes[one] for one in hashes if one in self.prefixes)
+
+    def _is_near(self, executor_id: str, best: str, request: Request) -> bool:
+        can_take = self.takes_work(executor_id) and executor_id not in self.claimed()
+        if not (can_take and self.has_room(executor_id, request)):
+            return False
+        return self._load(executor_id) <= self._load(best) + MAX_IMBALANCE
+
+    def _load(self, executor_id: str) -> float:
+        report, (blocks, sequences) = self.executors[executor_id].report, self.reserved(executor_id)
+        return max(blocks / max(1, report.budget_blocks), sequences / max(1, report.budget_sequences))
+
+    def could_hold(self, executor_id: str, demand: Demand) -> bool:
+        """Whether it is large enough, empty."""
+        report = self.executors[executor_id].report
+        return report.total_blocks >= demand.blocks and report.budget_sequences >= demand.sequences
+
+    def fits_somewhere(self, demand: Demand) -> bool:
+        """Whether any executor is large enough."""
+        return any(self.could_hold(one, demand) for one in self.executors)
+
+    # Changes of state ------------------------------------------------------------------------------------------
+
+    def enqueue(self, name: str) -> None:
+        """Puts it in line."""
+        request = self.requests[name]
+        request.state, request.age_ms = RequestState.WAITING, self.now_ms + self.settings.age_ms
+        self.tenant(request.demand.tenant)
+        self.update_active()
+
+    def unclaim(self, name: str) -> None:
+        """Gives up the executor that is kept for it."""
+        if name in self.claims:
+            self.claims.remove(name)
+        self.requests[name].claim = None
+
+    def seat(self, name: str, executor_id: str, attempt: int, blocks: int) -> None:
+        """Reserves on the executor, and charges."""
+        request = self.requests[name]
+        self.unclaim(name)
+        self.charge(request)
+        self.tenant(request.demand.tenant)
+        request.state, request.attempt, request.placed_ms = RequestState.PLACED, attempt, self.now_ms
+        generation = self.executors[executor_id].report.generation
+        request.placement, request.reserved = Placement(name, attempt, executor_id, generation), blocks
+        request.passed, request.asked_ms, request.estimate = 0, None, None
+        request.may_be_asked = self.settings.preempt_for_priority and request.class_ > 1
+        self.update_active()
+
+    def lose(self, name: str, caller_id: str) -> None:
+        """Takes a placement back; what follows is for its owner to say, if there is one."""
+        request = self.requests[name]
+        assert request.placement
+        self.tenant(request.demand.tenant)
+        if self.lives(request.owner_id, caller_id):
+            request.state, request.lost_ms = RequestState.LOST, self.now_ms
+            was = request.placement
+            self.tell(request.owner_id, Lost(name, was.attempt, was.executor_id, was.generation))
+        else:
+            del self.requests[name]
+        self.update_active()
+
+    def forget(self, name: str) -> None:
+        """Takes it out of whatever state it is in."""
+        request = self.requests[name]
+        if request.state in (RequestState.WAITING, RequestState.PLACED):
+            self.tenant(request.demand.tenant)
+        self.unclaim(name)
+        del self.requests[name]
+        self.update_active()
+
+    def end(self, name: str) -> None:
+        """Takes it out and remembers that it ended."""
+        if name in self.requests:
+            self.forget(name)
+        self.ended_ms[name] = self.now_ms
+
+    def tell(self, router_id: str, event: StoreEvent) -> None:
+        """Tells a router."""
+        self.told.setdefault(router_id, []).append(event)

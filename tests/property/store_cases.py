@@ -1,0 +1,71 @@
+"""What the store is asked in property tests: few names, small pools, limits that matter."""
+
+from __future__ import annotations
+
+import random
+from math import ceil
+
+from hypothesis import strategies as st
+
+from router.store.settings import StoreSettings
+from router.store.types import NO_LIMITS, Demand, TenantLimits
+
+ROUTERS = ("a", "b", "c")
+EXECUTORS = ("x", "y", "z")
+REQUESTS = tuple(f"r:{number}" for number in range(40))
+BLOCK_SIZE = 16
+
+# A tenant's limits change now and then.
+TENANTS: dict[str, tuple[TenantLimits, ...]] = {
+    "plain": (NO_LIMITS,),
+    "heavy": (TenantLimits(weight=4), TenantLimits(weight=4), TenantLimits(weight=2)),
+    "few": (TenantLimits(max_running=1, weight=0.5), TenantLimits(max_running=2), TenantLimits(max_running=0)),
+    "short": (TenantLimits(max_queue_requests=2, max_queue_tokens=150, max_queue_bytes=300),),
+    "slow": (
+        TenantLimits(requests_per_s=2, request_burst=2, tokens_per_s=100, token_burst=200),
+        TenantLimits(requests_per_s=2, request_burst=2, tokens_per_s=100, token_burst=200),
+        NO_LIMITS,
+    ),
+}
+PREFIXES = ((), (), ("p",), ("p", "pq"), ("p", "pr"))
+DEADLINES_MS = (None, None, None, 0, 500, 3000, 3_600_000_000)
+
+pool_settings = st.builds(
+    StoreSettings,
+    max_queue_requests=st.sampled_from((6, 10)),
+    max_queue_tokens=st.sampled_from((None, 500)),
+    max_queue_bytes=st.sampled_from((None, 900)),
+    max_bypass=st.integers(0, 3),
+    age_ms=st.sampled_from((1000, 4000, 30_000)),
+    preempt_for_priority=st.sampled_from((True, True, False)),
+)
+whys = st.sampled_from(("lost", "rejected", "preempted"))
+
+
+def random_demand(rng: random.Random, request_id: str) -> Demand:
+    """Something that somebody might ask."""
+    tenant, sequences = rng.choice(sorted(TENANTS)), rng.choice((1, 1, 2))
+    prompt_tokens, max_tokens = rng.randint(1, 60), rng.choice((1, 10, 16, 40, 64))
+    return Demand(
+        request_id,
+        rng.randint(1, 3),
+        blocks=sequences * ceil((prompt_tokens + max_tokens) / BLOCK_SIZE),
+        sequences=sequences,
+        deadline_ms=rng.choice(DEADLINES_MS),
+        last_attempt=rng.choice((0, 0, 0, 2)),
+        tenant=tenant,
+        limits=rng.choice(TENANTS[tenant]),
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        output_tokens=rng.choice((0, 0, 0, 0, 0, 1)),
+        block_size=BLOCK_SIZE,
+        num_bytes=rng.randint(0, 200),
+        prefix_hashes=rng.choice(PREFIXES),
+    )
+
+
+demands = st.builds(
+    lambda seed, request_id: random_demand(random.Random(seed), request_id),
+    st.integers(0, 2**32),
+    st.sampled_from(REQUESTS),
+)

@@ -1,0 +1,76 @@
+"""What the pool's records say of each other, at every moment and whatever was called: no model needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from tests.property.store_records import Records
+
+CLASSES = (1, 2, 3)
+
+
+def check(records: Records, budget_blocks: int) -> None:
+    """Fails where two records disagree, or more is reserved than there is."""
+    requests, tombstones = records.of("requests"), records.scores("ended")
+    in_state = {
+        state: {name: one for name, one in requests.items() if one["state"] == state}
+        for state in ("WAITING", "PLACED", "LOST")
+    }
+    assert sum(map(len, in_state.values())) == len(requests)
+    assert not requests.keys() & tombstones.keys()
+    assert records.scores("lost").keys() == in_state["LOST"].keys()
+    _check_lines(records, in_state["WAITING"])
+    _check_reservations(records, in_state["PLACED"], budget_blocks)
+    _check_tenants(records, in_state["WAITING"], in_state["PLACED"])
+
+
+def _check_lines(records: Records, waiting: dict[str, Any]) -> None:
+    assert Counter(records.line()) == Counter((one["class"], one["tenant"], name) for name, one in waiting.items())
+    assert records.scores("waiting_by_owner").keys() == {f"{one['owner']}\0{name}" for name, one in waiting.items()}
+    assert records.scores("ageing").keys() == {name for name, one in waiting.items() if one["class"] > 1}
+    state = records.of("state")
+    sums = [sum(_tokens(one) for one in waiting.values() if one["class"] == class_) for class_ in CLASSES]
+    assert state.get("waiting", 0) == len(waiting)
+    assert state.get("bytes", 0) == sum(one["bytes"] for one in waiting.values())
+    assert (state.get("tokens") or [0, 0, 0]) == sums
+    claims = {one["id"]: one["executor_id"] for one in state.get("claims") or []}
+    assert claims == {name: one["claim"] for name, one in waiting.items() if one.get("claim")}
+    executors = records.of("executors")
+    assert {name: one["claim"] for name, one in executors.items() if one.get("claim")} == {
+        executor_id: name for name, executor_id in claims.items() if executor_id in executors
+    }
+
+
+def _check_reservations(records: Records, placed: dict[str, Any], budget_blocks: int) -> None:
+    executors = records.of("executors")
+    assert records.scores("placements").keys() == {
+        f"{one['executor_id']}\0{one['attempt']:.0f}\0{name}" for name, one in placed.items()
+    }
+    assert {one["executor_id"] for one in placed.values()} <= executors.keys()
+    for executor_id, executor in executors.items():
+        there = [one for one in placed.values() if one["executor_id"] == executor_id]
+        assert executor["reserved_blocks"] == sum(one["reserved"] for one in there)
+        assert executor["reserved_sequences"] == sum(one["sequences"] for one in there)
+        assert executor["reserved_blocks"] <= budget_blocks
+
+
+def _check_tenants(records: Records, waiting: dict[str, Any], placed: dict[str, Any]) -> None:
+    tenants = records.of("tenants")
+    everybody = [*waiting.values(), *placed.values()]
+    assert {one["tenant"] for one in everybody} <= tenants.keys()
+    for name, tenant in tenants.items():
+        own = [one for one in waiting.values() if one["tenant"] == name]
+        running = sum(one["sequences"] for one in placed.values() if one["tenant"] == name)
+        assert (tenant["waiting"], tenant["running"]) == (len(own), running)
+        assert tenant["tokens"] == sum(map(_tokens, own))
+        assert tenant["bytes"] == sum(one["bytes"] for one in own)
+        assert tenant["lines"] == [sum(one["class"] == class_ for one in own) for class_ in CLASSES]
+        assert tenant["active"] == (bool(own) and running < tenant["max_running"])
+    for number, class_ in enumerate(CLASSES):
+        active = {name for name, one in tenants.items() if one["active"] and one["lines"][number]}
+        assert records.scores(f"active:{class_}").keys() == active
+
+
+def _tokens(request: dict[str, Any]) -> float:
+    return float(request["prompt"] + request["max"])

@@ -1,0 +1,174 @@
+"""Whatever vanishes between any two calls, the ledger stays consistent and every accepted request reaches one end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from router.store.connection import connect
+from router.store.keys import PoolKeys
+from router.store.settings import StoreSettings
+from router.store.types import Demand, TenantLimits
+from tests.property.crashing_pool import (
+    BUDGET_BLOCKS,
+    Crashed,
+    LossyRedis,
+    SimpleExecutor,
+    SimpleRouter,
+    new_router,
+)
+from tests.property.store_invariants import check
+from tests.property.store_records import read_records
+from tests.store_pool import START_MS
+
+NUM_OPERATIONS = 120
+MAX_ROUNDS = 90  # seconds until everything has ended, some 30 of them for leases of what was lost
+TENANTS = {"t": TenantLimits(weight=3), "u": TenantLimits(max_running=2), "v": TenantLimits()}
+
+pool_numbers = itertools.count()
+
+
+@dataclass(slots=True)
+class Storm:
+    """One schedule, from one seed."""
+
+    redis: Redis
+    rng: random.Random
+    keys: PoolKeys
+    settings: StoreSettings
+    now_ms: int = START_MS
+    executors: dict[str, SimpleExecutor] = field(default_factory=lambda: {x: SimpleExecutor(x) for x in "xyz"})
+    routers: list[SimpleRouter] = field(default_factory=list)
+    num_routers: int = 0
+    num_submitted: int = 0
+    current: SimpleRouter = field(init=False)
+
+    @property
+    def living(self) -> list[SimpleRouter]:
+        """Routers that have not vanished."""
+        return [one for one in self.routers if one.is_alive]
+
+    def start_router(self) -> None:
+        """Another router comes."""
+        self.num_routers += 1
+        lossy = LossyRedis(self.redis, self.rng, loses=0.1, crashes=0.01)
+        self.routers.append(new_router(f"router {self.num_routers}", lossy, self.keys, self.settings, self.executors))
+
+    async def wait(self, duration_ms: int) -> None:
+        """Lets time pass."""
+        self.now_ms += duration_ms
+        await self.redis.set(self.keys.key("executors:clock"), self.now_ms)
+
+    async def step(self) -> None:
+        """Something happens."""
+        self.current = router = self.rng.choice(self.living)
+        rng = self.rng
+        executor = rng.choice(list(self.executors.values()))
+        match rng.choices(
+            ("submit", "finish", "report", "wait", "react", "reap", "restart", "flush"), (10, 5, 8, 6, 6, 3, 0.4, 0.3)
+        )[0]:
+            case "submit":
+                await router.submit(self._new_demand())
+            case "finish":
+                await router.finish(rng)
+            case "report":
+                await router.relay(executor)
+            case "wait":
+                await self.wait(rng.choice((50, 300, 300, 1000, 2100)))
+            case "react":
+                await router.react()
+            case "reap":
+                await router.attend()
+            case "restart":
+                executor.generation, executor.seq = executor.generation + 1, 0
+                executor.held.clear()
+                await router.notice_links()
+            case "flush":
+                await self.redis.delete(*self.keys.for_script(tuple(one.router_id for one in self.routers)))
+                for one in self.living:
+                    await one.mailbox.rewind_if_reset()
+
+    def _new_demand(self) -> Demand:
+        self.num_submitted += 1
+        tenant = self.rng.choice(sorted(TENANTS))
+        return Demand(
+            f"r{self.num_submitted}",
+            self.rng.randint(1, 3),
+            blocks=self.rng.choice((1, 2, 3, 8)),
+            deadline_ms=self.rng.choice((None, None, None, 2000)),
+            tenant=tenant,
+            limits=TENANTS[tenant],
+            prompt_tokens=10,
+            max_tokens=10,
+        )
+
+    async def guarded_step(self) -> None:
+        """A step in which a router may vanish; another takes its place."""
+        try:
+            await self.step()
+        except Crashed:
+            self.current.is_alive = False
+            self.start_router()
+        await asyncio.gather(*(one.store.aclose() for one in self.routers))
+
+    async def drain(self) -> None:
+        """No more crashes: time passes, executors report and finish, until nothing is left."""
+        for router in self.routers:
+            router.redis.loses = router.redis.crashes = 0
+        for _ in range(MAX_ROUNDS):
+            await self.wait(1000)
+            self._end_orphans()
+            for router in self.living:
+                await router.attend()
+                for executor in self.executors.values():
+                    await router.relay(executor)
+                await router.react()
+                for _ in range(3):
+                    await router.finish(self.rng)
+            records = await read_records(self.redis, self.keys)
+            check(records, BUDGET_BLOCKS)
+            if not records.of("requests") and not any(one.serves for one in self.living):
+                return
+        raise AssertionError(f"left: {records.of('requests')}, {[one.serves for one in self.living]}")
+
+    def _end_orphans(self) -> None:
+        """What no living router serves comes to its end on its executor."""
+        served = {name for one in self.living for name in one.serves}
+        for executor in self.executors.values():
+            for name in executor.held.keys() - served:
+                del executor.held[name]
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 2**32), max_bypass=st.integers(0, 3), preempts=st.booleans())
+@settings(max_examples=15)
+def test_ledger_survives_any_schedule_of_crashes(redis_url: str, seed: int, max_bypass: int, preempts: bool) -> None:
+    """Invariants tested: one state each, sums and indexes agree, no more reserved than there is, one end each."""
+    store_settings = StoreSettings(
+        max_queue_requests=30, max_bypass=max_bypass, age_ms=3000, preempt_for_priority=preempts
+    )
+    asyncio.run(_run_storm(redis_url, random.Random(seed), store_settings))
+
+
+async def _run_storm(redis_url: str, rng: random.Random, store_settings: StoreSettings) -> None:
+    redis = connect(redis_url, store_settings)
+    try:
+        storm = Storm(redis, rng, PoolKeys(f"storm-{next(pool_numbers)}"), store_settings)
+        await storm.wait(0)
+        for _ in range(3):
+            storm.start_router()
+        for _ in range(NUM_OPERATIONS):
+            await storm.guarded_step()
+            check(await read_records(redis, storm.keys), BUDGET_BLOCKS)
+        await storm.drain()
+        assert all(set(one.ended.values()) <= {1} for one in storm.routers)
+        assert all(one.submitted == one.ended.keys() for one in storm.living)
+    finally:
+        await redis.aclose()

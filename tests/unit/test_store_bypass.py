@@ -1,0 +1,210 @@
+"""Requests that do not fit: who may pass them, what is kept for them, and who gives way to them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from router.store.settings import StoreSettings
+from router.store.types import Attempt, Demand, Dropped, DropReason, HeldSequence, Placement, PreemptAsked, Queued
+from tests.store_pool import SETTINGS, RouterSide, StorePool
+
+TWO_PASS = dataclasses.replace(SETTINGS, max_bypass=2)
+NOBODY_PASSES = dataclasses.replace(SETTINGS, max_bypass=0)
+PREEMPTING = dataclasses.replace(SETTINGS, preempt_for_priority=True)
+
+
+async def pass_twice(pool: StorePool, settings: StoreSettings = TWO_PASS, class_: int = 2) -> RouterSide:
+    """`large` finds 10 blocks of 16 free of the executor x, is passed as often as it may be, and `third` no more."""
+    a = pool.router("a", settings)
+    await a.store.report(pool.next_report("x", blocks=16))
+    await a.place("running", 6)
+    await a.queue(Demand("large", class_, blocks=12))
+    for request_id in ("small", "small too"):
+        await a.place(request_id, 1, class_)
+    assert await a.store.submit(Demand("third", class_, blocks=3)) == Queued(1)
+    assert await a.told() == []
+    return a
+
+
+async def test_request_that_fits_passes_one_that_does_not(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(blocks=10))
+    await a.place("running", 6)
+
+    await a.queue(Demand("large", 2, blocks=5))
+
+    assert await a.store.submit(Demand("small", 2, blocks=4)) == Placement("small", 1, "x", 1)
+
+
+async def test_executor_is_kept_for_who_was_passed_as_often_as_may_be(store_pool: StorePool) -> None:
+    a = await pass_twice(store_pool)
+
+    await a.store.settle([Attempt("running", 1)])
+    await a.store.settle([Attempt("small", 1)])
+
+    assert await a.placed() == ["large", "third"]
+
+
+async def test_others_go_on_passing_on_other_executors(store_pool: StorePool) -> None:
+    a = await pass_twice(store_pool)
+    await a.store.report(store_pool.next_report("y", blocks=7))
+
+    assert await a.told() == [Placement("third", 1, "y", 1)]
+    assert (await a.place("elsewhere", 4)).executor_id == "y"
+
+
+async def test_higher_class_uses_an_executor_that_is_kept(store_pool: StorePool) -> None:
+    a = await pass_twice(store_pool)
+
+    assert (await a.place("urgent", 2, priority_class=1)).executor_id == "x"
+
+
+async def test_nobody_is_passed_more_often_than_may_be_in_one_call(store_pool: StorePool) -> None:
+    store_pool.settings = TWO_PASS
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x", blocks=16))
+    await a.place("running", 6)
+    await a.store.report(store_pool.next_report("x", blocks=16, accepting=False))
+    await a.queue(Demand("large", 2, blocks=12))
+    for number in range(4):
+        await a.queue(Demand(f"small{number}", 2, blocks=1))
+
+    await a.store.report(store_pool.next_report("x", blocks=16))
+
+    assert await a.placed() == ["small0", "small1"]
+
+
+async def test_line_holds_where_no_executor_can_be_kept(store_pool: StorePool) -> None:
+    store_pool.settings = NOBODY_PASSES
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x", blocks=10, accepting=False))
+    await a.store.report(store_pool.next_report("y", blocks=4))
+    await a.queue(Demand("large", 2, blocks=10))
+
+    await a.queue(Demand("small", 2, blocks=1))
+    await a.store.cancel("large")
+
+    assert await a.told() == [Placement("small", 1, "y", 1)]
+
+
+async def test_no_more_than_four_are_passed_at_a_time(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(blocks=10))
+    await a.place("running", 6)
+    for number in range(5):
+        await a.queue(Demand(f"large{number}", 2, blocks=5))
+
+    await a.queue(Demand("small", 2, blocks=1))
+    await a.store.cancel("large0")
+
+    assert await a.placed() == ["small"]
+
+
+async def test_executor_that_shrank_is_kept_no_longer_and_another_is(store_pool: StorePool) -> None:
+    a = await pass_twice(store_pool)
+    await a.store.report(store_pool.next_report("y", blocks=4))
+    assert await a.placed() == ["third"]
+    await a.store.report(store_pool.next_report("y", blocks=14))
+
+    await a.store.report(store_pool.next_report("x", blocks=8))
+
+    assert await a.store.submit(Demand("fourth", 2, blocks=1)) == Queued(1)
+    await a.store.settle([Attempt("third", 1)])
+    assert await a.told() == [Placement("large", 1, "y", 1), Placement("fourth", 1, "y", 1)]
+
+
+async def test_executor_that_was_gone_is_kept_anew(store_pool: StorePool) -> None:
+    a = await pass_twice(store_pool)
+    for _ in range(8):
+        await store_pool.wait(1000)
+        await a.store.reap()
+    assert (await a.store.snapshot()).executors == ()
+    await a.told()
+
+    await a.store.report(store_pool.next_report("x", blocks=16, held=(HeldSequence("other", 1, 5),)))
+
+    assert await a.told() == []
+    assert await store_pool.num_waiting() == 2
+
+
+async def test_claim_moves_up_with_its_request(store_pool: StorePool) -> None:
+    a = await pass_twice(store_pool, dataclasses.replace(TWO_PASS, age_ms=1000), class_=3)
+    await store_pool.wait(1000)
+    await a.store.report(store_pool.next_report("x", blocks=16))
+
+    assert await a.store.submit(Demand("of its class by now", 2, blocks=1)) == Queued(2)
+
+
+async def test_lower_classes_are_asked_to_give_way_the_newest_first(store_pool: StorePool) -> None:
+    store_pool.settings = PREEMPTING
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report(blocks=10))
+    await a.place("batch", 3, priority_class=3)
+    await store_pool.wait(1)
+    await b.place("newer", 3, priority_class=3)
+    await a.place("standard", 4)
+    await a.queue(Demand("urgent", 1, blocks=2))
+
+    await a.store.report(store_pool.next_report(blocks=10))
+
+    assert await b.told() == [PreemptAsked("newer", 1)]
+    assert await a.told() == []
+    assert await b.store.hand_back("newer", 1, max_attempts=1, preempted=True) == Queued(0)
+    assert await a.told() == [Placement("urgent", 1, "x", 1)]
+
+
+async def test_others_give_way_where_every_seat_is_taken(store_pool: StorePool) -> None:
+    store_pool.settings = PREEMPTING
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(sequences=1))
+    await a.place("running")
+    await a.queue(Demand("urgent", 1, blocks=1))
+
+    await a.store.report(store_pool.next_report(sequences=1))
+
+    assert await a.told() == [PreemptAsked("running", 1)]
+
+
+async def test_nobody_gives_way_to_its_own_class_or_in_vain_or_unless_it_is_on(store_pool: StorePool) -> None:
+    store_pool.settings = PREEMPTING
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(blocks=10))
+    await a.place("batch", 3, priority_class=3)
+    await a.place("interactive", 5, priority_class=1)
+    await a.queue(Demand("peer", 3, blocks=3))
+    await a.queue(Demand("too large", 1, blocks=6))
+
+    await a.store.report(store_pool.next_report(blocks=10))
+
+    assert await a.told() == []
+
+
+async def test_who_asked_waits_before_it_asks_again(store_pool: StorePool) -> None:
+    store_pool.settings = PREEMPTING
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(sequences=2))
+    await a.place("first", priority_class=3)
+    await a.place("second", priority_class=3)
+    await a.queue(Demand("urgent", 1, blocks=1))
+    await a.store.report(store_pool.next_report(sequences=2))
+    assert await a.told() == [PreemptAsked("second", 1)]
+
+    await store_pool.wait(1999)
+    await a.store.report(store_pool.next_report(sequences=2))
+    assert await a.told() == []
+    await store_pool.wait(1)
+    await a.store.report(store_pool.next_report(sequences=2))
+    assert PreemptAsked("first", 1) in await a.told()
+
+
+async def test_who_asked_and_was_dropped_asks_no_more(store_pool: StorePool) -> None:
+    store_pool.settings = PREEMPTING
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(sequences=1))
+    await a.place("running")
+    await a.queue(Demand("urgent", 1, blocks=1, deadline_ms=100))
+    await store_pool.wait(101)
+
+    await a.store.report(store_pool.next_report(sequences=1))
+
+    assert await a.told() == [Dropped("urgent", DropReason.EXPIRED)]

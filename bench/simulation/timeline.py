@@ -7,6 +7,7 @@ back, in the order in which it came.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,8 @@ class Process:
         self._timeline = timeline
         self.is_alive = True
         self._hangs_until_us = 0
+        # What came while it hung.
+        self._backlog: deque[tuple[Action, tuple[Any, ...]]] = deque()
         self._actions_left: int | None = None
         self._at_the_end: Action | None = None
 
@@ -73,24 +76,30 @@ class Process:
     def hang(self, duration_us: int) -> None:
         """Nothing happens to it for so long, then all of it."""
         self._hangs_until_us = max(self._hangs_until_us, self._timeline.now_us + duration_us)
+        self._timeline.at(self._hangs_until_us, self._catch_up)
 
     def doom(self, num_actions: int, at_the_end: Action) -> None:
         """Lets so many more things happen to it; in place of the next, `at_the_end` kills it."""
         self._actions_left, self._at_the_end = num_actions, at_the_end
 
     def run(self, action: Action, *args: Any) -> None:
-        """Does something in the process, as soon as it can."""
+        """Does something in the process, as soon as it can and behind all that came before."""
+        if self.is_hung or self._backlog:
+            self._backlog.append((action, args))
+        else:
+            self._act(action, args)
+
+    def _catch_up(self) -> None:
+        while self._backlog and not self.is_hung:
+            self._act(*self._backlog.popleft())
+
+    def _act(self, action: Action, args: tuple[Any, ...]) -> None:
         if not self.is_alive:
             return
-        if self.is_hung:
-            self._timeline.at(self._hangs_until_us, self.run, action, *args)
-        elif self._actions_left is not None and self._is_over():
-            assert self._at_the_end is not None
-            self._at_the_end()
-        else:
-            action(*args)
-
-    def _is_over(self) -> bool:
-        assert self._actions_left is not None
-        self._actions_left -= 1
-        return self._actions_left < 0
+        if self._actions_left is not None:
+            self._actions_left -= 1
+            if self._actions_left < 0:
+                assert self._at_the_end is not None
+                self._at_the_end()
+                return
+        action(*args)

@@ -41,8 +41,8 @@ def test_invariants_hold_for_many_seeds(redis_url: str, pool: str, shape: Execut
         run_world(make_world(redis_url, f"{pool}-{seed}", seed, shape=shape, faults=faults))
 
 
-# Seeds that once failed: a reply was lost that said that the pool had forgotten the router, and a placement was told
-# late, to a router that hung meanwhile, whose number the ledger used again.
+# Seeds that once failed: a reply was lost that said that the pool had forgotten the router, and a router that had hung
+# took up placements from before it was forgotten.
 @pytest.mark.parametrize(("seed", "per_minute"), [(7, 5.0), (10, 5.0), (42, 20.0)])
 def test_seed_that_failed_before_holds(redis_url: str, pool: str, seed: int, per_minute: float) -> None:
     run_world(make_world(redis_url, pool, seed, faults=FaultRates.of("all", per_minute), rate_per_s=10, duration_s=20))

@@ -163,7 +163,7 @@ def test_number_of_an_attempt_that_is_used_again_is_seen(
 
     monkeypatch.setattr(Dispatch, "_place", ignoring)
     faults = FaultRates(router_hang=20.0, executor_crash=8.0, store_away=6.0, store_empty=4.0)
-    fails(make_world(redis_url, pool, 312, faults=faults, rate_per_s=10, duration_s=20), "is missing before")
+    fails(make_world(redis_url, pool, 302, faults=faults, rate_per_s=10, duration_s=20), "without an end")
 
 
 def test_wait_without_bound_is_seen(redis_url: str, pool: str) -> None:

@@ -126,7 +126,11 @@ class Placer:
                 self._settle(stream, placement.attempt)
             return
         if stream.attempt >= placement.attempt:
-            return  # told twice: by the reply to the call and by an event
+            # Told twice, by the reply to the call and by an event; or the ledger had forgotten the request meanwhile
+            # and counts its attempts anew: then this one is spent, and nobody else will return it.
+            if stream.placement is None and stream not in self._handed_back:
+                self._spawn(self._hand_back(stream, placement, Void.REJECTED))
+            return
         link = self.links.get(placement.executor_id)
         submit = stream.place(placement)
         if link is None or link.description.generation != placement.generation:
@@ -188,6 +192,8 @@ class Placer:
                 self.end(stream, RequestError(Reason.ATTEMPTS_EXHAUSTED, text))
             case HandBackRefusal.UNKNOWN:
                 await self._submit_again(stream)
+            case HandBackRefusal.STALE if stream.placement is None and not stream.has_ended:
+                await self._submit_again(stream)  # which says how it stands
             case Queued() if stream.is_abandoned:
                 self.stop(stream)
 

@@ -14,6 +14,7 @@ from router.store.types import (
     CancelAsked,
     CancelOutcome,
     Ending,
+    HandBackRefusal,
     Lost,
     Placement,
     PreemptAsked,
@@ -131,6 +132,27 @@ async def test_lost_executor_is_not_preemption() -> None:
         router.stores["m"].tell(Lost("r", 1, "e0", 1))
         await settled()
         assert router.stores["m"].hand_backs == [("r", 1, {"rejected": False, "preempted": False, "output_tokens": 0})]
+
+
+async def test_placement_whose_number_is_spent_is_handed_back() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    link = router.link("e1", "m")
+    store = router.stores["m"]
+    async with router.running():
+        # Given a placement from before the ledger forgot the request, on an executor that is gone, and a ledger that
+        # therefore does not know that attempt but has the request in line
+        store.answers.extend([placement(1, "e0"), HandBackRefusal.STALE, Queued(0)])
+        await router.pools.find("m").dispatcher.submit(stream)
+        await settled()
+        assert [demand.last_attempt for demand in store.demands] == [0, 1]
+        # When the ledger places it under the same number
+        store.answers.append(placement(2, "e1"))
+        store.tell(placement(1, "e1"))
+        await settled()
+        # Then that is handed back, and the next placement is the one that counts
+        rejected = {"rejected": True, "preempted": False, "output_tokens": 0}
+        assert store.hand_backs == [("r", 1, rejected), ("r", 1, rejected)]
+        assert [submit.attempt for submit in link._outbox.submits] == [2]
 
 
 async def test_executor_that_has_rejected_has_its_next_report_relayed_at_once() -> None:

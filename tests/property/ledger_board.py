@@ -100,9 +100,11 @@ def place(pool: Pool, name: str, executor_id: str) -> None:
 
 
 def _drop(pool: Pool, name: str, reason: DropReason) -> Dealt:
-    owner_id = pool.requests[name].owner_id
+    request = pool.requests[name]
     pool.end(name)
-    pool.tell(owner_id, Dropped(name, reason))
+    if request.charge is None:
+        pool.tenant(request.demand.tenant).return_tokens(request.rated or 0)
+    pool.tell(request.owner_id, Dropped(name, reason))
     return Dealt.LEFT
 
 

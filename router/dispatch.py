@@ -185,6 +185,11 @@ class Dispatcher:
         if stream.placement is not None and stream.placement.attempt == attempt:
             self._placer.void(stream, Void.PREEMPTED)
 
+    def on_withdrawn(self, stream: RequestStream, attempt: int) -> None:
+        """A sequence was cancelled that nobody wanted cancelled: the ledger took its placement for superseded."""
+        if stream.placement is not None and stream.placement.attempt == attempt:
+            self._placer.void(stream)
+
     def on_finished(self, stream: RequestStream, attempt: int) -> None:
         """A sequence ended: its reservation is free."""
         if stream.placement is not None and stream.placement.attempt == attempt:
@@ -256,4 +261,5 @@ def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorRe
         reserve_quantile=report.reserve_quantile if report.HasField("reserve_quantile") else 1.0,
         step_ms=report.step_ms,
         prefill_tokens_per_s=report.prefill_tokens_per_s,
+        seats=link.description.max_num_sequences,
     )

@@ -48,6 +48,10 @@ class Observer(Protocol):
         """A sequence gave up its place on the executor; its request is to go on elsewhere."""
         ...
 
+    def on_withdrawn(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """A sequence was cancelled though neither its client nor anybody else asked for it; its placement is void."""
+        ...
+
     def on_finished(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
         """A sequence ended and its blocks are free."""
         ...
@@ -210,6 +214,9 @@ class ExecutorLink:
         if _is_current(stream, attempt):
             if finished.reason == types_pb2.FINISH_REASON_PREEMPTED:
                 self._observer.on_preempted(self, stream, attempt)
+                return
+            if finished.reason == types_pb2.FINISH_REASON_CANCELLED and stream.is_wanted:
+                self._observer.on_withdrawn(self, stream, attempt)
                 return
             if finished.error:
                 stream.fail(RequestError(Reason.INTERNAL, finished.error))

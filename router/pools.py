@@ -149,6 +149,10 @@ class Pools:
         """See `Observer`."""
         self._pool_of[link].dispatcher.on_preempted(stream, attempt)
 
+    def on_withdrawn(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """See `Observer`."""
+        self._pool_of[link].dispatcher.on_withdrawn(stream, attempt)
+
     def on_finished(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
         """See `Observer`."""
         self._pool_of[link].dispatcher.on_finished(stream, attempt)

@@ -91,6 +91,11 @@ class RequestStream:
         self._changed = asyncio.Event()
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for more of it."""
+        return not (self.is_abandoned or self.is_cancelled or self.has_ended)
+
+    @property
     def has_ended(self) -> bool:
         """Whether its end or its error is known."""
         return self._end is not None or self._error is not None

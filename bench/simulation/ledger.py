@@ -127,7 +127,9 @@ class Ledger:
 
     def report(self, report: ExecutorReport, on_result: Callable[[ReportOutcome], None]) -> None:
         """See `AdmissionStore.report`. A report that fails is lost."""
-        self._operate("report", report_args(report), lambda reply, _: on_result(report_outcome(reply)), _ignore)
+        self._operate(
+            "report", report_args(report, self._settings), lambda reply, _: on_result(report_outcome(reply)), _ignore
+        )
 
     def renew(self) -> None:
         """See `AdmissionStore.renew`."""

@@ -248,6 +248,7 @@ class SimExecutor:
             reserve_quantile=self.scheduler.reserve_quantile,
             step_ms=status.step_ms if status else 0.0,
             prefill_tokens_per_s=status.prefill_tokens_per_s if status else 0.0,
+            seats=limits.max_num_sequences,
         )
 
 

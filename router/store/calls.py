@@ -45,15 +45,21 @@ def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
     return args
 
 
-def report_args(report: ExecutorReport) -> list[Argument]:
-    """Of report.lua."""
+def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argument]:
+    """Of report.lua.
+
+    Where others give way to a higher class nobody stands by: a place on an executor that is no seat would be no help.
+    """
+    num_sequences = report.budget_sequences
+    if settings.preempt_for_priority and report.seats is not None:
+        num_sequences = min(num_sequences, report.seats)
     args: list[Argument] = [
         report.executor_id,
         report.generation,
         report.seq,
         report.budget_blocks,
         report.total_blocks,
-        report.budget_sequences,
+        num_sequences,
         int(report.accepting),
         report.reserve_quantile,
         report.step_ms,

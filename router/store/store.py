@@ -177,7 +177,7 @@ class AdmissionStore:
 
     async def report(self, report: ExecutorReport) -> ReportOutcome:
         """Relays an executor's report. Any router may, any number of times."""
-        reply, _ = await self._detached(self._operate("report", *report_args(report)))
+        reply, _ = await self._detached(self._operate("report", *report_args(report, self._settings)))
         if reply.status == "OLD":
             return ReportOutcome(taken=False)
         flat = reply.values[0]

@@ -111,6 +111,7 @@ class ExecutorReport:
     """An executor's report, as far as the ledger is concerned. `accepting` is false while it drains.
 
     `reserve_quantile` below 1 reserves, instead of all that a request can need, what its output stays within so often.
+    `seats` are those of `budget_sequences` that can compute at once; None: all of them.
     """
 
     executor_id: str
@@ -124,6 +125,7 @@ class ExecutorReport:
     reserve_quantile: float = 1.0
     step_ms: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    seats: int | None = None
 
 
 # Results and events -----------------------------------------------------------------------------------------------

@@ -244,11 +244,13 @@ async def test_request_whose_deadline_the_wait_misses_is_refused_or_expires_and_
             call.cancel()
 
 
+@pytest.mark.parametrize("num_standby", [0, 2])
 async def test_waiting_request_of_a_higher_class_takes_the_seat_and_the_other_goes_on_later(
-    redis_url: str, pool: str
+    redis_url: str, pool: str, num_standby: int
 ) -> None:
     settings = RouterSettings(preempt_for_priority=True)
-    async with run_cluster(redis_url, pool, shape=ONE_SEAT, settings=settings) as cluster:
+    shape = ExecutorShape(max_num_sequences=1, num_standby_sequences=num_standby)
+    async with run_cluster(redis_url, pool, shape=shape, settings=settings) as cluster:
         router, brake = cluster.routers[0], cluster.executors[0].brake
         brake.hold()
         batch = asyncio.create_task(

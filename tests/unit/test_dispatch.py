@@ -68,6 +68,25 @@ async def test_preempted_sequence_goes_on_elsewhere_with_its_output() -> None:
         assert store.endings == [Ending("r", 2, computed_tokens=6, output_tokens=3, by_itself=True)]
 
 
+async def test_sequence_cancelled_though_nobody_asked_for_it_goes_on_elsewhere() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    first, second = router.link("e0", "m"), router.link("e1", "m")
+    store = router.stores["m"]
+    async with router.running():
+        await placed(router, stream)
+        first.receive(accepts(1))
+        first.receive(steps(3, 4, cached=4))
+        # When the ledger took the placement for superseded and had it cancelled
+        store.answers.append(placement(2, "e1"))
+        first.receive(steps(end=types_pb2.FINISH_REASON_CANCELLED))
+        await settled()
+        # Then the client is not told of a cancel, and another executor goes on
+        assert store.hand_backs == [("r", 1, {"rejected": False, "preempted": False, "output_tokens": 2})]
+        (submit,) = second._outbox.submits
+        assert list(submit.prior_output_ids) == [3, 4]
+        assert (await stream.next()).end is None
+
+
 async def test_ledger_preempts_by_an_end_with_that_reason() -> None:
     router, stream = ScriptedRouter("m"), new_stream()
     link = router.link("e0", "m")
@@ -247,6 +266,7 @@ async def test_ending_says_what_was_used_and_whether_its_length_means_something(
         link.receive(accepts(1))
         link.receive(steps(1, 2, cached=8))
         stream.has_matched_stop = matched
+        stream.is_cancelled = end == types_pb2.FINISH_REASON_CANCELLED
         link.receive(steps(end=end))
         await settled()
         assert router.stores["m"].endings == [Ending("r", 1, 2, 2, by_itself=by_itself)]

@@ -37,14 +37,14 @@ from router.store.lua import load_scripts
 
 NUM_CONNECTIONS = 32
 ENDS_PER_FRAME, MAX_SETTLED = SETTLED[1], SETTLED[-1]
-# Executors get no new work 2 s after their last report.
-REFRESH_S = 1.1
+# Executors get no new work 2 s after their last report, and on a busy machine it takes long until all have reported.
+REFRESH_S = 0.7
 PROGRESS_S = 10.0
 AUDIT_S = 1.05
 AGE_S = 2e-3
 MODERATE = 0.5
-MAX_SEATED_AT_ONCE = 2048
-MAX_ENDED_AT_ONCE = 4096
+MAX_SEATED_AT_ONCE = 512
+MAX_ENDED_AT_ONCE = 1024
 NUM_REPORTS = 256
 
 Say = Callable[[str], None]

@@ -39,6 +39,7 @@ NUM_CONNECTIONS = 32
 ENDS_PER_FRAME, MAX_SETTLED = SETTLED[1], SETTLED[-1]
 # Executors get no new work 2 s after their last report, and on a busy machine it takes long until all have reported.
 REFRESH_S = 0.7
+FILL_REFRESH_S = 1.2  # while all seats are taken a late report holds nobody up
 PROGRESS_S = 10.0
 AUDIT_S = 1.05
 AGE_S = 2e-3
@@ -101,7 +102,7 @@ class _Measurement:
         costs: dict[str, ScriptCost] = {}
         self._refresh()
         self._seat_and_end(costs)
-        fill_s, memory_bytes, bytes_per_waiting = self._fill(costs)
+        fill_s, memory_bytes, bytes_per_waiting = self._fill()
         self._steady(costs)
         self._report(costs)
         self.say("scripts measured; now as much as goes through, then half of it")
@@ -142,23 +143,21 @@ class _Measurement:
             self.loop.pipeline(self._settles(MAX_ENDED_AT_ONCE, 1))
             self._refresh_if_due()
 
-    def _fill(self, costs: dict[str, ScriptCost]) -> tuple[float, int, float]:
+    def _fill(self) -> tuple[float, int, float]:
         """Takes all seats and fills the line. Its seconds, the memory in use and that of each waiting request."""
         self._chunked(self.scale.num_seats)
         self.loop.read_mail()
         before_bytes, began_s = self.server.memory_bytes(), time.perf_counter()
-        before = self.server.usages()
-        self._chunked(self.scale.queued - self.traffic.num_waiting)
-        costs.setdefault("submit, while filling", ScriptCost()).add(difference(self.server.usages(), before))
+        self._chunked(self.scale.queued - self.traffic.num_waiting, FILL_REFRESH_S)
         fill_s, memory_bytes = time.perf_counter() - began_s, self.server.memory_bytes()
         self.say(f"filled in {fill_s:.1f} s")
         return fill_s, memory_bytes, (memory_bytes - before_bytes) / self.scale.queued
 
-    def _chunked(self, count: int) -> None:
+    def _chunked(self, count: int, refresh_s: float = REFRESH_S) -> None:
         told_s = time.perf_counter()
         for chunk in _chunks(count, MAX_SEATED_AT_ONCE):
             self.loop.pipeline(self._submits(chunk))
-            self._refresh_if_due()
+            self._refresh_if_due(refresh_s)
             if time.perf_counter() - told_s > PROGRESS_S:
                 told_s = time.perf_counter()
                 self.say(f"{self.traffic.num_waiting:,} of {self.scale.queued:,} wait")
@@ -215,8 +214,8 @@ class _Measurement:
                 return
             yield self.traffic.settle(num_ends)
 
-    def _refresh_if_due(self) -> None:
-        if time.perf_counter() - self.refreshed_s > REFRESH_S:
+    def _refresh_if_due(self, refresh_s: float = REFRESH_S) -> None:
+        if time.perf_counter() - self.refreshed_s > refresh_s:
             self._refresh()
 
     def _refresh(self) -> None:

@@ -49,7 +49,7 @@ help:
 	@echo "make bench-host   what the host's part of a step costs"
 	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
 	@echo "make bench-soak   10,000 short requests, watching the memory of the processes"
-	@echo "make bench-admission  what the admission ledger does on one core of Redis; QUEUED=1000000 EXECUTORS=1000"
+	@echo "make bench-admission  what the admission ledger does on one core of Redis; QUEUED=1000000 EXECUTORS=1000, or ARGS=--matrix"
 	@echo "make bench-scheduling  scheduling policies side by side, in virtual time; ARGS=\"--scale 0.3\""
 	@echo "make bench-gpu  decode, prefill and workloads on an NVIDIA GPU against its limits and transformers"
 	@echo "make clean   remove .venv and everything generated at run time"

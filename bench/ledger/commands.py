@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -28,6 +28,9 @@ BLOCK_SIZE = 16
 MAX_EXTRA_HELD = 64
 # Far beyond any estimate, so that nothing is refused and nothing expires while it is measured.
 MIN_DEADLINE_MS, MAX_DEADLINE_MS = 3 * 3_600_000, 24 * 3_600_000
+# A line that was filled in seconds would age in seconds, and what is measured meanwhile would bear the cost of it all.
+# So nothing moves up a class but where that is measured.
+AGE_NEVER_MS, AGE_AT_ONCE_MS = 24 * 3_600_000, 1
 # Ends of this many lengths take turns.
 NUM_USAGES = 4
 
@@ -75,6 +78,8 @@ class Commands:
     """Templates by router. `settles` and `reports` are by the number of ids that they name, too."""
 
     submits: Sequence[Sequence[Template]]
+    ageing_submits: Sequence[Sequence[Template]]
+    """Of requests that move up all classes in a moment."""
     settles: Mapping[int, Sequence[Sequence[Template]]]
     reports: Sequence[Sequence[Template]]
     cancels: Sequence[Template]
@@ -87,19 +92,24 @@ class Commands:
 
 async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> Commands:
     """Registers the routers and records what they send."""
-    settings = StoreSettings(max_queue_requests=10**9)
+    settings = StoreSettings(max_queue_requests=10**9, age_ms=AGE_NEVER_MS)
+    ageing = replace(settings, age_ms=AGE_AT_ONCE_MS)
     redis = connect(url, settings)
     try:
         recorder = Recorder(redis)
         names = [router_id(number) for number in range(scale.routers)]
-        stores = [AdmissionStore(cast(Any, recorder), pool, name, settings, lambda event: None) for name in names]
+        stores, ageing_stores = (
+            [AdmissionStore(cast(Any, recorder), pool, name, each, lambda event: None) for name in names]
+            for each in (settings, ageing)
+        )
         for _ in range(2):  # in the second round everybody is known to everybody
-            for store in stores:
+            for store in (*stores, *ageing_stores):
                 await store.renew()
         random_numbers = random.Random(seed)
         demands = [_demand(number, scale, random_numbers) for number in range(NUM_CLASSES * scale.tenants)]
         return Commands(
             [[await _submit(recorder, store, demand) for demand in demands] for store in stores],
+            [[await _submit(recorder, store, demand) for demand in demands] for store in ageing_stores],
             {count: [await _settles(recorder, store, count) for store in stores] for count in SETTLED},
             [await _reports(recorder, store, scale) for store in stores],
             [await _about_one(recorder, store.cancel) for store in stores],

@@ -8,9 +8,17 @@ from dataclasses import dataclass, field
 from bench.ledger.scale import PoolScale
 from bench.ledger.server import NOTHING, SCRIPT, Usage, Usages
 
+FULLY_BUSY = 0.9
 SETTLED = (1, 4, 16)
 """Ends in one settle: a router settles those of a step frame together."""
+PLACED = "submit, seated at once"
 QUEUED = "submit, queued"
+AGEING = "settle of 1, moving up"
+"""As `refilled(1)`, after as many requests of all classes came that move up all of them: about one move for each."""
+UNFILLED = f"settle of {SETTLED[-1]}, nobody waits"
+REPORT = "report with audit"
+CANCEL = "cancel, queued"
+EXPLAIN = "explain"
 
 
 def refilled(num_ends: int) -> str:
@@ -59,6 +67,10 @@ class Saturation:
     """Of all scripts, upkeep included."""
     mail_us: float
     """Of the reads of mailboxes."""
+    report_us: float
+    """Of the executors' reports, which are among the scripts; their number by what one was measured to cost."""
+    load_cpu_s: float
+    """Of this load generator."""
 
     @property
     def admitted_per_core_s(self) -> float:
@@ -75,10 +87,34 @@ class Saturation:
         """The share of the time in which Redis had a core."""
         return self.redis_cpu_s / self.wall_s
 
+    @property
+    def load_busy(self) -> float:
+        """The share of the time in which the load generator had a core."""
+        return self.load_cpu_s / self.wall_s
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What Redis' processor time went into. Its own clocks count a little more or less than the system's."""
+        all_us = max(1e6 * self.redis_cpu_s, self.script_us + self.mail_us)
+        report_us = min(self.report_us, self.script_us)
+        return {
+            "scripts": (self.script_us - report_us) / all_us,
+            "reports": report_us / all_us,
+            "mailboxes": self.mail_us / all_us,
+            "network": (all_us - self.script_us - self.mail_us) / all_us,
+        }
+
+    @property
+    def bound_by(self) -> str:
+        """What has to become faster for more to go through."""
+        if self.busy >= FULLY_BUSY:
+            return max(self.shares.items(), key=lambda share: share[1])[0] + " on Redis' core"
+        return "the load generator" if self.load_busy >= FULLY_BUSY else "the machine: neither had a core to itself"
+
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Milliseconds of an admission at a moderate rate, by what they are of."""
+    """Milliseconds of an admission at a moderate rate, by what they are of. The load's own lateness is not in them."""
 
     rate_per_s: float
     busy: float
@@ -87,7 +123,15 @@ class Latency:
     submit_ms: tuple[float, float]
     seat_ms: tuple[float, float]
     late_ms: tuple[float, float]
-    """By how much the load itself was late, which is part of the rest."""
+    """By how much the load sent later than it meant to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The single call of a script that took Redis longest, waits for a core included."""
+
+    us: float
+    script: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +146,7 @@ class Point:
     costs: Mapping[str, ScriptCost]
     saturation: Saturation
     latency: Latency
+    worst: Worst
 
     @property
     def scripts_per_s(self) -> dict[int, float]:
@@ -110,12 +155,17 @@ class Point:
         return {num: 1e6 / (submit_us + self.costs[refilled(num)].us / num) for num in SETTLED}
 
     @property
+    def boarding_us(self) -> float:
+        """Microseconds to seat one waiting request: what a settle costs more, for each end, where somebody waits."""
+        return (self.costs[refilled(SETTLED[-1])].us - self.costs[UNFILLED].us) / SETTLED[-1]
+
+    @property
     def line(self) -> str:
         """The result in one line."""
         p50_ms, p99_ms = self.latency.admission_ms
         return (
             f"admission: queued={self.scale.queued} executors={self.scale.executors} "
-            f"admitted_per_s={self.saturation.admitted_per_core_s:.0f} p50_ms={p50_ms:.3f} p99_ms={p99_ms:.3f}"
+            f"admitted_per_s={self.saturation.admitted_per_wall_s:.0f} p50_ms={p50_ms:.3f} p99_ms={p99_ms:.3f}"
         )
 
 

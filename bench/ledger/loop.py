@@ -11,14 +11,16 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
-from bench.ledger.traffic import Call, Traffic
+from bench.ledger.traffic import Call, Traffic, TrafficError
 from bench.ledger.wire import Connection, encode
 
 MAX_ENTRIES = 256
 BLOCK_MS = 2000
 LAST_ENTRY = re.compile(rb"\r\n(\d{10,}-\d+)\r\n")
 PIPELINED = 256
+MAX_MAIL_S = 5.0
 
 Source = Callable[[float], Call | None]
 """The next call to send at a time, or None while there is nothing to send."""
@@ -64,6 +66,7 @@ class Loop:
             self._selector.register(reader.connection, selectors.EVENT_READ, reader)
         self._idle = deque(self._connections)
         self._sent: dict[int, Call] = {}
+        self._free_since_s = self.now_s()
         self.late_s: list[float] = []
 
     now_s = staticmethod(time.perf_counter)
@@ -81,20 +84,38 @@ class Loop:
         while self._sent:
             self._wait(None)
 
+    def counts_from_s(self, due_s: float, now_s: float) -> float:
+        """When a call that was due then and is sent now would have gone out if the load were never late itself.
+
+        A call that found all connections waiting for Redis counts from when it was due.
+        """
+        return due_s if due_s < self._free_since_s else now_s
+
     def pipeline(self, calls: Iterable[Call]) -> None:
-        """Sends the calls in bulk over one connection, where only their effect matters."""
-        batch: list[Call] = []
-        for call in calls:
-            batch.append(call)
-            if len(batch) == PIPELINED:
-                self._send_batch(batch)
-                batch.clear()
-        self._send_batch(batch)
+        """Sends the calls in bulk over one connection, where only their effect matters.
+
+        The next batch is on its way before the replies to the last one are read, so that Redis does not wait for us.
+        """
+        remaining = iter(calls)
+        sent: list[Call] = []
+        while batch := list(islice(remaining, PIPELINED)):
+            self._idle[0].send(b"".join(call.encoded for call in batch))
+            self._take_replies(sent)
+            sent = batch
+        self._take_replies(sent)
         self.read_mail()
 
     def read_mail(self) -> None:
         """Takes what is in the mailboxes now."""
         self._wait(0.0)
+
+    def read_mail_until(self, arrived: Callable[[], bool]) -> None:
+        """Takes mail until what it should say is there."""
+        until_s = self.now_s() + MAX_MAIL_S
+        while not arrived():
+            self._wait(max(0.0, until_s - self.now_s()))
+            if self.now_s() > until_s:
+                raise TrafficError("the mailboxes do not say that the seats were taken")
 
     def close(self) -> None:
         """Closes all connections."""
@@ -113,7 +134,7 @@ class Loop:
                 return
             connection = self._idle.popleft()
             self._sent[connection.fileno()] = call
-            self.late_s.append(self.now_s() - call.due_s)
+            self.late_s.append(max(0.0, self.now_s() - call.due_s))
             connection.send(call.encoded)
 
     def _timeout_s(self, until_s: float | None, due_s: Callable[[], float] | None) -> float | None:
@@ -123,21 +144,23 @@ class Loop:
         return max(0.0, next_s - self.now_s())
 
     def _wait(self, timeout_s: float | None) -> None:
-        for key, _ in self._selector.select(timeout_s):
+        ready = self._selector.select(timeout_s)
+        now_s = self.now_s()  # what is ready was there by now, however long it takes to read all of it
+        for key, _ in ready:
             if key.data is not None:
                 mail = key.data.receive()
                 if mail is not None:
-                    self._traffic.take_events(mail, self.now_s())
+                    self._traffic.take_events(mail, now_s)
                 continue
             connection = key.fileobj
             assert isinstance(connection, Connection)
             reply = connection.receive()
             if reply is not None:
+                if not self._idle:
+                    self._free_since_s = now_s
                 self._idle.append(connection)
-                self._traffic.take(self._sent.pop(connection.fileno()), reply, self.now_s())
+                self._traffic.take(self._sent.pop(connection.fileno()), reply, now_s)
 
-    def _send_batch(self, batch: Sequence[Call]) -> None:
-        connection = self._idle[0]
-        connection.send(b"".join(call.encoded for call in batch))
-        for call in batch:
-            self._traffic.take(call, connection.next_reply(), self.now_s())
+    def _take_replies(self, calls: Iterable[Call]) -> None:
+        for call in calls:
+            self._traffic.take(call, self._idle[0].next_reply(), self.now_s())

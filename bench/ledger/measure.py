@@ -11,19 +11,41 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from bench.ledger.commands import record_commands, take_snapshot
-from bench.ledger.figures import QUEUED, SETTLED, Latency, Point, Saturation, ScriptCost, percentiles_ms, refilled
+from bench.ledger.figures import (
+    AGEING,
+    CANCEL,
+    EXPLAIN,
+    PLACED,
+    QUEUED,
+    REPORT,
+    SETTLED,
+    UNFILLED,
+    Latency,
+    Point,
+    Saturation,
+    ScriptCost,
+    Worst,
+    percentiles_ms,
+    refilled,
+)
 from bench.ledger.loop import Loop
 from bench.ledger.scale import PoolScale
 from bench.ledger.server import NOTHING, SCRIPT, Server, difference
+from bench.ledger.slowest import Slowest
 from bench.ledger.traffic import Call, Traffic, TrafficError
 from router.store.lua import load_scripts
 
 NUM_CONNECTIONS = 32
 ENDS_PER_FRAME, MAX_SETTLED = SETTLED[1], SETTLED[-1]
+# Executors get no new work 2 s after their last report, and on a busy machine it takes long until all have reported.
 REFRESH_S = 0.7
+FILL_REFRESH_S = 1.2  # while all seats are taken a late report holds nobody up
+PROGRESS_S = 10.0
 AUDIT_S = 1.05
+AGE_S = 2e-3
 MODERATE = 0.5
-MAX_SEATED_AT_ONCE = 2048
+MAX_SEATED_AT_ONCE = 512
+MAX_ENDED_AT_ONCE = 1024
 NUM_REPORTS = 256
 
 Say = Callable[[str], None]
@@ -32,17 +54,20 @@ Say = Callable[[str], None]
 def measure(url: str, pool: str, scale: PoolScale, seconds: float, seed: int, say: Say) -> Point:
     """Measures a pool that does not exist yet and leaves it behind. Each part takes about `seconds`."""
     server = Server(url)
-    for script in load_scripts().values():
+    scripts = load_scripts()
+    for script in scripts.values():
         server.load_script(script.source)
     commands = asyncio.run(record_commands(url, pool, scale, seed))
     traffic = Traffic(scale, commands, seed)
     loop = Loop(url, commands.mailboxes, NUM_CONNECTIONS, traffic)
+    slowest = Slowest(server, {script.sha: name for name, script in scripts.items()})
     gc.collect()
     gc.disable()  # nothing here makes cycles, and a collection would be taken for Redis' latency
     try:
-        point = _Measurement(server, traffic, loop, scale, seconds, seed, say).run()
+        point = _Measurement(server, traffic, loop, scale, seconds, seed, say, slowest).run()
     finally:
         gc.enable()
+        slowest.close()
         loop.close()
         server.close()
     _check(asyncio.run(take_snapshot(url, pool)).num_waiting, scale)
@@ -56,6 +81,11 @@ def _check(num_waiting: tuple[int, ...], scale: PoolScale) -> None:
         raise TrafficError(f"{sum(num_waiting)} requests wait at the end in place of {scale.queued}")
 
 
+def _chunks(count: int, most: int) -> Iterator[int]:
+    """Numbers of at most `most` that make `count` together."""
+    return (min(most, count - done) for done in range(0, count, most))
+
+
 @dataclass(slots=True)
 class _Measurement:
     server: Server
@@ -65,19 +95,31 @@ class _Measurement:
     seconds: float
     seed: int
     say: Say
+    slowest: Slowest
     refreshed_s: float = 0.0
 
     def run(self) -> Point:
         costs: dict[str, ScriptCost] = {}
         self._refresh()
         self._seat_and_end(costs)
-        fill_s, memory_bytes, bytes_per_waiting = self._fill(costs)
+        fill_s, memory_bytes, bytes_per_waiting = self._fill()
         self._steady(costs)
         self._report(costs)
-        saturation = self._saturate()
+        self.say("scripts measured; now as much as goes through, then half of it")
+        saturation = self._saturate(costs[REPORT].us)
+        self._top_up()
         latency = self._pace(MODERATE * saturation.admitted_per_wall_s)
+        self.slowest.look()
         return Point(
-            self.scale, self.server.version, fill_s, memory_bytes, bytes_per_waiting, costs, saturation, latency
+            self.scale,
+            self.server.version,
+            fill_s,
+            memory_bytes,
+            bytes_per_waiting,
+            costs,
+            saturation,
+            latency,
+            Worst(self.slowest.us, self.slowest.script),
         )
 
     # Costs of scripts ------------------------------------------------------------------------------------------
@@ -85,41 +127,56 @@ class _Measurement:
     def _seat_and_end(self, costs: dict[str, ScriptCost]) -> None:
         """Requests that find a seat at once, and ends that nobody waits for."""
         until_s = time.perf_counter() + self.seconds
-        count = min(MAX_SEATED_AT_ONCE, self.scale.num_seats) // MAX_SETTLED * MAX_SETTLED
+        count = self.scale.num_seats // MAX_SETTLED * MAX_SETTLED
         while True:
-            self._cost(costs, "submit, seated at once", self._submits(count))
-            self._cost(costs, f"settle of {MAX_SETTLED}, nobody waits", self._settles(count, MAX_SETTLED))
+            for chunk in _chunks(count, MAX_SEATED_AT_ONCE):
+                self._cost(costs, PLACED, self._submits(chunk))
+            while self.traffic.can_settle(MAX_SETTLED):
+                self._cost(costs, UNFILLED, self._settles(MAX_ENDED_AT_ONCE, MAX_SETTLED))
+            self._end_rest()
             if time.perf_counter() > until_s:
                 return
 
-    def _fill(self, costs: dict[str, ScriptCost]) -> tuple[float, int, float]:
+    def _end_rest(self) -> None:
+        """Ends what is seated where an executor has fewer than a whole settle ends."""
+        while self.traffic.can_settle(1):
+            self.loop.pipeline(self._settles(MAX_ENDED_AT_ONCE, 1))
+            self._refresh_if_due()
+
+    def _fill(self) -> tuple[float, int, float]:
         """Takes all seats and fills the line. Its seconds, the memory in use and that of each waiting request."""
         self._chunked(self.scale.num_seats)
         self.loop.read_mail()
         before_bytes, began_s = self.server.memory_bytes(), time.perf_counter()
-        before = self.server.usages()
-        self._chunked(self.scale.queued - self.traffic.num_waiting)
-        costs.setdefault("submit, while filling", ScriptCost()).add(difference(self.server.usages(), before))
+        self._chunked(self.scale.queued - self.traffic.num_waiting, FILL_REFRESH_S)
         fill_s, memory_bytes = time.perf_counter() - began_s, self.server.memory_bytes()
         self.say(f"filled in {fill_s:.1f} s")
         return fill_s, memory_bytes, (memory_bytes - before_bytes) / self.scale.queued
 
-    def _chunked(self, count: int) -> None:
-        while count > 0:
-            chunk = min(count, MAX_SEATED_AT_ONCE)
+    def _chunked(self, count: int, refresh_s: float = REFRESH_S) -> None:
+        told_s = time.perf_counter()
+        for chunk in _chunks(count, MAX_SEATED_AT_ONCE):
             self.loop.pipeline(self._submits(chunk))
-            self._refresh_if_due()
-            count -= chunk
+            self._refresh_if_due(refresh_s)
+            if time.perf_counter() - told_s > PROGRESS_S:
+                told_s = time.perf_counter()
+                self.say(f"{self.traffic.num_waiting:,} of {self.scale.queued:,} wait")
 
     def _steady(self, costs: dict[str, ScriptCost]) -> None:
         """Calls of each kind in turn, by which the line gets its length back again and again."""
-        count = min(4 * MAX_SETTLED, self.scale.num_seats) // MAX_SETTLED * MAX_SETTLED
+        count = min(4 * MAX_SETTLED, self.scale.num_seats, self.scale.queued) // MAX_SETTLED * MAX_SETTLED
+        count = max(MAX_SETTLED, count)
         until_s = time.perf_counter() + 2 * self.seconds
         while True:
             for num_ends in SETTLED:
                 self._cost(costs, QUEUED, self._submits(count))
                 self._cost(costs, refilled(num_ends), self._settles(count, num_ends))
+                self.loop.read_mail_until(lambda: self.traffic.num_waiting <= self.scale.queued)
             self._come_and_go(costs)
+            self.loop.pipeline([self.traffic.submit(ages_at_once=True) for _ in range(count)])
+            time.sleep(AGE_S)
+            self._cost(costs, AGEING, self._settles(count, 1))
+            self.loop.read_mail_until(lambda: self.traffic.num_waiting <= self.scale.queued)
             if time.perf_counter() > until_s:
                 return
 
@@ -128,15 +185,15 @@ class _Measurement:
         self._cost(costs, QUEUED, calls)
         ids = [call.ids[0] for call in calls]
         if self.traffic.explains:
-            self._cost(costs, "explain", (self.traffic.explain(one) for one in ids))
-        self._cost(costs, "cancel, queued", (self.traffic.cancel(one) for one in ids))
+            self._cost(costs, EXPLAIN, (self.traffic.explain(one) for one in ids))
+        self._cost(costs, CANCEL, (self.traffic.cancel(one) for one in ids))
 
     def _report(self, costs: dict[str, ScriptCost]) -> None:
         """Reports with the audit, which is due once a second, and right after that without."""
         self._refresh()
         time.sleep(max(0.0, AUDIT_S - (time.perf_counter() - self.refreshed_s)))
         reports = list(self.traffic.all_reports())[:NUM_REPORTS]
-        self._cost(costs, "report with audit", reports, refresh=False)
+        self._cost(costs, REPORT, reports, refresh=False)
         self._cost(costs, "report", list(self.traffic.all_reports())[:NUM_REPORTS], refresh=False)
         self._refresh()
 
@@ -152,21 +209,25 @@ class _Measurement:
         return (self.traffic.submit() for _ in range(count))
 
     def _settles(self, count: int, num_ends: int) -> Iterator[Call]:
-        return (self.traffic.settle(num_ends) for _ in range(count // num_ends))
+        for _ in range(count // num_ends):
+            if not self.traffic.can_settle(num_ends):
+                return
+            yield self.traffic.settle(num_ends)
 
-    def _refresh_if_due(self) -> None:
-        if time.perf_counter() - self.refreshed_s > REFRESH_S:
+    def _refresh_if_due(self, refresh_s: float = REFRESH_S) -> None:
+        if time.perf_counter() - self.refreshed_s > refresh_s:
             self._refresh()
 
     def _refresh(self) -> None:
         """What happens by itself otherwise: reports and renewals."""
         self.loop.read_mail()
         self.loop.pipeline([*self.traffic.all_reports(), *self.traffic.all_renewals()])
+        self.slowest.look()
         self.refreshed_s = time.perf_counter()
 
     # The whole -------------------------------------------------------------------------------------------------
 
-    def _saturate(self) -> Saturation:
+    def _saturate(self, report_us: float) -> Saturation:
         """As much as goes through: a new request for everybody seated, an end whenever the line is long enough."""
         traffic = self.traffic
         traffic.start_upkeep(self.loop.now_s())
@@ -174,21 +235,36 @@ class _Measurement:
         def next_call(now_s: float) -> Call | None:
             if traffic.expected_waiting < self.scale.queued:
                 return traffic.submit(now_s)
-            return traffic.settle(ENDS_PER_FRAME, now_s) if traffic.num_ending >= ENDS_PER_FRAME else None
+            return traffic.settle(ENDS_PER_FRAME, now_s) if traffic.can_settle(ENDS_PER_FRAME) else None
 
         before, cpu_s, num_placed = self.server.usages(), self.server.cpu_s(), traffic.num_placed
+        num_reported, load_cpu_s = traffic.num_reported, time.process_time()
         began_s = self.loop.now_s()
         self.loop.run(next_call, began_s + self.seconds)
-        wall_s, cpu_s = self.loop.now_s() - began_s, self.server.cpu_s() - cpu_s
+        wall_s, load_cpu_s = self.loop.now_s() - began_s, time.process_time() - load_cpu_s
+        cpu_s = self.server.cpu_s() - cpu_s
         used = difference(self.server.usages(), before)
         self.loop.read_mail()
         script_us, mail_us = (used.get(name, NOTHING).us for name in (SCRIPT, "xread"))
-        return Saturation(traffic.num_placed - num_placed, wall_s, cpu_s, script_us, mail_us)
+        return Saturation(
+            traffic.num_placed - num_placed,
+            wall_s,
+            cpu_s,
+            script_us,
+            mail_us,
+            report_us * (traffic.num_reported - num_reported),
+            load_cpu_s,
+        )
+
+    def _top_up(self) -> None:
+        """Gives the line its length back, which the end of a run may have found shorter."""
+        self.loop.pipeline(list(self._submits(self.scale.queued - self.traffic.expected_waiting)))
+        self.loop.read_mail_until(lambda: self.traffic.num_waiting >= self.scale.queued)
 
     def _pace(self, rate_per_s: float) -> Latency:
         """A moderate rate: frames with ends come at random, each with as many new requests in its wake."""
         traffic = self.traffic
-        frames = _Frames(traffic, rate_per_s, self.loop.now_s(), self.seed)
+        frames = _Frames(traffic, rate_per_s, self.loop.now_s(), self.seed, self.loop.counts_from_s)
         traffic.start_upkeep(self.loop.now_s())
         traffic.submit_s.clear()
         traffic.seat_s.clear()
@@ -211,8 +287,16 @@ class _Measurement:
 class _Frames:
     """Step frames as a Poisson process: each ends some requests, and as many new ones come until the next."""
 
-    def __init__(self, traffic: Traffic, rate_per_s: float, now_s: float, seed: int) -> None:
+    def __init__(
+        self,
+        traffic: Traffic,
+        rate_per_s: float,
+        now_s: float,
+        seed: int,
+        counts_from_s: Callable[[float, float], float],
+    ) -> None:
         self._traffic = traffic
+        self._counts_from_s = counts_from_s
         self._random = random.Random(seed)
         self._mean_s = ENDS_PER_FRAME / rate_per_s
         self._due: list[tuple[float, bool]] = [(now_s, True)]
@@ -226,10 +310,10 @@ class _Frames:
         while self._due[0][0] <= now_s:
             due_s, is_frame = heapq.heappop(self._due)
             if not is_frame:
-                return self._traffic.submit(due_s)
+                return self._traffic.submit(self._counts_from_s(due_s, now_s))
             heapq.heappush(self._due, (due_s + self._random.expovariate(1 / self._mean_s), True))
-            if self._traffic.num_ending >= ENDS_PER_FRAME:
+            if self._traffic.can_settle(ENDS_PER_FRAME):
                 for _ in range(ENDS_PER_FRAME):
                     heapq.heappush(self._due, (due_s + self._random.uniform(0, self._mean_s), False))
-                return self._traffic.settle(ENDS_PER_FRAME, due_s)
+                return self._traffic.settle(ENDS_PER_FRAME, self._counts_from_s(due_s, now_s))
         return None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from bench.ledger.wire import Connection, bulk_text
 
 SCRIPT = "evalsha"
+MAX_SLOW_CALLS = 1024
+# Of the slow log's entries: id, time, microseconds, number of arguments, command and its first argument.
+SLOW_CALL = re.compile(rb"\*6\r\n:(\d+)\r\n:\d+\r\n:(\d+)\r\n\*\d+\r\n\$\d+\r\n(\w+)\r\n\$\d+\r\n(\w*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,15 @@ class Usage:
 
 NOTHING = Usage(0, 0.0)
 Usages = Mapping[str, Usage]
+
+
+@dataclass(frozen=True, slots=True)
+class SlowCall:
+    """A call of a script that took long; `number` counts all that were ever logged."""
+
+    number: int
+    us: float
+    sha: str
 
 
 class Server:
@@ -56,6 +69,21 @@ class Server:
     def load_script(self, source: str) -> None:
         """Makes a script known by its hash."""
         self._connection.ask("SCRIPT", "LOAD", source)
+
+    def set_option(self, name: str, value: str) -> str:
+        """Sets an option and returns its former value."""
+        former = self._connection.ask("CONFIG", "GET", name).split(b"\r\n")[4].decode()
+        self._connection.ask("CONFIG", "SET", name, value)
+        return former
+
+    def slow_calls(self) -> list[SlowCall]:
+        """Scripts in the slow log."""
+        reply = self._connection.ask("SLOWLOG", "GET", MAX_SLOW_CALLS)
+        return [
+            SlowCall(int(number), float(us), sha.decode())
+            for number, us, name, sha in SLOW_CALL.findall(reply)
+            if name.lower() == SCRIPT.encode()
+        ]
 
     def delete_pool(self, pattern: str) -> None:
         """Removes the keys of a pattern."""

@@ -63,13 +63,16 @@ class Traffic:
         self._num_made = 0
         self._num_reported = 0
         self._seated_on: dict[bytes, bytes] = {}
-        self._ending: deque[bytes] = deque()  # seated, in the order of their ends
         self._held: dict[bytes, dict[bytes, None]] = {executor_id(n): {} for n in range(scale.executors)}
+        # Seated, by executor in the order of their ends; executors end some of theirs in turn.
+        self._ending: dict[bytes, deque[bytes]] = {executor: deque() for executor in self._held}
+        self._turns = deque(self._held)
         self._freed: dict[bytes, deque[float]] = {executor: deque() for executor in self._held}
         self._upkeep: list[tuple[float, int, Callable[[], Call]]] = []
         self._intervals_s: list[float] = []
         self.num_waiting = 0
-        self.num_underway = 0  # submits sent less ends sent, whose replies are not here
+        self._num_submitting = 0
+        self._num_free = scale.num_seats  # seats of which nothing says yet who has them, the ends sent counted in
         self.num_placed = 0
         self.submit_s: list[float] = []
         self.seat_s: list[float] = []
@@ -81,31 +84,43 @@ class Traffic:
         """Whether the store can explain."""
         return bool(self._commands.explains)
 
+    def can_settle(self, count: int) -> bool:
+        """Whether an executor has so many seated; then the next settle is of that one."""
+        for _ in range(len(self._turns)):
+            if len(self._ending[self._turns[0]]) >= count:
+                return True
+            self._turns.rotate(-1)
+        return False
+
     @property
-    def num_ending(self) -> int:
-        """Seated requests that can be ended."""
-        return len(self._ending)
+    def num_reported(self) -> int:
+        """Reports made so far."""
+        return self._num_reported
 
     @property
     def expected_waiting(self) -> int:
         """Who waits once everything sent is done, where the seats are full."""
-        return self.num_waiting + self.num_underway
+        return self.num_waiting + self._num_submitting - self._num_free
 
-    def submit(self, due_s: float = 0.0) -> Call:
-        """A new request, of any router and any tenant."""
-        templates = self._random.choice(self._commands.submits)
+    def submit(self, due_s: float = 0.0, *, ages_at_once: bool = False) -> Call:
+        """A new request, of any router and any tenant. One that ages at once moves up all classes in a moment."""
+        commands = self._commands
+        templates = self._random.choice(commands.ageing_submits if ages_at_once else commands.submits)
         self._num_made += 1
-        self.num_underway += 1
+        self._num_submitting += 1
         new_id = request_id(self._num_made)
         encoded = self._random.choice(templates).fill({ID_MARKERS[0]: new_id})
         return Call(Kind.SUBMIT, encoded, (new_id,), due_s)
 
     def settle(self, count: int, due_s: float = 0.0) -> Call:
-        """The end of those seated longest; `count` as in `Commands.settles`."""
-        ids = tuple(self._ending.popleft() for _ in range(count))
-        self.num_underway -= count
-        for ended in ids:
-            self._freed[self._seated_on[ended]].append(due_s)
+        """The end of those seated longest on one executor, as in its step frame; `count` as in `Commands.settles`."""
+        if not self.can_settle(count):
+            raise TrafficError(f"no executor has {count} requests seated")
+        executor = self._turns[0]
+        self._turns.rotate(-1)
+        ids = tuple(self._ending[executor].popleft() for _ in range(count))
+        self._num_free += count
+        self._freed[executor].extend([due_s] * count)
         template = self._random.choice(self._random.choice(self._commands.settles[count]))
         return Call(Kind.SETTLE, template.fill(dict(zip(ID_MARKERS, ids, strict=False))), ids, due_s)
 
@@ -190,7 +205,7 @@ class Traffic:
 
     def _submitted(self, call: Call, reply: bytes, now_s: float) -> None:
         self.submit_s.append(now_s - call.due_s)
-        self.num_underway -= 1
+        self._num_submitting -= 1
         outcome = PLACED_OUTCOME.search(reply)
         if outcome:
             if call.ids[0] not in self._seated_on:
@@ -207,14 +222,14 @@ class Traffic:
         outcome = SETTLED_OUTCOME.search(reply)
         if outcome is None or int(outcome[1]) != len(call.ids):
             raise _unexpected("settle", reply)
-        self.num_underway += len(call.ids)
         for ended in call.ids:
             del self._held[self._seated_on.pop(ended)][ended]
 
     def _seat(self, placed_id: bytes, executor: bytes) -> None:
         self._seated_on[placed_id] = executor
         self._held[executor][placed_id] = None
-        self._ending.append(placed_id)
+        self._ending[executor].append(placed_id)
+        self._num_free -= 1
 
 
 def _unexpected(script: str, reply: bytes) -> TrafficError:

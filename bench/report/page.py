@@ -34,15 +34,21 @@ def to_html(report: Report) -> str:
     sections = "".join(_section(report, section, colours) for section in report.sections)
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in report.circumstances.items())
     title = report.title.replace("*", "")
+    return document(
+        title,
+        '<p class="soft">Greedy, end-of-sequence ignored, everything in turn within one run. Bars are medians over the '
+        "rounds, the thin line is their range; curves are the median round.</p>\n"
+        f"<details open><summary>circumstances</summary><dl>{facts}{_objectives(report)}</dl></details>\n{sections}",
+    )
+
+
+def document(title: str, body: str) -> str:
+    """A page of this look; `body` is HTML."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>inflight bench: {escape(title)}</title>\n<style>\n{STYLE.read_text(encoding='utf-8')}</style></head>\n"
-        f"<body>\n<h1>{escape(title)}</h1>\n"
-        '<p class="soft">Greedy, end-of-sequence ignored, everything in turn within one run. Bars are medians over the '
-        "rounds, the thin line is their range; curves are the median round.</p>\n"
-        f"<details open><summary>circumstances</summary><dl>{facts}{_objectives(report)}</dl></details>\n"
-        f"{sections}</body></html>\n"
+        f"<body>\n<h1>{escape(title)}</h1>\n{body}</body></html>\n"
     )
 
 

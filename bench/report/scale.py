@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 NICE_STEPS = (1, 2, 5)
+# From here an axis names powers of ten alone.
+MANY_POWERS = 1e4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,5 +59,6 @@ def _nice_step(least: float) -> float:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    values = [nice * 10.0**power for power in powers for nice in NICE_STEPS]
+    steps = NICE_STEPS if high < MANY_POWERS * low else NICE_STEPS[:1]
+    values = [nice * 10.0**power for power in powers for nice in steps]
     return [value for value in values if low <= value <= high]

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from bench.ledger import main as ledger
-from bench.ledger.figures import percentiles_ms
-from bench.ledger.scale import executor_id, request_id, router_id
-from bench.ledger.wire import Connection, Framing, Template, WireError, encode
+from bench.ledger.commands import ID_MARKERS, Commands
+from bench.ledger.figures import Saturation, percentiles_ms
+from bench.ledger.matrix import cells
+from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
+from bench.ledger.server import Server
+from bench.ledger.slowest import Slowest
+from bench.ledger.traffic import Traffic, TrafficError
+from bench.ledger.wire import Connection, Framing, Template, WireError, bulk_text, encode
 
 LAST_LINE = r"admission: queued=50 executors=3 admitted_per_s=(\d+) p50_ms=(\d+\.\d+) p99_ms=(\d+\.\d+)"
 NESTED = b"*3\r\n*2\r\n$6\r\nQUEUED\r\n:7\r\n*0\r\n$-1\r\n"
@@ -83,6 +92,75 @@ def test_small_run_keeps_its_line_and_ends_with_its_figures(redis_url: str, caps
     connection = Connection(redis_url)
     assert connection.ask("KEYS", "*bench-admission*") == b"*0\r\n"
     connection.close()
+
+
+def test_settle_names_ends_of_one_executor_that_has_so_many() -> None:
+    template = Template(["SETTLE", *ID_MARKERS[:2]], ID_MARKERS)
+    commands = Commands([], [], {2: [[template]]}, [], [], [], [], [], [])
+    traffic = Traffic(PoolScale(queued=10, executors=2, seats=2), commands, seed=1)
+    for number in (1, 2, 3):
+        traffic.take_events(placed(request_id(number), executor_id(number % 2)), now_s=0.0)
+    assert traffic.can_settle(2)
+    assert set(traffic.settle(2).ids) == {request_id(1), request_id(3)}
+    assert not traffic.can_settle(2)
+    with pytest.raises(TrafficError, match="no executor has 2"):
+        traffic.settle(2)
+
+
+def placed(placed_id: bytes, executor: bytes) -> bytes:
+    return encode(["placed", "request_id", placed_id, "executor_id", executor])
+
+
+@pytest.mark.parametrize("text", ["", "10", "1x", "0x10", "1x2x3", "axb"])
+def test_cells_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="EXECUTORSxQUEUED"):
+        cells(text)
+
+
+def test_cells_are_executors_by_queued() -> None:
+    assert cells("1x10,100x10000") == ((1, 10), (100, 10_000))
+
+
+def test_worst_call_is_kept_and_options_are_put_back(redis_url: str) -> None:
+    server, connection = Server(redis_url), Connection(redis_url)
+    before = connection.ask("CONFIG", "GET", "slowlog*")
+    sha = bulk_text(connection.ask("SCRIPT", "LOAD", "for i = 1, 200000 do end")).strip()
+    slowest = Slowest(server, {sha: "counting"})
+    connection.ask("EVALSHA", sha, 0)
+    slowest.look()
+    worst_us = slowest.us
+    slowest.look()
+    slowest.close()
+    assert (slowest.script, slowest.us) == ("counting", worst_us)
+    assert worst_us > 100
+    assert connection.ask("CONFIG", "GET", "slowlog*") == before
+    connection.close()
+    server.close()
+
+
+def test_shares_of_redis_time_add_up_and_name_the_bound() -> None:
+    saturated = Saturation(1000, 1.0, 0.95, script_us=800_000, mail_us=50_000, report_us=100_000, load_cpu_s=0.5)
+    assert saturated.shares == pytest.approx(
+        {"scripts": 14 / 19, "reports": 2 / 19, "mailboxes": 1 / 19, "network": 2 / 19}
+    )
+    assert saturated.bound_by == "scripts on Redis' core"
+    assert replace(saturated, redis_cpu_s=0.5, load_cpu_s=0.99).bound_by == "the load generator"
+
+
+@pytest.mark.slow
+def test_small_matrix_writes_a_report_of_its_cells(
+    redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--matrix", "2x50", "--seats", "16", "--seconds", "0.05", "--redis-url", redis_url]
+    assert ledger.main([*arguments, "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()[-1:]
+    assert [line.split()[1:3] for line in lines] == [["queued=50", "executors=2"]]
+    report = json.loads((tmp_path / "admission.json").read_text(encoding="utf-8"))
+    assert [cell["line"] for cell in report["cells"]] == lines
+    assert all(us > 0 for cell in report["cells"] for name, us in cell["script_us"].items() if name != "boarding")
+    assert all(cell["worst"]["us"] > 0 for cell in report["cells"])
+    assert lines[0] in (tmp_path / "admission.md").read_text(encoding="utf-8")
+    assert (tmp_path / "admission.html").read_text(encoding="utf-8").count("<polyline") == 13
 
 
 def test_redis_that_is_not_there_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,71 @@
+"""Several sizes of the pool, one after the other: which ones, and their report on disk."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+from bench.ledger.figures import Point
+from bench.ledger.matrix_page import to_html
+from bench.ledger.matrix_text import to_json, to_markdown
+from bench.ledger.scale import PoolScale
+from common.machine import num_usable_cores
+
+MATRIX_QUEUED = (10, 10_000, 100_000, 1_000_000)
+MATRIX_EXECUTORS = (1, 100, 1_000)
+WHOLE_MATRIX = tuple(product(MATRIX_EXECUTORS, MATRIX_QUEUED))
+NAME = "admission"
+
+
+def cells(text: str) -> tuple[tuple[int, int], ...]:
+    """Executors and queued requests of each cell, from `1x10,100x10000`. For argparse."""
+    try:
+        found = [tuple(int(part) for part in cell.split("x")) for cell in text.split(",")]
+        if all(len(cell) == 2 and min(cell) > 0 for cell in found):
+            return tuple((executors, queued) for executors, queued in found)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not of the form EXECUTORSxQUEUED,… such as 1x10,100x10000")
+
+
+def run_matrix(
+    chosen: Sequence[tuple[int, int]],
+    seats: int,
+    measured: Callable[[PoolScale], Point],
+    say: Callable[[str], None],
+) -> list[Point]:
+    """The points in the order of the cells."""
+    points = []
+    for number, (executors, queued) in enumerate(chosen, 1):
+        say(f"size {number} of {len(chosen)}: {executors:,} executors, {queued:,} queued")
+        points.append(measured(PoolScale(queued, executors, seats)))
+    return points
+
+
+def circumstances(points: Sequence[Point], seconds: float, seed: int) -> Mapping[str, str]:
+    """Under which the figures came about, in words."""
+    scale = points[0].scale
+    return {
+        "machine": f"{num_usable_cores()} cores, {platform.machine()}, Python {platform.python_version()}; "
+        "the load generator and Redis share it",
+        "Redis": f"{points[0].redis_version}, one process, no persistence",
+        "pool": f"{scale.routers} routers, {scale.tenants} tenants, 3 classes, {scale.seats} seats an executor",
+        "run": f"about {seconds:g} s for each part, seed {seed}",
+    }
+
+
+def write_matrix(points: Sequence[Point], words: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
+    """Writes admission.json, .md and .html into a folder and returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / f"{NAME}.html"
+    contents = {
+        folder / f"{NAME}.json": to_json(points, words),
+        folder / f"{NAME}.md": to_markdown(points, words, page=page.name),
+        page: to_html(points, words),
+    }
+    for path, text in contents.items():
+        path.write_text(text, encoding="utf-8")
+    return tuple(contents)

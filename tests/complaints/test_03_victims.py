@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from executor.limits import Overcommit, SchedulerPolicy
 from executor.scheduler import Scheduler
 from executor.sequence import Sequence
+from tests.complaints.test_02_ping_pong import crowd
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
 
 TIGHT = replace(
@@ -73,16 +76,17 @@ def test_hardly_anything_is_computed_again_where_there_is_host_memory() -> None:
     assert scheduler.num_recomputed_tokens == 0
 
 
-def test_nobody_is_the_victim_twice_running_while_there_is_another() -> None:
-    scheduler = make_scheduler(TIGHT, num_blocks=12)
-    for name in ("a", "b", "c"):
-        offered(scheduler, name, 6)
+@pytest.mark.parametrize("seed", range(8))
+def test_nobody_is_the_victim_twice_running_while_there_is_another(seed: int) -> None:
+    scheduler, _ = crowd(6, num_blocks=20, seed=seed)
     victims: list[Sequence] = []
     while not scheduler.is_idle:
+        candidates = [sequence for sequence in scheduler.held() if sequence.seat is not None]
         plan = scheduler.schedule()
-        victims += plan.preempted
-        others = scheduler.num_running > 1
+        for victim in plan.preempted:
+            others = [sequence for sequence in candidates if sequence is not victim]
+            assert not others or not victims or victims[-1] is not victim
+            victims.append(victim)
+            candidates = others
         retire(scheduler, plan)
-        if len(victims) > 1 and plan.preempted and others:
-            assert victims[-1] is not victims[-2]
     assert len(victims) > 1

@@ -64,13 +64,14 @@ def test_of_several_who_were_preempted_the_more_important_and_then_the_earlier_c
 
 
 async def test_request_that_is_handed_back_stands_where_it_stood(store_pool: StorePool) -> None:
-    # Given one that runs, and one of each class that came later
+    # Given one that runs, and two that came later
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(sequences=1))
     await a.place("early")
     await store_pool.wait(1000)
     for i, request_id in enumerate(("late", "later")):
         assert await a.store.submit(Demand(request_id, 2, blocks=1)) == Queued(i)
+    await store_pool.wait(1000)
 
     # When its executor gives it back while it can take nobody
     await a.store.report(store_pool.next_report(sequences=0))

@@ -22,7 +22,7 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 | `state` | string | what the pool has one of: arrivals, floor of the counters, sums of what waits, speed of the line, how true estimates were, claims, options of the newest submit |
 | `tenants` | hash | tenant → counter, weight, what it has waiting and running, when its rates are whole again |
 | `ageing` | zset | request below the first class in line → when it moves up |
-| `lengths` | hash | `tenant\\0size`, and `\\0size` for all → histogram of output lengths |
+| `lengths` | hash | `tenant\\0size`, and `\\0size` for all → histogram of output lengths; a tenant's go with it |
 | `preemptible` | zset | placed request below the first class → class and time; only where the first may make others give way |
 | `prefixes` `prefixes:old` | hash | name of a prompt's beginning → executor that was last given one with it |
 | `mailbox:<router>` | stream | what the router must know of its requests, about 10,000 entries |

@@ -58,6 +58,10 @@ class Lengths:
         for name in (tenant, ALL_TENANTS):
             self.histograms.setdefault((name, size), Histogram()).add(bin_of(size, output_tokens))
 
+    def forget(self, tenant: str) -> None:
+        """Nothing was heard of the tenant for long."""
+        self.histograms = {key: one for key, one in self.histograms.items() if key[0] != tenant}
+
     def likely_output(self, tenant: str, max_tokens: int, output_tokens: int, quantile: float) -> int:
         """What `quantile` of the outputs stay within that were at least as long as this one is."""
         size = size_of(max_tokens)

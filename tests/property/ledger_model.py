@@ -343,6 +343,8 @@ class Ledger:
             is_idle = not pool.waiting(name) and not pool.running(name)
             if is_idle and pool.now_ms - last_ms > IDLE_TENANT_MS:
                 del pool.tenants[name]
+                if pool.overcommits and name:
+                    pool.lengths.forget(name)
 
     # Results ---------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,12 @@ def test_unknown_tenant_has_the_limits_of_the_default_or_is_refused() -> None:
         ("[tenants.a]\n\n# so\nweight = -1", 4, "tenants.a.weight: is -1; must be a number from"),
         ("[tenants.a]\nweight = nan", 2, "is nan"),
         ('[tenants.a]\nweight = "2"', 2, "is '2'; must be a number"),
+        ("[tenants.a]\nweight = inf", 2, "is inf"),
+        ("[tenants.a]\nweight = 1e7", 2, "must be a number from 1e-06 to 1e+06"),
+        ("[tenants.a]\nrequests_per_s = nan", 2, "is nan"),
+        ("[tenants.a]\ntokens_per_s = -5", 2, "is -5"),
+        ("[tenants.a]\nmax_queue_tokens = 10_000_000_000_000", 2, "from 0 to 1e+12"),
+        ("[tenants.a]\ntokens_per_s = 1\ntoken_burst = 0", 3, "must be a whole number from 1"),
         ("[tenants.a]\nmax_running = true", 2, "is True; must be a whole number"),
         ("[tenants.a]\nmax_running = 1.5", 2, "must be a whole number"),
         ("[tenants.a]\nmax_running = -1", 2, "from 0"),
@@ -185,3 +191,22 @@ class TestFile:
             file.look()
         assert file.rules.limits_of("a") == TenantLimits(weight=2)
         assert len(caplog.messages) == 1
+
+    def test_file_that_cannot_be_read_for_a_while_keeps_the_old_rules(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = tmp_path / "admission.toml"
+        path.write_text("[tenants.a]\nweight = 2")
+        file = AdmissionFile.open(path, SERVED)
+        path.unlink()
+        path.mkdir()
+        with caplog.at_level(logging.ERROR):
+            file.look()
+            file.look()
+        assert file.rules.limits_of("a") == TenantLimits(weight=2)
+        assert [f"cannot read {str(path)!r}: Is a directory" in text for text in caplog.messages] == [True]
+
+        path.rmdir()
+        path.write_text("[tenants.a]\nweight = 3")
+        file.look()
+        assert file.rules.limits_of("a") == TenantLimits(weight=3)

@@ -336,6 +336,12 @@ def test_more_than_the_context_is_refused_with_the_numbers() -> None:
     assert caught.value.violations[0].field == "stopping.max_tokens"
 
 
+@pytest.mark.parametrize("max_tokens", [1_000_000, 2**32 - 1])
+def test_absurd_max_tokens_are_refused_with_what_there_is(max_tokens: int) -> None:
+    with pytest.raises(RequestError, match=rf"stopping\.max_tokens: is {max_tokens}, .* 30 tokens.*100"):
+        fitted(30, stopping={"max_tokens": max_tokens})
+
+
 def test_prompt_that_fills_the_context_is_refused() -> None:
     with pytest.raises(RequestError, match=r"text: has 100 tokens.*context is 100"):
         fitted(100)

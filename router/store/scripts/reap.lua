@@ -3,14 +3,16 @@
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller
 -- returns     {'DONE'} | {'AGAIN'}: there is more to do
--- complexity  O((MAX_PLACEMENTS + MAX_WAITING + MAX_TOMBSTONES) · log N), and that of board
+-- complexity  O((MAX_PLACEMENTS + MAX_WAITING + MAX_TOMBSTONES) · log N + T / SWEEP_REAPS) for T tenants, and that of
+--             board
 -- An executor's reservations are lost, and their owners told. A router's waiting requests are forgotten; those placed
 -- run on, and the audit returns them. Safe to run from every router at any time. Silence counts only while somebody was
 -- there to hear it: after a gap in the calls (Redis was away, or every router was) all leases start anew.
 local MAX_EXECUTORS, MAX_PLACEMENTS = 4, 256 -- the second for each executor
 local MAX_ROUTERS, MAX_WAITING = 4, 256      -- the second for each router
 local MAX_LOST, MAX_TOMBSTONES = 256, 1024
-local MAX_TENANTS = 64
+local MIN_TENANTS, SWEEP_REAPS = 64, 600 -- a look at all tenants takes at most so many calls
+local MAX_SIZES = 40 -- of `max_tokens`, in powers of two: more than any context has
 local MAX_GAP_MS = 3000
 local IDLE_TENANT_MS = 600000 -- a tenant without work for so long is forgotten; its debts are, too
 local LOST_MS = 30000 -- an owner that has done nothing about a lost request for so long will not
@@ -85,15 +87,29 @@ local function reap_lost()
   return #lost < MAX_LOST
 end
 
--- Looks at some tenants, the next ones at the next call.
+-- What was learned of a tenant's outputs; what was learned of all tenants' stays.
+local function forget_lengths(name)
+  local fields = {}
+  for i = 0, MAX_SIZES do
+    fields[i + 1] = name .. '\0' .. 2 ^ i
+  end
+  redis.call('HDEL', LENGTHS, unpack(fields))
+end
+
+-- Looks at some tenants, the next ones at the next call. A share of them, so that they are not named faster than
+-- forgotten, however many names clients think of.
 local function forget_idle_tenants()
-  local cursor, found = unpack(redis.call('HSCAN', TENANTS, state.tenant_cursor, 'COUNT', MAX_TENANTS))
+  local count = math.max(MIN_TENANTS, math.ceil(redis.call('HLEN', TENANTS) / SWEEP_REAPS))
+  local cursor, found = unpack(redis.call('HSCAN', TENANTS, state.tenant_cursor, 'COUNT', string.format('%d', count)))
   state.tenant_cursor = cursor
   for i = 1, #found, 2 do
     local tenant = load_tenant(found[i])
     local is_idle = tenant.waiting == 0 and tenant.running == 0
     if is_idle and NOW - math.max(tenant.used_ms, tenant.token_ms, tenant.request_ms) > IDLE_TENANT_MS then
       redis.call('HDEL', TENANTS, found[i])
+      if state.overcommits and found[i] ~= '' then -- '' is whose only their executor knew of, and all tenants' lengths
+        forget_lengths(found[i])
+      end
     end
   end
 end

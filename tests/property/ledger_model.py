@@ -140,8 +140,7 @@ class Ledger:
                 self._give_back_rates(request)
                 return refused
             wait_ms = pool.estimated_wait_ms(name)
-            may_be_refused = not (request.demand.last_attempt or request.output)
-            if may_be_refused and wait_ms is not None:
+            if wait_ms is not None:
                 request.estimate = (wait_ms, pool.estimates.correction)
         return self._own_result(router_id, name)
 

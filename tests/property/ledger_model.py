@@ -181,18 +181,19 @@ class Ledger:
 
     def settle(self, router_id: str, endings: Iterable[Attempt | Ending]) -> int:
         """Model of settle.lua."""
-        num_settled = 0
+        ended: set[str] = set()
         for one in endings:
             request = self.pool.requests.get(one.request_id)
             if request is None:
                 self.pool.end(one.request_id)
             elif request.attempt == one.attempt and request.state is not RequestState.WAITING:
-                if isinstance(one, Ending):
+                if isinstance(one, Ending) and one.request_id not in ended:
                     self._settle_usage(request, one)
-                self.pool.end(one.request_id)
-                num_settled += 1
+                ended.add(one.request_id)
+        for name in ended:  # who comes back is lifted when all is settled
+            self.pool.end(name)
         board(self.pool, router_id)
-        return num_settled
+        return len(ended)
 
     def _settle_usage(self, request: Request, ending: Ending) -> None:
         if ending.computed_tokens is None or ending.output_tokens is None:

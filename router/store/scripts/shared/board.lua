@@ -182,7 +182,9 @@ local function count_passes(passed)
   return may_pass
 end
 
+-- `state.unboarded` stays where a call stopped before everybody in line had had a look: the next one boards on.
 local function board()
+  state.unboarded = false
   if state.waiting == 0 then
     return
   end
@@ -194,16 +196,17 @@ local function board()
       return
     end
     local id, request = next_in_line(passed)
-    if not id or (request and not reachable(request.owner)) then
+    if not id then
       return
     end
-    local dealt = request and board_one(id, request) or 'drop'
+    local dealt = not request and 'drop' or not reachable(request.owner) and 'hold' or board_one(id, request)
     if dealt == 'hold' or (dealt == 'seat' and not count_passes(passed)) or
       (dealt == 'pass' and #passed == MAX_PASSED) then
+      state.unboarded = #missing > 0
       return
     elseif dealt == 'pass' then
       passed[#passed + 1], passed[id] = id, true
     end
   end
-  more = 1
+  more, state.unboarded = 1, true
 end

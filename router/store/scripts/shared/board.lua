@@ -83,26 +83,27 @@ local function is_dead(request)
 end
 
 -- The newest placements of lower classes on one executor that make room if they give way; nil where there are none.
--- Their owners hand them back, and then the request, being first, gets the room.
-local function preempt_for(request)
+-- Their owners hand them back, and then the request, being first, gets the room; not where it is kept for another.
+local function preempt_for(id, request)
   if NOW - request.preempting < PREEMPTION_MS then
     return
   end
   local lowest = (request.class + 1) * 1e13
   local executor_id, blocks, sequences, victims = nil, 0, 0, {}
-  for _, id in ipairs(redis.call('ZREVRANGEBYSCORE', PREEMPTIBLE, '+inf', lowest, 'LIMIT', '0', MAX_VICTIMS)) do
-    local victim = load_request(id)
+  for _, victim_id in ipairs(redis.call('ZREVRANGEBYSCORE', PREEMPTIBLE, '+inf', lowest, 'LIMIT', '0', MAX_VICTIMS)) do
+    local victim = load_request(victim_id)
     if not victim or victim.state ~= 'PLACED' then
-      redis.call('ZREM', PREEMPTIBLE, id)
+      redis.call('ZREM', PREEMPTIBLE, victim_id)
       victim = nil
     end
     local executor = victim and load_executor(victim.executor_id)
-    if takes_work(executor) and (not executor_id or executor_id == victim.executor_id) and lives(victim.owner) then
+    local may_use = takes_work(executor) and (executor.claim == '' or executor.claim == id)
+    if may_use and (not executor_id or executor_id == victim.executor_id) and lives(victim.owner) then
       if not executor_id then
         executor_id, blocks = victim.executor_id, available_blocks(executor)
         sequences = executor.budget_sequences - executor.reserved_sequences
       end
-      victims[#victims + 1] = {id, victim}
+      victims[#victims + 1] = {victim_id, victim}
       blocks, sequences = blocks + victim.reserved, sequences + victim.sequences
       if blocks >= needed_blocks(request, executor) and sequences >= request.sequences then
         request.preempting = NOW
@@ -119,7 +120,7 @@ local function deal_with_misfit(id, request)
     drop('never_fits', id, request)
     return 'drop'
   end
-  local victims = state.preempts and preempt_for(request)
+  local victims = state.preempts and preempt_for(id, request)
   for _, one in ipairs(victims or {}) do
     if not reachable(one[2].owner) then
       return 'hold'

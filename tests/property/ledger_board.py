@@ -140,7 +140,7 @@ def _claim(pool: Pool, name: str) -> bool:
 
 
 def _ask_others(pool: Pool, asking: str, caller_id: str) -> None:
-    """Asks the newest of lower classes on one executor, not one that is kept for another, to give way if that makes room."""
+    """Asks the newest of lower classes on one executor, not kept for another, to give way, if that makes room."""
     request, claimed = pool.requests[asking], pool.claimed()
     if request.asked_ms is not None and pool.now_ms - request.asked_ms < PREEMPTION_MS:
         return

@@ -244,7 +244,7 @@ class Pool:
         return sequences >= request.demand.sequences and blocks >= self.needed_blocks(request, executor_id)
 
     def choose(self, name: str, request: Request) -> str | None:
-        """Where the request goes: what is kept for it, else the best or its prefix, else what is kept for lower classes."""
+        """Where the request goes: what is kept for it; the best or its prefix; what is kept for lower classes."""
         own = [request.claim] if request.claim else []
         lower = [self.requests[one].claim or "" for one in self.claims if self.requests[one].class_ > request.class_]
         if kept := self._first_with_room(own, request):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
 from router.store.keys import PoolKeys
-from router.store.lua import load_scripts
+from router.store.lua import Script, load_scripts
 from router.store.mailbox import Mailbox
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
@@ -18,6 +19,12 @@ STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[
 
 SETTINGS = StoreSettings(max_queue_requests=100, call_timeout_ms=1000, mailbox_block_ms=100)
 START_MS = 1_000_000
+
+
+@functools.cache
+def steered_scripts() -> dict[str, Script]:
+    """The scripts with that clock. To compose them takes longer than most tests."""
+    return load_scripts(STEERED_CLOCK)
 
 
 @dataclass(slots=True)
@@ -70,7 +77,7 @@ class StorePool:
         """The router of this name; settings other than the pool's only when it is first named."""
         if router_id not in self.routers:
             told: list[StoreEvent] = []
-            scripts = load_scripts(STEERED_CLOCK)
+            scripts = steered_scripts()
             store = AdmissionStore(
                 self.redis, self.keys.pool, router_id, settings or self.settings, told.append, scripts
             )

@@ -26,6 +26,8 @@ READY = "ready to accept connections"
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 MAX_PORT_TRIES = 5
+# The last line: what changes a sorted set of up to 128 entries reads all of it, unless such a set is a skip list, too.
+CONFIGURATION = 'save ""\nappendonly no\nloglevel notice\nzset-max-ziplist-entries 0\n'
 
 
 class RedisStartError(Exception):
@@ -85,7 +87,7 @@ class PrivateRedis:
         server = cls(process, url, log)
         assert process.stdin is not None
         with process.stdin as configuration:
-            configuration.write(f'save ""\nappendonly no\nloglevel notice\n{listening}')
+            configuration.write(CONFIGURATION + listening)
         server._wait_until_ready()
         return server
 

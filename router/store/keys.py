@@ -13,7 +13,6 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 | `requests` | hash | request → owner, tenant, state, class, what it asks for, its order, attempt, rejections, times passed; what its latest placement reserved and charged |
 | `waiting:1` `waiting:2` `waiting:3` | zset by name | lines of a class: `tenant\\0deadline arrival request`; at most a minute ahead counts as deadline |
 | `active:1` `active:2` `active:3` | zset | tenant with work in line that may run more → its virtual counter |
-| `waiting_by_owner` | zset by name | `router\\0request` of all that wait, to find a dead router's |
 | `placements` | zset by name | `executor\\0attempt\\0request` of all that are placed, to find an executor's |
 | `lost` | zset | request taken back from an executor → when; its owner was told |
 | `ended` | zset | request ended lately → when: a late report must not bring it back |
@@ -44,7 +43,6 @@ POOL_KEYS = (
     "active:1",
     "active:2",
     "active:3",
-    "waiting_by_owner",
     "placements",
     "lost",
     "ended",

@@ -190,8 +190,8 @@ class AdmissionStore:
         self._peers = frozenset(reply.values[0]) - {self._router_id}
 
     async def reap(self) -> None:
-        """Removes executors and routers whose lease has lapsed."""
-        await self._detached(self._operate("reap"))
+        """Removes executors and routers whose lease has lapsed. What that leaves, the next reap does."""
+        await self._detached(self._reap())
 
     async def snapshot(self) -> Snapshot:
         """The pool as it is now."""
@@ -225,6 +225,14 @@ class AdmissionStore:
             reply, _ = await self._operate("settle", *settle_args(chunk))
             num_settled += reply.values[0]
         return num_settled
+
+    async def _reap(self) -> None:
+        operation = _Operation(set(self._peers), None)
+        for _ in range(MAX_ROUNDS):
+            reply = await self._call(operation, "reap", ())
+            if reply.status != "AGAIN":
+                break
+        await self._board(operation, reply)
 
     async def _operate(self, name: str, *args: Argument, own_id: str | None = None) -> tuple[Reply, OwnEvent | None]:
         """Calls a script until it is done, then boards until nobody else boards.

@@ -19,7 +19,6 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from common.errors import Reason, RequestError
 from router.store.keys import PoolKeys
-from router.store.lua import load_scripts
 from router.store.mailbox import Mailbox
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
@@ -40,7 +39,7 @@ from router.store.types import (
     RequestState,
     StoreEvent,
 )
-from tests.store_pool import STEERED_CLOCK
+from tests.store_pool import steered_scripts
 
 BUDGET_BLOCKS, BUDGET_SEQUENCES = 10, 4
 MAX_ATTEMPTS = 1000  # only what clients and deadlines end shall end
@@ -267,7 +266,7 @@ def new_router(
 ) -> SimpleRouter:
     """A router that has just started."""
     events: list[StoreEvent] = []
-    scripts = load_scripts(STEERED_CLOCK)
+    scripts = steered_scripts()
     store = AdmissionStore(cast(Redis, redis), keys.pool, router_id, settings, events.append, scripts)
     mailbox = Mailbox(redis.redis, keys.mailbox(router_id), settings)
     return SimpleRouter(router_id, store, redis, mailbox, executors, events)

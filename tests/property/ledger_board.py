@@ -119,7 +119,7 @@ def _deal_with_misfit(pool: Pool, name: str, caller_id: str) -> Dealt:
     if pool.executors and not pool.fits_somewhere(request.demand):
         return _drop(pool, name, DropReason.NEVER_FITS)
     if pool.settings.preempt_for_priority:
-        _ask_others(pool, request, caller_id)
+        _ask_others(pool, name, caller_id)
     if request.claim and not (pool.takes_work(request.claim) and pool.could_hold(request.claim, request.demand)):
         pool.unclaim(name)
     return Dealt.PASS if _may_be_passed(pool, name) else Dealt.HOLD
@@ -139,8 +139,9 @@ def _claim(pool: Pool, name: str) -> bool:
     return True
 
 
-def _ask_others(pool: Pool, request: Request, caller_id: str) -> None:
-    """Asks the newest of lower classes on one executor to give way, if that makes room."""
+def _ask_others(pool: Pool, asking: str, caller_id: str) -> None:
+    """Asks the newest of lower classes on one executor, not kept for another, to give way, if that makes room."""
+    request, claimed = pool.requests[asking], pool.claimed()
     if request.asked_ms is not None and pool.now_ms - request.asked_ms < PREEMPTION_MS:
         return
     lower = {name: one for name, one in _placed(pool).items() if one.may_be_asked and one.class_ > request.class_}
@@ -153,7 +154,7 @@ def _ask_others(pool: Pool, request: Request, caller_id: str) -> None:
         executor_id = placement.executor_id
         if chosen not in (None, executor_id) or not pool.takes_work(executor_id):
             continue
-        if not pool.lives(lower[name].owner_id, caller_id):
+        if claimed.get(executor_id, asking) != asking or not pool.lives(lower[name].owner_id, caller_id):
             continue
         chosen = executor_id
         victims.append(name)

@@ -53,8 +53,6 @@ def _compare_lines(records: Records, pool: Pool) -> None:
         for name in pool.line(tenant, class_)
     ]
     assert records.line() == lines
-    owned = {f"{pool.requests[name].owner_id}\0{name}" for name in pool.waiting()}
-    assert records.scores("waiting_by_owner").keys() == owned
     ageing = {name: pool.requests[name].age_ms for name in pool.waiting() if pool.requests[name].class_ > 1}
     assert records.scores("ageing") == ageing
     lost = {name: one.lost_ms for name, one in pool.requests.items() if one.state is RequestState.LOST}

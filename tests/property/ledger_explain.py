@@ -23,7 +23,7 @@ def explain(pool: Pool, name: str) -> Explanation | None:
         pool.num_ahead(name) if is_waiting else 0,
         pool.estimated_wait_ms(name) if is_waiting else None,
         _wait_reason(pool, name, request) if is_waiting else None,
-        pool.needed_blocks(request, best) if request.reserved is None else request.reserved,
+        request.reserved if is_placed and request.reserved else pool.needed_blocks(request, best),
         max(0, pool.free(best)[0]) if best else 0,
         request.passed,
     )

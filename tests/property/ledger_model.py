@@ -140,8 +140,7 @@ class Ledger:
                 self._give_back_rates(request)
                 return refused
             wait_ms = pool.estimated_wait_ms(name)
-            may_be_refused = not (request.demand.last_attempt or request.output)
-            if may_be_refused and wait_ms is not None:
+            if wait_ms is not None:
                 request.estimate = (wait_ms, pool.estimates.correction)
         return self._own_result(router_id, name)
 
@@ -182,18 +181,19 @@ class Ledger:
 
     def settle(self, router_id: str, endings: Iterable[Attempt | Ending]) -> int:
         """Model of settle.lua."""
-        num_settled = 0
+        ended: set[str] = set()
         for one in endings:
             request = self.pool.requests.get(one.request_id)
             if request is None:
                 self.pool.end(one.request_id)
             elif request.attempt == one.attempt and request.state is not RequestState.WAITING:
-                if isinstance(one, Ending):
+                if isinstance(one, Ending) and one.request_id not in ended:
                     self._settle_usage(request, one)
-                self.pool.end(one.request_id)
-                num_settled += 1
+                ended.add(one.request_id)
+        for name in ended:  # who comes back is lifted when all is settled
+            self.pool.end(name)
         board(self.pool, router_id)
-        return num_settled
+        return len(ended)
 
     def _settle_usage(self, request: Request, ending: Ending) -> None:
         if ending.computed_tokens is None or ending.output_tokens is None:

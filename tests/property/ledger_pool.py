@@ -244,16 +244,18 @@ class Pool:
         return sequences >= request.demand.sequences and blocks >= self.needed_blocks(request, executor_id)
 
     def choose(self, name: str, request: Request) -> str | None:
-        """Where the request goes: what is kept for it, or for one of a lower class; else the best or its prefix."""
-        for claimant in self.claims:
-            kept = self.requests[claimant].claim or ""
-            may_use = claimant == name or request.class_ < self.requests[claimant].class_
-            if may_use and self.takes_work(kept) and self.has_room(kept, request):
-                return kept
-        best = next((one for one in self.open_executors() if self.has_room(one, request)), None)
+        """Where the request goes: what is kept for it; the best or its prefix; what is kept for lower classes."""
+        own = [request.claim] if request.claim else []
+        lower = [self.requests[one].claim or "" for one in self.claims if self.requests[one].class_ > request.class_]
+        if kept := self._first_with_room(own, request):
+            return kept
+        best = self._first_with_room(self.open_executors(), request)
         if best is None:
-            return None
+            return self._first_with_room(lower, request)
         return next((one for one in self._holders(request) if self._is_near(one, best, request)), best)
+
+    def _first_with_room(self, executor_ids: list[str], request: Request) -> str | None:
+        return next((one for one in executor_ids if self.takes_work(one) and self.has_room(one, request)), None)
 
     def _holders(self, request: Request) -> Iterator[str]:
         """Executors that hold a beginning of its prompt, the longest first."""

@@ -62,7 +62,7 @@ class Tenant:
     def settle(self, charge: float | None, rated: int | None, computed: int, output: int, max_tokens: int) -> None:
         """Corrects what was charged and taken to what was used."""
         if charge is not None:
-            self.counter += (computed + OUTPUT_WEIGHT * output) / self.limits.weight - charge
+            self.counter = self.counter + (computed + OUTPUT_WEIGHT * output) / self.limits.weight - charge
         if rated is not None:
             self.return_tokens(max(0, rated - computed - output))
         share = min(1, output / max(1, max_tokens))

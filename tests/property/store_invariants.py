@@ -27,7 +27,6 @@ def check(records: Records, budget_blocks: int) -> None:
 
 def _check_lines(records: Records, waiting: dict[str, Any]) -> None:
     assert Counter(records.line()) == Counter((one["class"], one["tenant"], name) for name, one in waiting.items())
-    assert records.scores("waiting_by_owner").keys() == {f"{one['owner']}\0{name}" for name, one in waiting.items()}
     assert records.scores("ageing").keys() == {name for name, one in waiting.items() if one["class"] > 1}
     state = records.of("state")
     sums = [sum(_tokens(one) for one in waiting.values() if one["class"] == class_) for class_ in CLASSES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +75,13 @@ class Records:
 
 async def read_records(redis: ScriptCaller, keys: PoolKeys) -> Records:
     """What is there now."""
-    text: Any = await _run(redis, compose(shared_source(), _READ), keys.for_script(()), POOL_KEYS)
+    text: Any = await _run(redis, _reading_script(), keys.for_script(()), POOL_KEYS)
     return Records(json.loads(text, object_hook=_with_numbers))
+
+
+@functools.cache
+def _reading_script() -> str:
+    return compose(shared_source(), _READ)
 
 
 async def write_histogram(redis: ScriptCaller, keys: PoolKeys, field: str, histogram: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from router.store.connection import connect
 from router.store.keys import PoolKeys
-from router.store.lua import load_scripts
 from router.store.mailbox import Mailbox
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
@@ -31,7 +30,7 @@ from tests.property.ledger_explain import explain
 from tests.property.ledger_model import Ledger
 from tests.property.store_cases import EXECUTORS, REQUESTS, ROUTERS, demands, pool_settings, random_demand, whys
 from tests.property.store_records import read_records, write_histogram
-from tests.store_pool import START_MS, STEERED_CLOCK
+from tests.store_pool import START_MS, steered_scripts
 
 router_ids = st.sampled_from(ROUTERS)
 executor_ids = st.sampled_from(EXECUTORS)
@@ -59,7 +58,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(pool_settings=pool_settings)
     def there_is_an_executor(self, pool_settings: StoreSettings) -> None:
-        scripts = load_scripts(STEERED_CLOCK)
+        scripts = steered_scripts()
         self.model = Ledger(pool_settings)
         self.stores = {
             name: AdmissionStore(self.redis, self.keys.pool, name, pool_settings, self.told[name].append, scripts)

@@ -59,6 +59,15 @@ async def test_higher_class_uses_an_executor_that_is_kept(store_pool: StorePool)
     assert (await a.place("urgent", 2, priority_class=1)).executor_id == "x"
 
 
+async def test_higher_class_uses_an_executor_that_is_kept_only_where_no_other_has_room(store_pool: StorePool) -> None:
+    a = await pass_twice(store_pool)
+    await a.store.report(store_pool.next_report("y", blocks=7))
+    assert await a.told() == [Placement("third", 1, "y", 1)]
+
+    assert (await a.place("urgent", 2, priority_class=1)).executor_id == "y"
+    assert (await a.place("more urgent", 3, priority_class=1)).executor_id == "x"
+
+
 async def test_nobody_is_passed_more_often_than_may_be_in_one_call(store_pool: StorePool) -> None:
     store_pool.settings = TWO_PASS
     a = store_pool.router("a")
@@ -175,6 +184,15 @@ async def test_nobody_gives_way_to_its_own_class_or_in_vain_or_unless_it_is_on(s
     await a.queue(Demand("too large", 1, blocks=6))
 
     await a.store.report(store_pool.next_report(blocks=10))
+
+    assert await a.told() == []
+
+
+async def test_nobody_gives_way_where_the_room_is_kept_for_another(store_pool: StorePool) -> None:
+    a = await pass_twice(store_pool, dataclasses.replace(TWO_PASS, preempt_for_priority=True), class_=3)
+
+    await a.queue(Demand("urgent", 1, blocks=12))
+    await a.store.report(store_pool.next_report("x", blocks=16))
 
     assert await a.told() == []
 

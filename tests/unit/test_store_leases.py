@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from router.store.lua import load_scripts
 from router.store.types import (
     Attempt,
     CancelOutcome,
@@ -21,7 +20,7 @@ from router.store.types import (
     ReportOutcome,
     RequestState,
 )
-from tests.store_pool import STEERED_CLOCK, RouterSide, StorePool
+from tests.store_pool import RouterSide, StorePool, steered_scripts
 
 
 async def attend(
@@ -294,7 +293,7 @@ async def test_router_that_returns_while_it_is_reaped_is_told(store_pool: StoreP
     await attend(store_pool, 5000)
     await store_pool.wait(1000)
 
-    reap = load_scripts(STEERED_CLOCK)["reap"]
+    reap = steered_scripts()["reap"]
     reply = await reap.run(store_pool.redis, store_pool.keys.for_script(()), ["a"])
 
     assert reply[0] == ["AGAIN"]

@@ -54,8 +54,8 @@ board()
 if not waits then
   return finish({'EXHAUSTED'})
 end
-if #missing > 0 then
+request = load_request(id)
+if request and request.state == 'WAITING' and #missing > 0 then
   return finish({'AGAIN'})
 end
-request = load_request(id)
 return finish(request and standing(id, request) or {'DROPPED'})

@@ -3,13 +3,13 @@
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller
 -- returns     {'DONE'} | {'AGAIN'}: there is more to do
--- complexity  O((MAX_PLACEMENTS + MAX_WAITING + MAX_TOMBSTONES) · log N + T / SWEEP_REAPS) for T tenants, and that of
+-- complexity  O((MAX_PLACEMENTS + MAX_SWEPT + MAX_TOMBSTONES) · log N + T / SWEEP_REAPS) for T tenants, and that of
 --             board
 -- An executor's reservations are lost, and their owners told. A router's waiting requests are forgotten; those placed
 -- run on, and the audit returns them. Safe to run from every router at any time. Silence counts only while somebody was
 -- there to hear it: after a gap in the calls (Redis was away, or every router was) all leases start anew.
 local MAX_EXECUTORS, MAX_PLACEMENTS = 4, 256 -- the second for each executor
-local MAX_ROUTERS, MAX_WAITING = 4, 256      -- the second for each router
+local MAX_ROUTERS, MAX_SWEPT = 64, 256       -- the second of all requests
 local MAX_LOST, MAX_TOMBSTONES = 256, 1024
 local MIN_TENANTS, SWEEP_REAPS = 64, 600 -- a look at all tenants takes at most so many calls
 local MAX_SIZES = 40 -- of `max_tokens`, in powers of two: more than any context has
@@ -57,24 +57,33 @@ local function reap_executor(id)
   return true
 end
 
-local function reap_router(name)
-  redis.call('ZADD', ROUTERS, 0, name)
-  local waiting = redis.call('ZRANGEBYLEX', WAITING_BY_OWNER, '[' .. name .. '\0', '(' .. name .. '\1',
-    'LIMIT', 0, MAX_WAITING)
-  for _, member in ipairs(waiting) do
-    local id = member:sub(#name + 2)
-    local request = load_request(id)
-    if request then
-      withdraw(id, request)
-      redis.call('HDEL', REQUESTS, id)
-    else
-      redis.call('ZREM', WAITING_BY_OWNER, member)
+-- Sweeps some of the requests for those that wait in the name of a router that is gone; `board` drops whom it meets
+-- before. A router is forgotten, its entry 0 until then, when all were looked at. False where there are more.
+local function reap_routers()
+  if state.sweep_cursor == '0' then
+    local lapsed = redis.call('ZRANGEBYSCORE', ROUTERS, '-inf', NOW - 1, 'LIMIT', 0, MAX_ROUTERS)
+    if #lapsed == 0 then
+      return true
+    end
+    for _, name in ipairs(lapsed) do
+      redis.call('ZADD', ROUTERS, 0, name)
+      living[name] = false
     end
   end
-  if #waiting == MAX_WAITING then
+  local cursor, found = unpack(redis.call('HSCAN', REQUESTS, state.sweep_cursor, 'COUNT', MAX_SWEPT))
+  for i = 1, #found, 2 do
+    local status, owner = struct.unpack('<Hc0Hc0', found[i + 1]) -- where a record begins
+    local request = status == 'WAITING' and not lives(owner) and load_request(found[i])
+    if request then -- not found twice
+      withdraw(found[i], request)
+      redis.call('HDEL', REQUESTS, found[i])
+    end
+  end
+  state.sweep_cursor = cursor
+  if cursor ~= '0' then
     return false
   end
-  redis.call('ZREM', ROUTERS, name)
+  redis.call('ZREMRANGEBYSCORE', ROUTERS, 0, 0)
   return true
 end
 
@@ -116,11 +125,7 @@ end
 
 -- Each with at most so many; whether that was all. Routers first: those that are gone need not be told of executors.
 local function reap_leases()
-  local lapsed = redis.call('ZRANGEBYSCORE', ROUTERS, '-inf', NOW - 1, 'LIMIT', 0, MAX_ROUTERS)
-  local complete = #lapsed < MAX_ROUTERS
-  for _, name in ipairs(lapsed) do
-    complete = reap_router(name) and complete
-  end
+  local complete = reap_routers()
   local silent = redis.call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - LEASE_MS - 1, 'LIMIT', 0, MAX_EXECUTORS)
   complete = #silent < MAX_EXECUTORS and complete
   for _, id in ipairs(silent) do

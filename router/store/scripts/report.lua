@@ -79,6 +79,7 @@ local function audit()
   if not complete then
     return false
   end
+  list_tenants() -- who has lost placements may come back before the floor follows what is taken in
   local superseded = {}
   for i = FIRST_HELD, #ARGV, 3 do
     local attempt = tonumber(ARGV[i + 1])

@@ -10,7 +10,7 @@
 -- complexity  O(log N) for N waiting, and that of board where the request may go at once
 -- A repeat by the owner with the same arguments changes nothing and returns how the request stands. A request that had
 -- an attempt was admitted before: neither rates nor bounds refuse it. Whoever waits already could not be placed when a
--- seat last opened, so boarding is tried only where there is room for this request.
+-- seat last opened, so boarding is tried only where there is room for this request, or an earlier call stopped half-way.
 local id, name = ARGV[2], ARGV[3]
 local class, deadline_in_ms, blocks, sequences, last_attempt, prompt, max, output, block_size, bytes,
   weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst,
@@ -85,7 +85,7 @@ local function without_seat(known, request, executor_id)
     return refused
   end
   enqueue(id, request)
-  if executor_id then
+  if executor_id or state.unboarded then
     save_request(id, request)
     board()
     request = load_request(id)

@@ -83,26 +83,27 @@ local function is_dead(request)
 end
 
 -- The newest placements of lower classes on one executor that make room if they give way; nil where there are none.
--- Their owners hand them back, and then the request, being first, gets the room.
-local function preempt_for(request)
+-- Their owners hand them back, and then the request, being first, gets the room; not where it is kept for another.
+local function preempt_for(id, request)
   if NOW - request.preempting < PREEMPTION_MS then
     return
   end
   local lowest = (request.class + 1) * 1e13
   local executor_id, blocks, sequences, victims = nil, 0, 0, {}
-  for _, id in ipairs(redis.call('ZREVRANGEBYSCORE', PREEMPTIBLE, '+inf', lowest, 'LIMIT', '0', MAX_VICTIMS)) do
-    local victim = load_request(id)
+  for _, victim_id in ipairs(redis.call('ZREVRANGEBYSCORE', PREEMPTIBLE, '+inf', lowest, 'LIMIT', '0', MAX_VICTIMS)) do
+    local victim = load_request(victim_id)
     if not victim or victim.state ~= 'PLACED' then
-      redis.call('ZREM', PREEMPTIBLE, id)
+      redis.call('ZREM', PREEMPTIBLE, victim_id)
       victim = nil
     end
     local executor = victim and load_executor(victim.executor_id)
-    if takes_work(executor) and (not executor_id or executor_id == victim.executor_id) and lives(victim.owner) then
+    local may_use = takes_work(executor) and (executor.claim == '' or executor.claim == id)
+    if may_use and (not executor_id or executor_id == victim.executor_id) and lives(victim.owner) then
       if not executor_id then
         executor_id, blocks = victim.executor_id, available_blocks(executor)
         sequences = executor.budget_sequences - executor.reserved_sequences
       end
-      victims[#victims + 1] = {id, victim}
+      victims[#victims + 1] = {victim_id, victim}
       blocks, sequences = blocks + victim.reserved, sequences + victim.sequences
       if blocks >= needed_blocks(request, executor) and sequences >= request.sequences then
         request.preempting = NOW
@@ -119,7 +120,7 @@ local function deal_with_misfit(id, request)
     drop('never_fits', id, request)
     return 'drop'
   end
-  local victims = state.preempts and preempt_for(request)
+  local victims = state.preempts and preempt_for(id, request)
   for _, one in ipairs(victims or {}) do
     if not reachable(one[2].owner) then
       return 'hold'
@@ -182,7 +183,9 @@ local function count_passes(passed)
   return may_pass
 end
 
+-- `state.unboarded` stays where a call stopped before everybody in line had had a look: the next one boards on.
 local function board()
+  state.unboarded = false
   if state.waiting == 0 then
     return
   end
@@ -194,16 +197,17 @@ local function board()
       return
     end
     local id, request = next_in_line(passed)
-    if not id or (request and not reachable(request.owner)) then
+    if not id then
       return
     end
-    local dealt = request and board_one(id, request) or 'drop'
+    local dealt = not request and 'drop' or not reachable(request.owner) and 'hold' or board_one(id, request)
     if dealt == 'hold' or (dealt == 'seat' and not count_passes(passed)) or
       (dealt == 'pass' and #passed == MAX_PASSED) then
+      state.unboarded = #missing > 0
       return
     elseif dealt == 'pass' then
       passed[#passed + 1], passed[id] = id, true
     end
   end
-  more = 1
+  more, state.unboarded = 1, true
 end

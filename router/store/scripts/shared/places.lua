@@ -1,8 +1,9 @@
 -- Places: which executor a request goes to.
 --
 -- `room` has the executors with a free sequence by their available blocks, but for those that are claimed: kept for a
--- request that others passed too often. A claimed one is there for that request and for higher classes. Of the rest the
--- one with most available is taken, unless another holds a beginning of the prompt and is not much fuller.
+-- request that others passed too often. A claimed one is there for that request first, and for higher classes where no
+-- other has room. Of the rest the one with most available is taken, unless another holds a beginning of the prompt and
+-- is not much fuller.
 local MAX_IMBALANCE = 0.25 -- how much fuller, as a share of its blocks or sequences, the holder of a prefix may be
 local MAX_CLAIMS = 8
 local MAX_PREFIXES = 100000 -- remembered, twice: the newest and those before
@@ -92,17 +93,7 @@ local function remember_prefixes(request, executor_id)
   end
 end
 
--- Where the request can go now, and the blocks to reserve there; nil where it cannot. Ties by id.
-local function choose(id, request)
-  for _, claim in ipairs(claims) do
-    if claim.id == id or request.class < claim.class then
-      local executor = load_executor(claim.executor_id)
-      local blocks = takes_work(executor) and room_for(request, executor)
-      if blocks then
-        return claim.executor_id, blocks
-      end
-    end
-  end
+local function choose_open(request)
   for count = 1, MAX_CANDIDATES, MAX_CANDIDATES - 1 do -- the first mostly does
     for _, executor_id in ipairs(roomiest(count)) do
       local blocks = room_for(request, load_executor(executor_id))
@@ -116,6 +107,35 @@ local function choose(id, request)
     end
   end
   return nil
+end
+
+-- The first executor with room that is kept for the request itself, or else for a lower class.
+local function choose_claimed(id, request, for_itself)
+  for _, claim in ipairs(claims) do
+    if for_itself and claim.id == id or not for_itself and request.class < claim.class then
+      local executor = load_executor(claim.executor_id)
+      local blocks = takes_work(executor) and room_for(request, executor)
+      if blocks then
+        return claim.executor_id, blocks
+      end
+    end
+  end
+  return nil
+end
+
+-- Where the request can go now, and the blocks to reserve there; nil where it cannot. Ties by id.
+local function choose(id, request)
+  if #claims == 0 then
+    return choose_open(request)
+  end
+  local executor_id, blocks = choose_claimed(id, request, true)
+  if not executor_id then
+    executor_id, blocks = choose_open(request)
+  end
+  if not executor_id then
+    executor_id, blocks = choose_claimed(id, request, false)
+  end
+  return executor_id, blocks
 end
 
 -- Whether the executor takes work and would, empty, hold this much.

@@ -15,7 +15,7 @@
 -- compared without asking whether there is one; '' is no name.
 
 --@record state arrivals floor waiting tokens[3] bytes max_bypass age_ms preempts? overcommits? num_estimates error \
---  correction speed window_since window_tokens prefill_speed step_ms next_age_ms num_prefixes has_old_prefixes? tenant_cursor$ claims$
+--  correction speed window_since window_tokens prefill_speed step_ms next_age_ms num_prefixes has_old_prefixes? unboarded? tenant_cursor$ sweep_cursor$ claims$
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
 --  quantile last_report_ms audited_ms accepting? suspended? audit_due? claim$
 --@record tenant counter weight lines[3] listed[3] active? waiting tokens bytes running max_running output_share \
@@ -31,20 +31,19 @@ local REPORTS = KEYS[4]
 local REQUESTS = KEYS[5]
 local WAITING = 5 -- KEYS[WAITING + class]
 local ACTIVE = 8 -- KEYS[ACTIVE + class]
-local WAITING_BY_OWNER = KEYS[12]
-local PLACEMENTS = KEYS[13]
-local LOST = KEYS[14]
-local ENDED = KEYS[15]
-local ROUTERS = KEYS[16]
-local ATTENDED = KEYS[17]
-local STATE = KEYS[18]
-local TENANTS = KEYS[19]
-local AGEING = KEYS[20]
-local LENGTHS = KEYS[21]
-local PREEMPTIBLE = KEYS[22]
-local PREFIXES = KEYS[23]
-local OLD_PREFIXES = KEYS[24]
-local NUM_POOL_KEYS = 24
+local PLACEMENTS = KEYS[12]
+local LOST = KEYS[13]
+local ENDED = KEYS[14]
+local ROUTERS = KEYS[15]
+local ATTENDED = KEYS[16]
+local STATE = KEYS[17]
+local TENANTS = KEYS[18]
+local AGEING = KEYS[19]
+local LENGTHS = KEYS[20]
+local PREEMPTIBLE = KEYS[21]
+local PREFIXES = KEYS[22]
+local OLD_PREFIXES = KEYS[23]
+local NUM_POOL_KEYS = 23
 
 local NUM_CLASSES = 3
 local SILENT_MS = 2000        -- an executor that reported no later gets no new work
@@ -73,8 +72,8 @@ else
     arrivals = 0, floor = 0, waiting = 0, tokens = {0, 0, 0}, bytes = 0, max_bypass = 16, age_ms = 30000,
     preempts = false, overcommits = false, num_estimates = 0, error = 0, correction = 1, speed = 0, window_since = 0,
     window_tokens = 0, prefill_speed = 0, step_ms = 0, next_age_ms = math.huge, num_prefixes = 0,
-    has_old_prefixes = false, tenant_cursor = '0',
-    claims = '',
+    has_old_prefixes = false, unboarded = false, tenant_cursor = '0',
+    sweep_cursor = '0', claims = '',
   }
 end
 

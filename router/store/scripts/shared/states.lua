@@ -1,5 +1,5 @@
 -- States: a request is in exactly one, and `withdraw` takes it out of any of them:
---   WAITING  in line: in `waiting:<class>`, `waiting_by_owner` and, below the first class, `ageing`; counted by its tenant
+--   WAITING  in line: in `waiting:<class>` and, below the first class, `ageing`; counted by its tenant
 --   PLACED   reserved on an executor: in `placements` and in the executor's reserved sums; counted by its tenant
 --   LOST     taken back from an executor; its owner was told and hands it back or settles it: in `lost`
 -- It ends by leaving `requests`, for a tombstone in `ended`.
@@ -16,10 +16,6 @@ end
 
 local function id_in_line(tenant, member)
   return member:sub(#tenant + 28)
-end
-
-local function owner_member(id, request)
-  return request.owner .. '\0' .. id
 end
 
 local function placement_member(executor_id, attempt, id)
@@ -66,7 +62,6 @@ end
 local function enqueue(id, request)
   request.state = 'WAITING'
   redis.call('ZADD', KEYS[WAITING + request.class], '0', line_member(id, request))
-  redis.call('ZADD', WAITING_BY_OWNER, '0', owner_member(id, request))
   if request.class > 1 then
     redis.call('ZADD', AGEING, string.format('%d', NOW + state.age_ms), id)
     state.next_age_ms = math.min(state.next_age_ms, NOW + state.age_ms)
@@ -76,7 +71,6 @@ end
 
 local function leave_line(id, request)
   redis.call('ZREM', KEYS[WAITING + request.class], line_member(id, request))
-  redis.call('ZREM', WAITING_BY_OWNER, owner_member(id, request))
   if request.class > 1 then
     redis.call('ZREM', AGEING, id)
   end

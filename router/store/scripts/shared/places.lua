@@ -46,10 +46,14 @@ local function load_of(executor)
     executor.reserved_sequences / math.max(1, executor.budget_sequences))
 end
 
+local hashes_of, hashes -- of the request that was looked at last: it is the one that will be placed
+
 local function split_prefixes(prefixes)
-  local hashes = {}
-  for hash in prefixes:gmatch('%S+') do
-    hashes[#hashes + 1] = hash
+  if prefixes ~= hashes_of then
+    hashes_of, hashes = prefixes, {}
+    for hash in prefixes:gmatch('%S+') do
+      hashes[#hashes + 1] = hash
+    end
   end
   return hashes
 end
@@ -61,10 +65,10 @@ local function holder_of_prefix(request, best)
     return nil
   end
   --@nest
-  local hashes = split_prefixes(request.prefixes)
+  local names = split_prefixes(request.prefixes)
   for _, key in ipairs(state.has_old_prefixes and {PREFIXES, OLD_PREFIXES} or {PREFIXES}) do
-    local holders = redis.call('HMGET', key, unpack(hashes))
-    for i = #hashes, 1, -1 do
+    local holders = redis.call('HMGET', key, unpack(names))
+    for i = #names, 1, -1 do
       local executor = holders[i] and load_executor(holders[i])
       if executor and takes_work(executor) and executor.claim == '' then
         local blocks = room_for(request, executor)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from executor.blocks import BlockPool
+from executor.places import turn
 from executor.scheduler import Refusal, Scheduler, SchedulerLimits
 from executor.sequence import (
     FinishEvent,
@@ -222,7 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         in_flight = {sequence for launched in self.launched for sequence in launched.plan.sequences}
         standing = Standing(
             seated=seated,
-            arrivals=[s for s in held if s.seat is None and not s.num_preemptions],
+            arrivals=sorted((s for s in held if s.seat is None and not s.num_preemptions), key=turn),
             preempted=[s for s in held if s.seat is None and s.num_preemptions],
             decodes={sequence for sequence in seated if sequence in self.sampled},
             has_leaving=not in_flight <= set(held),

@@ -13,9 +13,9 @@ import pytest
 from bench.simulation.__main__ import main
 from bench.simulation.comparison_report import write_comparisons
 from bench.simulation.conversations import Conversations
-from bench.simulation.experiments import Comparison, Mode
 from bench.simulation.faults import FaultKind, FaultRates
 from bench.simulation.figures import Figures
+from bench.simulation.lab import Comparison, Mode
 from bench.simulation.population import Population
 from bench.simulation.push import PushPolicy
 from bench.simulation.timeline import US_PER_S, Process, Timeline

@@ -30,7 +30,7 @@ NO_STANDBY = replace(ROOMY, num_standby=0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class Way:
     """Who comes, and to what."""
 
     name: str
@@ -42,7 +42,7 @@ def fairness(lab: Lab) -> Comparison:
     """Nine tenants beside a tenth that floods: with fair shares, with more than that, and without any."""
     duration_s = 40 * lab.scale
     modes = []
-    for way in _ways(lab, duration_s):
+    for way in ways_to_bear_a_flood(lab, duration_s):
         settings = WorldSettings(executor=way.executor, num_executors=2, duration_s=duration_s)
         world = lab.run(f"fairness {way.name}", settings, way.requests)
         modes.append(Mode(way.name, _figures(world)))
@@ -63,7 +63,8 @@ def fairness(lab: Lab) -> Comparison:
     return Comparison("Fair shares when one tenant floods", setting, tuple(modes), found)
 
 
-def _ways(lab: Lab, duration_s: float) -> list[_Way]:
+def ways_to_bear_a_flood(lab: Lab, duration_s: float) -> list[Way]:
+    """Without a flood, with one, and with what helps."""
     rng = random.Random(f"{lab.seed}/fairness")
     lengths = heavy_tailed(max_tokens=512, median_output=60)
 
@@ -75,14 +76,14 @@ def _ways(lab: Lab, duration_s: float) -> list[_Way]:
     others = [_of_tenant(request, "other") for request in come(BUSY_PER_S, "others", "o", DEFAULT_TENANT)]
     share = come(SHARE_PER_S, "share", TENTH, FLOODER)
     return [
-        _Way(NO_FLOOD, nine),
-        _Way(SHARE, _merged(nine, share)),
-        _Way(BUSY, _merged(nine, others)),
-        _Way(FAIR, flood),
-        _Way(f"{FAIR}, no standby", flood, NO_STANDBY),
-        _Way("flood, the nine in a class above", [_above(request) for request in flood]),
-        *(_Way(f"{FAIR}, max_running {most} for the tenth", _limited(flood, most)) for most in MAX_RUNNING),
-        _Way(FIRST_COME, [replace(request, tenant=DEFAULT_TENANT) for request in flood]),
+        Way(NO_FLOOD, nine),
+        Way(SHARE, _merged(nine, share)),
+        Way(BUSY, _merged(nine, others)),
+        Way(FAIR, flood),
+        Way(f"{FAIR}, no standby", flood, NO_STANDBY),
+        Way("flood, the nine in a class above", [_above(request) for request in flood]),
+        *(Way(f"{FAIR}, max_running {most} for the tenth", _limited(flood, most)) for most in MAX_RUNNING),
+        Way(FIRST_COME, [replace(request, tenant=DEFAULT_TENANT) for request in flood]),
     ]
 
 

@@ -63,9 +63,10 @@ def wait_figures(world: World, records: Iterable[Record]) -> dict[str, float]:
         if one.arrived_us >= begin_us and one.placed_us and one.boarded_us and one.first_token_us
     ]
     figures = {}
-    for name, waits in zip(("in line", "in standby", "in prefill"), zip(*waits_us, strict=True), strict=True):
+    for place, name in enumerate(("in line", "in standby", "in prefill")):
         for percent in (50, 99):
-            figures[f"{name} p{percent} ms"] = (percentile([*waits], percent / 100) or 0.0) / US_PER_MS
+            wait_us = percentile([waits[place] for waits in waits_us], percent / 100)
+            figures[f"{name} p{percent} ms"] = (wait_us or 0.0) / US_PER_MS
     return figures
 
 

@@ -11,7 +11,7 @@ from executor.twins import Twins
 
 
 class Boarding:
-    """Seats who is in line: the preempted first, then in order of arrival. Only who waits for a twin is passed."""
+    """Seats who is in line: the preempted first, then the others by their turn. Only who waits for a twin is passed."""
 
     def __init__(self, limits: SchedulerLimits, places: Places, room: Room, twins: Twins) -> None:
         self._limits = limits

@@ -8,6 +8,15 @@ from itertools import chain
 
 from executor.sequence import FinishReason, Sequence
 
+# Few wait here, routers hold the rest: so the more important pass those. More would let them starve.
+MAX_PASSED_BY = 32
+
+
+def turn(sequence: Sequence) -> int:
+    """Who has the smaller one boards first: in order of arrival, but ahead of less important ones that came up to
+    MAX_PASSED_BY arrivals earlier for each step of priority between them."""
+    return sequence.arrival - MAX_PASSED_BY * sequence.priority
+
 
 class Places:
     """The dictionaries keep the order in which sequences came to a place."""
@@ -46,10 +55,11 @@ class Places:
 
     def in_line(self) -> list[Sequence]:
         """Who may board: the preempted ahead of the others, of them the more important and then the earlier first."""
+        new = sorted(self.waiting, key=turn)
         if not self.preempted:
-            return list(self.waiting)
+            return new
         back = sorted(self.preempted, key=lambda sequence: (-sequence.priority, sequence.arrival))
-        return [*back, *self.waiting]
+        return [*back, *new]
 
     def seat(self, sequence: Sequence) -> None:
         """Lets a sequence board."""

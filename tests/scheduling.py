@@ -45,6 +45,7 @@ def make_sequence(
     max_tokens: int = 4,
     min_tokens: int = 0,
     salt: bytes | None = b"",
+    priority: int = 0,
 ) -> Sequence:
     prompt = list(prompt)
     return Sequence(
@@ -56,6 +57,7 @@ def make_sequence(
         stopping=Stopping(max_tokens, min_tokens, frozenset({STOP_ID})),
         num_reserved_blocks=-(-(len(prompt) + max_tokens) // BLOCK_SIZE),
         cache_salt=salt,
+        priority=priority,
     )
 
 

@@ -7,11 +7,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 from bench.simulation.__main__ import start_redis
 from bench.simulation.comparison_report import write_comparisons
-from bench.simulation.experiments import Lab, all_comparisons
+from bench.simulation.experiments import all_comparisons
+from bench.simulation.lab import Comparison, Lab
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,14 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the time that is simulated (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("bench/reports"), help="folder (default: bench/reports)")
+    parser.add_argument("--processes", type=int, default=1, help="comparisons at the same time (default: 1)")
     options = parser.parse_args(argv)
-    began_s = time.perf_counter()
-
-    def say(name: str) -> None:
-        print(f"{time.perf_counter() - began_s:6.1f} s  {name}", flush=True)
-
-    with tempfile.TemporaryDirectory() as folder, start_redis(Path(folder)) as redis:
-        comparisons = all_comparisons(Lab(redis.url, options.seed, options.scale, say))
+    one = partial(compare, seed=options.seed, scale=options.scale)
+    # Time is virtual: that others run beside it changes nothing of a comparison's figures.
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as processes:
+        comparisons = list(processes.map(one, range(len(all_comparisons()))))
     for comparison in comparisons:
         for sentence in comparison.found:
             print(f"{comparison.title}: {sentence}")
@@ -39,6 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = write_comparisons(comparisons, circumstances, options.out)
     print("report: " + ", ".join(str(path) for path in paths))
     return 0
+
+
+def compare(index: int, seed: int, scale: float) -> Comparison:
+    """One of the comparisons, on a Redis of its own."""
+    began_s = time.perf_counter()
+
+    def say(name: str) -> None:
+        print(f"{time.perf_counter() - began_s:6.1f} s  {name}", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder, start_redis(Path(folder)) as redis:
+        return all_comparisons()[index](Lab(redis.url, seed, scale, say))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from bench.report.figures import UNKNOWN, shown
 from bench.report.page import LEAST_MS, STYLE
 from bench.report.report import Spread
 from bench.report.scale import Scale, log_scale
-from bench.simulation.experiments import Comparison
 from bench.simulation.figures import Figures
+from bench.simulation.lab import Comparison
 
 NAME = "scheduling"
 COLUMNS: dict[str, tuple[Callable[[Figures], float | None], str]] = {

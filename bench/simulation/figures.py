@@ -54,6 +54,27 @@ def ttft_ms(record: Record, end_us: int) -> float | None:
     return None if record.fate is not None else (end_us - record.arrived_us) / US_PER_MS
 
 
+def wait_figures(world: World, records: Iterable[Record]) -> dict[str, float]:
+    """Where first tokens were waited for: in the ledger's line, in standby on the executor, for the prompt."""
+    begin_us = world.begin_us + round(WARM_FRACTION * world.settings.duration_s * US_PER_S)
+    waits_us = [
+        (one.placed_us - one.arrived_us, one.boarded_us - one.placed_us, one.first_token_us - one.boarded_us)
+        for one in records
+        if one.arrived_us >= begin_us and one.placed_us and one.boarded_us and one.first_token_us
+    ]
+    figures = {}
+    for place, name in enumerate(("in line", "in standby", "in prefill")):
+        for percent in (50, 99):
+            wait_us = percentile([waits[place] for waits in waits_us], percent / 100)
+            figures[f"{name} p{percent} ms"] = (wait_us or 0.0) / US_PER_MS
+    return figures
+
+
+def tokens_per_s(world: World, records: Iterable[Record]) -> float:
+    """Output tokens that these requests got, over the whole run."""
+    return sum(record.num_tokens for record in records) / world.settings.duration_s
+
+
 def deadline_figures(world: World, records: Iterable[Record]) -> dict[str, float]:
     """What deadlines came to: goodput, and work for requests that were dead."""
     kept = late = dead = 0

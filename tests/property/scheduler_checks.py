@@ -62,12 +62,12 @@ class OvercommittedChecks:
         )
         assert all(sequence.block_table == [] and sequence.num_computed == 0 for sequence in away)
         if not self._limits.max_twin_steps:
-            assert new == standing.arrivals[: len(new)], "boarding is not in order of arrival"
+            assert new == standing.arrivals[: len(new)], "boarding is not in order of turn"
         assert len(standing.seated) - len(plan.preempted) + len(plan.boarded) <= self._limits.max_num_sequences
 
 
 class ReservedChecks:
-    """guaranteed_no_evict: everybody has its blocks, so seats, tokens and the order of arrival decide alone."""
+    """guaranteed_no_evict: everybody has its blocks, so seats, tokens and the order of turn decide alone."""
 
     def __init__(self, limits: SchedulerLimits, block_size: int, max_prefill_tokens: int | None) -> None:
         self.limits = limits
@@ -92,7 +92,7 @@ class ReservedChecks:
         waited = [s for s in standing.arrivals if s not in plan.boarded and s.num_twin_steps > 0]
         arrivals = [s for s in standing.arrivals if s not in waited]
         assert not waited or self.limits.max_twin_steps
-        assert list(plan.boarded) == arrivals[: len(plan.boarded)], "boarding is not in order of arrival"
+        assert list(plan.boarded) == arrivals[: len(plan.boarded)], "boarding is not in order of turn"
         num_free_seats = self.limits.max_num_sequences - num_seated
         most_boarding = min(len(arrivals), num_free_seats)
         if self.limits.batching is Batching.STATIC:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from executor.blocks import BlockPool
+from executor.places import turn
 from executor.scheduler import Refusal, Scheduler, SchedulerLimits
 from executor.sequence import (
     FinishEvent,
@@ -68,6 +69,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_tokens_received = 0
         # Who decodes from then on.
         self.sampled: set[Sequence] = set()
+        # Everyone who ever boarded, with a number that grows.
+        self.boardings: dict[Sequence, int] = {}
+        self.num_boardings = 0
         self.num_offers = 0
 
     # Rules.
@@ -218,11 +222,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _schedule(self) -> None:
         held = self.promises.held
-        seated = [s for s in held if s.seat is not None and s.num_tokens < s.length_limit]
+        on_seats = [s for s in held if s.seat is not None and s.num_tokens < s.length_limit]
+        seated = sorted(on_seats, key=lambda sequence: self.boardings[sequence])
         in_flight = {sequence for launched in self.launched for sequence in launched.plan.sequences}
         standing = Standing(
             seated=seated,
-            arrivals=[s for s in held if s.seat is None and not s.num_preemptions],
+            arrivals=sorted((s for s in held if s.seat is None and not s.num_preemptions), key=turn),
             preempted=[s for s in held if s.seat is None and s.num_preemptions],
             decodes={sequence for sequence in seated if sequence in self.sampled},
             has_leaving=not in_flight <= set(held),
@@ -231,6 +236,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._receive(StepOutcome(NewTokens(), self.scheduler.take_finished()))
         # Some of them may just have been handed back.
         standing.preempted[:] = [sequence for sequence in standing.preempted if sequence in held]
+        for sequence in plan.boarded:
+            self.num_boardings += 1
+            self.boardings[sequence] = self.num_boardings
         assert plan.rows or self.launched or not held, "held sequences but nothing to do"
         assert not plan.rows or held
         self.checks.check(plan, standing)

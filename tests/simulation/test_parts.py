@@ -13,9 +13,10 @@ import pytest
 from bench.simulation.__main__ import main
 from bench.simulation.comparison_report import write_comparisons
 from bench.simulation.conversations import Conversations
-from bench.simulation.experiments import Comparison, Mode
+from bench.simulation.fairness import FAIR, FLOODER, ways_to_bear_a_flood
 from bench.simulation.faults import FaultKind, FaultRates
-from bench.simulation.figures import Figures
+from bench.simulation.figures import Figures, tokens_per_s, ttft_ms, wait_figures
+from bench.simulation.lab import Comparison, Lab, Mode
 from bench.simulation.population import Population
 from bench.simulation.push import PushPolicy
 from bench.simulation.timeline import US_PER_S, Process, Timeline
@@ -159,6 +160,35 @@ def test_command_says_in_one_line_what_it_found(capsys: pytest.CaptureFixture[st
     assert main(["--hours", "0.002", "--executors", "2", "--routers", "2", "--rate", "3", "--faults", "none"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("simulation: held seed=0 executors=2 routers=2 simulated_s=7.2")
+
+
+def test_first_token_waits_in_line_in_standby_and_for_its_prompt(redis_url: str, pool: str) -> None:
+    requests = [SimRequest(0, "q0", 9_000_000, prompt_of(0, 20), 3, 3)]
+    world = make_world(redis_url, pool, 1, requests=requests, duration_s=15)
+    world.run()
+    world.close()
+
+    [record] = world.witness.records.values()
+    waits = wait_figures(world, [record])
+    assert [name for name in waits if name.endswith("p99 ms")] == [
+        "in line p99 ms",
+        "in standby p99 ms",
+        "in prefill p99 ms",
+    ]
+    assert sum(waits.values()) / 2 == pytest.approx(ttft_ms(record, 0))
+    assert set(wait_figures(world, []).values()) == {0.0}
+    assert tokens_per_s(world, [record]) == 3 / 15
+
+
+def test_limit_of_the_flooder_is_told_with_its_requests_only() -> None:
+    lab = Lab("redis://nowhere", 0, 0.01)
+    ways = {way.name: way.requests for way in ways_to_bear_a_flood(lab, 0.4)}
+    [name] = [name for name in ways if "max_running 16" in name]
+    assert {(request.tenant == FLOODER, request.limits.max_running) for request in ways[name]} == {
+        (True, 16),
+        (False, None),
+    }
+    assert [request.number for request in ways[name]] == list(range(len(ways[FAIR])))
 
 
 def test_report_has_every_comparison_in_three_forms(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from executor.scheduler import Batching, Refusal
-from executor.sequence import FinishEvent, FinishReason, NewTokens, StepOutcome
+from executor.places import MAX_PASSED_BY
+from executor.scheduler import Batching, Refusal, Scheduler
+from executor.sequence import FinishEvent, FinishReason, NewTokens, Sequence, StepOutcome
 from tests.scheduling import (
     LIMITS,
     STOP_ID,
@@ -251,6 +252,37 @@ class TestResume:
 
     def test_prior_output_that_reaches_max_tokens_is_invalid(self) -> None:
         assert make_scheduler().offer(make_sequence("a", [1], prior_output=[1] * 4, max_tokens=4)) is Refusal.INVALID
+
+
+class TestTurns:
+    def test_more_important_boards_ahead_of_who_came_earlier(self) -> None:
+        scheduler = make_scheduler(replace(LIMITS, num_standby_sequences=4))
+        for request_id, priority in (("a", 0), ("b", 0), ("batch", -1), ("c", 0), ("urgent", 1)):
+            scheduler.offer(make_sequence(request_id, [1], priority=priority))
+
+        boarded = [sequence.request_id for _ in range(12) for sequence in _boarding(scheduler)]
+
+        assert boarded == ["urgent", "a", "b", "c", "batch"]
+
+    def test_less_important_is_passed_only_so_often(self) -> None:
+        scheduler = make_scheduler(replace(LIMITS, max_num_sequences=1, num_standby_sequences=3))
+        scheduler.offer(make_sequence("seated", [1], max_tokens=1))
+        step(scheduler)
+        scheduler.offer(make_sequence("patient", [1], max_tokens=1))
+        boarded: list[str] = []
+        for number in range(2 * MAX_PASSED_BY):
+            scheduler.offer(make_sequence(f"urgent{number}", [1], max_tokens=1, priority=1))
+            boarded += [sequence.request_id for sequence in _boarding(scheduler)]
+
+        # Who comes so much later has an equal turn, and the earlier goes first.
+        assert boarded.index("patient") == MAX_PASSED_BY - 1
+
+
+def _boarding(scheduler: Scheduler) -> tuple[Sequence, ...]:
+    plan = scheduler.schedule()
+    if plan.sequences:
+        retire(scheduler, plan)
+    return plan.boarded
 
 
 class TestFigures:

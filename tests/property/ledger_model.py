@@ -33,7 +33,7 @@ from router.store.types import (
 from tests.property.ledger_board import board, place
 from tests.property.ledger_estimates import MARGIN
 from tests.property.ledger_pool import LEASE_MS, NOBODY, Executor, Pool, Request
-from tests.property.ledger_tenants import exceeded
+from tests.property.ledger_tenants import exceeded, smoothed_share
 
 AUDIT_GRACE_MS = 2000
 AUDIT_INTERVAL_MS = 1000
@@ -202,6 +202,9 @@ class Ledger:
         self.pool.tenant(demand.tenant).settle(
             request.charge, request.rated, ending.computed_tokens, ending.output_tokens, demand.max_tokens
         )
+        if demand.max_tokens:
+            share = smoothed_share(self.pool.output_share, ending.output_tokens, demand.max_tokens)
+            self.pool.output_share = share
         if ending.by_itself and self.pool.overcommits and demand.max_tokens:
             self.pool.lengths.learn(demand.tenant, demand.max_tokens, ending.output_tokens)
 

@@ -89,6 +89,7 @@ class Pool:
     estimates: Estimates = field(default_factory=Estimates)
     overcommits: bool = False
     floor: float = 0.0
+    output_share: float = 1.0
     num_arrivals: int = 0
     attended: tuple[int, int] | None = None
 
@@ -176,7 +177,7 @@ class Pool:
 
     def tenant(self, name: str) -> Tenant:
         """The tenant, whom this makes known."""
-        tenant = self.tenants.setdefault(name, Tenant())
+        tenant = self.tenants.setdefault(name, Tenant(output_share=self.output_share))
         tenant.used_ms = self.now_ms
         return tenant
 

@@ -11,6 +11,11 @@ OUTPUT_WEIGHT = 2
 SHARE_STEP = 0.05
 
 
+def smoothed_share(share: float, output: int, max_tokens: int) -> float:
+    """How much of `max_tokens` is used, after one more output."""
+    return share + SHARE_STEP * (min(1, output / max_tokens) - share)
+
+
 @dataclass(slots=True)
 class Bucket:
     """What one may take at a rate, after GCRA: `full_ms` is when everything taken has come back."""
@@ -65,8 +70,8 @@ class Tenant:
             self.counter = self.counter + (computed + OUTPUT_WEIGHT * output) / self.limits.weight - charge
         if rated is not None:
             self.return_tokens(max(0, rated - computed - output))
-        share = min(1, output / max(1, max_tokens))
-        self.output_share += SHARE_STEP * (share - self.output_share)
+        if max_tokens:
+            self.output_share = smoothed_share(self.output_share, output, max_tokens)
 
     @property
     def max_running(self) -> float:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from router.store.types import NO_LIMITS, Attempt, Demand, Ending, Placement, TenantLimits
+from tests.property.store_records import read_records
 from tests.store_pool import SETTINGS, RouterSide, StorePool
 
 QUICK_AGEING = dataclasses.replace(SETTINGS, age_ms=1000)
@@ -88,15 +91,17 @@ async def test_tenant_is_charged_what_it_used(store_pool: StorePool) -> None:
 async def test_tenant_whose_share_is_unused_output_is_charged_less_beforehand(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(blocks=100, sequences=100))
-    for number in range(100):
-        placement = await a.place_demand(Demand(f"r{number}", 2, 1, tenant="brief", max_tokens=100))
-        await a.store.settle([Ending(placement.request_id, 1, 0, 1)])
-    await a.store.report(store_pool.next_report(accepting=False))
-    for tenant in ("brief", "long"):
-        for number in range(3):
-            await a.queue(Demand(f"{tenant}{number}", 2, 1, tenant=tenant, max_tokens=100))
+    for tenant, output in (("brief", 1), ("long", 100)):
+        for number in range(100):
+            placement = await a.place_demand(Demand(f"{tenant}{number}", 2, 1, tenant=tenant, max_tokens=100))
+            await a.store.settle([Ending(placement.request_id, 1, 0, output)])
 
-    assert await board_one_by_one(store_pool, 4) == ["long0", "brief0", "brief1", "brief2"]
+    for tenant in ("brief", "long"):
+        await a.place_demand(Demand(tenant, 2, 1, tenant=tenant, max_tokens=100))
+
+    requests = (await read_records(store_pool.redis, store_pool.keys)).of("requests")
+    assert requests["brief"]["charge"] < 5
+    assert requests["long"]["charge"] > 195
 
 
 async def test_tenant_at_its_limit_saves_up_no_turns_by_a_refund(store_pool: StorePool) -> None:
@@ -189,3 +194,19 @@ async def test_last_request_in_line_is_charged_from_where_its_tenant_stood(store
     await a.store.settle([Attempt("t0", 1)])
 
     assert await a.placed() == ["t1"]
+
+
+async def test_new_tenant_is_charged_as_an_average_one_until_it_is_known(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(blocks=1000, sequences=100))
+    # Given outputs that are a tenth of what is asked for
+    for number in range(100):
+        await a.store.submit(Demand(f"r{number}", 2, blocks=1, tenant="known", prompt_tokens=0, max_tokens=100))
+        await a.store.settle([Ending(f"r{number}", 1, computed_tokens=0, output_tokens=10, by_itself=True)])
+    # When one of each runs
+    await a.store.submit(Demand("old", 2, blocks=1, tenant="known", prompt_tokens=0, max_tokens=100))
+    await a.store.submit(Demand("new", 2, blocks=1, tenant="new", prompt_tokens=0, max_tokens=100))
+    # Then both are charged about what will be used, 2 for each output token
+    requests = (await read_records(store_pool.redis, store_pool.keys)).of("requests")
+    assert requests["old"]["charge"] == pytest.approx(20, abs=2)
+    assert requests["new"]["charge"] == pytest.approx(20, abs=2)

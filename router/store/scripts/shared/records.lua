@@ -15,7 +15,8 @@
 -- compared without asking whether there is one; '' is no name.
 
 --@record state arrivals floor waiting tokens[3] bytes max_bypass age_ms preempts? overcommits? num_estimates error \
---  correction speed window_since window_tokens prefill_speed step_ms next_age_ms num_prefixes has_old_prefixes? unboarded? tenant_cursor$ sweep_cursor$ claims$
+--  correction speed window_since window_tokens prefill_speed step_ms output_share next_age_ms num_prefixes \
+--  has_old_prefixes? unboarded? tenant_cursor$ sweep_cursor$ claims$
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
 --  quantile last_report_ms audited_ms accepting? suspended? audit_due? claim$
 --@record tenant counter weight lines[3] listed[3] active? waiting tokens bytes running max_running output_share \
@@ -72,8 +73,7 @@ else
     arrivals = 0, floor = 0, waiting = 0, tokens = {0, 0, 0}, bytes = 0, max_bypass = 16, age_ms = 30000,
     preempts = false, overcommits = false, num_estimates = 0, error = 0, correction = 1, speed = 0, window_since = 0,
     window_tokens = 0, prefill_speed = 0, step_ms = 0, next_age_ms = math.huge, num_prefixes = 0,
-    has_old_prefixes = false, unboarded = false, tenant_cursor = '0',
-    sweep_cursor = '0', claims = '',
+    output_share = 1, has_old_prefixes = false, unboarded = false, tenant_cursor = '0', sweep_cursor = '0', claims = '',
   }
 end
 
@@ -127,7 +127,7 @@ local function load_tenant(name)
     local text = redis.call('HGET', TENANTS, name)
     tenant = text and unpack_tenant(text) or {
       counter = 0, weight = 1, lines = {0, 0, 0}, listed = {math.huge, math.huge, math.huge}, active = false,
-      waiting = 0, tokens = 0, bytes = 0, running = 0, max_running = math.huge, output_share = 1,
+      waiting = 0, tokens = 0, bytes = 0, running = 0, max_running = math.huge, output_share = state.output_share,
       request_ms = 0, token_ms = 0, ms_per_token = 0, used_ms = NOW,
     }
     tenants[name] = tenant

@@ -6,6 +6,7 @@
 -- with the floor of start-time fair queueing). A tenant is active, in `active:<class>`, while it has work in line there
 -- and runs less than it may.
 local OUTPUT_WEIGHT = 2
+local SHARE_STEP = 0.05 -- of the newest output in how much of `max_tokens` is used; a new tenant is taken for an average one
 
 local function is_active(tenant)
   return tenant.waiting > 0 and tenant.running < tenant.max_running
@@ -62,8 +63,11 @@ local function settle_usage(request, tenant, computed, output)
   if request.rated > 0 then -- unused tokens of its rate
     tenant.token_ms = tenant.token_ms - math.max(0, request.rated - computed - output) * tenant.ms_per_token
   end
-  local share = math.min(1, output / math.max(1, request.max))
-  tenant.output_share = tenant.output_share + 0.05 * (share - tenant.output_share)
+  if request.max > 0 then
+    local share = math.min(1, output / request.max)
+    tenant.output_share = tenant.output_share + SHARE_STEP * (share - tenant.output_share)
+    state.output_share = state.output_share + SHARE_STEP * (share - state.output_share)
+  end
 end
 
 -- Gives the tokens of its rate back to a request that was never placed.

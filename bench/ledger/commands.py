@@ -84,7 +84,6 @@ class Commands:
     reports: Sequence[Sequence[Template]]
     cancels: Sequence[Template]
     explains: Sequence[Template]
-    """Empty where the store cannot explain."""
     renews: Sequence[bytes]
     reaps: Sequence[bytes]
     mailboxes: Sequence[str]
@@ -113,7 +112,7 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
             {count: [await _settles(recorder, store, count) for store in stores] for count in SETTLED},
             [await _reports(recorder, store, scale) for store in stores],
             [await _about_one(recorder, store.cancel) for store in stores],
-            await _explains(recorder, stores),
+            [await _about_one(recorder, store.explain) for store in stores],
             [Template(await recorder.record(store.renew), ID_MARKERS).fill({}) for store in stores],
             [Template(await recorder.record(store.reap), ID_MARKERS).fill({}) for store in stores],
             [PoolKeys(pool).mailbox(name) for name in names],
@@ -191,10 +190,3 @@ def _report(scale: PoolScale, num_held: int) -> ExecutorReport:
 
 async def _about_one(recorder: Recorder, call: Callable[[str], Awaitable[object]]) -> Template:
     return Template(await recorder.record(partial(call, ID_MARKERS[0].decode())), ID_MARKERS[:1])
-
-
-async def _explains(recorder: Recorder, stores: Sequence[AdmissionStore]) -> list[Template]:
-    try:
-        return [await _about_one(recorder, store.explain) for store in stores]
-    except NotImplementedError:
-        return []

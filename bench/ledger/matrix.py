@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -18,17 +19,15 @@ MATRIX_QUEUED = (10, 10_000, 100_000, 1_000_000)
 MATRIX_EXECUTORS = (1, 100, 1_000)
 WHOLE_MATRIX = tuple(product(MATRIX_EXECUTORS, MATRIX_QUEUED))
 NAME = "admission"
+CELL = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
 def cells(text: str) -> tuple[tuple[int, int], ...]:
     """Executors and queued requests of each cell, from `1x10,100x10000`. For argparse."""
-    try:
-        found = [tuple(int(part) for part in cell.split("x")) for cell in text.split(",")]
-        if all(len(cell) == 2 and min(cell) > 0 for cell in found):
-            return tuple((executors, queued) for executors, queued in found)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not of the form EXECUTORSxQUEUED,… such as 1x10,100x10000")
+    found = [CELL.fullmatch(cell) for cell in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form EXECUTORSxQUEUED,… such as 1x10,100x10000")
+    return tuple((int(cell[1]), int(cell[2])) for cell in found if cell)
 
 
 def run_matrix(

@@ -162,6 +162,9 @@ async def test_cancel_on_any_router_ends_a_running_request(redis_url: str, pool:
         canceller = cluster.routers[0 if same_router else 1]
         response = await canceller.stub.Cancel(inference_pb2.CancelRequest(request_id="victim"))
         assert response.state == inference_pb2.REQUEST_STATE_PLACED
+        async with asyncio.timeout(10):  # steps are so fast that all fifty would be over before the cancel is there
+            while cluster.executors[0].engine._inbox.empty():
+                await asyncio.sleep(0)
         cluster.executors[0].brake.release()
         events = await rest(call)
         assert events[-2].finished.reason == types_pb2.FINISH_REASON_CANCELLED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -69,5 +70,21 @@ class ExecutorSettings(ProcessSettings):
     )
     max_sequence_length: int = Field(0, ge=0, description="most tokens of prompt and output; 0: the model's context")
     num_threads: int = Field(0, ge=0, le=1024, description="compute threads; 0: the cores this process may use")
+    insecure: bool = Field(False, description="serve any caller in the clear; only on a loopback address")
+    tls_cert_file: Path | None = Field(
+        None, description="PEM certificate chain for routers; read again when it changes"
+    )
+    tls_key_file: Path | None = Field(None, description="PEM private key of tls_cert_file")
+    tls_ca_file: Path | None = Field(None, description="PEM certificates of who may sign routers' certificates")
+    router_names: tuple[str, ...] = Field(
+        (), description="names (SAN: DNS or URI) of which a router's certificate must bear one, comma-separated"
+    )
+    orphan_grace_s: float = Field(
+        15.0, ge=0, le=3600, description="seconds that sequences go on whose router is gone, for another to take over"
+    )
+    retain_ended_s: float = Field(60.0, ge=0, le=3600, description="seconds that the ids of an ended sequence are kept")
+    watchdog_s: float = Field(
+        30.0, ge=1, le=3600, description="seconds with work and without a step until it reports itself unhealthy"
+    )
     drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running sequences get to end on SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")

@@ -22,6 +22,7 @@ from common.process import EXIT_FAILED, run_process
 from common.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from router.admission_file import AdmissionFile
+from router.callers import OpenDoor
 from router.dispatch import Dispatcher
 from router.pools import Pool, Pools
 from router.service import InferenceService
@@ -85,7 +86,7 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
 
     models = [_pool(name, text, open_store, settings) for name, text in texts.items()]
     pools = Pools(models, router_id, lambda: admission.rules.variants)
-    service = InferenceService(pools, settings, admission)
+    service = InferenceService(pools, settings, admission, OpenDoor())
     server = GrpcServer([SERVICE_NAME])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)

@@ -18,6 +18,7 @@ from inflight.v1 import inference_pb2, inference_pb2_grpc
 from common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
 from router.admission_file import AdmissionFile
 from router.admit import AdmittedRequest, admit, choose_seed, deadlines_of, encode, model_limits, tenant_limits
+from router.callers import Caller, Door, authorize, check_model
 from router.capacity import add_capacity, model_of, model_of_variants
 from router.explain import REQUEST_STATE_PROTO, request_standing
 from router.pools import Pool, Pools
@@ -36,8 +37,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients. Stateless but for the requests that run."""
 
-    def __init__(self, pools: Pools, settings: RouterSettings, admission: AdmissionFile) -> None:
+    def __init__(self, pools: Pools, settings: RouterSettings, admission: AdmissionFile, door: Door) -> None:
         self._pools = pools
+        self._door = door
         self._settings = settings
         self._admission = admission
         self._meters = VariantMeters()
@@ -56,6 +58,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
+        authorize(request, self._caller(context))
         if self._is_draining:
             raise RequestError(Reason.DRAINING, "the router is draining", retry_after_ms=RETRY_AFTER_MS)
         self._count(+1)
@@ -106,6 +109,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             pool.dispatcher.watch_queue(stream, outcome)
         await relay.run()
         log.info("request %s %s; metadata %s", stream.request_id, relay.summary, dict(spec.metadata))
+
+    def _caller(self, context: Context) -> Caller:
+        """Who calls. Raises `RequestError` where the door does not know."""
+        return self._door.identify(tuple(context.invocation_metadata() or ()))
 
     def _count(self, change: int) -> None:
         self._num_streams += change
@@ -159,6 +166,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """Turns text or chat messages into token ids."""
+        check_model(self._caller(context), request.model)
         pool = self._pools.find(request.model)
         prompt = validate_tokenize(request, model_limits(pool, self._settings))
         return inference_pb2.TokenizeResponse(token_ids=await encode(pool.text, prompt))
@@ -167,6 +175,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """Turns token ids into text."""
+        check_model(self._caller(context), request.model)
         pool = self._pools.find(request.model)
         token_ids = validate_detokenize(request, model_limits(pool, self._settings))
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True

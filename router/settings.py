@@ -54,7 +54,45 @@ class RouterSettings(ProcessSettings):
         description="TOML file with what tenants may take and names for several models; read again when it changes",
     )
     max_prompt_bytes: int = Field(4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024, description="largest prompt in bytes")
-    max_attempts: int = Field(3, ge=1, le=100, description="placements that a request gets before it is given up")
+    max_attempts: int = Field(
+        2,
+        ge=1,
+        le=100,
+        description="executors that may die under a request, before its next token, until it is given up",
+    )
+    tls_cert_file: Path | None = Field(
+        None, description="PEM certificate chain for clients; read again when it changes"
+    )
+    tls_key_file: Path | None = Field(None, description="PEM private key of tls_cert_file")
+    executor_tls_ca_file: Path | None = Field(
+        None,
+        description="PEM certificates of who may sign executors' certificates; unset: no TLS to executors",
+    )
+    executor_tls_cert_file: Path | None = Field(None, description="PEM certificate chain shown to executors")
+    executor_tls_key_file: Path | None = Field(None, description="PEM private key of executor_tls_cert_file")
+    executor_tls_name: str = Field(
+        "", description="name that executors' certificates must bear; empty: the host of their address"
+    )
+    api_keys_file: Path | None = Field(
+        None, description="TOML file of hashed API keys, with tenant, classes and models; read again when it changes"
+    )
+    jwt_jwks_file: Path | None = Field(
+        None, description="JWKS file with the public keys of JSON web tokens; read again when it changes"
+    )
+    jwt_issuer: str = Field("", description="issuer that a JSON web token must name; needed with jwt_jwks_file")
+    jwt_audience: str = Field("", description="audience that a JSON web token must name; needed with jwt_jwks_file")
+    jwt_tenant_claim: str = Field("tenant", description="claim of a JSON web token that names the tenant")
+    resume_secret: SecretStr | None = Field(
+        None, description="secret of all routers that resume tokens are made with; unset: one is made and kept in Redis"
+    )
+    resume_ttl_s: float = Field(
+        60.0, ge=0, le=3600, description="most seconds that a request's output is kept after its end, to be resumed"
+    )
+    max_streams_per_connection: int = Field(5000, ge=1, le=1_000_000, description="calls under way on one connection")
+    max_connection_idle_s: float = Field(900.0, ge=1, description="seconds without a call until a connection is closed")
+    handshake_timeout_s: float = Field(
+        20.0, ge=0.1, le=300, description="seconds that a new connection's handshake may take"
+    )
     no_executor_grace_s: float = Field(
         10.0, ge=0, description="seconds that accepted requests wait for an executor after the last one was lost"
     )

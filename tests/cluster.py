@@ -35,6 +35,7 @@ from executor.sequence import StepPlan
 from executor.service import ExecutorService, Identity
 from executor.submission import SubmissionLimits
 from router.admission_file import AdmissionFile
+from router.callers import OpenDoor
 from router.dispatch import Dispatcher
 from router.main import store_settings_of
 from router.pools import Pool, Pools
@@ -240,7 +241,8 @@ async def run_router(
     )
     pools = Pools([Pool(model, TextModel(tiny_tokenizer()), dispatcher)], name, lambda: admission.rules.variants)
     server = GrpcServer(["inflight.v1.InferenceService"])
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(pools, settings, admission), server.grpc)
+    service = InferenceService(pools, settings, admission, OpenDoor())
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start("127.0.0.1:0")
     work = asyncio.create_task(pools.run(addresses, 0.1))
     async with grpc.aio.insecure_channel(address) as channel:

@@ -16,6 +16,7 @@ from inflight.v1 import executor_pb2, types_pb2
 from common.errors import RequestError
 from router.admission_file import AdmissionFile
 from router.admission_rules import NO_RULES, AdmissionRules
+from router.callers import OpenDoor
 from router.dispatch import Dispatcher
 from router.links import ExecutorLink
 from router.pools import Pool, Pools
@@ -99,7 +100,7 @@ class ScriptedRouter:
         self.stores: dict[str, ScriptedStore] = {}
         self.admission = AdmissionFile(None, frozenset(models), rules)
         self.pools = Pools([self._pool(model) for model in models], "router", lambda: self.admission.rules.variants)
-        self.service = InferenceService(self.pools, RouterSettings(), self.admission)
+        self.service = InferenceService(self.pools, RouterSettings(), self.admission, OpenDoor())
 
     def _pool(self, model: str) -> Pool:
         def open_store(on_event: Callable[[StoreEvent], None]) -> AdmissionStore:

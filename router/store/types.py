@@ -52,10 +52,11 @@ class Demand:
     """What a request asks of the pool. `priority_class` 1 goes first, 3 last.
 
     `blocks` hold prompt and `max_tokens` to the end; an executor that reserves what is likely reserves fewer, of
-    `block_size` tokens each. `deadline_ms` counts from the submit, for the first token; past it the request is
-    dropped, not placed. `last_attempt` and `output_tokens` are the last that its owner knows, where the pool had
-    forgotten the request. `num_bytes` is what its prompt takes of its router's memory while it waits. `prefix_hashes`
-    name ever longer beginnings of the prompt, as `router.prefixes` chooses them.
+    `block_size` tokens each. `digest` stands for all that was asked: a submit with the same id and digest is a repeat,
+    whoever sends it; empty: only its owner can repeat it. `deadline_ms` counts from the submit, for the first token;
+    past it the request is dropped, not placed. `last_attempt` and `output_tokens` are the last that its owner knows,
+    where the pool had forgotten the request. `num_bytes` is what its prompt takes of its router's memory while it
+    waits. `prefix_hashes` name ever longer beginnings of the prompt, as `router.prefixes` chooses them.
     """
 
     request_id: str
@@ -72,6 +73,7 @@ class Demand:
     block_size: int = 16
     num_bytes: int = 0
     prefix_hashes: tuple[str, ...] = ()
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ class Ending:
     """The end of a placement and what was used: prompt tokens that were computed, not cached, and output tokens.
 
     Rates and fair shares are settled to that; None where nobody knows. `by_itself`: it produced its end or all of its
-    `max_tokens`, so that its length says something about others.
+    `max_tokens`, so that its length says something about others. `cancelled`: by its client or for want of one, so
+    that a repeated submit starts it anew.
     """
 
     request_id: str
@@ -95,6 +98,7 @@ class Ending:
     computed_tokens: int | None = None
     output_tokens: int | None = None
     by_itself: bool = False
+    cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +213,17 @@ class Duplicate:
     state: RequestState
 
 
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The request has this placement, `ended` or not, and is the caller's from now on.
+
+    Attach to it. Where the executor does not hold it, nobody has told it yet: submit the same attempt there.
+    """
+
+    placement: Placement
+    ended: bool
+
+
 class DropReason(Enum):
     """Why a request left the line without a seat."""
 
@@ -293,6 +308,13 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class TakenOver:
+    """Another router has adopted the request: its stream here ends, and nothing of it is this router's any more."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseLapsed:
     """The pool may have forgotten this router and what waited in its name: submit that again. What still waits stays.
 
@@ -300,7 +322,7 @@ class LeaseLapsed:
     """
 
 
-StoreEvent = Placement | Lost | CancelAsked | PreemptAsked | Cancelled | Dropped | LeaseLapsed
+StoreEvent = Placement | Lost | CancelAsked | PreemptAsked | Cancelled | Dropped | TakenOver | LeaseLapsed
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,9 @@ class Context:
     def time_remaining(self) -> float | None:
         return None
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
         self.events.append(response.event)
 

@@ -16,12 +16,14 @@ class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECT_REASON_DRAINING: _ClassVar[RejectReason]
     REJECT_REASON_UNSUPPORTED: _ClassVar[RejectReason]
     REJECT_REASON_INVALID: _ClassVar[RejectReason]
+    REJECT_REASON_NOT_HELD: _ClassVar[RejectReason]
 REJECT_REASON_UNSPECIFIED: RejectReason
 REJECT_REASON_NO_CAPACITY: RejectReason
 REJECT_REASON_STALE_ATTEMPT: RejectReason
 REJECT_REASON_DRAINING: RejectReason
 REJECT_REASON_UNSUPPORTED: RejectReason
 REJECT_REASON_INVALID: RejectReason
+REJECT_REASON_NOT_HELD: RejectReason
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
@@ -98,7 +100,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., generation: _Optional[int] = ..., max_unacked_steps: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs")
+    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +114,7 @@ class Submit(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     NUM_CHOICES_FIELD_NUMBER: _ClassVar[int]
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -125,7 +128,8 @@ class Submit(_message.Message):
     deadline_ms: int
     num_choices: int
     num_top_logprobs: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ...) -> None: ...
+    router_context: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ...) -> None: ...
 
 class CancelSequence(_message.Message):
     __slots__ = ("request_id", "attempt", "reason")
@@ -154,18 +158,36 @@ class Ack(_message.Message):
     def __init__(self, frame: _Optional[int] = ...) -> None: ...
 
 class ServeResponse(_message.Message):
-    __slots__ = ("generation", "accepted", "rejected", "step", "report")
+    __slots__ = ("generation", "accepted", "rejected", "step", "report", "attached")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
     generation: int
     accepted: _containers.RepeatedCompositeFieldContainer[SequenceAccepted]
     rejected: _containers.RepeatedCompositeFieldContainer[SequenceRejected]
     step: StepFrame
     report: Report
-    def __init__(self, generation: _Optional[int] = ..., accepted: _Optional[_Iterable[_Union[SequenceAccepted, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[SequenceRejected, _Mapping]]] = ..., step: _Optional[_Union[StepFrame, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
+    attached: _containers.RepeatedCompositeFieldContainer[SequenceAttached]
+    def __init__(self, generation: _Optional[int] = ..., accepted: _Optional[_Iterable[_Union[SequenceAccepted, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[SequenceRejected, _Mapping]]] = ..., step: _Optional[_Union[StepFrame, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., attached: _Optional[_Iterable[_Union[SequenceAttached, _Mapping]]] = ...) -> None: ...
+
+class SequenceAttached(_message.Message):
+    __slots__ = ("request_id", "attempt", "slots", "submit", "started", "cached_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    submit: Submit
+    started: bool
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., started: _Optional[bool] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceAccepted(_message.Message):
     __slots__ = ("request_id", "attempt", "slots")
@@ -190,7 +212,7 @@ class SequenceRejected(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[RejectReason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("frame", "step", "slots", "offsets", "token_ids", "started", "finished", "logprobs", "paused")
+    __slots__ = ("frame", "step", "slots", "offsets", "token_ids", "started", "finished", "logprobs", "paused", "detached")
     FRAME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +222,7 @@ class StepFrame(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    DETACHED_FIELD_NUMBER: _ClassVar[int]
     frame: int
     step: int
     slots: _containers.RepeatedScalarFieldContainer[int]
@@ -209,7 +232,8 @@ class StepFrame(_message.Message):
     finished: _containers.RepeatedCompositeFieldContainer[SequenceFinished]
     logprobs: _containers.RepeatedCompositeFieldContainer[SequenceLogprobs]
     paused: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, frame: _Optional[int] = ..., step: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStarted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., paused: _Optional[_Iterable[int]] = ...) -> None: ...
+    detached: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, frame: _Optional[int] = ..., step: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStarted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., paused: _Optional[_Iterable[int]] = ..., detached: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceStarted(_message.Message):
     __slots__ = ("slot", "cached_tokens")

@@ -125,10 +125,12 @@ class CacheOptions(_message.Message):
     def __init__(self, salt: _Optional[str] = ..., bypass: _Optional[bool] = ...) -> None: ...
 
 class PriorOutput(_message.Message):
-    __slots__ = ("output_ids",)
+    __slots__ = ("output_ids", "text_bytes")
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     output_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, output_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    text_bytes: int
+    def __init__(self, output_ids: _Optional[_Iterable[int]] = ..., text_bytes: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "text_bytes", "token_ids", "chat", "sampling", "stopping", "n", "best_of", "constraint", "output", "adapter_id", "priority", "tenant", "deadlines", "session_id", "cache", "idempotency_key", "detach", "resume_ttl", "want_queue_events", "truncate_prompt_tokens", "metadata", "prior_output")
@@ -206,12 +208,16 @@ class Accepted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., resume_token: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class Queued(_message.Message):
-    __slots__ = ("position", "estimated_wait")
+    __slots__ = ("position", "estimated_wait", "request_id", "resume_token")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_WAIT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     position: int
     estimated_wait: _duration_pb2.Duration
-    def __init__(self, position: _Optional[int] = ..., estimated_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    request_id: str
+    resume_token: str
+    def __init__(self, position: _Optional[int] = ..., estimated_wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., request_id: _Optional[str] = ..., resume_token: _Optional[str] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("executor_id", "cached_tokens", "queue")
@@ -304,14 +310,16 @@ class GenerateResponse(_message.Message):
     def __init__(self, event: _Optional[_Union[StreamEvent, _Mapping]] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
-    __slots__ = ("request_id", "resume_token", "offsets")
+    __slots__ = ("request_id", "resume_token", "offsets", "text_bytes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     resume_token: str
     offsets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., resume_token: _Optional[str] = ..., offsets: _Optional[_Iterable[int]] = ...) -> None: ...
+    text_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., resume_token: _Optional[str] = ..., offsets: _Optional[_Iterable[int]] = ..., text_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ResumeResponse(_message.Message):
     __slots__ = ("event",)
@@ -320,14 +328,16 @@ class ResumeResponse(_message.Message):
     def __init__(self, event: _Optional[_Union[StreamEvent, _Mapping]] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
-    __slots__ = ("request_id", "resume_token", "model")
+    __slots__ = ("request_id", "resume_token", "model", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     resume_token: str
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., resume_token: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., resume_token: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class CancelResponse(_message.Message):
     __slots__ = ("state",)
@@ -336,14 +346,16 @@ class CancelResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[RequestState, str]] = ...) -> None: ...
 
 class GetRequestRequest(_message.Message):
-    __slots__ = ("request_id", "resume_token", "model")
+    __slots__ = ("request_id", "resume_token", "model", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     resume_token: str
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., resume_token: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., resume_token: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class GetRequestResponse(_message.Message):
     __slots__ = ("request_id", "state", "position", "waiting_for", "estimated_wait", "executor_id", "output_tokens", "wait_reason", "needed_blocks", "available_blocks", "priority", "times_passed", "variant", "step_constraint")

@@ -98,21 +98,23 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Continues the stream of a request whose connection was lost, from the offsets given, on any router.
+        """Continues the stream of a request whose connection was lost, from the offsets given, on any router. A stream that
+        is still open elsewhere ends with ABORTED: a request has one reader. DATA_LOSS where nobody holds the output any
+        more: a Generate with `prior_output` goes on then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a request. NOT_FOUND where no such request waits or runs.
+        """Ends a request. NOT_FOUND where no such request waits or runs, it is another tenant's, or the token is wrong.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """Says where a request stands.
+        """Says where a request stands. NOT_FOUND as for Cancel.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,36 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RouterContext(_message.Message):
+    __slots__ = ("tenant", "request_id", "model", "stop", "include_stop", "wants_text", "wants_token_ids", "digest", "detach", "resume_ttl", "arrived_unix_ms")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_STOP_FIELD_NUMBER: _ClassVar[int]
+    WANTS_TEXT_FIELD_NUMBER: _ClassVar[int]
+    WANTS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TTL_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    request_id: str
+    model: str
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    include_stop: bool
+    wants_text: bool
+    wants_token_ids: bool
+    digest: bytes
+    detach: bool
+    resume_ttl: _duration_pb2.Duration
+    arrived_unix_ms: int
+    def __init__(self, tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: _Optional[bool] = ..., wants_text: _Optional[bool] = ..., wants_token_ids: _Optional[bool] = ..., digest: _Optional[bytes] = ..., detach: _Optional[bool] = ..., resume_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., arrived_unix_ms: _Optional[int] = ...) -> None: ...

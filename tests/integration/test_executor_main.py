@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 from inflight.v1 import executor_pb2
 
+from common.process import EXIT_FAILED
 from executor import main
 from executor.launch import PendingStep
-from executor.main import EXIT_FAILED, Loaded, run
+from executor.main import Loaded, run
 from executor.sequence import StepPlan
 from executor.service import ExecutorService, Identity
 from executor.settings import ExecutorSettings

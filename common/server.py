@@ -62,6 +62,9 @@ class ConnectionLimits:
 
 DEFAULT_LIMITS = ConnectionLimits()
 
+# Anybody can reach the port of probes, and a health check is small.
+PROBE_LIMITS = ConnectionLimits(max_streams=16, max_idle_s=60.0, max_receive_bytes=4096)
+
 
 class ListenError(Exception):
     """The address cannot be listened on. The text says why."""
@@ -171,7 +174,7 @@ class GrpcServer:
         Raises:
             ListenError: see `start`.
         """
-        self._health_port = grpc.aio.server(options=_server_options(DEFAULT_LIMITS))
+        self._health_port = grpc.aio.server(options=_server_options(PROBE_LIMITS))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_port)
         address = _add_port(self._health_port, listen, None)
         await self._health_port.start()

@@ -17,6 +17,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from client.stack.certificates import make_certificates
 from client.stack.local import ROUTER_SERVICE
 from client.stack.ready import wait_until_serving
 from common.server import (
@@ -27,6 +28,7 @@ from common.server import (
     GrpcServer,
     channel_options,
 )
+from common.tls import TlsFiles, TlsPaths
 
 SERVICE = "some.Service"
 TIMEOUT_S = 20.0
@@ -47,8 +49,8 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def serving(limits: ConnectionLimits) -> AsyncIterator[str]:
-    server = GrpcServer([SERVICE], limits=limits)
+async def serving(limits: ConnectionLimits, tls: TlsFiles | None = None) -> AsyncIterator[str]:
+    server = GrpcServer([SERVICE], limits=limits, tls=tls)
     address = await server.start("127.0.0.1:0")
     await server.set_serving(True)
     try:
@@ -158,6 +160,18 @@ async def test_connection_that_says_nothing_is_closed_and_others_are_served() ->
                 pass
         writer.close()
         assert await check(stub) is grpc.StatusCode.OK
+
+
+async def test_connection_that_never_ends_its_tls_handshake_is_closed(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path)
+    tls = TlsFiles.open(TlsPaths(made.certificate("router"), made.key("router")))
+    async with serving(ConnectionLimits(handshake_timeout_s=0.1), tls) as address:
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"\x16\x03\x01\x02\x00")  # the beginning of a ClientHello
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await reader.read(1024) == b""
+        writer.close()
 
 
 async def ping_until_answered(address: str, num_pings: int) -> list[int]:

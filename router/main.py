@@ -16,15 +16,15 @@ from collections.abc import Callable, Sequence
 
 from inflight.v1 import inference_pb2_grpc
 
-from common.addresses import is_loopback
 from common.logs import start_logging
 from common.model_source import ModelSource, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
-from common.server import ConnectionLimits, GrpcServer, Signals, check_listen
+from common.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
-from common.tls import TlsFiles, TlsPaths
+from common.tls import TlsFiles
 from router.admission_file import AdmissionFile
 from router.callers import OpenDoor
+from router.client_port import connection_limits_of, open_tls
 from router.dispatch import Dispatcher
 from router.executor_channels import ExecutorChannels
 from router.pools import Pool, Pools
@@ -40,9 +40,6 @@ log = logging.getLogger(__name__)
 
 OnEvent = Callable[[StoreEvent], None]
 OpenStore = Callable[[str, OnEvent], AdmissionStore]
-
-# Room in a request for everything but its prompt.
-REQUEST_FIELDS_BYTES = 1024 * 1024
 
 SERVICE_NAME = "inflight.v1.InferenceService"
 
@@ -134,32 +131,6 @@ def store_settings_of(settings: RouterSettings) -> StoreSettings:
         max_bypass=settings.max_bypass,
         age_ms=max(1, round(settings.age_s * 1000)),
         preempt_for_priority=settings.preempt_for_priority,
-    )
-
-
-def open_tls(settings: RouterSettings) -> TlsFiles | None:
-    """The certificates to serve clients with; None for serving in the clear. Raises `SettingError`."""
-    paths = TlsPaths.of(settings.tls_cert_file, settings.tls_key_file, None, prefix="")
-    if paths is not None:
-        return TlsFiles.open(paths)
-    if not is_loopback(settings.listen):
-        log.warning(
-            "prompts and answers cross the network in the clear: set tls_cert_file and tls_key_file, or listen on a "
-            "loopback address (listen is %s)",
-            settings.listen,
-        )
-    return None
-
-
-def connection_limits_of(settings: RouterSettings) -> ConnectionLimits:
-    """What a client's connection may take."""
-    return ConnectionLimits(
-        max_streams=settings.max_streams_per_connection,
-        max_idle_s=settings.max_connection_idle_s,
-        max_age_s=settings.max_connection_age_s,
-        handshake_timeout_s=settings.handshake_timeout_s,
-        # A prompt of as many ids takes 3 bytes for each; one that is too large by no more gets validation's own answer.
-        max_receive_bytes=4 * settings.max_prompt_bytes + REQUEST_FIELDS_BYTES,
     )
 
 

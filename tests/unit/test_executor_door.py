@@ -15,8 +15,8 @@ from common.addresses import is_loopback
 from common.settings import SettingError, load
 from executor.door import open_door
 from executor.settings import ExecutorSettings
+from router.client_port import connection_limits_of, open_tls
 from router.executor_channels import ExecutorChannels
-from router.main import connection_limits_of, open_tls
 from router.settings import RouterSettings
 
 

@@ -28,12 +28,15 @@ from common.server import GrpcServer
 from executor.blocks import BlockPool
 from executor.engine import Engine
 from executor.engine_output import EngineOutput
+from executor.holdings import Keeping
 from executor.launch import PendingStep
 from executor.report import policy_proto
 from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.sequence import StepPlan
 from executor.service import ExecutorService, Identity
+from executor.session import PROTOCOL_VERSION
 from executor.submission import SubmissionLimits
+from executor.watchdog import watch
 from router.admission_file import AdmissionFile
 from router.callers import OpenDoor
 from router.dispatch import Dispatcher
@@ -133,14 +136,16 @@ class RunningExecutor:
     device: BrakedDevice
     engine: Engine
     server: GrpcServer
-    reports: asyncio.Task[None]
+    work: list[asyncio.Task[None]]
+    service: ExecutorService
 
     async def stop(self) -> None:
         """Ends it as a crash looks to routers: their streams break, nothing is handed back."""
         await self.server.grpc.stop(None)
         self.brake.release()
         await asyncio.to_thread(self.engine.stop)
-        self.reports.cancel()
+        for running in self.work:
+            running.cancel()
 
 
 @dataclass(slots=True)
@@ -162,9 +167,16 @@ class Cluster:
 
 
 async def start_executor(
-    name: str, model: str, shape: ExecutorShape, generation: int = 1, port: int = 0
+    name: str,
+    model: str,
+    shape: ExecutorShape,
+    generation: int = 1,
+    port: int = 0,
+    *,
+    keeping: Keeping | None = None,
+    watchdog_s: float | None = None,
 ) -> RunningExecutor:
-    """Starts an executor on a free port, or on the port given."""
+    """Starts an executor on a free port, or on the port given; without `watchdog_s` it may stand still."""
     loop = asyncio.get_running_loop()
     pool = BlockPool(shape.num_blocks, BLOCK_SIZE)
     limits = SchedulerLimits(
@@ -186,10 +198,29 @@ async def start_executor(
 
     device = BrakedDevice(FakeDevice(pool), brake)
     engine = Engine(scheduler, device, publish, lambda error: None, overlap=shape.overlap)
+    identity = _identity(name, model, shape, generation, limits)
+    service = ExecutorService(identity, engine, keeping)
+    server = GrpcServer(["inflight.v1.ExecutorService"])
+    executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
+    address = await server.start(f"127.0.0.1:{port}")
+    engine.start()
+    await server.set_serving(True)
+
+    async def tell(stands_still: bool) -> None:
+        service.stand_still(stands_still)
+        await server.set_serving(not stands_still)
+
+    work = [asyncio.create_task(service.run())]
+    if watchdog_s is not None:
+        work.append(asyncio.create_task(watch(service, watchdog_s, tell)))
+    return RunningExecutor(address, scheduler, brake, device, engine, server, work, service)
+
+
+def _identity(name: str, model: str, shape: ExecutorShape, generation: int, limits: SchedulerLimits) -> Identity:
     description = executor_pb2.DescribeResponse(
         executor_id=name,
         generation=generation,
-        protocol_version=1,
+        protocol_version=PROTOCOL_VERSION,
         model=model,
         block_size=BLOCK_SIZE,
         total_blocks=shape.num_blocks,
@@ -204,14 +235,7 @@ async def start_executor(
         scheduler_policy=policy_proto(limits),
         host_blocks=shape.num_host_blocks,
     )
-    identity = Identity(description, SubmissionLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, frozenset()))
-    service = ExecutorService(identity, engine)
-    server = GrpcServer(["inflight.v1.ExecutorService"])
-    executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
-    address = await server.start(f"127.0.0.1:{port}")
-    engine.start()
-    reports = asyncio.create_task(service.run())
-    return RunningExecutor(address, scheduler, brake, device, engine, server, reports)
+    return Identity(description, SubmissionLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, frozenset()))
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

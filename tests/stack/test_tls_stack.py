@@ -18,7 +18,7 @@ from client.stack.options import StackOptions
 REQUEST = inference_pb2.GenerateRequest(
     text="Once upon a time",
     sampling=types_pb2.SamplingParams(temperature=0),
-    stopping=types_pb2.StoppingParams(max_tokens=400, ignore_eos=True),
+    stopping=types_pb2.StoppingParams(max_tokens=200, ignore_eos=True),
     output=inference_pb2.OutputOptions(token_ids=True),
 )
 

@@ -220,6 +220,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) 
     await parts.server.set_serving(False)
     has_failed = has_failed or await _until(parts.service.drain(settings.drain_timeout_s), work)
     if not has_failed:
+        # After a failure the streams just break: a request that kills engines must not pass for one handed back.
         parts.service.hand_back()
         await parts.service.close(CLOSE_TIMEOUT_S)
     for end in work:

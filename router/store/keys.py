@@ -26,6 +26,8 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 | `preemptible` | zset | placed request below the first class → class and time; only where the first may make others give way |
 | `prefixes` `prefixes:old` | hash | name of a prompt's beginning → executor that was last given one with it |
 | `mailbox:<router>` | stream | what the router must know of its requests, about 10,000 entries |
+
+Beside the pools there is `inflight:secret`, which all routers share (`secret`).
 """  # noqa: E501 - rows of a table do not wrap
 
 from __future__ import annotations

@@ -235,13 +235,8 @@ class StoreMachine(RuleBasedStateMachine):
         self._absolve(router_id, choices.draw(self._attempts()), is_reply_lost)
 
     def _absolve(self, router_id: str, one: Attempt, is_reply_lost: bool = False) -> None:
-        store, model = self.stores[router_id], self.model
-        self._do(
-            router_id,
-            lambda: store.absolve(one.request_id, one.attempt),
-            lambda: model.absolve(router_id, one),
-            is_reply_lost,
-        )
+        store, model, (name, attempt) = self.stores[router_id], self.model, (one.request_id, one.attempt)
+        self._do(router_id, lambda: store.absolve(name, attempt), lambda: model.absolve(router_id, one), is_reply_lost)
 
     @rule(
         router_id=router_ids, choices=st.data(), max_attempts=st.integers(1, 4), why=whys, is_reply_lost=st.booleans()

@@ -48,7 +48,17 @@ def free_address() -> str:
 async def executor_process(model: Path, folder: Path, *arguments: str) -> AsyncIterator[ChildProcess]:
     """A process that serves."""
     address = free_address()
-    command = [sys.executable, "-m", "client.cli.main", "executor", "--listen", address, "--model", str(model)]
+    command = [
+        sys.executable,
+        "-m",
+        "client.cli.main",
+        "executor",
+        "--insecure",
+        "--listen",
+        address,
+        "--model",
+        str(model),
+    ]
     child = await ChildProcess.start(
         "executor", "executor", address, [*command, *ARGUMENTS, *arguments], folder / "executor.log", {}
     )

@@ -67,7 +67,7 @@ def start_process(monkeypatch: pytest.MonkeyPatch, device: ForgetfulDevice) -> t
     monkeypatch.setattr(main, "identity", lambda settings, loaded: identity)
     settings = ExecutorSettings(listen=address, tokens_per_block=16)
     loaded = Loaded(cast("Any", None), cast("Any", None), NUM_BLOCKS, LIMITS)
-    return address, asyncio.create_task(run(settings, loaded))
+    return address, asyncio.create_task(run(settings, loaded, None))
 
 
 async def test_process_ends_with_1_when_its_engine_dies_and_hands_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:

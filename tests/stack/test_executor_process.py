@@ -23,6 +23,7 @@ from tests.tiny_models import save_model, sizes
 # So long that no sequence of a test reaches it.
 CONTEXT_LENGTH = 100_000
 ARGUMENTS = (
+    "--insecure",
     *("--device", "cpu"),
     *("--dtype", "float32"),
     *("--attention-backend", "reference"),

@@ -167,7 +167,12 @@ def test_another_thread_cancels_a_sync_stream_that_waits_to_resume() -> None:
     router = ScriptedRouter(breaks_after(1), away)
     with serving(router) as address, sync.Client(address, retries=False) as client:
         stream = client.generate("hi")
-        canceller = threading.Thread(target=lambda: (_until_resumed(router), stream.cancel()))
+
+        def cancel() -> None:
+            _until_resumed(router)
+            stream.cancel()
+
+        canceller = threading.Thread(target=cancel)
         canceller.start()
         assert stream.text() == WORDS[0]
         canceller.join(WAIT_S)

@@ -143,7 +143,7 @@ def test_lost_output_is_continued_from_what_the_client_holds(code: grpc.StatusCo
     assert world.generate_request() == sent, "until it is accepted, there is nothing to resume"
     world.hear(accepted("r2"), delta("!", 2))
     world.break_off()
-    assert (world.resume_request().request_id, world.resume_request().offsets) == ("r2", [3])
+    assert (world.resume_request().request_id, list(world.resume_request().offsets)) == ("r2", [3])
 
 
 def test_without_a_key_lost_output_is_continued_by_a_new_request_with_the_same_seed() -> None:
@@ -164,7 +164,7 @@ def test_output_that_the_user_brought_is_part_of_what_came() -> None:
     world = World(request(prior_output=inference_pb2.PriorOutput(output_ids=[5, 6])))
     world.hear(accepted(), delta("x", 2))
     world.break_off()
-    assert (world.resume_request().offsets, world.resume_request().text_bytes) == ([2 + 1], [])
+    assert (list(world.resume_request().offsets), list(world.resume_request().text_bytes)) == ([2 + 1], [])
     world.break_off(LOST)
     assert world.generate_request().prior_output == inference_pb2.PriorOutput(output_ids=[5, 6, 102])
 
@@ -374,12 +374,12 @@ def test_a_running_request_is_resumed_from_where_the_caller_is(
     recovery = running(offset, text_bytes)
     first = recovery.call(0.0).request
     assert isinstance(first, inference_pb2.ResumeRequest)
-    assert (first.request_id, first.resume_token, first.offsets) == ("r", "t", [offset])
+    assert (first.request_id, first.resume_token, list(first.offsets)) == ("r", "t", [offset])
     assert recovery.take(delta("é", offset), 0.0)
     assert isinstance(recovery.broken(GONE, 0.0), Again)
     second = recovery.call(0.0).request
     assert isinstance(second, inference_pb2.ResumeRequest)
-    assert (second.offsets, second.text_bytes) == ([offset + 1], behind)
+    assert (list(second.offsets), list(second.text_bytes)) == ([offset + 1], behind)
 
 
 def test_a_running_request_whose_output_is_lost_cannot_go_on() -> None:

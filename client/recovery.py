@@ -28,7 +28,7 @@ from client.errors import InflightError
 from client.events import Event, Resumed, Transcript
 from client.received import Received
 from common.errors import Reason
-from common.server import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
+from common.server import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
@@ -36,7 +36,7 @@ MAX_BACKOFF_S = 2.0
 # A request that nobody has answered yet may have a wrong address; a person waits for that.
 SUBMIT_TIMEOUT_S = 10.0
 # A call that stayed open for longer was with a router: keepalive would have ended it else.
-ANSWERED_S = (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1000
+ANSWERED_S = (KEEPALIVE_TIME_MS + CHANNEL_KEEPALIVE_TIMEOUT_MS) / 1000
 # A request whose client vanishes is cancelled. Who resumes it sees that at once; a cancel that comes later is
 # somebody's wish.
 VANISHED_S = 5.0

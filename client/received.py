@@ -28,8 +28,8 @@ class Received:
         """Whether the id of each token is known, as it must be to continue without the server's copy."""
         return len(self.token_ids) == self.num_tokens
 
-    def take(self, delta: inference_pb2.Delta) -> inference_pb2.Delta | None:
-        """The part of an event that is new; None where nothing is.
+    def take(self, delta: inference_pb2.Delta) -> bool:
+        """Takes an event in and cuts from it what has come before; False where nothing is left.
 
         Raises:
             InflightError: tokens before it are missing, or others came in their place.
@@ -37,22 +37,20 @@ class Received:
         if delta.offset > self.num_tokens:
             missing = f"[{self.num_tokens}, {delta.offset})"
             raise InflightError(grpc.StatusCode.INTERNAL, f"tokens {missing} of choice {delta.choice} never came")
-        new = inference_pb2.Delta()
-        new.CopyFrom(delta)
         num_repeated = min(self.num_tokens - delta.offset, delta.num_tokens)
         if num_repeated:
             self._check_repeated(delta, num_repeated)
-            new.offset += num_repeated
-            new.num_tokens -= num_repeated
-            del new.token_ids[:num_repeated]
-            del new.logprobs[:num_repeated]
-        if not (new.num_tokens or new.text):
-            return None
-        self.token_ids.extend(new.token_ids)
-        self.num_tokens += new.num_tokens
+            delta.offset += num_repeated
+            delta.num_tokens -= num_repeated
+            del delta.token_ids[:num_repeated]
+            del delta.logprobs[:num_repeated]
+        if not (delta.num_tokens or delta.text):
+            return False
+        self.token_ids.extend(delta.token_ids)
+        self.num_tokens += delta.num_tokens
         if self.text_bytes is not None:
-            self.text_bytes += len(new.text.encode())
-        return new
+            self.text_bytes += len(delta.text.encode())
+        return True
 
     def _check_repeated(self, delta: inference_pb2.Delta, num_repeated: int) -> None:
         repeated = delta.token_ids[:num_repeated]

@@ -163,7 +163,7 @@ class Recovery:
         return Call("Generate", request, timeout_s)
 
     def take(self, wire: inference_pb2.StreamEvent, now_s: float) -> list[Event]:
-        """What the user is to see of an event: what has been seen before is left out.
+        """What the user is to see of an event: what has been seen before is cut from it.
 
         Raises:
             InflightError: output is missing, or is not a continuation of what came.
@@ -335,12 +335,11 @@ class Recovery:
     def _new_delta(self, wire: inference_pb2.StreamEvent) -> inference_pb2.StreamEvent | None:
         while len(self._received) <= wire.delta.choice:
             self._received.append(Received())
-        new = self._received[wire.delta.choice].take(wire.delta)
-        if new is None:
+        if not self._received[wire.delta.choice].take(wire.delta):
             return None
         if not self._shows_token_ids:
-            del new.token_ids[:]
-        return inference_pb2.StreamEvent(seq=wire.seq, attempt=wire.attempt, delta=new)
+            del wire.delta.token_ids[:]
+        return wire
 
     def _new_finished(self, wire: inference_pb2.StreamEvent, now_s: float) -> inference_pb2.StreamEvent | None:
         while len(self._received) <= wire.finished.choice:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from client.cli.address import resolve_address
+from client.cli.address import resolve_addresses
 from client.cli.answer import print_answer
 from client.cli.connection import add_connection_flags, connected
 from client.cli.outcome import in_words
@@ -43,7 +43,7 @@ class Conversation:
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     flags = _parser().parse_args(argv)
-    address = resolve_address(flags)
+    address = ", ".join(resolve_addresses(flags))
     conversation = Conversation(flags.system)
     with connected(flags) as client:
         client.list_models()  # says at once whether anybody answers

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from client.access import AccessOptions
-from client.cli.address import add_address_flags, resolve_address, stack_in_use
+from client.cli.address import add_address_flags, resolve_addresses, stack_in_use
 from client.cli.outcome import EXIT_USAGE, CommandError, errors_in_words
 from client.sync import Client
 
@@ -54,9 +54,9 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def connected(flags: argparse.Namespace) -> Iterator[Client]:
-    """A client of the router that the flags and the environment name; what its calls raise becomes a `CommandError`."""
-    address = resolve_address(flags)
-    with errors_in_words(address), Client(address, **access_of(flags)) as client:
+    """A client of the routers that flags and environment name; what its calls raise becomes a `CommandError`."""
+    addresses = resolve_addresses(flags)
+    with errors_in_words(", ".join(addresses)), Client(*addresses, **access_of(flags)) as client:
         yield client
 
 

@@ -19,13 +19,13 @@ import pytest
 from inflight.v1 import inference_pb2, types_pb2
 
 from client.cli import main as cli
-from client.cli.address import DEFAULT_ADDRESS, add_address_flags, resolve_address
+from client.cli.address import DEFAULT_ADDRESS, add_address_flags, resolve_addresses
 from client.cli.answer import write_note
 from client.cli.main import COMMANDS, Command, main, usage
 from client.cli.up import _parser as up_parser
 from client.cli.up import stack_options
 from client.stack.options import executor_command, router_command
-from client.stack.state import StackState, write_state
+from client.stack.state import ProcessState, StackState, write_state
 from common.errors import FieldViolation, Reason, RequestError, invalid
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, seconds, serving, speak
 
@@ -112,7 +112,7 @@ def test_help_loads_no_server_and_no_model_library() -> None:
 
 
 def address_of(*flags: str) -> str:
-    return resolve_address(parse_address(flags), os.environ)
+    return ",".join(resolve_addresses(parse_address(flags), os.environ))
 
 
 def parse_address(flags: tuple[str, ...]) -> Any:
@@ -131,6 +131,18 @@ def test_the_address_is_flag_then_environment_then_running_stack_then_default(
     monkeypatch.setenv("INFLIGHT_ADDRESS", "there:8")
     assert address_of() == "there:8"
     assert address_of("--address", "here:9") == "here:9"
+
+
+def test_several_routers_share_the_calls(
+    address: str, router: ScriptedRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parse_address(("--address", "a:1,b:2")).address == address_of("--address", "a:1,b:2") == "a:1,b:2"
+    (tmp_path / "run").mkdir()
+    dead, executor = (ProcessState(f"{role}-1", role, 1, "127.0.0.1:1", "log") for role in ("router", "executor"))
+    write_state(tmp_path / "run", StackState(os.getpid(), address, "redis://x", (executor, dead)))
+    assert address_of() == f"{address},127.0.0.1:1"
+    for _ in range(3):
+        assert main(["generate", "hi", "--raw"]) == 0
 
 
 def test_the_run_folder_is_flag_then_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from client.access import Access, open_access
 from client.cli.main import main
 from client.errors import InflightError
 from client.stack.certificates import CertificateFolder, make_certificates
-from client.stack.state import StackState, write_state
+from client.stack.state import ProcessState, StackState, write_state
 from common.errors import Reason, RequestError
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, ending, serving
 
@@ -208,7 +209,9 @@ def test_the_way_to_a_local_stack_with_tls_needs_no_flags(
     secure_address: str, certificates: CertificateFolder, tmp_path: Path, router: ScriptedRouter
 ) -> None:
     (tmp_path / "run").mkdir()
-    write_state(
-        tmp_path / "run", StackState(os.getpid(), secure_address, "redis://x", (), ca_file=str(certificates.ca_file))
-    )
+    stack = StackState(os.getpid(), secure_address, "redis://x", (), ca_file=str(certificates.ca_file))
+    write_state(tmp_path / "run", stack)
     assert main(["models"]) == 0
+    second = ProcessState("router-1", "router", 1, secure_address.replace("127.0.0.1", "localhost"), "log")
+    write_state(tmp_path / "run", replace(stack, processes=(second,)))
+    assert main(["models", "--server-name", "localhost"]) == 0

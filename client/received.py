@@ -40,10 +40,11 @@ class Received:
         num_repeated = min(self.num_tokens - delta.offset, delta.num_tokens)
         if num_repeated:
             self._check_repeated(delta, num_repeated)
-            delta.offset += num_repeated
             delta.num_tokens -= num_repeated
             del delta.token_ids[:num_repeated]
             del delta.logprobs[:num_repeated]
+        # Also where only text is left of it, which its tokens were sent ahead of.
+        delta.offset = self.num_tokens
         if not (delta.num_tokens or delta.text):
             return False
         self.token_ids.extend(delta.token_ids)

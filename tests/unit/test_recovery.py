@@ -253,6 +253,13 @@ def test_tokens_that_come_again_are_cut() -> None:
     assert world.recovery.transcript.choices[0].num_tokens == 4
 
 
+def test_text_of_tokens_that_came_before_it_is_kept_and_placed_behind_them() -> None:
+    world = begun(World(request()))
+    world.break_off()
+    world.hear(delta("late", 0))
+    assert world.events[-1] == Delta("late", (), offset=2, num_tokens=0)
+
+
 def test_a_gap_is_an_error() -> None:
     world = begun(World(request()))
     with pytest.raises(InflightError, match=r"tokens \[2, 4\) of choice 0 never came"):

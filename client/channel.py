@@ -2,6 +2,8 @@
 
 gRPC's own retries cover everything before the first event of a stream: the router sends no headers before a request
 has its seat, so a router that goes away or has no executor yet is retried unseen, on another router where there is one.
+So are the calls with a single answer, which are safe to repeat. Nothing is hedged: of two streams of one request the
+router would end one, and a second request would cost a second seat.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, 
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
-    if all(is_loopback(target.removeprefix("dns:///")) for target in targets):
+    if all(is_this_machine(target) for target in targets):
         options.append(("grpc.enable_http_proxy", 0))
     return options
 
@@ -67,6 +69,16 @@ def channel_target(targets: Sequence[str]) -> str:
         raise ValueError("IPv4 and IPv6 addresses cannot be mixed: " + ", ".join(targets))
     scheme = "ipv4" if families == {socket.AF_INET} else "ipv6"
     return f"{scheme}:" + ",".join(address for _, address in numeric)
+
+
+def hosts_of(targets: Sequence[str]) -> set[str]:
+    """The hosts of addresses `host:port`."""
+    return {_split(target)[0] for target in targets}
+
+
+def is_this_machine(target: str) -> bool:
+    """Whether what is sent there never leaves this machine."""
+    return target.startswith("unix:") or is_loopback(target.removeprefix("dns:///"))
 
 
 def _lookup(target: str) -> tuple[socket.AddressFamily, str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from client.stack.options import DEFAULT_RUN_DIR
-from client.stack.state import read_state
+from client.stack.state import StackState, read_state
 
 ADDRESS_VARIABLE = "INFLIGHT_ADDRESS"
 RUN_DIR_VARIABLE = "INFLIGHT_RUN_DIR"
@@ -19,8 +19,9 @@ def add_address_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--address` and `--run-dir`."""
     parser.add_argument(
         "--address",
-        metavar="HOST:PORT",
-        help=f"router to ask [{ADDRESS_VARIABLE}]; default: the local stack of the run folder, else {DEFAULT_ADDRESS}",
+        metavar="HOST:PORT[,…]",
+        help=f"router to ask, or several that share the calls [{ADDRESS_VARIABLE}]; default: those of the run folder's "
+        f"local stack, else {DEFAULT_ADDRESS}",
     )
     add_run_dir_flag(parser)
 
@@ -34,13 +35,23 @@ def add_run_dir_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def resolve_address(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> str:
-    """The router to ask: flag, environment, running local stack, default; the first of these that is there."""
+def resolve_addresses(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The routers to ask: flag, environment, running local stack, default; the first of these that is there."""
     given = options.address or environment.get(ADDRESS_VARIABLE)
     if given:
-        return str(given)
-    state = read_state(resolve_run_dir(options, environment))
-    return DEFAULT_ADDRESS if state is None else state.address
+        return tuple(str(given).split(","))
+    state = stack_in_use(options, environment)
+    if state is None:
+        return (DEFAULT_ADDRESS,)
+    others = (process.address for process in state.processes if process.role == "router")
+    return tuple(dict.fromkeys((state.address, *others)))
+
+
+def stack_in_use(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> StackState | None:
+    """The local stack, where its router is the one to ask."""
+    if options.address or environment.get(ADDRESS_VARIABLE):
+        return None
+    return read_state(resolve_run_dir(options, environment))
 
 
 def resolve_run_dir(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Path:

@@ -36,6 +36,7 @@ COMMANDS = (
     Command("demo", "show in-flight batching live, against static batching", "client.cli.demo:main"),
     Command("status", "show what every executor holds and what waits", "client.cli.status:main"),
     Command("explain", "say where a request stands and what it waits for", "client.cli.explain:main"),
+    Command("cancel", "end a request by its id", "client.cli.cancel:main"),
     Command("models", "list the models that can be asked for", "client.cli.models:main"),
     Command("doctor", "say what this machine has and what would run on it", "client.cli.doctor:main"),
     Command("certs", "make certificates for trying TLS", "client.cli.certs:main"),

@@ -83,17 +83,11 @@ async def _up(options: StackOptions) -> int:
 def _greet(console: Console, stack: LocalStack) -> None:
     lines = [
         f"Ready: {', '.join(stack.router_addresses)}",
-        *_calls(stack.options),
+        '  inflight generate "Name three fruits."',
+        "  inflight status --watch",
         f"Ctrl-C ends it. Logs are in {stack.options.run_dir}.",
     ]
     console.print("\n".join(lines))
-
-
-def _calls(options: StackOptions) -> tuple[str, ...]:
-    """What to type next."""
-    if options.certificates is not None:
-        return (f"Clients trust {options.certificates.ca_file}.",)
-    return ('  inflight generate "Name three fruits."', "  inflight status --watch")
 
 
 async def _supervise(stack: LocalStack) -> int:

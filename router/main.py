@@ -22,8 +22,8 @@ from common.process import EXIT_FAILED, run_process
 from common.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from router.admission_file import AdmissionFile
-from router.callers import OpenDoor
 from router.dispatch import Dispatcher
+from router.doors import Doors
 from router.pools import Pool, Pools
 from router.service import InferenceService
 from router.settings import RouterSettings
@@ -76,6 +76,7 @@ def _source(entry: str) -> ModelSource:
 async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     """start → serve → drain → stop."""
     admission = AdmissionFile.open(settings.admission_file, frozenset(texts))
+    doors = Doors(settings)
     signals = Signals(asyncio.get_running_loop())
     router_id = settings.router_id or _default_router_id(settings.listen)
     store_settings = store_settings_of(settings)
@@ -86,12 +87,12 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
 
     models = [_pool(name, text, open_store, settings) for name, text in texts.items()]
     pools = Pools(models, router_id, lambda: admission.rules.variants)
-    service = InferenceService(pools, settings, admission, OpenDoor())
+    service = InferenceService(pools, settings, admission, doors.door)
     server = GrpcServer([SERVICE_NAME])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)
     gc.freeze()
-    work = asyncio.create_task(_work(pools, admission, settings), name="work")
+    work = asyncio.create_task(_work(pools, admission, doors, settings), name="work")
     readiness = asyncio.create_task(_follow_readiness(pools, server), name="readiness")
     log.info("router %s serves %s on %s", router_id, ", ".join(sorted(texts)), address)
 
@@ -126,11 +127,12 @@ def store_settings_of(settings: RouterSettings) -> StoreSettings:
     )
 
 
-async def _work(pools: Pools, admission: AdmissionFile, settings: RouterSettings) -> None:
+async def _work(pools: Pools, admission: AdmissionFile, doors: Doors, settings: RouterSettings) -> None:
     """What goes on beside the clients' calls."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(pools.run(settings.executors, settings.resolve_interval_s), name="pools")
         tasks.create_task(admission.follow(), name="admission file")
+        tasks.create_task(doors.follow(), name="doors")
 
 
 def _pool(name: str, text: TextModel, open_store: OpenStore, settings: RouterSettings) -> Pool:

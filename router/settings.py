@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from common.settings import ProcessSettings
 from router.discovery import check_address
@@ -113,3 +113,16 @@ class RouterSettings(ProcessSettings):
         for address in addresses:
             check_address(address)
         return addresses
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> Self:
+        given = {"jwt_issuer": bool(self.jwt_issuer), "jwt_audience": bool(self.jwt_audience)}
+        for name, is_given in given.items():
+            flag = f"--{name.replace('_', '-')} (INFLIGHT_{name.upper()})"
+            if self.jwt_jwks_file is not None and not is_given:
+                raise ValueError(f"{flag}: needed with --jwt-jwks-file, so that other services' tokens open nothing")
+            if self.jwt_jwks_file is None and is_given:
+                raise ValueError(f"{flag}: means nothing without --jwt-jwks-file")
+        if not self.jwt_tenant_claim:
+            raise ValueError("--jwt-tenant-claim (INFLIGHT_JWT_TENANT_CLAIM): must not be empty")
+        return self

@@ -37,6 +37,7 @@ COMMANDS = (
     Command("status", "show what every executor holds and what waits", "client.cli.status:main"),
     Command("explain", "say where a request stands and what it waits for", "client.cli.explain:main"),
     Command("models", "list the models that can be asked for", "client.cli.models:main"),
+    Command("key", "make an API key", "client.cli.key:main"),
     Command("doctor", "say what this machine has and what would run on it", "client.cli.doctor:main"),
     Command("router", "run a router", "router.main:main"),
     Command("executor", "run an executor", "executor.entry:main"),

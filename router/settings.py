@@ -9,8 +9,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from common.settings import ProcessSettings
 from router.discovery import check_address
-
-REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+from router.store.redis_url import parse_redis_url
 
 
 class RouterSettings(ProcessSettings):
@@ -20,7 +19,8 @@ class RouterSettings(ProcessSettings):
         "127.0.0.1:50051", description="address to serve clients on, host:port; port 0 takes a free one"
     )
     redis_url: SecretStr = Field(
-        SecretStr("redis://127.0.0.1:6379/0"), description="Redis with the queues and the ledger; may hold a password"
+        SecretStr("redis://127.0.0.1:6379/0"),
+        description="Redis with the queues and the ledger, a server, Sentinels or a cluster; may hold a password",
     )
     executors: tuple[str, ...] = Field(
         ("127.0.0.1:50061",),
@@ -103,8 +103,7 @@ class RouterSettings(ProcessSettings):
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, url: SecretStr) -> SecretStr:
-        if not url.get_secret_value().startswith(REDIS_SCHEMES):
-            raise ValueError(f"must begin with {' or '.join(REDIS_SCHEMES)}")
+        parse_redis_url(url.get_secret_value())
         return url
 
     @field_validator("executors")

@@ -45,15 +45,16 @@ Operation = Callable[[], Coroutine[Any, Any, Any]]
 class StoreMachine(RuleBasedStateMachine):
     """Does everything twice: on the stores and on the model."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, admin_url: str) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.redis = connect(url, StoreSettings())
+        self.redis, self.routers_redis = connect(admin_url, StoreSettings()), connect(url, StoreSettings())
         self.keys = PoolKeys(f"model-{next(pool_numbers)}")
         self.told: dict[str, list[StoreEvent]] = {name: [] for name in ROUTERS}
 
     def teardown(self) -> None:
         self.runner.run(self.redis.aclose())
+        self.runner.run(self.routers_redis.aclose())
         self.runner.close()
 
     @initialize(pool_settings=pool_settings)
@@ -61,10 +62,12 @@ class StoreMachine(RuleBasedStateMachine):
         scripts = steered_scripts()
         self.model = Ledger(pool_settings)
         self.stores = {
-            name: AdmissionStore(self.redis, self.keys.pool, name, pool_settings, self.told[name].append, scripts)
+            name: AdmissionStore(
+                self.routers_redis, self.keys.pool, name, pool_settings, self.told[name].append, scripts
+            )
             for name in ROUTERS
         }
-        self.mailboxes = {name: Mailbox(self.redis, self.keys.mailbox(name), pool_settings) for name in ROUTERS}
+        self.mailboxes = {name: Mailbox(self.routers_redis, self.keys.mailbox(name), pool_settings) for name in ROUTERS}
         self.time_passes(START_MS)
         self.report_as_usual("a", "x")
 
@@ -350,12 +353,12 @@ class StoreMachine(RuleBasedStateMachine):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # to find a failure takes seconds, to shrink it minutes
-def test_scripts_decide_as_the_model_does(redis_url: str) -> None:
+def test_scripts_decide_as_the_model_does(redis_url: str, redis_admin_url: str) -> None:
     """Invariants tested: equal results, equal events, equal state; sums, indexes and states agree."""
 
     class StoreMachineOnRedis(StoreMachine):
         def __init__(self) -> None:
-            super().__init__(redis_url)
+            super().__init__(redis_url, redis_admin_url)
 
     run_state_machine_as_test(
         StoreMachineOnRedis,

@@ -34,7 +34,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
 
-.PHONY: help setup demo up test test-gpu lint format protos bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu clean
+.PHONY: help setup demo up test test-gpu lint format protos bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -42,6 +42,7 @@ help:
 	@echo "make up      start the stack and keep it up; ARGS=\"--executors 2 --model …\""
 	@echo "make test    run the tests; PYTEST_ARGS=\"…\""
 	@echo "make test-gpu   run the tests that need an NVIDIA GPU"
+	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"
 	@echo "make lint    formatting, lint, types, generated code"
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate protos/gen again"
@@ -108,6 +109,10 @@ bench-host: setup
 bench-peers: setup
 	@$(BIN)/python bench/peers/install.py $(PEERS)
 
+audit:
+	@python3 -m venv .venv-audit && .venv-audit/bin/pip install -q pip-audit
+	@.venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+
 bench-soak: setup
 	@$(BIN)/inflight bench --soak $(SOAK_REQUESTS) --seats 32 $(ARGS)
 
@@ -121,5 +126,5 @@ bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m bench.gpu.main $(ARGS)
 
 clean:
-	rm -rf $(VENV) run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-audit run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """What the admission file says: what each tenant may take, and which names stand for several models.
 
-Pure: TOML text in, plain frozen values out, or a `RulesError` that names the line of everything that is wrong and what
-is allowed there.
+Pure: TOML text in, plain frozen values out, or a `ContentError` that names the line of everything that is wrong and
+what is allowed there.
 
     unknown_tenants = "refuse"            # or "default"
 
@@ -25,11 +25,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from router.file_problems import ContentError, Problem
 from router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
 from router.toml_lines import Path, error_line, key_lines, line_of
 from router.variants import Variant
 
 MAX_TENANT_CHARACTERS = 256
+TENANT_NAME = f"a tenant's name must have 1 to {MAX_TENANT_CHARACTERS} printable characters"
 MAX_COUNT = 10**12
 UNKNOWN_TENANTS = ("default", "refuse")
 
@@ -50,25 +52,6 @@ class AdmissionRules:
 
 
 NO_RULES = AdmissionRules()
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something wrong in the file; `line` None concerns all of it."""
-
-    line: int | None
-    text: str
-
-    def __str__(self) -> str:
-        return self.text if self.line is None else f"line {self.line}: {self.text}"
-
-
-class RulesError(Exception):
-    """The file cannot be used."""
-
-    def __init__(self, problems: tuple[Problem, ...]) -> None:
-        super().__init__("; ".join(map(str, problems)))
-        self.problems = problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +93,21 @@ BURST_OF = {"requests_per_s": "request_burst", "tokens_per_s": "token_burst"}
 
 
 def parse_rules(source: str, served: frozenset[str]) -> AdmissionRules:
-    """What the file says. `served` are the models that this router serves. Raises `RulesError`."""
+    """What the file says. `served` are the models that this router serves. Raises `ContentError`."""
     try:
         content = tomllib.loads(source)
     except (ValueError, RecursionError) as error:  # also numbers too long and nesting too deep for Python
-        raise RulesError((Problem(error_line(error, source), f"is not TOML: {error}"),)) from None
+        raise ContentError((Problem(error_line(error, source), f"is not TOML: {error}"),)) from None
     reader = _Reader(key_lines(source))
     rules = reader.rules(content, served)
     if reader.problems:
-        raise RulesError(tuple(sorted(reader.problems, key=lambda problem: problem.line or 0)))
+        raise ContentError(tuple(sorted(reader.problems, key=lambda problem: problem.line or 0)))
     return rules
+
+
+def is_tenant_name(name: str) -> bool:
+    """Whether a tenant may be called so."""
+    return name.isprintable() and 1 <= len(name) <= MAX_TENANT_CHARACTERS
 
 
 class _Reader:
@@ -154,8 +142,8 @@ class _Reader:
 
     def _tenant(self, name: str, table: dict[str, Any]) -> TenantLimits:
         path = ("tenants", name)
-        if not (name.isprintable() and 1 <= len(name) <= MAX_TENANT_CHARACTERS):
-            self._wrong(path, f"a tenant's name must have 1 to {MAX_TENANT_CHARACTERS} printable characters")
+        if not is_tenant_name(name):
+            self._wrong(path, TENANT_NAME)
         self._refuse_unknown(path, table, tuple(LIMITS))
         given = {key: value for key, value in table.items() if key in LIMITS and self._number((*path, key), value)}
         for rate, burst in BURST_OF.items():

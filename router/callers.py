@@ -51,7 +51,7 @@ class OpenDoor:
 
 def authorize(request: inference_pb2.GenerateRequest, caller: Caller) -> None:
     """Fills in tenant and class as the caller may have them. Raises `RequestError` NOT_ALLOWED."""
-    check_model(caller, request.model)
+    request.model = model_of(caller, request.model)
     if caller.tenant is not None:
         request.tenant = tenant_of(caller, request.tenant)
     request.priority = _class_of(caller, request.priority)
@@ -66,11 +66,19 @@ def tenant_of(caller: Caller, named: str) -> str:
     return named or caller.tenant
 
 
-def check_model(caller: Caller, model: str) -> None:
-    """Raises `RequestError` NOT_ALLOWED where the caller may not use the model; an empty name is the only model's."""
-    if caller.models is not None and model not in caller.models:
-        known = ", ".join(sorted(caller.models))
-        raise RequestError(Reason.NOT_ALLOWED, f"model: {model[:100]!r} is not among the caller's: {known}")
+def model_of(caller: Caller, named: str) -> str:
+    """The model that is meant: no name is the caller's only model. Raises `RequestError` NOT_ALLOWED."""
+    if caller.models is None or named in caller.models:
+        return named
+    if not named and len(caller.models) == 1:
+        return min(caller.models)
+    known = ", ".join(sorted(caller.models))
+    raise RequestError(Reason.NOT_ALLOWED, f"model: {named[:100]!r} is not among the caller's: {known}")
+
+
+def sees_model(caller: Caller, model: str) -> bool:
+    """Whether the caller may know of the model."""
+    return caller.models is None or model in caller.models
 
 
 def _class_of(caller: Caller, asked: types_pb2.PriorityClass) -> types_pb2.PriorityClass:

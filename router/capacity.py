@@ -14,7 +14,7 @@ from router.store.types import ExecutorStanding, Snapshot
 MEASURES = ("exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile")
 
 
-def model_of(pool: Pool) -> inference_pb2.Model:
+def described_model(pool: Pool) -> inference_pb2.Model:
     """A model as clients see it; limits and defaults are unset while it has no executor."""
     model = inference_pb2.Model(
         name=pool.name, has_chat_template=pool.text.has_chat_template, num_executors=len(pool.links)
@@ -28,9 +28,9 @@ def model_of(pool: Pool) -> inference_pb2.Model:
     return model
 
 
-def model_of_variants(name: str, pools: Sequence[Pool]) -> inference_pb2.Model:
+def described_variants(name: str, pools: Sequence[Pool]) -> inference_pb2.Model:
     """A name that stands for several models: what all of them allow, so that whoever serves a request can."""
-    models = [model_of(pool) for pool in pools]
+    models = [described_model(pool) for pool in pools]
     linked = [model for model in models if model.num_executors]
     combined = inference_pb2.Model()
     if linked:

@@ -23,9 +23,9 @@ from common.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from common.tls import TlsFiles
 from router.admission_file import AdmissionFile
-from router.callers import OpenDoor
 from router.client_port import connection_limits_of, open_tls
 from router.dispatch import Dispatcher
+from router.doors import Doors
 from router.executor_channels import ExecutorChannels
 from router.pools import Pool, Pools
 from router.service import InferenceService
@@ -82,6 +82,7 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     """start → serve → drain → stop."""
     admission = AdmissionFile.open(settings.admission_file, frozenset(texts))
     tls, channels = open_tls(settings), ExecutorChannels.of(settings)
+    doors = Doors(settings)
     signals = Signals(asyncio.get_running_loop())
     router_id = settings.router_id or _default_router_id(settings.listen)
     store_settings = store_settings_of(settings)
@@ -92,14 +93,14 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
 
     models = [_pool(name, text, open_store, settings) for name, text in texts.items()]
     pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
-    service = InferenceService(pools, settings, admission, OpenDoor())
+    service = InferenceService(pools, settings, admission, doors.door)
     server = GrpcServer([SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)
     if settings.health_listen:
         await server.start_health(settings.health_listen)
     gc.freeze()
-    work = asyncio.create_task(_work(pools, admission, (tls, channels.tls), settings), name="work")
+    work = asyncio.create_task(_work(pools, admission, doors, (tls, channels.tls), settings), name="work")
     readiness = asyncio.create_task(_follow_readiness(pools, server), name="readiness")
     log.info("router %s serves %s on %s", router_id, ", ".join(sorted(texts)), address)
 
@@ -136,12 +137,17 @@ def store_settings_of(settings: RouterSettings) -> StoreSettings:
 
 
 async def _work(
-    pools: Pools, admission: AdmissionFile, certificates: Sequence[TlsFiles | None], settings: RouterSettings
+    pools: Pools,
+    admission: AdmissionFile,
+    doors: Doors,
+    certificates: Sequence[TlsFiles | None],
+    settings: RouterSettings,
 ) -> None:
     """What goes on beside the clients' calls."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(pools.run(settings.executors, settings.resolve_interval_s), name="pools")
         tasks.create_task(admission.follow(), name="admission file")
+        tasks.create_task(doors.follow(), name="doors")
         for files in certificates:
             if files is not None:
                 tasks.create_task(files.follow(), name="certificates")

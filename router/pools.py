@@ -70,23 +70,23 @@ class Pools:
         """The names that stand for several models, and those models."""
         return self._current_variants()
 
-    def find(self, model: str, key: str = "") -> Pool:
+    def find(self, model: str, key: str = "", seen: frozenset[str] | None = None) -> Pool:
         """The pool of the model named, or of the one that serves `key` where the name stands for several; the only one
-        where no name is given. Raises `RequestError`."""
+        where no name is given. Raises `RequestError`, whose text names none but the models `seen`; None: all."""
         variants = self.variants.get(model)
         if variants:
             return self.by_name[choose_variant(variants, key).model]
-        (pool,) = self.find_all(model)
+        (pool,) = self.find_all(model, seen)
         return pool
 
-    def find_all(self, model: str) -> tuple[Pool, ...]:
-        """Every pool that a name can mean. Raises `RequestError` where there is none."""
+    def find_all(self, model: str, seen: frozenset[str] | None = None) -> tuple[Pool, ...]:
+        """Every pool that a name can mean. Raises `RequestError` as `find`."""
         variants = self.variants
         if model in variants:
             return tuple(self.by_name[variant.model] for variant in variants[model])
         if model in self.by_name:
             return (self.by_name[model],)
-        known = ", ".join(sorted((*self.by_name, *variants)))
+        known = ", ".join(sorted(name for name in (*self.by_name, *variants) if seen is None or name in seen)) or "none"
         if not model:
             if len(self.by_name) == 1:
                 return tuple(self.by_name.values())

@@ -18,8 +18,8 @@ from inflight.v1 import inference_pb2, inference_pb2_grpc
 from common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
 from router.admission_file import AdmissionFile
 from router.admit import AdmittedRequest, admit, choose_seed, deadlines_of, encode, model_limits, tenant_limits
-from router.callers import Caller, Door, authorize, check_model
-from router.capacity import add_capacity, model_of, model_of_variants
+from router.callers import Caller, Door, authorize, model_of, sees_model
+from router.capacity import add_capacity, described_model, described_variants
 from router.explain import REQUEST_STATE_PROTO, request_standing
 from router.pools import Pool, Pools
 from router.refusals import RETRY_AFTER_MS, unknown_request
@@ -58,18 +58,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
-        authorize(request, self._caller(context))
+        caller = self._caller(context)
+        authorize(request, caller)
         if self._is_draining:
             raise RequestError(Reason.DRAINING, "the router is draining", retry_after_ms=RETRY_AFTER_MS)
         self._count(+1)
         try:
-            await self._generate(request, context)
+            await self._generate(request, caller, context)
         finally:
             self._count(-1)
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+    async def _generate(self, request: inference_pb2.GenerateRequest, caller: Caller, context: Context) -> None:
         arrived = time.monotonic()
-        pool = self._pools.find(request.model, sticky_key(request))
+        pool = self._pools.find(request.model, sticky_key(request), caller.models)
         meter = self._meters.meter(request.model, pool.name)
         meter.arrive()
         try:
@@ -114,6 +115,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Who calls. Raises `RequestError` where the door does not know."""
         return self._door.identify(tuple(context.invocation_metadata() or ()))
 
+    def _pool_of(self, model: str, caller: Caller) -> Pool:
+        return self._pools.find(model_of(caller, model), seen=caller.models)
+
+    def _seen_by(self, caller: Caller) -> list[str]:
+        return [name for name in (*self._pools.by_name, *self._pools.variants) if sees_model(caller, name)]
+
     def _count(self, change: int) -> None:
         self._num_streams += change
         if self._num_streams:
@@ -123,10 +130,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Resume(self, request: inference_pb2.ResumeRequest, context: Context) -> None:
         """Not built yet: streams end with their connection."""
+        self._caller(context)
         raise not_implemented("resume_token", "Resume is")
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         """Ends a request of any router."""
+        self._caller(context)
         if not request.request_id:
             raise invalid(FieldViolation("request_id", "must not be empty"))
         if request.resume_token:
@@ -143,6 +152,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetRequestRequest, context: Context
     ) -> inference_pb2.GetRequestResponse:
         """Says where a request of any router stands."""
+        self._caller(context)
         if not request.request_id:
             raise invalid(FieldViolation("request_id", "must not be empty"))
         if request.resume_token:
@@ -166,8 +176,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """Turns text or chat messages into token ids."""
-        check_model(self._caller(context), request.model)
-        pool = self._pools.find(request.model)
+        pool = self._pool_of(request.model, self._caller(context))
         prompt = validate_tokenize(request, model_limits(pool, self._settings))
         return inference_pb2.TokenizeResponse(token_ids=await encode(pool.text, prompt))
 
@@ -175,8 +184,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """Turns token ids into text."""
-        check_model(self._caller(context), request.model)
-        pool = self._pools.find(request.model)
+        pool = self._pool_of(request.model, self._caller(context))
         token_ids = validate_detokenize(request, model_limits(pool, self._settings))
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return inference_pb2.DetokenizeResponse(text=pool.text.decode(token_ids, skip_special_tokens=skip))
@@ -184,22 +192,26 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """Lists the models that can be asked for."""
-        models = [model_of(pool) for pool in self._pools.by_name.values()]
-        models += [model_of_variants(name, self._pools.find_all(name)) for name in self._pools.variants]
+        """Lists the models that the caller can ask for."""
+        caller = self._caller(context)
+        models = [described_model(pool) for pool in self._pools.by_name.values()]
+        models += [described_variants(name, self._pools.find_all(name)) for name in self._pools.variants]
+        models = [model for model in models if sees_model(caller, model.name)]
         models.sort(key=lambda model: model.name)
         return inference_pb2.ListModelsResponse(models=models)
 
     async def GetCapacity(
         self, request: inference_pb2.GetCapacityRequest, context: Context
     ) -> inference_pb2.GetCapacityResponse:
-        """Says what every executor holds and what waits."""
-        pools = self._pools.find_all(request.model) if request.model else self._pools.by_name.values()
+        """Says what every executor of the caller's models holds and what waits; never whose it is."""
+        caller = self._caller(context)
+        wanted = [model_of(caller, request.model)] if request.model else self._seen_by(caller)
+        pools = {pool.name: pool for name in wanted for pool in self._pools.find_all(name, caller.models)}
         response = inference_pb2.GetCapacityResponse()
-        for pool in sorted(pools, key=lambda pool: pool.name):
+        for _, pool in sorted(pools.items()):
             add_capacity(response, pool, await pool.dispatcher.snapshot())
         for name, variants in sorted(self._pools.variants.items()):
-            if request.model in ("", name):
+            if name in wanted:
                 response.variants.extend(self._meters.to_proto(name, variants))
         return response
 

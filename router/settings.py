@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from common.settings import ProcessSettings
 from router.discovery import check_address
-
-REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+from router.store.redis_url import parse_redis_url
 
 
 class RouterSettings(ProcessSettings):
@@ -20,7 +19,8 @@ class RouterSettings(ProcessSettings):
         "127.0.0.1:50051", description="address to serve clients on, host:port; port 0 takes a free one"
     )
     redis_url: SecretStr = Field(
-        SecretStr("redis://127.0.0.1:6379/0"), description="Redis with the queues and the ledger; may hold a password"
+        SecretStr("redis://127.0.0.1:6379/0"),
+        description="Redis with the queues and the ledger, a server, Sentinels or a cluster; may hold a password",
     )
     executors: tuple[str, ...] = Field(
         ("127.0.0.1:50061",),
@@ -112,8 +112,7 @@ class RouterSettings(ProcessSettings):
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, url: SecretStr) -> SecretStr:
-        if not url.get_secret_value().startswith(REDIS_SCHEMES):
-            raise ValueError(f"must begin with {' or '.join(REDIS_SCHEMES)}")
+        parse_redis_url(url.get_secret_value())
         return url
 
     @field_validator("executors")
@@ -122,3 +121,16 @@ class RouterSettings(ProcessSettings):
         for address in addresses:
             check_address(address)
         return addresses
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> Self:
+        given = {"jwt_issuer": bool(self.jwt_issuer), "jwt_audience": bool(self.jwt_audience)}
+        for name, is_given in given.items():
+            flag = f"--{name.replace('_', '-')} (INFLIGHT_{name.upper()})"
+            if self.jwt_jwks_file is not None and not is_given:
+                raise ValueError(f"{flag}: needed with --jwt-jwks-file, so that other services' tokens open nothing")
+            if self.jwt_jwks_file is None and is_given:
+                raise ValueError(f"{flag}: means nothing without --jwt-jwks-file")
+        if not self.jwt_tenant_claim:
+            raise ValueError("--jwt-tenant-claim (INFLIGHT_JWT_TENANT_CLAIM): must not be empty")
+        return self

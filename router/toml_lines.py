@@ -14,16 +14,23 @@ Path = tuple[str, ...]
 _KEY = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\]|\\.)*"|'[^']*')"""
 _DOTTED = rf"{_KEY}(?:\s*\.\s*{_KEY})*"
 _HEADER = re.compile(rf"\s*\[\s*({_DOTTED})\s*\]")
+_ARRAY_HEADER = re.compile(rf"\s*\[\[\s*({_DOTTED})\s*\]\]")
 _ASSIGNMENT = re.compile(rf"\s*({_DOTTED})\s*=")
 _DECODE_ERROR_LINE = re.compile(r"\(at line (\d+),")
 
 
 def key_lines(source: str) -> dict[Path, int]:
-    """The line, from 1, on which each table and key first stands."""
+    """The line, from 1, on which each table and key first stands. The tables of `[[name]]` are `name`, `0`, …"""
     lines: dict[Path, int] = {}
     table: Path = ()
+    lengths: dict[Path, int] = {}
     for number, line in enumerate(source.split("\n"), start=1):
-        if header := _HEADER.match(line):
+        if header := _ARRAY_HEADER.match(line):
+            array = _split(header[1])
+            lengths[array] = lengths.get(array, 0) + 1
+            table = (*array, str(lengths[array] - 1))
+            lines.setdefault(table, number)
+        elif header := _HEADER.match(line):
             table = _split(header[1])
             lines.setdefault(table, number)
         elif assignment := _ASSIGNMENT.match(line):

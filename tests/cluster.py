@@ -38,8 +38,8 @@ from executor.session import PROTOCOL_VERSION
 from executor.submission import SubmissionLimits
 from executor.watchdog import watch
 from router.admission_file import AdmissionFile
-from router.callers import OpenDoor
 from router.dispatch import Dispatcher
+from router.doors import Doors
 from router.main import store_settings_of
 from router.pools import Pool, Pools
 from router.service import InferenceService
@@ -265,7 +265,7 @@ async def run_router(
     )
     pools = Pools([Pool(model, TextModel(tiny_tokenizer()), dispatcher)], name, lambda: admission.rules.variants)
     server = GrpcServer(["inflight.v1.InferenceService"])
-    service = InferenceService(pools, settings, admission, OpenDoor())
+    service = InferenceService(pools, settings, admission, Doors(settings).door)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start("127.0.0.1:0")
     work = asyncio.create_task(pools.run(addresses, 0.1))
@@ -289,8 +289,9 @@ async def run_cluster(
     routers: int = 1,
     shape: ExecutorShape | None = None,
     settings: RouterSettings | None = None,
+    metadata: tuple[tuple[str, str], ...] = (),
 ) -> AsyncIterator[Cluster]:
-    """A cluster whose routers all know all executors and are linked to them."""
+    """A cluster whose routers all know all executors and are linked to them. `metadata` opens their door."""
     cluster = Cluster()
     async with AsyncExitStack() as stack:
         for i in range(executors):
@@ -304,15 +305,15 @@ async def run_cluster(
             )
             cluster.routers.append(router)
         for router in cluster.routers:
-            await until_ready(router, executors)
+            await until_ready(router, executors, metadata)
         yield cluster
 
 
-async def until_ready(router: RunningRouter, num_executors: int) -> None:
+async def until_ready(router: RunningRouter, num_executors: int, metadata: tuple[tuple[str, str], ...] = ()) -> None:
     """Waits until the router has links to so many executors and the ledger knows them."""
     async with asyncio.timeout(20):
         while True:
-            response = await router.stub.GetCapacity(inference_pb2.GetCapacityRequest())
+            response = await router.stub.GetCapacity(inference_pb2.GetCapacityRequest(), metadata=metadata)
             if sum(executor.accepting for executor in response.executors) == num_executors:
                 return
             await asyncio.sleep(0.01)

@@ -27,10 +27,22 @@ _pool_numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a real Redis that nothing else uses."""
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateRedis]:
+    """A real Redis that nothing else uses."""
     with PrivateRedis.start(tmp_path_factory.mktemp("redis") / "redis.log") as server:
-        yield server.url
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_url(redis_server: PrivateRedis) -> str:
+    """Its URL for a router: the user may do no more than docs/security.md says that a router needs."""
+    return redis_server.url
+
+
+@pytest.fixture(scope="session")
+def redis_admin_url(redis_server: PrivateRedis) -> str:
+    """Its URL for tests that look at, change or measure Redis itself."""
+    return redis_server.admin_url
 
 
 @pytest.fixture
@@ -40,10 +52,11 @@ def pool() -> str:
 
 
 @pytest.fixture
-async def store_pool(redis_url: str, pool: str) -> AsyncIterator[StorePool]:
+async def store_pool(redis_url: str, redis_admin_url: str, pool: str) -> AsyncIterator[StorePool]:
     """A pool of the admission store, with a clock that stands still."""
-    redis = connect(redis_url, SETTINGS)
-    store_pool = StorePool(redis, PoolKeys(pool))
+    redis, routers_redis = connect(redis_admin_url, SETTINGS), connect(redis_url, SETTINGS)
+    store_pool = StorePool(redis, routers_redis, PoolKeys(pool))
     await store_pool.set_clock(START_MS)
     yield store_pool
     await redis.aclose()
+    await routers_redis.aclose()

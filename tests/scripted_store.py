@@ -98,7 +98,7 @@ class ScriptedRouter:
 
     def __init__(self, *models: str, rules: AdmissionRules = NO_RULES) -> None:
         self.stores: dict[str, ScriptedStore] = {}
-        self.admission = AdmissionFile(None, frozenset(models), rules)
+        self.admission = AdmissionFile(None, rules)
         self.pools = Pools([self._pool(model) for model in models], "router", lambda: self.admission.rules.variants)
         self.service = InferenceService(self.pools, RouterSettings(), self.admission, OpenDoor())
 

@@ -64,9 +64,11 @@ class RouterSide:
 
 @dataclass(slots=True)
 class StorePool:
-    """The pool. Routers come into being when first named."""
+    """The pool. Routers come into being when first named. `redis` is the test's own, which may do everything; theirs
+    may do what a router needs."""
 
     redis: Redis
+    routers_redis: Redis
     keys: PoolKeys
     settings: StoreSettings = SETTINGS
     now_ms: int = START_MS
@@ -79,9 +81,9 @@ class StorePool:
             told: list[StoreEvent] = []
             scripts = steered_scripts()
             store = AdmissionStore(
-                self.redis, self.keys.pool, router_id, settings or self.settings, told.append, scripts
+                self.routers_redis, self.keys.pool, router_id, settings or self.settings, told.append, scripts
             )
-            mailbox = Mailbox(self.redis, self.keys.mailbox(router_id), self.settings)
+            mailbox = Mailbox(self.routers_redis, self.keys.mailbox(router_id), self.settings)
             self.routers[router_id] = RouterSide(store, mailbox, told)
         return self.routers[router_id]
 

@@ -59,7 +59,7 @@ def measure_alone(scale: PoolScale, url: str | None, seconds: float, seed: int) 
     """Measures in a Redis of its own, or in one that is there, which is left as it was."""
     if url is None:
         with tempfile.TemporaryDirectory() as folder, PrivateRedis.start(Path(folder) / "redis.log") as redis:
-            return measure(redis.url, POOL, scale, seconds, seed, _say)
+            return measure(redis.admin_url, POOL, scale, seconds, seed, _say)
     try:
         return measure(url, POOL, scale, seconds, seed, _say)
     finally:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     population = Population(num_tenants=options.tenants, rate_per_s=options.rate)
     with tempfile.TemporaryDirectory() as folder, start_redis(Path(folder)) as redis:
-        world = World(redis.url, "simulation", settings, population.requests(options.seed, duration_s))
+        world = World(redis.admin_url, "simulation", settings, population.requests(options.seed, duration_s))
         began_s = time.perf_counter()
         progress = _Progress(duration_s, began_s)
         try:

@@ -51,7 +51,7 @@ def compare(index: int, seed: int, scale: float) -> Comparison:
         print(f"{time.perf_counter() - began_s:6.1f} s  {name}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder, start_redis(Path(folder)) as redis:
-        return all_comparisons()[index](Lab(redis.url, seed, scale, say))
+        return all_comparisons()[index](Lab(redis.admin_url, seed, scale, say))
 
 
 if __name__ == "__main__":

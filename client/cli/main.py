@@ -38,6 +38,7 @@ COMMANDS = (
     Command("explain", "say where a request stands and what it waits for", "client.cli.explain:main"),
     Command("cancel", "end a request by its id", "client.cli.cancel:main"),
     Command("models", "list the models that can be asked for", "client.cli.models:main"),
+    Command("key", "make an API key", "client.cli.key:main"),
     Command("doctor", "say what this machine has and what would run on it", "client.cli.doctor:main"),
     Command("certs", "make certificates for trying TLS", "client.cli.certs:main"),
     Command("router", "run a router", "router.main:main"),

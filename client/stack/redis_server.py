@@ -15,6 +15,7 @@ import socket
 import subprocess
 import threading
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
@@ -28,6 +29,18 @@ STOP_TIMEOUT_S = 5.0
 MAX_PORT_TRIES = 5
 # The last line: what changes a sorted set of up to 128 entries reads all of it, unless such a set is a skip list, too.
 CONFIGURATION = 'save ""\nappendonly no\nloglevel notice\nzset-max-ziplist-entries 0\n'
+
+# What a router does in Redis, and no more: its own keys, and what its scripts and calls use.
+COMMANDS = (
+    *("evalsha", "eval", "xread", "xrevrange"),  # called
+    *("get", "set", "pexpire", "rename", "time"),  # called by scripts, as are all below
+    *("hdel", "hget", "hkeys", "hlen", "hmget", "hscan", "hset"),
+    *("zadd", "zcard", "zlexcount", "zrange", "zrangebylex", "zrangebyscore", "zrem", "zremrangebyscore"),
+    *("zrevrange", "zrevrangebyscore", "zscore", "xadd"),
+    *("select", "ping"),
+)
+USER = "inflight"
+ACL_RULES = " ".join(("resetchannels ~inflight:*", *(f"+{name}" for name in COMMANDS)))
 
 
 class RedisStartError(Exception):
@@ -51,10 +64,14 @@ def find_redis_binary() -> Path:
 
 
 class PrivateRedis:
-    """A running server. `with PrivateRedis.start(log) as redis: redis.url`."""
+    """A running server. `with PrivateRedis.start(log) as redis: redis.url`.
 
-    def __init__(self, process: subprocess.Popen[str], url: str, log: Path) -> None:
-        self.url = url
+    Who comes by `url` may do what a router does; `admin_url` is for what tests and benchmarks do besides.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], addresses: _Addresses, log: Path) -> None:
+        self.url = addresses.url
+        self.admin_url = addresses.admin_url
         self._process = process
         self._output = _Output(process, log)
 
@@ -63,19 +80,19 @@ class PrivateRedis:
         """Starts a server and waits until it is ready: on `unix_socket`, on `port`, or on a free port."""
         binary = find_redis_binary()
         if unix_socket is not None:
-            return cls._start(binary, log, *_on_unix_socket(unix_socket))
+            return cls._start(binary, log, _on_unix_socket(unix_socket))
         if port is not None:
-            return cls._start(binary, log, *_on_port(port))
+            return cls._start(binary, log, _on_port(port))
         for _ in range(MAX_PORT_TRIES - 1):
             try:
-                return cls._start(binary, log, *_on_port(_free_port()))
+                return cls._start(binary, log, _on_port(_free_port()))
             except RedisStartError as error:
                 if "in use" not in str(error):
                     raise
-        return cls._start(binary, log, *_on_port(_free_port()))
+        return cls._start(binary, log, _on_port(_free_port()))
 
     @classmethod
-    def _start(cls, binary: Path, log: Path, url: str, listening: str) -> PrivateRedis:
+    def _start(cls, binary: Path, log: Path, addresses: _Addresses) -> PrivateRedis:
         process = subprocess.Popen(
             _guarded([str(binary), "-"]),  # configured by stdin: arguments, so passwords in them, are public
             stdin=subprocess.PIPE,
@@ -84,10 +101,10 @@ class PrivateRedis:
             text=True,
             start_new_session=True,  # Ctrl-C in the terminal is for the parent, which stops us in its order
         )
-        server = cls(process, url, log)
+        server = cls(process, addresses, log)
         assert process.stdin is not None
         with process.stdin as configuration:
-            configuration.write(CONFIGURATION + listening)
+            configuration.write(CONFIGURATION + addresses.configuration)
         server._wait_until_ready()
         return server
 
@@ -157,16 +174,32 @@ class _Output:
         self._is_decided.set()
 
 
-def _on_port(port: int) -> tuple[str, str]:
-    password = secrets.token_urlsafe(24)
-    return f"redis://:{password}@127.0.0.1:{port}/0", f"bind 127.0.0.1\nport {port}\nrequirepass {password}\n"
+@dataclass(frozen=True, slots=True)
+class _Addresses:
+    """Where a server is, for a router and for who may do everything, and the configuration that makes it so."""
+
+    url: str
+    admin_url: str
+    configuration: str
 
 
-def _on_unix_socket(path: Path) -> tuple[str, str]:
+def _on_port(port: int) -> _Addresses:
+    password, admin_password = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+    at = f"@127.0.0.1:{port}/0"
+    users = f"requirepass {admin_password}\nuser {USER} on >{password} {ACL_RULES}\n"
+    listening = f"bind 127.0.0.1\nport {port}\n"
+    return _Addresses(f"redis://{USER}:{password}{at}", f"redis://:{admin_password}{at}", listening + users)
+
+
+def _on_unix_socket(path: Path) -> _Addresses:
+    """Without passwords: who may open the socket is let in."""
     path = path.absolute()
     if len(os.fsencode(path)) > 107:  # sockaddr_un.sun_path with its end
         raise RedisStartError(f"the path of a Unix socket has at most 107 bytes: {path}")
-    return f"unix://{quote(str(path))}?db=0", f'port 0\nunixsocket "{path}"\nunixsocketperm 700\n'
+    at = f"{quote(str(path))}?db=0"
+    users = f"user {USER} on nopass {ACL_RULES}\n"
+    listening = f'port 0\nunixsocket "{path}"\nunixsocketperm 700\n'
+    return _Addresses(f"unix://{USER}@{at}", f"unix://{at}", listening + users)
 
 
 def _free_port() -> int:

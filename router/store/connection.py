@@ -2,46 +2,73 @@
 
 Calls share a bounded pool; the mailbox reader blocks, so it has a connection of its own. Nothing is retried here: the
 scripts may be repeated, but a reply that got lost would be lost twice as late.
+
+Behind Sentinels every new connection asks them who the master is; a failover breaks the connections to the old one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from common.errors import Reason, RequestError
+from router.store.cluster import ClusterClient, Node
+from router.store.redis_url import RedisAddress, RedisKind, parse_redis_url
 from router.store.settings import StoreSettings
 
 T = TypeVar("T")
 
 
 def connect(url: str, settings: StoreSettings) -> Redis:
-    """A client for `redis://`, `rediss://` or `unix://`; connects at the first call. Close it with `aclose`."""
-    timeout_s = settings.call_timeout_ms / 1000
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=settings.max_connections,
-        timeout=timeout_s,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        decode_responses=True,
-        protocol=2,
-        retry=Retry(NoBackoff(), 0),
-    )
-    return Redis.from_pool(pool)
+    """A client for what `parse_redis_url` knows; connects at the first call. Close it with `aclose`."""
+    address = parse_redis_url(url)
+    options = dict(address.options) | _call_options(settings.call_timeout_ms)
+    if address.kind is RedisKind.SENTINEL:
+        options["connection_class"] = SentinelManagedSSLConnection if address.has_tls else SentinelManagedConnection
+        options["connection_pool"] = SentinelMaster(address, settings)
+    if address.kind is RedisKind.CLUSTER:
+        return _as_redis(ClusterClient(address.nodes, lambda node: _connect_node(node, options, settings)))
+    return _pooled(options, settings)
 
 
 def connect_reader(redis: Redis, settings: StoreSettings) -> Redis:
     """A client of one connection to the same Redis, that waits for blocking reads."""
+    cluster: object = redis  # which it may be, whatever `_as_redis` says
+    if isinstance(cluster, ClusterClient):
+        open_node = cluster.open_node
+        return _as_redis(ClusterClient(cluster.nodes, lambda node: connect_reader(open_node(node), settings)))
     calls = redis.connection_pool
     options = dict(calls.connection_kwargs)
     options["socket_timeout"] = (settings.mailbox_block_ms + settings.call_timeout_ms) / 1000
     return Redis.from_pool(ConnectionPool(calls.connection_class, max_connections=1, **options))
+
+
+class SentinelMaster:
+    """Who the master is, for connections that ask: what redis-py's own pool is to them, which does not wait."""
+
+    is_master = True
+    check_connection = False
+
+    def __init__(self, address: RedisAddress, settings: StoreSettings) -> None:
+        assert address.sentinel_options is not None
+        self._address = address
+        self._options = {**address.sentinel_options, **_call_options(settings.call_timeout_ms), "ssl": address.has_tls}
+
+    async def get_master_address(self) -> Node:
+        """Host and port. Raises redis-py's `ConnectionError` while no Sentinel knows a master."""
+        sentinel = Sentinel(self._address.nodes, sentinel_kwargs=self._options)  # type: ignore[no-untyped-call]
+        try:
+            host, port = await sentinel.discover_master(self._address.master)
+        finally:
+            for client in sentinel.sentinels:
+                await client.aclose()
+        return host, port
 
 
 async def answered(call: Awaitable[T], settings: StoreSettings) -> T:
@@ -59,3 +86,28 @@ def unavailable(settings: StoreSettings, cause: str) -> RequestError:
         f"the admission store does not answer ({cause})",
         retry_after_ms=settings.retry_after_ms,
     )
+
+
+def _call_options(timeout_ms: int) -> dict[str, Any]:
+    """Of every connection."""
+    return {
+        "socket_timeout": timeout_ms / 1000,
+        "socket_connect_timeout": timeout_ms / 1000,
+        "decode_responses": True,
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),
+    }
+
+
+def _connect_node(node: Node, options: dict[str, Any], settings: StoreSettings) -> Redis:
+    return _pooled({**options, "host": node[0], "port": node[1]}, settings)
+
+
+def _pooled(options: dict[str, Any], settings: StoreSettings) -> Redis:
+    timeout_s = settings.call_timeout_ms / 1000
+    return Redis.from_pool(BlockingConnectionPool(settings.max_connections, timeout_s, **options))
+
+
+def _as_redis(client: ClusterClient) -> Redis:
+    """The store makes four kinds of calls, which both answer; redis-py has no type for that."""
+    return cast(Redis, client)

@@ -118,7 +118,7 @@ async def test_a_stack_comes_up_writes_its_state_and_leaves_nothing(tmp_path: Pa
 
 async def test_the_password_of_redis_is_in_no_command_line_and_in_no_readable_file(tmp_path: Path) -> None:
     async with LocalStack(options(tmp_path)) as stack:
-        password = stack.redis_url.partition("://:")[2].partition("@")[0]
+        password = stack.redis_url.partition("@")[0].rpartition(":")[2]
         assert len(password) > 16
         for pid in pids_of(tmp_path):
             assert password not in about(pid, "cmdline")

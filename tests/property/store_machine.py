@@ -54,16 +54,17 @@ Operation = Callable[[], Coroutine[Any, Any, Any]]
 class StoreMachine(RuleBasedStateMachine):
     """Does everything twice: on the stores and on the model."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, admin_url: str) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.redis = connect(url, StoreSettings())
+        self.redis, self.routers_redis = connect(admin_url, StoreSettings()), connect(url, StoreSettings())
         self.keys = PoolKeys(f"model-{next(pool_numbers)}")
         self.told: dict[str, list[StoreEvent]] = {name: [] for name in ROUTERS}
         self.demands: dict[str, Demand] = {}
 
     def teardown(self) -> None:
         self.runner.run(self.redis.aclose())
+        self.runner.run(self.routers_redis.aclose())
         self.runner.close()
 
     @initialize(pool_settings=pool_settings)
@@ -71,10 +72,12 @@ class StoreMachine(RuleBasedStateMachine):
         scripts = steered_scripts()
         self.model = Ledger(pool_settings)
         self.stores = {
-            name: AdmissionStore(self.redis, self.keys.pool, name, pool_settings, self.told[name].append, scripts)
+            name: AdmissionStore(
+                self.routers_redis, self.keys.pool, name, pool_settings, self.told[name].append, scripts
+            )
             for name in ROUTERS
         }
-        self.mailboxes = {name: Mailbox(self.redis, self.keys.mailbox(name), pool_settings) for name in ROUTERS}
+        self.mailboxes = {name: Mailbox(self.routers_redis, self.keys.mailbox(name), pool_settings) for name in ROUTERS}
         self.time_passes(START_MS)
         self.report_as_usual("a", "x")
 

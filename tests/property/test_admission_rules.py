@@ -7,7 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission_rules import LIMITS, NO_RULES, Problem, RulesError, parse_rules
+from router.admission_rules import LIMITS, NO_RULES, parse_rules
+from router.file_problems import ContentError, Problem
 
 SERVED = frozenset({"m", "n"})
 HEADERS = ("[tenants]", "[tenants.a]", '[tenants."b c"]', "[tenants.default]", "[variants.v]", "[variants]", "[x.'y']")
@@ -41,7 +42,7 @@ def test_file_is_understood_or_refused_with_its_lines(written: list[str]) -> Non
     problems: tuple[Problem, ...] = ()
     try:
         rules = parse_rules(source, SERVED)
-    except RulesError as error:
+    except ContentError as error:
         rules, problems = NO_RULES, error.problems
     assert all(1 <= (problem.line or 0) <= source.count("\n") + 1 for problem in problems)
     for limits in rules.tenants.values():

@@ -161,6 +161,12 @@ class Storm:
                 del executor.held[name], executor.streams[name]
 
 
+@pytest.fixture(scope="session")
+def redis_url(redis_admin_url: str) -> str:
+    """A storm empties the pool, which no router may."""
+    return redis_admin_url
+
+
 @pytest.mark.slow
 @given(seed=st.integers(0, 2**32), max_bypass=st.integers(0, 3), preempts=st.booleans())
 @settings(max_examples=15)

@@ -11,12 +11,12 @@ from tests.property.store_machine import StoreMachine
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # to find a failure takes seconds, to shrink it minutes
-def test_scripts_decide_as_the_model_does(redis_url: str) -> None:
+def test_scripts_decide_as_the_model_does(redis_url: str, redis_admin_url: str) -> None:
     """Invariants tested: equal results, equal events, equal state; sums, indexes and states agree."""
 
     class StoreMachineOnRedis(StoreMachine):
         def __init__(self) -> None:
-            super().__init__(redis_url)
+            super().__init__(redis_url, redis_admin_url)
 
     run_state_machine_as_test(
         StoreMachineOnRedis,

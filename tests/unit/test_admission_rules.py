@@ -9,7 +9,8 @@ import pytest
 
 from common.settings import SettingError
 from router.admission_file import AdmissionFile
-from router.admission_rules import NO_RULES, AdmissionRules, RulesError, parse_rules
+from router.admission_rules import NO_RULES, AdmissionRules, parse_rules
+from router.file_problems import ContentError
 from router.store.types import NO_LIMITS, TenantLimits
 from router.toml_lines import key_lines, line_of
 from router.variants import Variant
@@ -38,7 +39,7 @@ smollm-static = 10
 
 
 def problems_of(source: str) -> list[str]:
-    with pytest.raises(RulesError) as caught:
+    with pytest.raises(ContentError) as caught:
         parse_rules(source, SERVED)
     return [str(problem) for problem in caught.value.problems]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -13,19 +14,44 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
-from redis.exceptions import AuthenticationError
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
-from client.stack.redis_server import PrivateRedis, RedisStartError, find_redis_binary
+from client.stack.redis_server import ACL_RULES, COMMANDS, USER, PrivateRedis, RedisStartError, find_redis_binary
+from router.store.lua import load_scripts
 
 
 def test_server_on_a_free_port_wants_its_password(tmp_path: Path) -> None:
-    with PrivateRedis.start(tmp_path / "redis.log") as server, Redis.from_url(server.url) as redis:
+    with PrivateRedis.start(tmp_path / "redis.log") as server, Redis.from_url(server.admin_url) as redis:
         assert redis.ping()
         assert redis.config_get("save") == {"save": ""}
         without_password = server.url.replace(server.url.split("@")[0] + "@", "redis://")
         with Redis.from_url(without_password) as stranger, pytest.raises(AuthenticationError):
             stranger.ping()
     assert "ready to accept connections" in (tmp_path / "redis.log").read_text().lower()
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["FLUSHALL", "CONFIG GET *", "KEYS *", "DEBUG SLEEP 0", "ACL LIST", "SCRIPT FLUSH", "SHUTDOWN", "GET another:key"],
+)
+def test_router_may_do_only_what_it_needs(redis_url: str, command: str) -> None:
+    with Redis.from_url(redis_url) as redis, pytest.raises(NoPermissionError):
+        redis.execute_command(*command.split())
+
+
+def test_scripts_may_reach_no_other_keys(redis_url: str) -> None:
+    with Redis.from_url(redis_url) as redis, pytest.raises(ResponseError, match="can't access"):
+        redis.eval("return redis.call('GET', 'another:key')", 0)
+
+
+def test_commands_that_a_router_may_use_are_those_of_its_scripts_and_calls() -> None:
+    used = {name.lower() for one in load_scripts().values() for name in re.findall(r"redis\.call\('(\w+)'", one.source)}
+    assert used | {"evalsha", "eval", "xread", "xrevrange", "select", "ping"} == set(COMMANDS)
+
+
+def test_documentation_gives_the_user_of_the_tests() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    assert f"user {USER} on >PASSWORD {ACL_RULES}" in text
 
 
 def test_server_on_a_unix_socket_is_its_users_alone(tmp_path: Path) -> None:

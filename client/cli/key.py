@@ -1,0 +1,68 @@
+"""`inflight key new`: a new API key, and its entry for the file of `--api-keys-file`.
+
+The key is printed once and kept nowhere; the entry holds only its hash. Calls nobody: it can run anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import secrets
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+from client.requests import PRIORITIES
+
+KEY_BYTES = 32
+PREFIX = "inflight-"  # so that scanners for leaked secrets can know it
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    flags = _parser().parse_args(argv)
+    key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    print("# The key, shown this once; whoever has it is this tenant:", file=sys.stderr)
+    print(key)
+    print("\n# Its entry for the router's --api-keys-file:", file=sys.stderr)
+    print(entry(key, flags))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inflight key", description="Makes API keys.")
+    new = parser.add_subparsers(required=True, metavar="ACTION").add_parser("new", help="make a key")
+    new.add_argument("--tenant", required=True, help="whose key it is")
+    new.add_argument("--id", help="its name in the file and in logs, no secret; default: the tenant and a random part")
+    new.add_argument("--classes", type=_names, help=f"classes it may ask for, of {','.join(PRIORITIES)}; default: all")
+    new.add_argument("--models", type=_names, help="models it may use, comma-separated; default: all")
+    new.add_argument("--operator", action="store_true", help="it may act for, and look at, every tenant")
+    new.add_argument("--days", type=int, help="days until it expires; default: never")
+    return parser
+
+
+def entry(key: str, flags: argparse.Namespace) -> str:
+    """The TOML of a key."""
+    lines = [
+        "[[key]]",
+        f"id = {_quoted(flags.id or f'{flags.tenant}-{secrets.token_hex(3)}')}",
+        f'hash = "sha256:{hashlib.sha256(key.encode()).hexdigest()}"',
+        f"tenant = {_quoted(flags.tenant)}",
+    ]
+    lines += [f"{name} = {_quoted(names)}" for name in ("classes", "models") if (names := getattr(flags, name))]
+    if flags.operator:
+        lines.append("operator = true")
+    if flags.days is not None:
+        expires = datetime.now(UTC) + timedelta(days=flags.days)
+        lines.append(f"expires = {expires:%Y-%m-%dT%H:%M:%SZ}")
+    return "\n".join(lines)
+
+
+def _names(text: str) -> list[str]:
+    return [name for part in text.split(",") if (name := part.strip())]
+
+
+def _quoted(value: str | list[str]) -> str:
+    """Text and lists of text are written in TOML as in JSON."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,89 @@
+"""A file on disk that is read at start, and again whenever it has changed.
+
+A version that cannot be used changes nothing: the one before it goes on to hold, and the log says what is wrong. The
+file is looked at and read in a thread, so that a slow disk holds up no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from common.settings import SettingError
+from router.file_problems import ContentError
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 1.0
+
+# Modification time, size and inode: an editor may write into the file or put another one in its place.
+Version = tuple[int, int, int]
+
+T = TypeVar("T")
+
+
+class FollowedFile(Generic[T]):
+    """What the file says now. `setting` names the setting that it comes from, `what` is what the log calls it; `parse`
+    makes its text into content or raises `ContentError`. Raises `SettingError` where it cannot be used at the start."""
+
+    def __init__(self, path: Path, setting: str, what: str, parse: Callable[[str], T]) -> None:
+        self._path = path
+        self._what = what
+        self._parse = parse
+        try:
+            self._version, self._content = self._read()
+        except _Unusable as error:
+            flag = setting.replace("_", "-")
+            raise SettingError(f"--{flag} (INFLIGHT_{setting.upper()}): {error}") from None
+
+    @property
+    def content(self) -> T:
+        """What holds now."""
+        return self._content
+
+    async def follow(self, interval_s: float = LOOK_INTERVAL_S) -> None:
+        """Looks at the file every `interval_s` seconds until cancelled."""
+        while True:
+            await asyncio.sleep(interval_s)
+            await asyncio.to_thread(self.look)
+
+    def look(self) -> None:
+        """Reads the file again if it has changed since the last look."""
+        version = _version(self._path)
+        if version == self._version:
+            return
+        self._version = version  # of a version that cannot be used the log speaks once
+        try:
+            self._version, self._content = self._read()
+        except _Unusable as error:
+            log.error("the %s changed and cannot be used; what it said before holds on: %s", self._what, error)
+        else:
+            log.info("the %s %s changed and is in force", self._what, self._path)
+
+    def _read(self) -> tuple[Version | None, T]:
+        version = _version(self._path)  # before reading: what is written in between is seen at the next look
+        try:
+            return version, self._parse(self._path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise _Unusable(f"cannot read {str(self._path)!r}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise _Unusable(f"{self._path}: is not UTF-8: {error.reason} at byte {error.start}") from None
+        except ContentError as error:
+            raise _Unusable("; ".join(f"{self._path}, {problem}" for problem in error.problems)) from None
+
+
+class _Unusable(Exception):
+    """The file cannot be used. The text names it, the line and what is allowed."""
+
+
+def _version(path: Path) -> Version | None:
+    """None for a file that is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

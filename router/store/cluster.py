@@ -1,0 +1,77 @@
+"""A Redis Cluster as the store sees it: every call is about one pool, and all keys of a pool are on one node.
+
+So there is no map of the cluster to keep. A call goes to the node that answered the last one about these keys, at first
+to any; one that does not have them says which node has (MOVED), and that is asked. redis-py's own client for clusters
+asks more of the server, refuses calls above its bound where this makes them wait, and leaves connections open when
+nodes go.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from redis.asyncio import Redis
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import MovedError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+T = TypeVar("T")
+
+Node = tuple[str, int]
+
+MAX_HOPS = 16
+
+
+class ClusterClient:
+    """What the store calls of a client. `open_node` makes a client of one node; `nodes` are those asked first."""
+
+    def __init__(self, nodes: Sequence[Node], open_node: Callable[[Node], Redis]) -> None:
+        self.nodes = tuple(nodes)
+        self.open_node = open_node
+        self._clients: dict[Node, Redis] = {}
+        self._homes: dict[int, Node] = {}
+
+    async def execute_command(self, *args: Any) -> Any:
+        """Runs a script: the command, the script, the number of keys and the keys come first."""
+        return await self._call(str(args[3]), lambda node: node.execute_command(*args))  # type: ignore[no-untyped-call]
+
+    async def xread(self, streams: Mapping[str, str], **options: Any) -> Any:
+        """As of redis-py, of one stream."""
+        (key,) = streams
+        return await self._call(key, lambda node: node.xread({key: streams[key]}, **options))
+
+    async def xrevrange(self, name: str, **options: Any) -> Any:
+        """As of redis-py."""
+        return await self._call(name, lambda node: node.xrevrange(name, **options))
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        for client in self._clients.values():
+            await client.aclose()
+
+    async def _call(self, key: str, call: Callable[[Redis], Awaitable[T]]) -> T:
+        """Calls the node that has the key. One that is known and fails is not asked again within the call."""
+        slot = key_slot(key.encode())
+        home = self._homes.pop(slot, None)
+        to_ask = deque(self.nodes if home is None else (home,))
+        for _ in range(MAX_HOPS):
+            node = to_ask.popleft()
+            try:
+                reply = await call(self._client(node))
+            except MovedError as moved:
+                to_ask.appendleft((moved.host or node[0], moved.port))
+            except (RedisConnectionError, RedisTimeoutError, OSError):
+                if not to_ask:
+                    raise
+            else:
+                self._homes[slot] = node
+                return reply
+        raise RedisConnectionError("the nodes of the cluster do not agree who has the pool")
+
+    def _client(self, node: Node) -> Redis:
+        if node not in self._clients:
+            self._clients[node] = self.open_node(node)
+        return self._clients[node]

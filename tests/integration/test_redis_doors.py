@@ -1,0 +1,200 @@
+"""Sentinels and clusters that are real: a master or node is killed, and requests are placed before and after."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+
+from common.errors import RequestError
+from router.store.connection import connect
+from router.store.keys import PoolKeys
+from router.store.settings import StoreSettings
+from router.store.store import AdmissionStore
+from router.store.types import Attempt, Demand, ExecutorReport, Placement, Queued, StoreEvent
+from tests.credentials import ec_key
+from tests.redis_servers import Server, Watched, cluster_servers, sentinel_servers, start
+
+SETTINGS = StoreSettings(
+    call_timeout_ms=500,
+    renew_interval_ms=50,
+    reap_interval_ms=50,
+    mailbox_block_ms=100,
+    min_backoff_ms=5,
+    max_backoff_ms=50,
+)
+POOL = "pool"
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with sentinel_servers(tmp_path_factory.mktemp("sentinel")) as servers:
+        yield servers
+
+
+@asynccontextmanager
+async def two_routers(url: str, pool: str) -> AsyncIterator[tuple[AdmissionStore, AdmissionStore, list[StoreEvent]]]:
+    """Two routers' stores that run, and what the second is told, by its mailbox mostly."""
+    clients = [connect(url, SETTINGS) for _ in range(2)]
+    told: list[StoreEvent] = []
+    stores = [
+        AdmissionStore(clients[0], pool, "a", SETTINGS, lambda event: None),
+        AdmissionStore(clients[1], pool, "b", SETTINGS, told.append),
+    ]
+    async with asyncio.timeout(30):
+        running = [asyncio.create_task(store.run()) for store in stores]
+        yield stores[0], stores[1], told
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+    for client in clients:
+        await client.aclose()
+
+
+async def take_turns(a: AdmissionStore, b: AdmissionStore, told: list[StoreEvent], name: str, generation: int) -> None:
+    """A request of `a` is placed, one of `b` waits, and is placed, by `b`'s mailbox, when the first has ended."""
+    await a.report(ExecutorReport("x", generation, 1, 10, 10, 1, accepting=True))
+    first = await a.submit(Demand(f"{name}-1", 2, blocks=1))
+    assert isinstance(first, Placement)
+    assert isinstance(await b.submit(Demand(f"{name}-2", 2, blocks=1)), Queued)
+    await a.settle([Attempt(f"{name}-1", first.attempt)])
+    while not any(isinstance(event, Placement) and event.request_id == f"{name}-2" for event in told):
+        await asyncio.sleep(0.01)
+    await b.settle([Attempt(f"{name}-2", next(one.attempt for one in told if isinstance(one, Placement)))])
+    told.clear()
+
+
+async def until_answered(store: AdmissionStore) -> int:
+    """Renews until that is answered; how often it was not."""
+    num_refused = 0
+    while True:
+        try:
+            await store.renew()
+            return num_refused
+        except RequestError:
+            num_refused += 1
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.slow
+async def test_requests_are_placed_before_and_after_sentinel_fails_the_master_over(watched: Watched) -> None:
+    async with two_routers(watched.url, POOL) as (a, b, told):
+        await take_turns(a, b, told, "before", 1)
+        watched.master.kill()
+        assert await until_answered(a) > 0
+        await until_answered(b)
+        assert watched.replica.admin().info("replication")["role"] == "master"
+        await take_turns(a, b, told, "after", 2)
+
+
+@pytest.mark.slow
+async def test_pool_lives_on_one_node_of_a_cluster_and_is_found_where_it_moves(tmp_path: Path) -> None:
+    with cluster_servers(tmp_path) as (nodes, url):
+        async with two_routers(url, POOL) as (a, b, told):
+            await take_turns(a, b, told, "before", 1)
+            (home,) = [node for node in nodes if node.admin().dbsize()]
+            assert all(name.startswith("inflight:{pool}:") for name in home.ask("KEYS", "*"))
+            # More calls at once than there are connections wait for one
+            await asyncio.gather(*(a.explain(f"r{number}") for number in range(200)))
+            # When its slot moves to another node, where neither its keys nor the scripts are
+            _move(int(home.admin().cluster("keyslot", PoolKeys(POOL).key("executors"))), home, nodes)
+            await take_turns(a, b, told, "moved", 2)
+            (new_home,) = [node for node in nodes if node.admin().dbsize()]
+            assert new_home is not home
+            # When that node is killed and comes back empty
+            new_home.kill()
+            with pytest.raises(RequestError, match="does not answer"):
+                await a.renew()
+            restarted = start(tmp_path, new_home.port, "")
+            try:
+                await until_answered(a)
+                await until_answered(b)
+                await take_turns(a, b, told, "restarted", 3)
+            finally:
+                restarted.kill()
+
+
+def _move(slot: int, home: Server, nodes: list[Server]) -> None:
+    """Empties the slot and gives it to another node. No node asks for it meanwhile: who comes is told CLUSTERDOWN."""
+    other = next(node for node in nodes if node is not home)
+    new_id = other.ask("CLUSTER", "MYID")
+    home.admin().flushall()
+    for node in (other, home, *nodes):
+        node.ask("CLUSTER", "SETSLOT", slot, "NODE", new_id)
+
+
+class Tunnel:
+    """Ends TLS in front of a Redis that speaks none."""
+
+    def __init__(self, redis_port: int) -> None:
+        self._redis_port = redis_port
+        self.num_accepted = 0
+
+    async def serve(self, client: asyncio.StreamReader, answers: asyncio.StreamWriter) -> None:
+        """Passes on what comes from one side to the other."""
+        self.num_accepted += 1
+        replies, commands = await asyncio.open_connection("127.0.0.1", self._redis_port)
+        await asyncio.gather(_pass_on(client, commands), _pass_on(replies, answers))
+
+
+async def _pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while received := await source.read(1 << 16):
+            target.write(received)
+            await target.drain()
+    target.close()
+
+
+async def test_store_speaks_tls_and_only_to_who_has_the_right_certificate(redis_url: str, tmp_path: Path) -> None:
+    authority, strangers = tmp_path / "ca.pem", tmp_path / "other.pem"
+    certificate = write_certificate(tmp_path / "server.pem", authority)
+    write_certificate(tmp_path / "stranger.pem", strangers)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    user, _, address = redis_url.removeprefix("redis://").partition("@")
+    tunnel = Tunnel(int(address.partition(":")[2].partition("/")[0]))
+    server = await asyncio.start_server(tunnel.serve, "127.0.0.1", 0, ssl=context)
+    url = f"rediss://{user}@127.0.0.1:{server.sockets[0].getsockname()[1]}/0?ssl_ca_certs="
+    trusting, doubting = connect(f"{url}{authority}", SETTINGS), connect(f"{url}{strangers}", SETTINGS)
+
+    assert await AdmissionStore(trusting, "tls", "a", SETTINGS, print).explain("r") is None
+    with pytest.raises(RequestError, match="does not answer"):
+        await AdmissionStore(doubting, "tls", "a", SETTINGS, print).explain("r")
+    assert tunnel.num_accepted == 1
+
+    await trusting.aclose()
+    await doubting.aclose()
+    server.close()
+    await server.wait_closed()
+
+
+def write_certificate(path: Path, authority_path: Path) -> Path:
+    """A certificate of 127.0.0.1 with its key, and the certificate of who signed it: itself."""
+    key = ec_key()
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, path.stem)])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    private, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    path.write_bytes(pem + key.private_bytes(serialization.Encoding.PEM, private, plain))
+    authority_path.write_bytes(pem)
+    return path

@@ -1,0 +1,163 @@
+"""Redis processes as tests need them: a master with a replica and a Sentinel, and a cluster of three nodes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from client.stack.guard import HAS_KERNEL_GUARD, guarded
+from client.stack.redis_server import ACL_RULES, find_redis_binary
+
+START_TIMEOUT_S = 10.0
+PASSWORD = "store-password"
+ADMIN_PASSWORD = "admin-password"
+NUM_SLOTS = 16384
+MASTER = "the-master"
+
+
+@dataclass(slots=True)
+class Server:
+    """A running server on a port of its own; `kill` leaves it no time to say goodbye."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+
+    def admin(self) -> Redis:
+        """A client that may do everything."""
+        return Redis(port=self.port, password=ADMIN_PASSWORD, decode_responses=True)
+
+    def ask(self, *command: str | int) -> Any:
+        """The reply to a command."""
+        return self.admin().execute_command(*command)  # type: ignore[no-untyped-call]
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        self.process.kill()
+        self.process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports below those that connections take, whose cluster ports, 10,000 above, are free as well."""
+    ports: list[int] = []
+    candidate = 20_000 + os.getpid() % 1000 * 10
+    while len(ports) < count:
+        candidate = candidate + 1 if candidate < 32_000 else 20_000
+        if _is_free(candidate) and _is_free(candidate + 10_000):
+            ports.append(candidate)
+    return ports
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def start(folder: Path, port: int, lines: str, *flags: str) -> Server:
+    """Starts a server and waits until it answers. It keeps its configuration, as Sentinels and nodes must."""
+    folder.mkdir(parents=True, exist_ok=True)
+    configuration = folder / f"{port}.conf"
+    if not configuration.exists():
+        configuration.write_text(f"bind 127.0.0.1\nport {port}\ndir {folder}\n{lines}")
+    command = [str(find_redis_binary()), str(configuration), *flags]
+    with (folder / f"{port}.log").open("ab") as log:
+        process = subprocess.Popen(guarded(command) if HAS_KERNEL_GUARD else command, stdout=log, stderr=log)
+    server = Server(port, process)
+    until(lambda: server.admin().ping())
+    return server
+
+
+def until(is_so: object) -> None:
+    """Waits for a condition of servers that nobody announces."""
+    assert callable(is_so)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            if is_so():
+                return
+        except RedisError:
+            pass  # not yet
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.02)
+
+
+def users(password: str = PASSWORD) -> str:
+    """The default user for the test and for servers among themselves; the least-privilege one for the store."""
+    return (
+        f"requirepass {ADMIN_PASSWORD}\nmasterauth {ADMIN_PASSWORD}\n"
+        f'save ""\nappendonly no\nrepl-diskless-sync yes\nrepl-diskless-sync-delay 0\n'
+        f"user inflight on >{password} {ACL_RULES}\n"
+    )
+
+
+@dataclass(slots=True)
+class Watched:
+    """A master, its replica, the Sentinel that watches them, and the URL for a router."""
+
+    master: Server
+    replica: Server
+    url: str
+
+
+@contextmanager
+def sentinel_servers(folder: Path) -> Iterator[Watched]:
+    """A master that a Sentinel replaces by its replica when it is gone for 200 ms."""
+    master_port, replica_port, sentinel_port = free_ports(3)
+    watch = (
+        f"requirepass {ADMIN_PASSWORD}\nsentinel monitor {MASTER} 127.0.0.1 {master_port} 1\n"
+        f"sentinel auth-pass {MASTER} {ADMIN_PASSWORD}\nsentinel down-after-milliseconds {MASTER} 200\n"
+        f"sentinel failover-timeout {MASTER} 2000\n"
+    )
+    with ExitStack() as stack:
+        master = start(folder, master_port, users())
+        stack.callback(master.kill)
+        replica = start(folder, replica_port, users() + f"replicaof 127.0.0.1 {master_port}\n")
+        stack.callback(replica.kill)
+        until(lambda: replica.admin().info("replication")["master_link_status"] == "up")
+        sentinel = start(folder, sentinel_port, watch, "--sentinel")
+        stack.callback(sentinel.kill)
+        until(lambda: len(sentinel.ask("SENTINEL", "REPLICAS", MASTER)) == 1)
+        hosts = f"127.0.0.1:1,127.0.0.1:{sentinel_port}"  # the first one is not there
+        options = f"?sentinel_password={ADMIN_PASSWORD}"
+        yield Watched(master, replica, f"redis+sentinel://inflight:{PASSWORD}@{hosts}/{MASTER}/0{options}")
+
+
+def _is_whole(node: Server) -> bool:
+    found = node.admin().cluster("info")
+    return (found["cluster_state"], found["cluster_slots_ok"]) == ("ok", str(NUM_SLOTS))
+
+
+@contextmanager
+def cluster_servers(folder: Path) -> Iterator[tuple[list[Server], str]]:
+    """Three nodes that share the slots, and the URL for a router."""
+    ports = free_ports(3)
+    lines = users() + "cluster-enabled yes\ncluster-node-timeout 1000\ncluster-require-full-coverage no\n"
+    with ExitStack() as stack:
+        nodes = []
+        for port in ports:
+            nodes.append(start(folder, port, lines + f"cluster-config-file nodes-{port}.conf\n"))
+            stack.callback(nodes[-1].kill)
+        for index, node in enumerate(nodes):
+            first, last = index * NUM_SLOTS // 3, (index + 1) * NUM_SLOTS // 3 - 1
+            node.ask("CLUSTER", "ADDSLOTS", *range(first, last + 1))
+            for other in nodes[:index]:
+                node.ask("CLUSTER", "MEET", "127.0.0.1", other.port)
+        for node in nodes:
+            until(functools.partial(_is_whole, node))
+        hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+        yield nodes, f"redis+cluster://inflight:{PASSWORD}@{hosts}"

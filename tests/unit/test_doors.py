@@ -1,0 +1,368 @@
+"""Who the doors let in, as whom, and that whatever is wrong with a credential is answered the same."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jwt
+import pytest
+from inflight.v1 import types_pb2
+
+from client.cli.main import main
+from common.errors import Reason, RequestError
+from common.settings import SettingError
+from router.api_keys import ApiKey, find_key, parse_keys
+from router.callers import ANYBODY, Caller, Metadata
+from router.doors import CredentialDoor, Doors
+from router.file_problems import ContentError
+from router.json_web_tokens import LEEWAY_S, TokenRules, parse_jwks
+from router.settings import RouterSettings
+from tests.credentials import (
+    AUDIENCE,
+    ISSUER,
+    Signer,
+    ec_key,
+    ed_key,
+    key_entry,
+    public_jwk,
+    public_pem,
+    rsa_key,
+    write_jwks,
+)
+
+KEY = "inflight-" + "k" * 43
+OTHER_KEY = "inflight-" + "o" * 43
+ACME = Caller("acme")
+
+
+def bearer(credential: str) -> Metadata:
+    return (("user-agent", "test"), ("authorization", f"Bearer {credential}"))
+
+
+def keys_door(path: Path, text: str) -> Doors:
+    path.write_text(text)
+    return Doors(RouterSettings(api_keys_file=path))
+
+
+def tokens_settings(path: Path, *entries: dict[str, Any], **settings: Any) -> RouterSettings:
+    write_jwks(path, *entries)
+    return RouterSettings(jwt_jwks_file=path, jwt_issuer=ISSUER, jwt_audience=AUDIENCE, **settings)
+
+
+def tokens_door(path: Path, *entries: dict[str, Any], **settings: Any) -> CredentialDoor:
+    door = Doors(tokens_settings(path, *entries, **settings)).door
+    assert isinstance(door, CredentialDoor)
+    return door
+
+
+def refusal(door: Any, metadata: Metadata) -> str:
+    with pytest.raises(RequestError) as caught:
+        door.identify(metadata)
+    assert caught.value.reason is Reason.UNAUTHENTICATED
+    return str(caught.value.description)
+
+
+def test_no_file_is_an_open_door() -> None:
+    assert Doors(RouterSettings()).door.identify(()) == ANYBODY
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [bearer(KEY), (("authorization", f"bearer  {KEY}"),), (("x-api-key", KEY),)],
+    ids=["bearer", "case and blanks", "x-api-key"],
+)
+def test_key_opens(tmp_path: Path, metadata: Metadata) -> None:
+    assert keys_door(tmp_path / "keys", key_entry(KEY)).door.identify(metadata) == ACME
+
+
+def test_key_says_what_its_bearer_may(tmp_path: Path) -> None:
+    text = key_entry(KEY, classes='["standard", "batch"]', models='["m"]', operator="true")
+    classes = frozenset({types_pb2.PRIORITY_CLASS_STANDARD, types_pb2.PRIORITY_CLASS_BATCH})
+    expected = Caller("acme", classes, frozenset({"m"}), is_operator=True)
+    assert keys_door(tmp_path / "keys", text).door.identify(bearer(KEY)) == expected
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        (),
+        bearer(OTHER_KEY),
+        bearer(KEY[:-1]),
+        bearer(KEY + "x"),
+        bearer(""),
+        (("authorization", KEY),),
+        (("authorization", f"Basic {KEY}"),),
+        (*bearer(KEY), ("x-api-key", KEY)),
+        (("x-api-key", KEY), ("x-api-key", OTHER_KEY)),
+        bearer(hashlib.sha256(KEY.encode()).hexdigest()),
+        bearer("a.b.c"),
+    ],
+)
+def test_wrong_and_missing_credentials_are_answered_the_same(tmp_path: Path, metadata: Metadata) -> None:
+    door = keys_door(tmp_path / "keys", key_entry(KEY)).door
+    assert refusal(door, metadata) == refusal(door, bearer("disabled"))
+
+
+def test_expired_and_disabled_keys_open_nothing() -> None:
+    keys = parse_keys(
+        key_entry(KEY, expires="2027-01-01T00:00:00Z") + key_entry(OTHER_KEY, id='"off"', disabled="true")
+    )
+    door = CredentialDoor(lambda: keys, None, TokenRules("", "", "tenant"), lambda: now_s)
+    now_s = 1798761600.0 - 1
+    assert door.identify(bearer(KEY)) == ACME
+    now_s += 1
+    assert refusal(door, bearer(KEY)) == refusal(door, bearer(OTHER_KEY))
+
+
+def test_every_key_is_compared_in_constant_time_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [ApiKey(str(i), hashlib.sha256(f"{i}{KEY}".encode()).digest(), ACME) for i in range(5)]
+    compared: list[bytes] = []
+    compare = hmac.compare_digest
+
+    def watched(a: bytes, b: bytes) -> bool:
+        compared.append(a)
+        return compare(a, b)
+
+    monkeypatch.setattr("router.api_keys.hmac.compare_digest", watched)
+    for presented, found in ((f"0{KEY}", keys[0]), (f"4{KEY}", keys[4]), (f"9{KEY}", None)):
+        compared.clear()
+        assert find_key(keys, presented) is found
+        assert compared == [key.digest for key in keys]
+
+
+def test_key_that_is_too_short_to_be_random_opens_nothing() -> None:
+    assert find_key(parse_keys(key_entry("hunter2")), "hunter2") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[[key]\n", "line 1: is not TOML"),
+        ("[keys]\n", "line 1: keys: is not known"),
+        ("key = 1\n", "line 1: key: must be tables"),
+        (key_entry(KEY, color='"red"'), "line 5: key 'inflight': color is not known"),
+        ('[[key]]\nid = "a"\n', "line 1: key 'a': tenant is needed"),
+        ('[[key]]\nid = "a"\ntenant = "t"\nhash = "md5:00"\n', "line 4: key 'a': hash must be"),
+        (f'[[key]]\nid = "a"\ntenant = "t"\nhash = "sha256:{"z" * 64}"\n', "line 4: key 'a': hash must be"),
+        (key_entry(KEY, id='""'), "line 4: key '': id must be"),
+        (key_entry(KEY, "a\\nb"), "line 3: key 'inflight': tenant is needed"),
+        (key_entry(KEY, classes='["gold"]'), "line 5: key 'inflight': classes must be of interactive, standard, batch"),
+        (key_entry(KEY, models="[]"), "line 5: key 'inflight': models must be a list of names, not empty"),
+        (key_entry(KEY, operator="1"), "line 5: key 'inflight': operator must be true or false"),
+        (
+            key_entry(KEY, expires="2027-01-01"),
+            "line 5: key 'inflight': expires must be a date and time with an offset",
+        ),
+        (key_entry(KEY) + key_entry(OTHER_KEY), "line 8: key number 2: id is that of key number 1"),
+        (key_entry(KEY) + key_entry(KEY, id='"b"'), "line 6: key number 2: hash is that of key number 1"),
+    ],
+)
+def test_error_in_the_file_of_keys_names_line_and_key(text: str, problem: str) -> None:
+    with pytest.raises(ContentError) as caught:
+        parse_keys(text)
+    assert str(caught.value).startswith(problem)
+
+
+def test_rotated_file_is_read_and_a_broken_one_keeps_the_old(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    doors = keys_door(tmp_path / "keys", key_entry(KEY))
+    assert doors._keys is not None
+
+    def rewrite(text: str) -> None:
+        replacement = tmp_path / "new"
+        replacement.write_text(text)
+        os.replace(replacement, tmp_path / "keys")
+        assert doors._keys is not None
+        doors._keys.look()
+
+    rewrite(key_entry(OTHER_KEY))
+    assert doors.door.identify(bearer(OTHER_KEY)) == ACME
+    refusal(doors.door, bearer(KEY))
+    rewrite("[[key")
+    doors._keys.look()
+    assert doors.door.identify(bearer(OTHER_KEY)) == ACME
+    assert [one.levelno for one in caplog.records].count(logging.ERROR) == 1
+
+
+def test_new_key_is_printed_once_with_an_entry_that_knows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tenant", "acme", "--classes", "standard,batch", "--models", "m", "--operator", "--days", "30"]
+    assert main(["key", "new", *flags]) == 0
+    key, _, entry = capsys.readouterr().out.partition("\n")
+    assert key not in entry
+    (parsed,) = parse_keys(entry)
+    assert find_key([parsed], key) is parsed
+    classes = frozenset({types_pb2.PRIORITY_CLASS_STANDARD, types_pb2.PRIORITY_CLASS_BATCH})
+    assert parsed.caller == Caller("acme", classes, frozenset({"m"}), is_operator=True)
+    assert parsed.expires_s is not None
+
+
+# JSON web tokens ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "algorithm", "fields"),
+    [
+        (rsa_key, "RS256", {}),
+        (rsa_key, "PS256", {"alg": "PS256"}),
+        (ec_key, "ES256", {"use": "sig"}),
+        (ed_key, "EdDSA", {"alg": "EdDSA"}),
+    ],
+)
+def test_token_opens(tmp_path: Path, key: Any, algorithm: str, fields: dict[str, str]) -> None:
+    door = tokens_door(tmp_path / "jwks", public_jwk(key(), "one", **fields))
+    assert door.identify(bearer(Signer(key(), algorithm).token())) == ACME
+
+
+def test_token_says_what_its_bearer_may(tmp_path: Path) -> None:
+    door = tokens_door(tmp_path / "jwks", public_jwk(ec_key(), "one"), jwt_tenant_claim="https://test/org")
+    token = Signer(ec_key(), "ES256", claims={"https://test/org": "umbrella"}).token(
+        tenant=None,
+        nbf=None,
+        inflight_classes=["batch"],
+        inflight_models=["m"],
+        inflight_operator=True,
+    )
+    expected = Caller("umbrella", frozenset({types_pb2.PRIORITY_CLASS_BATCH}), frozenset({"m"}), is_operator=True)
+    assert door.identify(bearer(token)) == expected
+
+
+def signed_by_hand(header: dict[str, Any], claims: dict[str, Any], secret: bytes | None) -> str:
+    """What PyJWT refuses to sign."""
+    parts = [base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=") for part in (header, claims)]
+    signed = b".".join(parts)
+    tag = b"" if secret is None else hmac.digest(secret, signed, "sha256")
+    return (signed + b"." + base64.urlsafe_b64encode(tag).rstrip(b"=")).decode()
+
+
+def good_claims() -> dict[str, Any]:
+    return jwt.decode(Signer(ec_key(), "ES256").token(), options={"verify_signature": False})
+
+
+BAD_TOKENS: dict[str, Any] = {
+    "expired": lambda: Signer(rsa_key()).token(exp=int(time.time()) - LEEWAY_S - 1),
+    "not yet": lambda: Signer(rsa_key()).token(nbf=int(time.time()) + LEEWAY_S + 60),
+    "no expiry": lambda: Signer(rsa_key()).token(exp=None),
+    "strange expiry": lambda: Signer(rsa_key()).token(exp=float("inf")),
+    "wrong issuer": lambda: Signer(rsa_key()).token(iss="https://other.test"),
+    "no issuer": lambda: Signer(rsa_key()).token(iss=None),
+    "wrong audience": lambda: Signer(rsa_key()).token(aud="other.test"),
+    "no audience": lambda: Signer(rsa_key()).token(aud=None),
+    "no tenant": lambda: Signer(rsa_key()).token(tenant=None),
+    "tenant is no text": lambda: Signer(rsa_key()).token(tenant=["acme"]),
+    "tenant is no name": lambda: Signer(rsa_key()).token(tenant="a\0b"),
+    "unknown class": lambda: Signer(rsa_key()).token(inflight_classes=["gold"]),
+    "models are no list": lambda: Signer(rsa_key()).token(inflight_models="m"),
+    "operator is no truth": lambda: Signer(rsa_key()).token(inflight_operator="yes"),
+    "unknown kid": lambda: Signer(rsa_key(), kid="two").token(),
+    "kid is no text": lambda: signed_by_hand({"alg": "RS256", "kid": ["one"]}, good_claims(), None),
+    "no kid": lambda: jwt.encode(good_claims(), rsa_key(), "RS256"),
+    "another key": lambda: Signer(ec_key(), "ES256").token(),
+    "another algorithm of the key": lambda: Signer(rsa_key(), "PS256").token(),
+    "unknown critical header": lambda: Signer(rsa_key()).token({"crit": ["x"], "x": 1}),
+    "alg none": lambda: signed_by_hand({"alg": "none", "kid": "one"}, good_claims(), None),
+    "HS256 with the public key": lambda: signed_by_hand(
+        {"alg": "HS256", "kid": "one"}, good_claims(), public_pem(rsa_key())
+    ),
+    "changed claims": lambda: _with_claims(Signer(rsa_key()).token(), {**good_claims(), "tenant": "umbrella"}),
+    "too long": lambda: Signer(rsa_key()).token(filling="x" * 8192),
+    "deep header": lambda: f"{base64.urlsafe_b64encode(b'[' * 3000).decode()}.e30.x",
+    "no token": lambda: "a.b.c",
+    "an API key": lambda: KEY,
+}
+
+
+def _with_claims(token: str, claims: dict[str, Any]) -> str:
+    header, _, signature = token.split(".")
+    return ".".join((header, base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("="), signature))
+
+
+@pytest.mark.parametrize("name", BAD_TOKENS)
+def test_bad_token_opens_nothing_and_is_answered_as_any_other(tmp_path: Path, name: str) -> None:
+    door = tokens_door(tmp_path / "jwks", public_jwk(rsa_key(), "one"))
+    assert refusal(door, bearer(BAD_TOKENS[name]())) == refusal(door, ())
+
+
+def test_clocks_may_differ_a_little(tmp_path: Path) -> None:
+    door = tokens_door(tmp_path / "jwks", public_jwk(ec_key(), "one"))
+    token = Signer(ec_key(), "ES256").token(exp=int(time.time()) - LEEWAY_S // 2, nbf=int(time.time()) + LEEWAY_S // 2)
+    assert door.identify(bearer(token)) == ACME
+
+
+def test_both_doors_at_once(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(key_entry(KEY, "of-key"))
+    settings = tokens_settings(tmp_path / "jwks", public_jwk(ec_key(), "one"), api_keys_file=tmp_path / "keys")
+    door = Doors(settings).door
+    assert door.identify(bearer(KEY)).tenant == "of-key"
+    assert door.identify(bearer(Signer(ec_key(), "ES256").token())).tenant == "acme"
+    assert refusal(door, bearer(OTHER_KEY)) == refusal(door, bearer("a.b.c"))
+
+
+def test_rotated_jwks_lets_the_new_key_in_and_the_old_one_out(tmp_path: Path) -> None:
+    doors = Doors(tokens_settings(tmp_path / "jwks", public_jwk(rsa_key(), "one")))
+    write_jwks(tmp_path / "jwks", public_jwk(ec_key(), "one"))
+    assert doors._tokens is not None
+    doors._tokens.look()
+    assert doors.door.identify(bearer(Signer(ec_key(), "ES256").token())) == ACME
+    refusal(doors.door, bearer(Signer(rsa_key()).token()))
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ([], "must be an object"),
+        ({"kty": "RSA"}, "kid is needed"),
+        ({"kty": "oct", "kid": "a", "k": "c2VjcmV0"}, "is secret"),
+        ({"kty": "oct", "kid": "a"}, "must be RSA, EC"),
+        ({"kty": "EC", "crv": "secp256k1", "kid": "a"}, "must be RSA, EC"),
+        ({"kty": "RSA", "kid": "a", "alg": "HS256"}, "alg must be RS256 or PS256"),
+        ({"kty": "RSA", "kid": "a", "alg": "none"}, "alg must be RS256 or PS256"),
+        ({"kty": "RSA", "kid": "a", "use": "enc"}, 'use must be "sig"'),
+        ({"kty": "RSA", "kid": "a"}, "is no key"),
+        ({"kty": "RSA", "kid": "a", "n": "AQAB" * 20, "e": "AQAB"}, "needs 2048"),
+    ],
+)
+def test_key_that_cannot_be_used_is_named(entry: Any, problem: str) -> None:
+    with pytest.raises(ContentError, match=f"key number 1: .*{problem}"):
+        parse_jwks(json.dumps({"keys": [entry]}))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"keys": []}', '{"keys": 1}', "[" * 3000])
+def test_file_that_is_no_jwks_is_refused(text: str) -> None:
+    with pytest.raises(ContentError):
+        parse_jwks(text)
+
+
+def test_repeated_kid_is_refused() -> None:
+    entry = public_jwk(ec_key(), "one")
+    with pytest.raises(ContentError, match="key number 2: its kid"):
+        parse_jwks(json.dumps({"keys": [entry, entry]}))
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"jwt_jwks_file": "j", "jwt_audience": "a"}, "--jwt-issuer"),
+        ({"jwt_jwks_file": "j", "jwt_issuer": "i"}, "--jwt-audience"),
+        ({"jwt_issuer": "i"}, "--jwt-issuer"),
+        ({"jwt_audience": "a"}, "--jwt-audience"),
+        ({"jwt_tenant_claim": ""}, "--jwt-tenant-claim"),
+    ],
+)
+def test_half_a_door_is_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        RouterSettings(**fields)
+
+
+def test_file_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"--api-keys-file .*cannot read"):
+        Doors(RouterSettings(api_keys_file=tmp_path / "nowhere"))

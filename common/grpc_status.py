@@ -129,15 +129,21 @@ def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 async def _answer(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
     if isinstance(error, RequestError):
         await abort(context, error)
+    if isinstance(error, message.DecodeError):  # of a later message of a stream
+        await abort(context, _malformed())
     if isinstance(error, grpc.aio.AbortError):
         raise error
     log.exception("a handler failed", exc_info=error)
     await abort(context, RequestError(Reason.INTERNAL, "internal error"))
 
 
+def _malformed() -> RequestError:
+    return invalid(FieldViolation("request", "not a well-formed message; strings must be UTF-8"))
+
+
 def _check(request: Any) -> None:
     if isinstance(request, _Malformed):
-        raise invalid(FieldViolation("request", "not a well-formed message; strings must be UTF-8"))
+        raise _malformed()
 
 
 def _guard_unary(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

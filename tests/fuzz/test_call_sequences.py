@@ -146,7 +146,7 @@ async def one_of_the_storm(cluster: Cluster, statuses: Statuses, number: int, ch
     request = token_request([number % 5, 1], max_tokens, request_id=request_id, want_queue_events=chance.random() < 0.5)
     how, num_events = chance.choice(["disconnect", "cancel", "end"]), chance.randrange(4)
     call: Any = router.stub.Generate(request)
-    events = []
+    events: list[inference_pb2.StreamEvent] = []
     try:
         if how == "disconnect" and num_events == 0:
             for _ in range(chance.randrange(30)):

@@ -7,6 +7,7 @@ that do not parse as the request's type (invalid UTF-8 in a string field, say) a
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -133,6 +134,10 @@ async def _answer(context: grpc.aio.ServicerContext[Any, Any], error: Exception)
         await abort(context, _malformed())
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(
+        error, grpc.aio.InternalError
+    ):  # of a write: the connection is gone, and with it who could be answered
+        raise asyncio.CancelledError from error
     log.exception("a handler failed", exc_info=error)
     await abort(context, RequestError(Reason.INTERNAL, "internal error"))
 

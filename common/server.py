@@ -30,6 +30,10 @@ MIN_PING_INTERVAL_MS = 10_000
 # Above the largest prompt that validation lets through, so that too large a prompt gets validation's own answer.
 MAX_RECEIVE_BYTES = 32 * 1024 * 1024
 
+# Calls that wait to be taken up by the loop. gRPC's own limits, of 1,000 by chance and 3,000 for certain, answer one
+# burst of a single client with CANCELLED, and whoever else calls then too; what may wait is the queue's to say.
+MAX_PENDING_CALLS = 100_000
+
 
 class ListenError(Exception):
     """The address cannot be listened on. The text says why."""
@@ -50,6 +54,8 @@ def _server_options() -> list[tuple[str, int]]:
     return [
         *channel_options(),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         # Without this a second server on the same port would start and silently take half of the connections.
         ("grpc.so_reuseport", 0),
     ]

@@ -90,6 +90,12 @@ class RouterSettings(ProcessSettings):
     )
     max_streams_per_connection: int = Field(5000, ge=1, le=1_000_000, description="calls under way on one connection")
     max_connection_idle_s: float = Field(900.0, ge=1, description="seconds without a call until a connection is closed")
+    write_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        le=3600,
+        description="seconds that a client may leave its stream unread; then the call ends, ABORTED",
+    )
     handshake_timeout_s: float = Field(
         20.0, ge=0.1, le=300, description="seconds that a new connection's handshake may take"
     )

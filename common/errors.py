@@ -32,6 +32,7 @@ class Reason(Enum):
     NOT_ALLOWED = "NOT_ALLOWED"
     OUTPUT_LOST = "OUTPUT_LOST"
     TAKEN_OVER = "TAKEN_OVER"
+    STALLED = "STALLED"
     IDEMPOTENCY_MISMATCH = "IDEMPOTENCY_MISMATCH"
     EXECUTOR_LOST = "EXECUTOR_LOST"
     ATTEMPTS_EXHAUSTED = "ATTEMPTS_EXHAUSTED"
@@ -57,6 +58,7 @@ STATUS_OF_REASON: dict[Reason, grpc.StatusCode] = {
     Reason.NOT_ALLOWED: grpc.StatusCode.PERMISSION_DENIED,
     Reason.OUTPUT_LOST: grpc.StatusCode.DATA_LOSS,
     Reason.TAKEN_OVER: grpc.StatusCode.ABORTED,
+    Reason.STALLED: grpc.StatusCode.ABORTED,
     Reason.IDEMPOTENCY_MISMATCH: grpc.StatusCode.ALREADY_EXISTS,
     Reason.EXECUTOR_LOST: grpc.StatusCode.UNAVAILABLE,
     Reason.ATTEMPTS_EXHAUSTED: grpc.StatusCode.INTERNAL,

@@ -7,6 +7,7 @@ that do not parse as the request's type (invalid UTF-8 in a string field, say) a
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,9 +26,12 @@ log = logging.getLogger(__name__)
 DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "inflight"
 
-# A gRPC status text travels in an HTTP/2 header; the peer's header limit is 8 KiB by default.
-MAX_STATUS_TEXT_CHARS = 1024
-MAX_VIOLATIONS = 16
+# Status and details travel in HTTP/2 headers, of which the peer takes 8 KiB by default; more costs it the whole answer.
+# The text goes there percent-encoded, at most thrice its size, the details in base64.
+MAX_STATUS_TEXT_BYTES = 1024
+MAX_VIOLATIONS_BYTES = 2048
+MAX_FIELD_BYTES = 256
+MAX_DESCRIPTION_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +43,38 @@ class _Malformed:
 
 def to_rpc_status(error: RequestError) -> status_pb2.Status:
     """The `google.rpc.Status` of an error, with the details that apply."""
-    status = status_pb2.Status(
-        code=code_pb2.Code.Value(error.code.name), message=error.description[:MAX_STATUS_TEXT_CHARS]
-    )
+    text = _cut(error.description, MAX_STATUS_TEXT_BYTES)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.code.name), message=text)
     info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=ERROR_DOMAIN, metadata=error.context)
     _pack(status, info)
     if error.violations:
-        bad_request = error_details_pb2.BadRequest()
-        for violation in error.violations[:MAX_VIOLATIONS]:
-            text = violation.description[:MAX_STATUS_TEXT_CHARS]
-            bad_request.field_violations.add(field=violation.field, description=text)
-        _pack(status, bad_request)
+        _pack(status, _bad_request(error.violations))
     if error.retry_after_ms is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(error.retry_after_ms)
         _pack(status, error_details_pb2.RetryInfo(retry_delay=delay))
     if error.quota is not None:
         quota = error_details_pb2.QuotaFailure()
-        quota.violations.add(subject=error.quota, description=error.description[:MAX_STATUS_TEXT_CHARS])
+        quota.violations.add(subject=error.quota, description=text)
         _pack(status, quota)
     return status
+
+
+def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:
+    """As many of the violations as there is room for, from the first on."""
+    bad_request = error_details_pb2.BadRequest()
+    for violation in violations:
+        field, description = _cut(violation.field, MAX_FIELD_BYTES), _cut(violation.description, MAX_DESCRIPTION_BYTES)
+        bad_request.field_violations.add(field=field, description=description)
+        if bad_request.ByteSize() > MAX_VIOLATIONS_BYTES:
+            del bad_request.field_violations[-1]
+            break
+    return bad_request
+
+
+def _cut(text: str, max_bytes: int) -> str:
+    """The beginning of a text that takes no more bytes in UTF-8."""
+    return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
 
 
 def _pack(status: status_pb2.Status, detail: message.Message) -> None:
@@ -124,15 +140,25 @@ def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 async def _answer(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
     if isinstance(error, RequestError):
         await abort(context, error)
+    if isinstance(error, message.DecodeError):  # of a later message of a stream
+        await abort(context, _malformed())
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(
+        error, grpc.aio.InternalError
+    ):  # of a write: the connection is gone, and with it who could be answered
+        raise asyncio.CancelledError from error
     log.exception("a handler failed", exc_info=error)
     await abort(context, RequestError(Reason.INTERNAL, "internal error"))
 
 
+def _malformed() -> RequestError:
+    return invalid(FieldViolation("request", "not a well-formed message; strings must be UTF-8"))
+
+
 def _check(request: Any) -> None:
     if isinstance(request, _Malformed):
-        raise invalid(FieldViolation("request", "not a well-formed message; strings must be UTF-8"))
+        raise _malformed()
 
 
 def _guard_unary(behavior: Callable[..., Awaitable[Any]], check_peer: CheckPeer) -> Callable[..., Awaitable[Any]]:

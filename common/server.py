@@ -65,6 +65,10 @@ DEFAULT_LIMITS = ConnectionLimits()
 # Anybody can reach the port of probes, and a health check is small.
 PROBE_LIMITS = ConnectionLimits(max_streams=16, max_idle_s=60.0, max_receive_bytes=4096)
 
+# Calls that wait to be taken up by the loop. gRPC's own limits, of 1,000 by chance and 3,000 for certain, answer one
+# burst of a single client with CANCELLED, and whoever else calls then too; what may wait is the queue's to say.
+MAX_PENDING_CALLS = 100_000
+
 
 class ListenError(Exception):
     """The address cannot be listened on. The text says why."""
@@ -102,6 +106,8 @@ def _server_options(limits: ConnectionLimits) -> list[tuple[str, int]]:
         *_keepalive_timeout(SERVER_KEEPALIVE_TIMEOUT_MS),
         # gRPC's headers call this MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, but that is not what it is read by.
         ("grpc.http2.min_ping_interval_without_data_ms", limits.min_ping_interval_ms),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_handshake_timeout_ms", round(limits.handshake_timeout_s * 1000)),
         # Without this a second server on the same port would start and silently take half of the connections.
         ("grpc.so_reuseport", 0),

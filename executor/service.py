@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 # The version before ours is taken too, so that executors can be replaced before routers or after them.
 OLDEST_PROTOCOL_VERSION = 1
 DEFAULT_MAX_UNACKED_STEPS = 64
+MAX_ROUTER_ID_CHARACTERS = 512
 CANCEL_REASONS = {wire: reason for reason, wire in FINISH_REASON_PROTO.items()}
 
 Context = grpc.aio.ServicerContext[executor_pb2.ServeRequest, executor_pb2.ServeResponse]
@@ -161,6 +162,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         if first is None or not first.HasField("hello"):
             raise invalid(FieldViolation("hello", "must be the first of a stream"))
         hello = first.hello
+        if len(hello.router_id) > MAX_ROUTER_ID_CHARACTERS or not hello.router_id.isprintable():
+            text = f"must be at most {MAX_ROUTER_ID_CHARACTERS} printable characters"
+            raise invalid(FieldViolation("hello.router_id", text))
         if not OLDEST_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
             allowed = f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
             raise invalid(FieldViolation("hello.protocol_version", f"must be {allowed}"))
@@ -172,6 +176,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
 
     async def _read(self, requests: AsyncIterator[executor_pb2.ServeRequest], session: Session) -> None:
         async for request in requests:
+            if request.HasField("hello"):
+                raise invalid(FieldViolation("hello", "must be only the first of a stream"))
             for submit in request.submits:
                 self._submit(submit, session)
             for attach in request.attaches:

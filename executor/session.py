@@ -160,8 +160,8 @@ class Session:
         self._step.step = step
 
     def acknowledge(self, frame: int) -> None:
-        """The router dealt with all frames up to this one."""
-        self._acked_frame = max(self._acked_frame, frame)
+        """The router dealt with all frames up to this one. It cannot have dealt with more than were sent."""
+        self._acked_frame = max(self._acked_frame, min(frame, self._frame))
         self._wake.set()
 
     def close(self) -> None:

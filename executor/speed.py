@@ -40,7 +40,8 @@ class Speed:
         A step launched while the one before was running begins when that one ends.
         """
         began_s = max(step.began_s, self._since_s)
-        exposed_s, busy_s = began_s - self._since_s, step.ended_s - began_s
+        # A device's own clock may run behind ours; routers take no negative time.
+        exposed_s, busy_s = began_s - self._since_s, max(0.0, step.ended_s - began_s)
         self._since_s = step.ended_s
         self.elapsed_s += exposed_s + busy_s
         self.device_busy_s += busy_s

@@ -16,6 +16,9 @@ PRIORITIES: dict[int, int] = {
     types_pb2.PRIORITY_CLASS_BATCH: -1,
 }
 
+# A tenant's name, a slash and the client's own id, with room to spare.
+MAX_REQUEST_ID_CHARACTERS = 512
+
 # What is not built yet must be left at the value that changes nothing.
 NEUTRAL_SAMPLING = {
     "min_p": 0.0,
@@ -45,6 +48,8 @@ class SubmissionError(Exception):
 
 def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) -> Sequence:
     """Builds the sequence; raises `SubmissionError`."""
+    if not 0 < len(submit.request_id) <= MAX_REQUEST_ID_CHARACTERS or not submit.request_id.isprintable():
+        raise _invalid(f"request_id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable characters")
     _refuse_unsupported(submit)
     token_ids = [*submit.prompt_ids, *submit.prior_output_ids]
     if not submit.prompt_ids:

@@ -22,7 +22,7 @@ from router.ledger_writer import LedgerWriter
 from router.links import ExecutorLink
 from router.placing import Placer, Void
 from router.queue_watch import QueueWatch
-from router.refusals import duplicate, no_executor
+from router.refusals import RETRY_AFTER_MS, duplicate, no_executor
 from router.store.store import AdmissionStore
 from router.store.types import (
     Attempt,
@@ -47,6 +47,10 @@ from router.streams import End, RequestStream
 log = logging.getLogger(__name__)
 
 QUEUE_EVENT_INTERVAL_S = 1.0
+# Of the store's 16 connections: however many requests come in at once, reports and leases get through. One that has not
+# had its turn after so long is refused, so that nobody waits behind a Redis that does not answer.
+MAX_CONCURRENT_SUBMITS = 8
+SUBMIT_TURN_S = 2.0
 
 
 class Dispatcher:
@@ -65,6 +69,7 @@ class Dispatcher:
         self._queue_watch = QueueWatch(self._store.explain, queue_event_interval_s)
         self._no_executor_grace_s = no_executor_grace_s
         self._tasks = asyncio.TaskGroup()
+        self._turns = asyncio.Semaphore(MAX_CONCURRENT_SUBMITS)
 
     @property
     def links(self) -> tuple[ExecutorLink, ...]:
@@ -227,11 +232,25 @@ class Dispatcher:
         self._placer.cancel_superseded(executor_id, attempt)
 
     async def _submit_first(self, stream: RequestStream) -> Placement | Queued | Dropped | RequestError:
-        outcome = await self._placer.submit(stream)
+        outcome = await self._submit_in_turn(stream)
         stream.is_being_submitted = False
         if isinstance(outcome, RequestError):
             self._placer.forget(stream)
         return outcome
+
+    async def _submit_in_turn(self, stream: RequestStream) -> Placement | Queued | Dropped | RequestError:
+        busy = RequestError(
+            Reason.STORE_UNAVAILABLE, "too many requests come in at once", retry_after_ms=RETRY_AFTER_MS
+        )
+        try:
+            async with asyncio.timeout(SUBMIT_TURN_S):
+                await self._turns.acquire()
+        except TimeoutError:
+            return busy
+        try:
+            return busy if stream.is_abandoned else await self._placer.submit(stream)
+        finally:
+            self._turns.release()
 
     async def _give_up_without_executor(self) -> None:
         await asyncio.sleep(self._no_executor_grace_s)

@@ -17,6 +17,7 @@ from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 from common.errors import Reason, RequestError
 from router.executor_channels import ExecutorChannels
+from router.frames import FrameError, check_description, check_frame
 from router.streams import End, RequestStream
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,8 @@ class ExecutorLink:
                     await self._serve(executor_pb2_grpc.ExecutorServiceStub(channel))
                 except grpc.aio.AioRpcError as error:
                     log.debug("executor %s: %s %s", self.address, error.code().name, error.details())
+                except FrameError as error:
+                    log.warning("executor %s breaks the protocol: %s", self.address, error)
                 if self.is_up:
                     backoff_s = MIN_BACKOFF_S
                     self._break()
@@ -124,6 +127,7 @@ class ExecutorLink:
 
     async def _serve(self, stub: executor_pb2_grpc.ExecutorServiceStub) -> None:
         description = await stub.Describe(executor_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
+        check_description(description)
         self.description = description
         self._outbox = executor_pb2.ServeRequest()
         self._outbox.hello.router_id = self._router_id
@@ -138,6 +142,7 @@ class ExecutorLink:
             async for response in call:
                 if not self.is_up and not self._come_up():
                     return
+                check_frame(response, description, self._offered.keys(), self._seated.keys())
                 self.receive(response)
         finally:
             writer.cancel()
@@ -206,7 +211,7 @@ class ExecutorLink:
         for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
             stream, attempt = self._seated[slot]
             if _is_current(stream, attempt) and not stream.token(offset, token_id):
-                stream.fail(RequestError(Reason.INTERNAL, f"token {len(stream.output_ids)} is missing"))
+                raise FrameError(f"token {offset} of {stream.request_id} does not follow {len(stream.output_ids)}")
         for slot in step.paused:
             stream, attempt = self._seated[slot]
             if _is_current(stream, attempt):

@@ -21,6 +21,7 @@ from router.admit import AdmittedRequest, admit, choose_seed, deadlines_of, enco
 from router.callers import Caller, Door, authorize, model_of, sees_model
 from router.capacity import add_capacity, described_model, described_variants
 from router.explain import REQUEST_STATE_PROTO, request_standing
+from router.patience import patient
 from router.pools import Pool, Pools
 from router.refusals import RETRY_AFTER_MS, unknown_request
 from router.relay import Relay
@@ -104,7 +105,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             await context.write(inference_pb2.GenerateResponse(event=event))
 
         stream, spec = admitted.stream, admitted.spec
-        relay = Relay(stream, admitted.text, admitted.options, admitted.deadlines, write)
+        within = patient(write, self._settings.write_timeout_s)
+        relay = Relay(stream, admitted.text, admitted.options, admitted.deadlines, within)
         if isinstance(outcome, Queued) and spec.want_queue_events:
             await relay.queued(outcome)
             pool.dispatcher.watch_queue(stream, outcome)

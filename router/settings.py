@@ -96,6 +96,12 @@ class RouterSettings(ProcessSettings):
         description="seconds after which a connection takes no new calls, so that clients spread over routers anew; "
         "calls under way end in their own time; unset: no limit",
     )
+    write_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        le=3600,
+        description="seconds that a client may leave its stream unread; then the call ends, ABORTED",
+    )
     handshake_timeout_s: float = Field(
         20.0, ge=0.1, le=300, description="seconds that a new connection's handshake may take"
     )

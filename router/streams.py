@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 
@@ -63,6 +64,7 @@ class RequestStream:
         self._demand = demand
         # What an executor is told, but for the attempt and the output so far.
         self._submit = submit
+        self._max_tokens = submit.stopping.max_tokens or math.inf
         self._deadline = deadline
         self.output_ids: list[int] = []
         self.placement: Placement | None = None
@@ -151,15 +153,16 @@ class RequestStream:
         """The sequence boarded."""
         if self.clock.boarded is None:
             self.clock.boarded = time.monotonic()
-            self.num_cached_tokens = num_cached_tokens
+            self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
         self._is_paused = False
         self._started = True
         self._changed.set()
 
     def token(self, offset: int, token_id: int) -> bool:
-        """Takes a token. One that is known is dropped; returns False where one is missing before it."""
+        """Takes a token. One that is known is dropped; returns False where one is missing before it, or it is one more
+        than was asked for."""
         expected = len(self.output_ids)
-        if offset > expected:
+        if offset > expected or offset >= self._max_tokens:
             return False
         if offset == expected:
             now = time.monotonic()

@@ -1,0 +1,236 @@
+"""Whatever an executor sends, its router refuses it as a whole or takes it in, and nothing else can come of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inflight.v1 import executor_pb2, types_pb2
+
+from router.dispatch import ledger_report
+from router.frames import FrameError, check_description, check_frame
+from router.links import ExecutorLink
+from router.store.types import Demand, Ending
+from router.streams import RequestStream
+from tests.fuzz.messages import messages_of
+from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
+
+P = "inflight.v1."
+SLOT = st.integers(0, 3)
+HINTS = {
+    f"{P}ServeResponse.generation": st.just(1),
+    f"{P}SequenceAccepted.request_id": st.just("r"),
+    f"{P}SequenceAccepted.attempt": st.just(1),
+    f"{P}SequenceAccepted.slots": st.just([0]),
+    f"{P}SequenceRejected.request_id": st.just("r"),
+    f"{P}SequenceRejected.attempt": st.just(1),
+    f"{P}SequenceStarted.slot": SLOT,
+    f"{P}SequenceFinished.slot": SLOT,
+    f"{P}SequenceFinished.reason": st.integers(0, 8),
+    f"{P}StepFrame.slots": st.lists(st.just(0), max_size=3),
+    f"{P}StepFrame.offsets": st.integers(0, 3).map(lambda n: list(range(n))),
+    f"{P}StepFrame.token_ids": st.lists(st.integers(0, 4), max_size=3),
+    f"{P}StepFrame.paused": st.just([0]),
+    f"{P}Report.total_blocks": st.just(32),
+    f"{P}Report.budget_blocks": st.integers(0, 33),
+    f"{P}Report.budget_sequences": st.integers(0, 5),
+}
+
+DESCRIPTION = executor_pb2.DescribeResponse(
+    executor_id="e0",
+    generation=1,
+    model="m",
+    block_size=4,
+    total_blocks=32,
+    max_num_sequences=4,
+    context_length=64,
+    vocabulary_size=5,
+)
+
+
+async def offered() -> tuple[ScriptedRouter, ExecutorLink, RequestStream]:
+    """A router that has offered request `r` to an executor."""
+    submit = executor_pb2.Submit(request_id="r", prompt_ids=[1] * 10)
+    submit.stopping.max_tokens = 20
+    router, stream = ScriptedRouter("m"), RequestStream(Demand("r", 2, 9), submit, 0.0)
+    link = router.link("e0", "m")
+    link.description.CopyFrom(DESCRIPTION)
+    return router, link, stream
+
+
+def take_in(link: ExecutorLink, response: executor_pb2.ServeResponse) -> None:
+    """What the link does with each response."""
+    check_frame(response, link.description, link._offered.keys(), link._seated.keys())
+    link.receive(response)
+
+
+@settings(max_examples=150)
+@given(frames=st.lists(messages_of(executor_pb2.ServeResponse, HINTS), max_size=4), is_seated=st.booleans())
+async def test_any_frame_is_refused_or_taken_in(frames: list[executor_pb2.ServeResponse], is_seated: bool) -> None:
+    router, link, stream = await offered()
+    bystander_link, bystander = router.link("e1", "m"), new_stream()
+    async with router.running():
+        router.stores["m"].answers.append(placement())
+        await router.pools.find("m").dispatcher.submit(stream)
+        bystander_link._seated[0] = (bystander, 1)
+        bystander.place(placement(executor_id="e1"))
+        try:
+            if is_seated:
+                take_in(link, executor_pb2.ServeResponse(generation=1, accepted=accepts(1).accepted))
+            for frame in frames:
+                known = list(stream.output_ids)
+                take_in(link, frame)
+                assert stream.output_ids[: len(known)] == known
+        except FrameError:
+            link._break()
+            assert not link._seated
+            assert not link._offered
+        await settled()
+        # What was believed can be counted with
+        for ending in router.stores["m"].endings:
+            assert isinstance(ending, Ending)
+            assert 0 <= (ending.computed_tokens or 0) <= 10
+            assert 0 <= (ending.output_tokens or 0) <= 20
+        assert all(0 <= token_id < 5 for token_id in stream.output_ids)
+        assert len(stream.output_ids) <= 20
+        # And the other executor's stream goes on
+        bystander_link.receive(steps(3, 4))
+        assert bystander.output_ids == [3, 4]
+
+
+@settings(max_examples=150)
+@given(messages_of(executor_pb2.Report, HINTS))
+def test_ledger_is_told_only_numbers_that_it_can_count_with(report: executor_pb2.Report) -> None:
+    link = ExecutorLink("e0:1", "router", ScriptedRouter("m").pools)
+    link.description.CopyFrom(DESCRIPTION)
+    try:
+        check_frame(executor_pb2.ServeResponse(generation=1, report=report), DESCRIPTION, (), ())
+    except FrameError:
+        return
+    told = ledger_report(link, report)
+    assert 0 <= told.budget_blocks <= told.total_blocks == 32
+    assert 0 <= told.budget_sequences <= 4
+    assert 0 <= told.reserve_quantile <= 1
+    assert all(0 <= speed < math.inf for speed in (told.step_ms, told.prefill_tokens_per_s))
+    assert all(0 < len(held.request_id) <= 512 and held.blocks <= 32 for held in told.held)
+
+
+def seated(**step: Any) -> executor_pb2.ServeResponse:
+    return executor_pb2.ServeResponse(generation=1, step=executor_pb2.StepFrame(frame=2, **step))
+
+
+def report(**fields: Any) -> executor_pb2.ServeResponse:
+    whole = executor_pb2.Report(seq=2, total_blocks=32, budget_blocks=32, budget_sequences=4)
+    whole.MergeFrom(executor_pb2.Report(**fields))
+    return executor_pb2.ServeResponse(generation=1, report=whole)
+
+
+def held(request_id: str = "x", blocks: int = 1, number: int = 1) -> executor_pb2.ServeResponse:
+    one = executor_pb2.HeldSequence(request_id=request_id, attempt=1, reserved_blocks=blocks)
+    return report(held=[one] * number)
+
+
+def ends(*reasons: int, slot: int = 0) -> executor_pb2.ServeResponse:
+    response = seated()
+    for reason in reasons:
+        response.step.finished.add(slot=slot).reason = reason  # type: ignore[assignment]
+    return response
+
+
+HOSTILE_FRAMES: dict[str, tuple[Callable[[], executor_pb2.ServeResponse], str]] = {
+    "token of an unknown slot": (lambda: seated(slots=[9], offsets=[0], token_ids=[1]), "nobody is in slot 9"),
+    "start of an unknown slot": (
+        lambda: seated(started=[executor_pb2.SequenceStarted(slot=7)]),
+        "nobody is in slot 7",
+    ),
+    "pause of an unknown slot": (lambda: seated(paused=[3]), "nobody is in slot 3"),
+    "end of an unknown slot": (lambda: ends(types_pb2.FINISH_REASON_LENGTH, slot=5), "nobody is in slot 5"),
+    "columns of different lengths": (lambda: seated(slots=[0, 0], offsets=[0], token_ids=[1]), "2 slots, 1 offsets"),
+    "gap in the offsets": (lambda: seated(slots=[0], offsets=[8], token_ids=[1]), "token 8 of r does not follow 0"),
+    "more tokens than were asked for": (
+        lambda: seated(slots=[0] * 21, offsets=range(21), token_ids=[1] * 21),
+        "token 20 of r does not follow 20",
+    ),
+    "token outside the vocabulary": (lambda: seated(slots=[0], offsets=[0], token_ids=[5]), "not below 5"),
+    "end told twice": (lambda: ends(types_pb2.FINISH_REASON_LENGTH, types_pb2.FINISH_REASON_LENGTH), "leaves twice"),
+    "end for no known reason": (lambda: ends(77), "for the reason 77"),
+    "slot given again": (
+        lambda: executor_pb2.ServeResponse(
+            generation=1, accepted=[executor_pb2.SequenceAccepted(request_id="r", attempt=1, slots=[0])]
+        ),
+        "not offered",
+    ),
+    "attachment that nobody asked for": (
+        lambda: executor_pb2.ServeResponse(
+            generation=1, attached=[executor_pb2.SequenceAttached(request_id="r", attempt=1, slots=[1])]
+        ),
+        "not offered",
+    ),
+    "another generation": (lambda: executor_pb2.ServeResponse(generation=2), "its generation is 2"),
+    "more budget than blocks": (lambda: report(budget_blocks=33), "budget_blocks is 33 of 32"),
+    "another size": (lambda: report(total_blocks=2**32 - 1), "in its description 32"),
+    "more seats than it has": (lambda: report(budget_sequences=2**32 - 1), "budget_sequences"),
+    "speed that is no number": (lambda: report(step_ms=math.nan), "step_ms is nan"),
+    "infinite speed": (lambda: report(prefill_tokens_per_s=math.inf), "prefill_tokens_per_s is inf"),
+    "negative time": (lambda: report(device_busy_s=-1.0), "device_busy_s is -1"),
+    "quantile above one": (lambda: report(reserve_quantile=1.5), "reserve_quantile is 1.5"),
+    "quantile that is no number": (lambda: report(reserve_quantile=math.nan), "reserve_quantile is nan"),
+    "report number beyond a double": (lambda: report(seq=2**64 - 1), "seq is"),
+    "held sequence with a NUL in its name": (lambda: held("a\0b"), "held request_id"),
+    "held sequence with no name": (lambda: held(""), "held request_id"),
+    "held sequence larger than the pool": (lambda: held(blocks=33), "33 blocks of 32"),
+    "huge list of held sequences": (lambda: held(number=20_000), "holds 20000"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_FRAMES)
+async def test_frame_that_cannot_be_true_is_refused_with_the_reason(name: str) -> None:
+    make_frame, why = HOSTILE_FRAMES[name]
+    router, link, stream = await offered()
+    async with router.running():
+        router.stores["m"].answers.append(placement())
+        await router.pools.find("m").dispatcher.submit(stream)
+        take_in(link, executor_pb2.ServeResponse(generation=1, accepted=accepts(1).accepted))
+        with pytest.raises(FrameError, match=why):
+            take_in(link, make_frame())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("executor_id", ""),
+        ("executor_id", "a\0b"),
+        ("executor_id", "e" * 600),
+        ("generation", 0),
+        ("generation", 2**64 - 1),
+        ("block_size", 0),
+        ("total_blocks", 0),
+        ("max_num_sequences", 0),
+        ("context_length", 0),
+        ("vocabulary_size", 0),
+    ],
+)
+def test_description_by_which_nothing_can_be_placed_is_refused(field: str, value: str | int) -> None:
+    description = executor_pb2.DescribeResponse()
+    description.CopyFrom(DESCRIPTION)
+    check_description(description)
+    setattr(description, field, value)
+    with pytest.raises(FrameError, match=field):
+        check_description(description)
+
+
+async def test_start_that_claims_more_cached_tokens_than_the_prompt_has_is_no_credit() -> None:
+    router, link, stream = await offered()
+    async with router.running():
+        router.stores["m"].answers.append(placement())
+        await router.pools.find("m").dispatcher.submit(stream)
+        link.receive(accepts(1))
+        link.receive(steps(1, cached=2**32 - 1, end=types_pb2.FINISH_REASON_LENGTH))
+        await settled()
+        (ending,) = router.stores["m"].endings
+        assert isinstance(ending, Ending)
+        assert ending.computed_tokens == 0

@@ -178,6 +178,21 @@ def open_stream(
     return RequestStream(demand, submit, arrived, deadlines.total, prior_ids, reading)
 
 
+def restore(
+    submit: executor_pb2.Submit,
+    context: resume_pb2.RouterContext,
+    limits: TenantLimits,
+    pool: Pool,
+    tokens: ResumeTokens,
+) -> RequestStream:
+    """The stream of a request that another router admitted, as its executor was told of it. Its deadline counts from
+    now; that of its first token is no more."""
+    now = time.monotonic()
+    total = now + submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None
+    arrived = now - max(0.0, time.time() - context.arrived_unix_ms / 1000)
+    return open_stream(submit, context, limits, Deadlines(None, total), arrived, pool, tokens)
+
+
 def _context(fitted: FittedRequest, names: Names, model: str, arrived: float) -> resume_pb2.RouterContext:
     spec = fitted.spec
     context = resume_pb2.RouterContext(
@@ -202,9 +217,7 @@ def _ttl_s(context: resume_pb2.RouterContext) -> float | None:
 
 
 def _new_text(text: TextModel, context: resume_pb2.RouterContext, min_tokens: int) -> OutputText:
-    return OutputText(
-        text.detokenizer(), stops=context.stop, include_stop=context.include_stop, min_tokens=min_tokens
-    )
+    return OutputText(text.detokenizer(), stops=context.stop, include_stop=context.include_stop, min_tokens=min_tokens)
 
 
 def _prior_output(fitted: FittedRequest) -> tuple[tuple[int, ...], End | None]:

@@ -39,11 +39,14 @@ class Adopter:
         self._ledger = ledger
         self._placer = placer
 
-    async def resume(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream:
-        """The stream of a request of which only the id is known. Raises `RequestError`."""
-        outcome = await self._store.adopt(ledger_id)
+    async def resume(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream | RequestError:
+        """The stream of a request of which only the id is known, or why there is none."""
+        try:
+            outcome = await self._store.adopt(ledger_id)
+        except RequestError as error:
+            return error
         if not isinstance(outcome, Adopted):
-            raise output_lost("no executor holds the request")
+            return output_lost("no executor holds the request")
         opened: list[RequestStream] = []
 
         def on_attached(attached: executor_pb2.SequenceAttached) -> RequestStream:
@@ -60,7 +63,7 @@ class Adopter:
         if answer is NotAttached.NOT_HELD and not outcome.ended:
             # Nobody has its prompt any more: its place is free.
             self._ledger.settle(Ending(ledger_id, outcome.placement.attempt, cancelled=True))
-        raise output_lost("its executor does not hold the request any more, or cannot be reached")
+        return output_lost("its executor does not hold the request any more, or cannot be reached")
 
     async def attach(self, stream: RequestStream, adopted: Adopted) -> RequestError | None:
         """Goes on with a request whose repeat this router has. Returns why that cannot be."""

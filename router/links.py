@@ -250,13 +250,11 @@ class ExecutorLink:
 
     def _reject(self, rejected: executor_pb2.SequenceRejected) -> None:
         key = (rejected.request_id, rejected.attempt)
-        if rejected.reason == executor_pb2.REJECT_REASON_NOT_HELD:
-            on_answer = self._attaching.pop(key, None)
-            if on_answer is not None:
-                on_answer(NotAttached.NOT_HELD)
-            return
+        on_answer = self._attaching.pop(key, None)
         stream = self._offered.pop(key, None)
-        if stream is not None:
+        if on_answer is not None:
+            on_answer(NotAttached.NOT_HELD)
+        elif stream is not None:
             self._observer.on_rejected(self, stream, rejected)
 
     def _attach(self, attached: executor_pb2.SequenceAttached) -> None:

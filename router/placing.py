@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 from inflight.v1 import types_pb2
 
@@ -67,6 +67,7 @@ class Placer:
         store: AdmissionStore,
         ledger: LedgerWriter,
         spawn: Spawn,
+        attach: AttachTo,
         on_forgotten: Callable[[RequestStream], None],
         max_attempts: int,
         no_executor_grace_s: float,
@@ -76,6 +77,7 @@ class Placer:
         self._store = store
         self._ledger = ledger
         self._spawn = spawn
+        self._attach = attach
         self._on_forgotten = on_forgotten
         self._max_attempts = max_attempts
         self._no_executor_grace_s = no_executor_grace_s
@@ -138,8 +140,8 @@ class Placer:
             give_up = max(give_up, stream.deadline)
         while True:
             outcome = await self.submit(stream, is_served=True)
-            if isinstance(outcome, Adopted):
-                outcome = await self.attach(stream, outcome)
+            refused = await self._attach(stream, outcome) if isinstance(outcome, Adopted) else None
+            outcome = refused or outcome
             if not isinstance(outcome, RequestError):
                 return
             if outcome.reason is Reason.DUPLICATE_REQUEST_ID and stream.attempt:
@@ -261,7 +263,7 @@ class Placer:
         if stream.placement is None:
             self._spawn(self.withdraw(stream))
         elif stream.end is not None:
-            self._cancel_on_link(stream.placement, types_pb2.FinishReason.ValueType(stream.end.reason))
+            self._cancel_on_link(stream.placement, cast(types_pb2.FinishReason, stream.end.reason))
         else:
             self.cancel_on_link(stream.placement)
 

@@ -36,7 +36,9 @@ def taken_over() -> RequestError:
 def output_lost(text: str) -> RequestError:
     """A stream cannot be resumed; whoever has its output can bring it along."""
     return RequestError(
-        Reason.OUTPUT_LOST, f"{text}; a Generate with prior_output goes on from what you have", context={"resumable": "false"}
+        Reason.OUTPUT_LOST,
+        f"{text}; a Generate with prior_output goes on from what you have",
+        context={"resumable": "false"},
     )
 
 

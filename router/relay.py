@@ -37,7 +37,7 @@ class Relay:
         # Bytes of the text that the client has; None: not known before all its tokens have been through the text.
         self._num_bytes_known = place.text_bytes if place.offset else place.text_bytes or 0
         self._num_text_bytes = 0
-        self._reader = stream.reader
+        self.reader = stream.reader
         self._seq = 0
         self._has_told_queued = False
         self._has_told_accepted = False
@@ -51,8 +51,8 @@ class Relay:
         clock = self._stream.clock
         first_token_ms = "-" if clock.first_token is None else f"{(clock.first_token - clock.arrived) * 1000:.0f} ms"
         return (
-            f"ended {self._end_name}: {self._reading.accepted.prompt_tokens} prompt tokens, {self._text.num_tokens} output "
-            f"tokens, first token after {first_token_ms}"
+            f"ended {self._end_name}: {self._reading.accepted.prompt_tokens} prompt tokens, {self._text.num_tokens} "
+            f"output tokens, first token after {first_token_ms}"
         )
 
     async def queued(self, queued: Queued) -> None:
@@ -94,9 +94,9 @@ class Relay:
         has_first_token = stream.clock.first_token is not None or stream.has_unknown_past
         deadline = None if stream.has_ended else self._reading.deadlines.next(has_first_token)
         if deadline is None:
-            return await stream.next(self._reader)
+            return await stream.next(self.reader)
         try:
-            return await asyncio.wait_for(stream.next(self._reader), max(0.0, deadline - time.monotonic()))
+            return await asyncio.wait_for(stream.next(self.reader), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             return None
 

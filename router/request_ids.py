@@ -1,7 +1,7 @@
 """What requests are called: by their clients, and in the ledger, which all tenants share.
 
-A ledger id is `tenant/request_id`, and the request's id alone for the default tenant; a request's id has no "/". With an
-idempotency key the id follows from tenant and key, so that every router finds the same request.
+A ledger id is `tenant/request_id`, and the request's id alone for the default tenant; a request's id has no "/". With
+an idempotency key the id follows from tenant and key, so that every router finds the same request.
 """
 
 from __future__ import annotations

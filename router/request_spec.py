@@ -101,8 +101,8 @@ class OutputFlags:
 class GenerateSpec:
     """A request that is sound in itself. `request_id`, `model` and `tenant` None are the router's to choose.
 
-    `priority` is a `PriorityClass` of the protocol, never unspecified. Deadlines count from arrival. `resume_ttl_s` None
-    was not asked for. `prior_ids` are output that the client has, and `place` is how far it has read them.
+    `priority` is a `PriorityClass` of the protocol, never unspecified. Deadlines count from arrival. `resume_ttl_s`
+    None was not asked for. `prior_ids` are output that the client has, and `place` is how far it has read them.
     """
 
     request_id: str | None

@@ -7,6 +7,7 @@ them, so a wrong token anywhere shows. A `Brake` holds an executor's device, so 
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -37,11 +38,12 @@ from executor.submission import SubmissionLimits
 from router.admission_file import AdmissionFile
 from router.callers import OpenDoor
 from router.dispatch import Dispatcher
-from router.main import store_settings_of
+from router.main import resume_tokens, store_settings_of
 from router.pools import Pool, Pools
 from router.service import InferenceService
 from router.settings import RouterSettings
 from router.store.connection import connect
+from router.store.secret import learn_secret
 from router.store.store import AdmissionStore
 from router.text.tokenizer import TextModel
 from tests.fake_device import VOCABULARY_SIZE, FakeDevice
@@ -233,18 +235,25 @@ async def run_router(
     admission = AdmissionFile.open(settings.admission_file, frozenset({model}))
     redis = connect(redis_url, store_settings)
 
+    tokens = resume_tokens(settings, functools.partial(learn_secret, redis, store_settings))
+
     def open_store(on_event: Callable[..., None]) -> AdmissionStore:
         return AdmissionStore(redis, model, name, store_settings, on_event)
 
     dispatcher = Dispatcher(
-        open_store, settings.max_attempts, settings.no_executor_grace_s, settings.queue_event_interval_s
+        open_store,
+        settings.max_attempts,
+        settings.no_executor_grace_s,
+        settings.queue_event_interval_s,
+        settings.resume_ttl_s,
+        tokens.check_again,
     )
     pools = Pools([Pool(model, TextModel(tiny_tokenizer()), dispatcher)], name, lambda: admission.rules.variants)
     server = GrpcServer(["inflight.v1.InferenceService"])
-    service = InferenceService(pools, settings, admission, OpenDoor())
+    service = InferenceService(pools, settings, admission, OpenDoor(), tokens)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start("127.0.0.1:0")
-    work = asyncio.create_task(pools.run(addresses, 0.1))
+    work = asyncio.gather(pools.run(addresses, 0.1), tokens.run())
     async with grpc.aio.insecure_channel(address) as channel:
         try:
             yield RunningRouter(address, inference_pb2_grpc.InferenceServiceStub(channel), pools, server)

@@ -158,9 +158,11 @@ class RequestStream:
     @property
     def was_cancelled(self) -> bool:
         """Whether it ended by its client or for want of one."""
+        if self.has_matched_stop:
+            return False
         if self._end is not None:
             return self._end.reason == types_pb2.FINISH_REASON_CANCELLED
-        return self.is_cancelled or (self.is_abandoned and not self.has_matched_stop)
+        return self.is_cancelled or self.is_abandoned
 
     @property
     def num_bytes(self) -> int:

@@ -42,6 +42,7 @@ from router.callers import OpenDoor
 from router.dispatch import Dispatcher
 from router.main import resume_tokens, store_settings_of
 from router.pools import Pool, Pools
+from router.resume_secret import ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
 from router.store.connection import connect
@@ -156,6 +157,15 @@ class RunningRouter:
     stub: inference_pb2_grpc.InferenceServiceStub
     pools: Pools
     server: GrpcServer
+    service: InferenceService
+    tokens: ResumeTokens
+    work: asyncio.Future[object]
+
+    async def kill(self) -> None:
+        """Ends it as a crash looks to others: nothing is told to the ledger or to executors any more."""
+        self.work.cancel()
+        await asyncio.wait([self.work])
+        await self.server.grpc.stop(None)
 
 
 @dataclass(slots=True)
@@ -265,7 +275,9 @@ async def run_router(
     work = asyncio.gather(pools.run(addresses, 0.1), tokens.run())
     async with grpc.aio.insecure_channel(address) as channel:
         try:
-            yield RunningRouter(address, inference_pb2_grpc.InferenceServiceStub(channel), pools, server)
+            yield RunningRouter(
+                address, inference_pb2_grpc.InferenceServiceStub(channel), pools, server, service, tokens, work
+            )
         finally:
             await server.grpc.stop(None)
             work.cancel()
@@ -305,6 +317,7 @@ async def run_cluster(
 async def until_ready(router: RunningRouter, num_executors: int) -> None:
     """Waits until the router has links to so many executors and the ledger knows them."""
     async with asyncio.timeout(20):
+        await router.tokens.known()
         while True:
             response = await router.stub.GetCapacity(inference_pb2.GetCapacityRequest())
             if sum(executor.accepting for executor in response.executors) == num_executors:

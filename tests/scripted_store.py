@@ -150,15 +150,15 @@ class ScriptedRouter:
                 await work
 
 
-def placement(attempt: int = 1, executor_id: str = "e0", blocks: int = 0) -> Placement:
-    """Of request `r`."""
-    return Placement("r", attempt, executor_id, 1, blocks=blocks)
+def placement(attempt: int = 1, executor_id: str = "e0", blocks: int = 0, request_id: str = "r") -> Placement:
+    """Of request `r`, unless another is named."""
+    return Placement(request_id, attempt, executor_id, 1, blocks=blocks)
 
 
-def accepts(attempt: int, slot: int = 0) -> executor_pb2.ServeResponse:
-    """The executor takes request `r`."""
+def accepts(attempt: int, slot: int = 0, request_id: str = "r") -> executor_pb2.ServeResponse:
+    """The executor takes request `r`, unless another is named."""
     response = executor_pb2.ServeResponse()
-    response.accepted.add(request_id="r", attempt=attempt, slots=[slot])
+    response.accepted.add(request_id=request_id, attempt=attempt, slots=[slot])
     return response
 
 

@@ -272,7 +272,8 @@ async def test_ending_says_what_was_used_and_whether_its_length_means_something(
         stream.is_cancelled = end == types_pb2.FINISH_REASON_CANCELLED
         link.receive(steps(end=end))
         await settled()
-        assert router.stores["m"].endings == [Ending("r", 1, 2, 2, by_itself=by_itself)]
+        is_cancelled = end == types_pb2.FINISH_REASON_CANCELLED and not matched
+        assert router.stores["m"].endings == [Ending("r", 1, 2, 2, by_itself=by_itself, cancelled=is_cancelled)]
 
 
 async def test_cancel_of_an_unknown_request_finds_nothing() -> None:

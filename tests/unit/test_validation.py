@@ -294,7 +294,7 @@ def test_value_that_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:
         ({"n": 2}, "n"),
         ({"best_of": 2}, "best_of"),
         ({"constraint": {"json_schema": ""}}, "constraint.json_schema"),
-        ({"resume_ttl": {}}, "resume_ttl"),
+        ({"adapter_id": "x"}, "adapter_id"),
     ],
 )
 def test_function_that_is_not_built_is_refused(fields: dict[str, Any], field: str) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc.aio
 from inflight.v1 import (
@@ -161,7 +162,7 @@ class RunningRouter:
     server: GrpcServer
     service: InferenceService
     tokens: ResumeTokens
-    work: asyncio.Future[object]
+    work: asyncio.Future[Any]
 
     async def kill(self) -> None:
         """Ends it as a crash looks to others: nothing is told to the ledger or to executors any more."""

@@ -6,11 +6,11 @@ has its seat, so a router that goes away or has no executor yet is retried unsee
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import socket
 from collections.abc import Sequence
 
+from common.addresses import is_loopback
 from common.server import channel_options
 
 # For calls that are answered from what a router has at hand. `Generate` has no deadline but the caller's.
@@ -43,7 +43,7 @@ def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, 
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
-    if all(_is_loopback(target) for target in targets):
+    if all(is_loopback(target.removeprefix("dns:///")) for target in targets):
         options.append(("grpc.enable_http_proxy", 0))
     return options
 
@@ -84,13 +84,3 @@ def _split(target: str) -> tuple[str, int]:
     if not host or not port.isdigit():
         raise ValueError(f"not an address host:port: {target!r}")
     return host.strip("[]"), int(port)
-
-
-def _is_loopback(target: str) -> bool:
-    host = target.removeprefix("dns:///").rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

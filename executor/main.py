@@ -23,9 +23,11 @@ from common.logs import start_logging
 from common.machine import num_available_memory_bytes, num_usable_cores
 from common.model_source import ModelSource, resolve_model
 from common.process import EXIT_FAILED, run_process
-from common.server import GrpcServer, Signals, check_listen
+from common.server import MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
+from common.tls import TlsFiles
 from executor.blocks import BlockPool
+from executor.door import RouterNames, open_door
 from executor.engine import Engine
 from executor.engine_output import EngineOutput
 from executor.garbage import GarbageCollection
@@ -78,8 +80,11 @@ def _run_with_settings(argv: SequenceOf[str]) -> int:
     start_logging("executor", settings.log_level)
     for line in describe(settings):
         log.info("setting %s", line)
+    tls = open_door(settings)
     check_listen(settings.listen)
-    return asyncio.run(run(settings, load_model(settings)))
+    if settings.health_listen:
+        check_listen(settings.health_listen)
+    return asyncio.run(run(settings, load_model(settings), tls))
 
 
 def load_model(settings: ExecutorSettings) -> Loaded:
@@ -190,20 +195,24 @@ class Parts:
     failed: asyncio.Event
 
 
-async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
+async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) -> int:
     """start → serve → drain → stop."""
     signals = Signals(asyncio.get_running_loop())
     garbage = GarbageCollection()
-    parts = build(settings, loaded, garbage)
+    parts = build(settings, loaded, tls, garbage)
     address = await parts.server.start(settings.listen)
+    if settings.health_listen:
+        await parts.server.start_health(settings.health_listen)
     garbage.start()
     parts.engine.start()
     # They go on while it drains, and end only by failing.
-    work = (
+    work = [
         asyncio.create_task(parts.service.run(), name="reports"),
         asyncio.create_task(_watch(parts, signals, settings.watchdog_s), name="watchdog"),
         asyncio.create_task(parts.failed.wait(), name="failure"),
-    )
+    ]
+    if tls is not None:
+        work.append(asyncio.create_task(tls.follow(), name="certificates"))
     await parts.server.set_serving(True)
     log.info("serving on %s", address)
 
@@ -211,6 +220,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
     await parts.server.set_serving(False)
     has_failed = has_failed or await _until(parts.service.drain(settings.drain_timeout_s), work)
     if not has_failed:
+        # After a failure the streams just break: a request that kills engines must not pass for one handed back.
         parts.service.hand_back()
         await parts.service.close(CLOSE_TIMEOUT_S)
     for end in work:
@@ -219,7 +229,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
     return await _stop_engine(parts, EXIT_FAILED if has_failed else 0)
 
 
-def build(settings: ExecutorSettings, loaded: Loaded, garbage: GarbageCollection) -> Parts:
+def build(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garbage: GarbageCollection) -> Parts:
     """Everything, connected. The engine's thread publishes to the event loop."""
     loop, failed = asyncio.get_running_loop(), asyncio.Event()
 
@@ -248,7 +258,7 @@ def build(settings: ExecutorSettings, loaded: Loaded, garbage: GarbageCollection
     )
     keeping = Keeping(settings.orphan_grace_s, settings.retain_ended_s)
     service = ExecutorService(identity(settings, loaded), engine, keeping)
-    server = GrpcServer([SERVICE_NAME])
+    server = _server(settings, tls)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     return Parts(engine, runner, service, server, failed)
 
@@ -282,6 +292,12 @@ async def _stop_engine(parts: Parts, exit_code: int) -> int:
         parts.runner.close()
     log.info("stopped")
     return exit_code
+
+
+def _server(settings: ExecutorSettings, tls: TlsFiles | None) -> GrpcServer:
+    limits = ConnectionLimits(max_receive_bytes=MAX_LINK_BYTES)
+    check_peer = None if tls is None else RouterNames(settings.router_names).check
+    return GrpcServer([SERVICE_NAME], limits=limits, tls=tls, check_peer=check_peer)
 
 
 def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:

@@ -21,9 +21,12 @@ from common.model_source import ModelSource, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
 from common.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
+from common.tls import TlsFiles
 from router.admission_file import AdmissionFile
 from router.callers import OpenDoor
+from router.client_port import connection_limits_of, open_tls
 from router.dispatch import Dispatcher
+from router.executor_channels import ExecutorChannels
 from router.pools import Pool, Pools
 from router.resume_secret import Learn, ResumeTokens
 from router.service import InferenceService
@@ -54,6 +57,8 @@ def _run_with_settings(argv: Sequence[str]) -> int:
     for line in describe(settings):
         log.info("setting %s", line)
     check_listen(settings.listen)
+    if settings.health_listen:
+        check_listen(settings.health_listen)
     return asyncio.run(run(settings, load_texts(settings)))
 
 
@@ -78,6 +83,7 @@ def _source(entry: str) -> ModelSource:
 async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     """start → serve → drain → stop."""
     admission = AdmissionFile.open(settings.admission_file, frozenset(texts))
+    tls, channels = open_tls(settings), ExecutorChannels.of(settings)
     signals = Signals(asyncio.get_running_loop())
     router_id = settings.router_id or _default_router_id(settings.listen)
     store_settings = store_settings_of(settings)
@@ -88,13 +94,15 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
 
     tokens = resume_tokens(settings, functools.partial(learn_secret, redis, store_settings))
     models = [_pool(name, text, open_store, settings, tokens) for name, text in texts.items()]
-    pools = Pools(models, router_id, lambda: admission.rules.variants)
+    pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
     service = InferenceService(pools, settings, admission, OpenDoor(), tokens)
-    server = GrpcServer([SERVICE_NAME])
+    server = GrpcServer([SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)
+    if settings.health_listen:
+        await server.start_health(settings.health_listen)
     gc.freeze()
-    work = asyncio.create_task(_work(pools, admission, tokens, settings), name="work")
+    work = asyncio.create_task(_work(pools, admission, tokens, (tls, channels.tls), settings), name="work")
     readiness = asyncio.create_task(_follow_readiness(pools, server), name="readiness")
     log.info("router %s serves %s on %s", router_id, ", ".join(sorted(texts)), address)
 
@@ -136,12 +144,21 @@ def resume_tokens(settings: RouterSettings, learn: Learn) -> ResumeTokens:
     return ResumeTokens(None if secret is None else secret.get_secret_value().encode(), learn)
 
 
-async def _work(pools: Pools, admission: AdmissionFile, tokens: ResumeTokens, settings: RouterSettings) -> None:
+async def _work(
+    pools: Pools,
+    admission: AdmissionFile,
+    tokens: ResumeTokens,
+    certificates: Sequence[TlsFiles | None],
+    settings: RouterSettings,
+) -> None:
     """What goes on beside the clients' calls."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(pools.run(settings.executors, settings.resolve_interval_s), name="pools")
         tasks.create_task(admission.follow(), name="admission file")
         tasks.create_task(tokens.run(), name="resume secret")
+        for files in certificates:
+            if files is not None:
+                tasks.create_task(files.follow(), name="certificates")
 
 
 def _pool(name: str, text: TextModel, open_store: OpenStore, settings: RouterSettings, tokens: ResumeTokens) -> Pool:

@@ -38,6 +38,7 @@ COMMANDS = (
     Command("explain", "say where a request stands and what it waits for", "client.cli.explain:main"),
     Command("models", "list the models that can be asked for", "client.cli.models:main"),
     Command("doctor", "say what this machine has and what would run on it", "client.cli.doctor:main"),
+    Command("certs", "make certificates for trying TLS", "client.cli.certs:main"),
     Command("router", "run a router", "router.main:main"),
     Command("executor", "run an executor", "executor.entry:main"),
     Command("bench", "measure throughput and latency", "bench.main:main"),

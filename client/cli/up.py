@@ -52,6 +52,7 @@ def stack_options(flags: argparse.Namespace) -> StackOptions:
             port=flags.port,
             redis_url=flags.redis_url,
             run_dir=resolve_run_dir(flags),
+            tls=flags.tls,
         )
     except ValueError as error:
         raise CommandError(str(error), EXIT_USAGE) from None
@@ -82,11 +83,17 @@ async def _up(options: StackOptions) -> int:
 def _greet(console: Console, stack: LocalStack) -> None:
     lines = [
         f"Ready: {', '.join(stack.router_addresses)}",
-        '  inflight generate "Name three fruits."',
-        "  inflight status --watch",
+        *_calls(stack.options),
         f"Ctrl-C ends it. Logs are in {stack.options.run_dir}.",
     ]
     console.print("\n".join(lines))
+
+
+def _calls(options: StackOptions) -> tuple[str, ...]:
+    """What to type next."""
+    if options.certificates is not None:
+        return (f"Clients trust {options.certificates.ca_file}.",)
+    return ('  inflight generate "Name three fruits."', "  inflight status --watch")
 
 
 async def _supervise(stack: LocalStack) -> int:
@@ -113,6 +120,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--port", type=int, metavar="PORT", help="port of the first router; default: a free one")
     parser.add_argument("--redis-url", metavar="URL", help="use this Redis instead of a private one")
+    parser.add_argument(
+        "--tls",
+        action="store_true",
+        help="reach routers by TLS, and executors by mutual TLS, with certificates made in the run folder",
+    )
     add_run_dir_flag(parser)
     group = parser.add_argument_group("executors")
     for flag, text in EXECUTOR_FLAGS.items():

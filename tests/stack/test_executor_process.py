@@ -23,6 +23,7 @@ from tests.tiny_models import save_model, sizes
 # So long that no sequence of a test reaches it.
 CONTEXT_LENGTH = 100_000
 ARGUMENTS = (
+    "--insecure",
     *("--device", "cpu"),
     *("--dtype", "float32"),
     *("--attention-backend", "reference"),
@@ -48,7 +49,17 @@ def free_address() -> str:
 async def executor_process(model: Path, folder: Path, *arguments: str) -> AsyncIterator[ChildProcess]:
     """A process that serves."""
     address = free_address()
-    command = [sys.executable, "-m", "client.cli.main", "executor", "--listen", address, "--model", str(model)]
+    command = [
+        sys.executable,
+        "-m",
+        "client.cli.main",
+        "executor",
+        "--insecure",
+        "--listen",
+        address,
+        "--model",
+        str(model),
+    ]
     child = await ChildProcess.start(
         "executor", "executor", address, [*command, *ARGUMENTS, *arguments], folder / "executor.log", {}
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inflight.v1 import executor_pb2
 
-from executor.ended import RECORD_BYTES, Ended, EndedSequences, Placed, output_array
+from executor.ended import OUTPUT_TOKEN_BYTES, RECORD_BYTES, Ended, EndedSequences, Placed, output_array
 from executor.sequence import FinishReason
 
 
@@ -40,7 +40,7 @@ def test_oldest_go_when_they_take_too_much() -> None:
     ended = EndedSequences(60, max_bytes=3 * RECORD_BYTES)
     for request_id in "abc":
         ended.keep(make_ended(request_id))
-    ended.keep(make_ended("large", num_tokens=RECORD_BYTES // 4))
+    ended.keep(make_ended("large", num_tokens=RECORD_BYTES // OUTPUT_TOKEN_BYTES))
     assert [ended.find(request_id) is not None for request_id in "abc"] == [False, False, True]
     ended.keep(make_ended("too large", num_tokens=RECORD_BYTES))
     assert (len(ended), ended.num_bytes) == (0, 0)
@@ -69,3 +69,9 @@ def test_deadline_counts_from_the_moment_of_attaching() -> None:
     assert placed.attached(101.5, started=True, cached_tokens=0).submit.deadline_ms == 3500
     assert placed.attached(200.0, started=True, cached_tokens=0).submit.deadline_ms == 0
     assert placed.submit.deadline_ms == 5000
+
+
+def test_deadline_without_end_is_one_that_fits_the_wire() -> None:
+    longest_ms = 2**64 - 1
+    placed = Placed(executor_pb2.Submit(request_id="a", attempt=1, deadline_ms=longest_ms), longest_ms / 1000)
+    assert placed.attached(0.0, started=True, cached_tokens=0).submit.deadline_ms == longest_ms

@@ -1,0 +1,99 @@
+"""How an executor's process ends when something fails that it cannot do without; its device is a hash."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any, cast
+
+import pytest
+from inflight.v1 import executor_pb2
+
+from common.process import EXIT_FAILED
+from executor import main
+from executor.launch import PendingStep
+from executor.main import Loaded, run
+from executor.sequence import StepPlan
+from executor.service import ExecutorService, Identity
+from executor.settings import ExecutorSettings
+from executor.submission import SubmissionLimits
+from tests.fake_device import VOCABULARY_SIZE, RunStep
+from tests.router_stream import make_submit, router_stream
+from tests.scheduling import LIMITS
+
+NUM_BLOCKS = 32
+LENGTH = 40
+
+
+class NoCollection:
+    """In place of what takes over the garbage collection of the whole process."""
+
+    def start(self) -> None:
+        """Nothing is frozen."""
+
+    def after_step(self) -> None:
+        """Nothing is collected."""
+
+    def when_idle(self) -> None:
+        """Nothing is collected."""
+
+
+class ForgetfulDevice:
+    """Returns no tokens from a step on, which the scheduler takes for a bug of ours."""
+
+    def __init__(self, num_good_steps: int) -> None:
+        self._num_good_steps = num_good_steps
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See `StepRunner`."""
+        self._num_good_steps -= 1
+        return RunStep((3,) * sum(plan.samples) if self._num_good_steps >= 0 else ())
+
+    def close(self) -> None:
+        """See `StepRunner`."""
+
+
+def start_process(monkeypatch: pytest.MonkeyPatch, device: ForgetfulDevice) -> tuple[str, asyncio.Task[int]]:
+    """The body of an executor's process without a model; returns where it listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    identity = Identity(
+        executor_pb2.DescribeResponse(generation=1),
+        SubmissionLimits(LIMITS.context_length, VOCABULARY_SIZE, frozenset()),
+    )
+    monkeypatch.setattr(main, "GarbageCollection", NoCollection)
+    monkeypatch.setattr(main, "start_runner", lambda settings, loaded: device)
+    monkeypatch.setattr(main, "identity", lambda settings, loaded: identity)
+    settings = ExecutorSettings(listen=address, tokens_per_block=16)
+    loaded = Loaded(cast("Any", None), cast("Any", None), NUM_BLOCKS, LIMITS)
+    return address, asyncio.create_task(run(settings, loaded, None))
+
+
+async def test_process_ends_with_1_when_its_engine_dies_and_hands_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    address, process = start_process(monkeypatch, ForgetfulDevice(num_good_steps=3))
+    async with router_stream(address) as router:
+        router.send(submits=[make_submit("a", [1], LENGTH)])
+        assert await asyncio.wait_for(process, 20) == EXIT_FAILED
+        await router.until(lambda: router.is_over)
+    (slot,) = router.of("a")
+    assert slot.end is None
+
+
+async def test_process_ends_with_1_when_a_steps_output_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(self: ExecutorService, output: object) -> None:
+        raise MemoryError
+
+    address, process = start_process(monkeypatch, ForgetfulDevice(num_good_steps=100))
+    async with router_stream(address) as router:
+        monkeypatch.setattr(ExecutorService, "on_output", no_memory)
+        router.send(submits=[make_submit("a", [1], LENGTH)])
+        assert await asyncio.wait_for(process, 20) == EXIT_FAILED
+
+
+async def test_process_ends_with_1_when_its_reports_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    address, process = start_process(monkeypatch, ForgetfulDevice(num_good_steps=100))
+    async with router_stream(address) as router:
+        monkeypatch.setattr("executor.service.report_of", None)
+        router.send(submits=[make_submit("a", [1], LENGTH)])
+        assert await asyncio.wait_for(process, 20) == EXIT_FAILED

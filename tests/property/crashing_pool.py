@@ -279,7 +279,8 @@ class SimpleRouter:
             one = Attempt(served.demand.request_id, served.attempt)
             executor = self.executors[served.placement.executor_id]
             if executor.streams.get(one.request_id, self.router_id) != self.router_id:
-                return  # another has adopted it, which this router will be told
+                self._give_away(one.request_id)  # as the executor says; the ledger's word for it can be lost
+                return
             executor.drop(one, self.router_id)
             self._end(one.request_id)
             ending = Ending(one.request_id, one.attempt, 1, 1, by_itself=True, cancelled=rng.random() < 0.2)

@@ -61,13 +61,23 @@ def _placed(pool: Pool) -> dict[str, Request]:
 
 
 def _next_in_line(pool: Pool, passed: list[str]) -> str | None:
-    """By class, then by what its tenant was served, then by its place in the tenant's line."""
+    """For whom room is kept; else by class, by what its tenant was served, by its place in the tenant's line."""
+    for name in pool.claims:
+        if _has_what_is_kept(pool, name):
+            return name
     for class_ in (1, 2, 3):
         for _, tenant in sorted((counter, tenant) for tenant, counter in pool.active(class_).items()):
             for name in pool.line(tenant, class_):
                 if name not in passed:
                     return name
     return None
+
+
+def _has_what_is_kept(pool: Pool, name: str) -> bool:
+    request = pool.requests[name]
+    tenant, executor_id = request.demand.tenant, request.claim or ""
+    may_run = pool.running(tenant) < pool.tenants[tenant].max_running
+    return may_run and pool.takes_work(executor_id) and pool.has_room(executor_id, request)
 
 
 def _deal(pool: Pool, name: str, passed: list[str], caller_id: str) -> Dealt:

@@ -226,3 +226,20 @@ async def test_who_asked_and_was_dropped_asks_no_more(store_pool: StorePool) -> 
     await a.store.report(store_pool.next_report(sequences=1))
 
     assert await a.told() == [Dropped("urgent", DropReason.EXPIRED)]
+
+
+async def test_those_that_come_back_to_the_line_do_not_hold_up_whom_room_is_kept_for(store_pool: StorePool) -> None:
+    """They stand ahead of it, and there is no executor but the one that is kept."""
+    a = store_pool.router("a", NOBODY_PASSES)
+    await a.store.report(store_pool.next_report())
+    for number in range(5):
+        await a.place(f"r{number}", 2, priority_class=1)
+    await a.queue(Demand("large", 1, blocks=9))
+    await a.store.report(store_pool.next_report())
+    for number in range(5):
+        await a.store.hand_back(f"r{number}", 1, max_attempts=2, rejected=True)
+    await a.store.report(store_pool.next_report())
+
+    assert await a.placed() == ["large"]
+    await a.store.settle([Attempt("large", 1)])
+    assert len(await a.placed()) == 5

@@ -2,7 +2,8 @@
 --
 -- Order: class, then the active tenant with the smallest counter, then deadline and arrival. One that does not fit may
 -- be passed by up to MAX_PASSED others that do, `max_bypass` times in all; then an executor is kept for it (`claim`), or,
--- where none can be, the line holds.
+-- where none can be, the line holds. For whom an executor is kept that has room goes before all: those that came back to
+-- the line ahead of it might hold that, with nowhere else to go.
 local MAX_PASSED = 4
 local MAX_AGED = 16         -- requests moved up a class by one call
 local MAX_VICTIMS = 8       -- placements looked at to find room for a higher class
@@ -46,9 +47,24 @@ local function drop_entry(class, name, member)
   save_tenant(name, tenant)
 end
 
+-- The first for whom an executor is kept that has room by now.
+local function next_kept()
+  for _, claim in ipairs(claims) do
+    local request, executor = load_request(claim.id), load_executor(claim.executor_id)
+    if request and load_tenant(request.tenant).active and takes_work(executor) and room_for(request, executor) then
+      return claim.id, request
+    end
+  end
+  return nil
+end
+
 -- The first in fair order that is not among the passed.
 local function next_in_line(passed)
   list_tenants()
+  local kept_id, kept = next_kept()
+  if kept_id then
+    return kept_id, kept
+  end
   for class = 1, NUM_CLASSES do
     for _, name in ipairs(redis.call('ZRANGE', KEYS[ACTIVE + class], '0', #passed)) do
       local first, last = line_of(name)

@@ -12,7 +12,6 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc.aio
 from inflight.v1 import (
@@ -162,7 +161,7 @@ class RunningRouter:
     server: GrpcServer
     service: InferenceService
     tokens: ResumeTokens
-    work: asyncio.Future[Any]
+    work: asyncio.Task[None]
 
     async def kill(self) -> None:
         """Ends it as a crash looks to others: nothing is told to the ledger or to executors any more."""
@@ -260,6 +259,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+async def _work(pools: Pools, tokens: ResumeTokens, addresses: list[str]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(pools.run(addresses, 0.1))
+        tasks.create_task(tokens.run())
+
+
 @asynccontextmanager
 async def run_router(
     name: str, model: str, redis_url: str, addresses: list[str], settings: RouterSettings | None = None
@@ -288,7 +293,7 @@ async def run_router(
     service = InferenceService(pools, settings, admission, OpenDoor(), tokens)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start("127.0.0.1:0")
-    work = asyncio.gather(pools.run(addresses, 0.1), tokens.run())
+    work = asyncio.create_task(_work(pools, tokens, addresses))
     async with grpc.aio.insecure_channel(address) as channel:
         try:
             yield RunningRouter(

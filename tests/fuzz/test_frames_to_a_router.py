@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inflight.v1 import executor_pb2, types_pb2
 
-from router.dispatch import ledger_report
 from router.frames import FrameError, check_description, check_frame
+from router.ledger_writer import ledger_report
 from router.links import ExecutorLink
 from router.store.types import Demand, Ending
 from router.streams import RequestStream

@@ -118,7 +118,8 @@ async def test_absurd_deadline_is_refused_with_what_is_allowed(router: ScriptedR
 
 def test_absurd_grpc_deadline_is_none() -> None:
     class NoDeadlines:
-        first_token_deadline_s = total_deadline_s = None
+        first_token_deadline_s = total_deadline_s = resume_ttl_s = None
+        detach = False
 
     spec = cast(GenerateSpec, NoDeadlines())
     assert deadlines_of(spec, 0.0, 3_600_000_000.0).total is None
@@ -150,10 +151,10 @@ async def test_served_requests_are_measured_per_model_of_a_name(router: Scripted
     request = token_request([1], 2, request_id="r", tenant="acme", model="smol", session_id=session)
     context = Context()
     async with router.running():
-        router.stores["m-static"].answers.append(placement(executor_id="e1"))
+        router.stores["m-static"].answers.append(placement(executor_id="e1", request_id="acme/r"))
         call = asyncio.create_task(router.service.Generate(request, cast(Any, context)))
         await settled()
-        link.receive(accepts(1))
+        link.receive(accepts(1, request_id="acme/r"))
         link.receive(steps(1, 2, cached=0, end=types_pb2.FINISH_REASON_LENGTH))
         await call
         capacity = await router.service.GetCapacity(

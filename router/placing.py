@@ -22,6 +22,7 @@ from router.links import ExecutorLink
 from router.refusals import duplicate, refusal
 from router.store.store import AdmissionStore
 from router.store.types import (
+    Adopted,
     Attempt,
     CancelOutcome,
     Dropped,
@@ -84,7 +85,7 @@ class Placer:
         match outcome:
             case Refused():
                 return refusal(outcome)
-            case Duplicate():
+            case Duplicate() | Adopted():  # no demand has a digest yet
                 return duplicate(stream.request_id)
             case Placement():
                 self.place(outcome)

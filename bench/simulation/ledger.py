@@ -18,6 +18,7 @@ from router.store.lua import Argument
 from router.store.replies import Reply, parse_cancel, parse_event, parse_hand_back, parse_submit
 from router.store.settings import StoreSettings
 from router.store.types import (
+    Adopted,
     Attempt,
     CancelOutcome,
     Demand,
@@ -94,14 +95,14 @@ class Ledger:
 
     def submit(self, demand: Demand, on_result: Callable[[SubmitOutcome], None], on_failure: OnFailure) -> None:
         """See `AdmissionStore.submit`."""
+
+        def answer(reply: Reply, own: OwnEvent | None) -> None:
+            outcome = own or parse_submit(demand.request_id, reply)
+            assert not isinstance(outcome, Adopted), "no demand here has a digest"
+            on_result(outcome)
+
         args = submit_args(demand, self._settings)
-        self._operate(
-            "submit",
-            args,
-            lambda reply, own: on_result(own or parse_submit(demand.request_id, reply)),
-            on_failure,
-            own_id=demand.request_id,
-        )
+        self._operate("submit", args, answer, on_failure, own_id=demand.request_id)
 
     def settle(self, endings: Sequence[Ending], on_result: Callable[[int], None], on_failure: OnFailure) -> None:
         """See `AdmissionStore.settle`."""

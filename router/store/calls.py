@@ -13,7 +13,7 @@ from router.store.lua import Argument
 from router.store.settings import StoreSettings
 from router.store.types import Attempt, Demand, Ending, ExecutorReport, TenantLimits
 
-_LIMITS = struct.Struct("<25d")
+_LIMITS = struct.Struct("<26d")
 
 
 def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
@@ -25,9 +25,17 @@ def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
         settings.max_bypass,
         settings.age_ms,
         settings.preempt_for_priority,
+        settings.remember_ended_ms,
     )
     packed = _LIMITS.pack(*_request_numbers(demand), *_limit_numbers(demand.limits), *pool)
-    return [demand.request_id, demand.tenant, packed, " ".join(demand.prefix_hashes)]
+    return [
+        demand.request_id,
+        demand.tenant,
+        packed,
+        " ".join(demand.prefix_hashes),
+        demand.digest,
+        int(demand.is_served),
+    ]
 
 
 def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
@@ -41,6 +49,7 @@ def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
             "" if ending.computed_tokens is None else ending.computed_tokens,
             "" if ending.output_tokens is None else ending.output_tokens,
             int(ending.by_itself),
+            int(ending.cancelled),
         )
     return args
 
@@ -71,11 +80,18 @@ def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argumen
 
 
 def hand_back_args(
-    request_id: str, attempt: int, max_attempts: int, *, rejected: bool, preempted: bool, output_tokens: int
+    request_id: str,
+    attempt: int,
+    max_attempts: int,
+    *,
+    rejected: bool,
+    preempted: bool,
+    output_tokens: int,
+    progressed: bool = False,
 ) -> list[Argument]:
     """Of hand_back.lua."""
     why = "preempted" if preempted else "rejected" if rejected else "lost"
-    return [request_id, attempt, max_attempts, why, output_tokens]
+    return [request_id, attempt, max_attempts, why, output_tokens, int(progressed)]
 
 
 def _request_numbers(demand: Demand) -> tuple[float, ...]:

@@ -6,16 +6,17 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 
 | key | type | content |
 | --- | --- | --- |
-| `executors` | hash | executor → generation, seq, budget_blocks, total_blocks, budget_sequences, reserved_blocks, reserved_sequences, accepting, quantile that it reserves for, suspended (until its next report), claim (the request that it is kept for), last_report_ms, audited_ms, audit_due |
+| `executors` | hash | executor → generation, seq, budget_blocks, total_blocks, budget_sequences, reserved_blocks, reserved_sequences, num_suspects, accepting, quantile that it reserves for, suspended (until its next report), claim (the request that it is kept for), last_report_ms, audited_ms, audit_due |
 | `room` | zset | executor that may board anybody → −available blocks; one fallen silent may linger |
 | `sizes` | zset | executor → total blocks |
 | `reports` | zset | executor → time of its last report |
-| `requests` | hash | request → owner, tenant, state, class, what it asks for, its order, attempt, rejections, times passed; what its latest placement reserved and charged |
+| `requests` | hash | request → owner, tenant, state, class, what it asks for and the digest of it, its order, attempt, strikes, times passed; what its latest placement reserved and charged, and whether it was adopted |
 | `waiting:1` `waiting:2` `waiting:3` | zset by name | lines of a class: `tenant\\0deadline arrival request`; at most a minute ahead counts as deadline |
 | `active:1` `active:2` `active:3` | zset | tenant with work in line that may run more → its virtual counter |
 | `placements` | zset by name | `executor\\0attempt\\0request` of all that are placed, to find an executor's |
 | `lost` | zset | request taken back from an executor → when; its owner was told |
 | `ended` | zset | request ended lately → when: a late report must not bring it back |
+| `endings` | hash | request among `ended` that was placed → executor, generation, attempt, digest, whether it was cancelled |
 | `routers` | zset | router → end of its lease; 0 while it is being reaped |
 | `attended` | hash | last_ms, since_ms: since when `reap` has been called without a gap |
 | `state` | string | what the pool has one of: arrivals, floor of the counters, sums of what waits, speed of the line, how true estimates were, claims, options of the newest submit |
@@ -55,6 +56,7 @@ POOL_KEYS = (
     "preemptible",
     "prefixes",
     "prefixes:old",
+    "endings",
 )
 """The order of KEYS in every script; `scripts/shared/records.lua` names them in the same order."""
 

@@ -17,7 +17,20 @@ from router.store.compose import compose
 
 SOURCES = Path(__file__).with_name("scripts")
 SHARED = ("clock", "records", "owners", "tenants", "lengths", "estimates", "states", "places", "board")
-NAMES = ("submit", "settle", "report", "cancel", "hand_back", "reap", "renew", "board", "explain", "snapshot")
+NAMES = (
+    "submit",
+    "settle",
+    "report",
+    "cancel",
+    "hand_back",
+    "adopt",
+    "absolve",
+    "reap",
+    "renew",
+    "board",
+    "explain",
+    "snapshot",
+)
 
 Argument = str | int | float | bytes
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from common.errors import Reason
 from router.store.types import (
+    Adopted,
     CancelAsked,
     Cancelled,
     CancelOutcome,
@@ -28,6 +29,7 @@ from router.store.types import (
     RequestState,
     Snapshot,
     StoreEvent,
+    TakenOver,
     WaitReason,
 )
 
@@ -69,6 +71,7 @@ def _placement(fields: Mapping[str, Any]) -> Placement:
         fields["executor_id"],
         int(fields["generation"]),
         int(fields["blocks"]),
+        fields["suspect"] == "1",
     )
 
 
@@ -86,6 +89,7 @@ _EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {
     "cancel": lambda fields: CancelAsked(fields["request_id"], int(fields["attempt"])),
     "preempt": lambda fields: PreemptAsked(fields["request_id"], int(fields["attempt"])),
     "cancelled": lambda fields: Cancelled(fields["request_id"]),
+    "taken_over": lambda fields: TakenOver(fields["request_id"]),
     DropReason.EXPIRED.value: _dropped,
     DropReason.NEVER_FITS.value: _dropped,
 }
@@ -94,19 +98,39 @@ _EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {
 def parse_standing(request_id: str, reply: Reply) -> Placement | Queued:
     """How a request stands, from an outcome PLACED or QUEUED."""
     if reply.status == "PLACED":
-        attempt, executor_id, generation, blocks = reply.values
-        return Placement(request_id, attempt, executor_id, generation, blocks)
+        return _placed(request_id, reply)
     position, wait_ms = reply.values
     return Queued(position, _optional(wait_ms))
 
 
-def parse_submit(request_id: str, reply: Reply) -> Placement | Queued | Refused | Duplicate:
+def _placed(request_id: str, reply: Reply) -> Placement:
+    attempt, executor_id, generation, blocks, suspect = reply.values
+    return Placement(request_id, attempt, executor_id, generation, blocks, bool(suspect))
+
+
+def _adopted(request_id: str, reply: Reply) -> Adopted:
+    return Adopted(_placed(request_id, reply), ended=reply.status == "ADOPTED_ENDED")
+
+
+_ADOPTIONS = ("ADOPTED", "ADOPTED_ENDED")
+
+
+def parse_adopt(request_id: str, reply: Reply) -> Adopted | RequestState | None:
+    """The outcome of adopt."""
+    if reply.status in _ADOPTIONS:
+        return _adopted(request_id, reply)
+    return None if reply.status == "UNKNOWN" else RequestState(reply.status)
+
+
+def parse_submit(request_id: str, reply: Reply) -> Placement | Queued | Refused | Duplicate | Adopted:
     """The outcome of submit."""
     if reply.status == "REFUSED":
         reason, limit, retry_after_ms = reply.values
         return Refused(Reason(reason), limit, _optional(retry_after_ms))
     if reply.status == "DUPLICATE":
         return Duplicate(RequestState(reply.values[0]))
+    if reply.status in _ADOPTIONS:
+        return _adopted(request_id, reply)
     return parse_standing(request_id, reply)
 
 

@@ -21,6 +21,8 @@ class StoreSettings:
     """After so long in line a request moves up a class."""
     preempt_for_priority: bool = False
     """Running requests of a lower class give way to a waiting one that has no room."""
+    remember_ended_ms: int = 75_000
+    """How long an ended id is known: outlives any report on its way, and what may be resumed of it by 15 s."""
     call_timeout_ms: int = 2_000
     """Longest wait for one reply."""
     max_connections: int = 16

@@ -26,6 +26,7 @@ from router.store.lua import Argument, Script, load_scripts
 from router.store.mailbox import Mailbox
 from router.store.replies import (
     Reply,
+    parse_adopt,
     parse_cancel,
     parse_explain,
     parse_hand_back,
@@ -35,6 +36,7 @@ from router.store.replies import (
 )
 from router.store.settings import StoreSettings
 from router.store.types import (
+    Adopted,
     Attempt,
     CancelOutcome,
     Demand,
@@ -49,6 +51,7 @@ from router.store.types import (
     Queued,
     Refused,
     ReportOutcome,
+    RequestState,
     Snapshot,
     StoreEvent,
 )
@@ -61,6 +64,7 @@ MAX_ROUNDS = 64
 MAX_SETTLED_PER_CALL = 256
 
 OwnEvent = Placement | Dropped
+SubmitOutcome = Placement | Queued | Refused | Duplicate | Dropped | Adopted
 
 
 @dataclass(slots=True)
@@ -118,8 +122,11 @@ class AdmissionStore:
 
     # Requests --------------------------------------------------------------------------------------------------
 
-    async def submit(self, demand: Demand) -> Placement | Queued | Refused | Duplicate | Dropped:
+    async def submit(self, demand: Demand) -> SubmitOutcome:
         """Puts a request in line, and seats it at once where its turn has come. This router owns it.
+
+        Where the id is known and the digest the same, it is a repeat: the request is this router's from now on, as it
+        stands. One that has ended is `Adopted` as such; where it was cancelled, or never placed, it starts anew.
 
         Cancelling the call withdraws the request. After STORE_UNAVAILABLE it may stand in line all the same: repeat
         the call, or settle the placement when it comes.
@@ -152,21 +159,42 @@ class AdmissionStore:
         rejected: bool = False,
         preempted: bool = False,
         output_tokens: int = 0,
+        progressed: bool = False,
     ) -> Placement | Queued | Dropped | HandBackRefusal:
         """Returns a placement that came to nothing; the request waits again where it stood, if attempts are left.
 
         With `output_tokens` it waits without its deadline, which was met. `rejected`: the executor did not take it, so
         the attempt does not count. Either way the executor gets nothing new before its next report. `preempted`: it
         gave up its seat for another; that does not count either, nor does it say anything about the executor.
+        `progressed`: tokens came of this placement, so it was not the request that ended it; losses count anew.
         """
         args = hand_back_args(
-            request_id, attempt, max_attempts, rejected=rejected, preempted=preempted, output_tokens=output_tokens
+            request_id,
+            attempt,
+            max_attempts,
+            rejected=rejected,
+            preempted=preempted,
+            output_tokens=output_tokens,
+            progressed=progressed,
         )
         operation = self._operate("hand_back", *args, own_id=request_id)
         reply, event = await self._detached(operation)
         if isinstance(event, Dropped):
             return event
         return event or parse_hand_back(request_id, reply)
+
+    async def adopt(self, request_id: str) -> Adopted | RequestState | None:
+        """Makes a request that has a placement this router's, to attach to its executor; None where the id is unknown.
+
+        Where it waits or is lost nothing is changed: only who has its prompt can go on with it, by a submit. ENDED: it
+        has ended, and was never placed, or nobody knows where.
+        """
+        reply, _ = await self._detached(self._operate("adopt", request_id))
+        return parse_adopt(request_id, reply)
+
+    async def absolve(self, request_id: str, attempt: int) -> None:
+        """This placement of a suspect has brought a token: no loss before it counts any more."""
+        await self._detached(self._operate("absolve", request_id, attempt))
 
     async def explain(self, request_id: str) -> Explanation | None:
         """How a request stands and what it waits for; None where the id is unknown."""
@@ -200,7 +228,7 @@ class AdmissionStore:
 
     # How a script is called ------------------------------------------------------------------------------------
 
-    async def _submit(self, demand: Demand) -> Placement | Queued | Refused | Duplicate | Dropped:
+    async def _submit(self, demand: Demand) -> SubmitOutcome:
         assert 1 <= demand.priority_class <= NUM_CLASSES
         assert demand.blocks > 0
         assert demand.sequences > 0
@@ -212,11 +240,11 @@ class AdmissionStore:
         """Undoes a submit whose caller did not wait for it: nothing can have been sent to an executor."""
         result = await submit
         if isinstance(result, Placement):
-            await self._settle([Attempt(request_id, result.attempt)])
+            await self._settle([Ending(request_id, result.attempt, cancelled=True)])
         elif isinstance(result, Queued):
             outcome = parse_cancel(request_id, (await self._operate("cancel", request_id))[0])
             if outcome.placement:
-                await self._settle([Attempt(request_id, outcome.placement.attempt)])
+                await self._settle([Ending(request_id, outcome.placement.attempt, cancelled=True)])
 
     async def _settle(self, attempts: Sequence[Attempt | Ending]) -> int:
         num_settled = 0

@@ -53,7 +53,9 @@ class Demand:
 
     `blocks` hold prompt and `max_tokens` to the end; an executor that reserves what is likely reserves fewer, of
     `block_size` tokens each. `digest` stands for all that was asked: a submit with the same id and digest is a repeat,
-    whoever sends it; empty: only its owner can repeat it. `deadline_ms` counts from the submit, for the first token;
+    whoever sends it; empty: only its owner can repeat it. `is_served`: not a client asks, but the router that serves it
+    already submits it again; that takes nothing over from another router that lives, nor starts anew what was
+    cancelled: it is a `Duplicate`. `deadline_ms` counts from the submit, for the first token;
     past it the request is dropped, not placed. `last_attempt` and `output_tokens` are the last that its owner knows,
     where the pool had forgotten the request. `num_bytes` is what its prompt takes of its router's memory while it
     waits. `prefix_hashes` name ever longer beginnings of the prompt, as `router.prefixes` chooses them.
@@ -74,6 +76,7 @@ class Demand:
     num_bytes: int = 0
     prefix_hashes: tuple[str, ...] = ()
     digest: str = ""
+    is_served: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,8 @@ class ExecutorReport:
 class Placement:
     """The request has blocks and a sequence reserved on the executor; its owner submits it there.
 
-    `blocks` are those reserved, which are not part of what makes a placement the same.
+    `blocks` are those reserved. `suspect`: an executor was lost under the request before it brought a token, so it is
+    to be absolved with its first one. Neither is part of what makes a placement the same.
     """
 
     request_id: str
@@ -147,6 +151,7 @@ class Placement:
     executor_id: str
     generation: int
     blocks: int = field(default=0, compare=False)
+    suspect: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +213,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """Another request has the id, or had it within the last minute."""
+    """Another request has the id, or had it lately."""
 
     state: RequestState
 
@@ -247,7 +252,7 @@ class HandBackRefusal(Enum):
     EXHAUSTED = "EXHAUSTED"
     """It has had its attempts and is gone from the ledger."""
     STALE = "STALE"
-    """It ended, or has a newer attempt; nothing was changed."""
+    """It ended, has a newer attempt, or another router has adopted it; nothing was changed."""
     UNKNOWN = "UNKNOWN"
     """The ledger has lost it: submit it again with its `last_attempt`."""
 

@@ -25,7 +25,7 @@ local function plain(value)
 end
 local unpacked = {
   state = unpack_state, executors = unpack_executor, tenants = unpack_tenant, requests = unpack_request,
-  lengths = cmsgpack.unpack,
+  lengths = cmsgpack.unpack, endings = unpack_ending,
 }
 local found = {}
 for i, name in ipairs(ARGV) do

@@ -190,14 +190,14 @@ async def test_repeated_submit_returns_what_holds(store_pool: StorePool) -> None
     assert await a.store.submit(Demand("waiting", 2, blocks=2)) == Duplicate(RequestState.WAITING)
 
 
-async def test_id_of_a_request_that_ended_is_refused_for_a_minute(store_pool: StorePool) -> None:
+async def test_id_of_a_request_that_ended_is_refused_for_a_while(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report())
     await a.place("r")
     await a.store.settle([Attempt("r", 1)])
 
     assert await a.store.submit(Demand("r", 2, blocks=1)) == Duplicate(RequestState.ENDED)
-    await store_pool.wait(60_001)
+    await store_pool.wait(75_001)
     await a.store.report(store_pool.next_report())
     assert await a.store.submit(Demand("r", 2, blocks=1)) == Placement("r", 1, "x", 1)
 

@@ -172,7 +172,7 @@ async def test_requests_of_unknown_length_do_not_spoil_the_estimates(store_pool:
     await a.store.report(store_pool.next_report("x", blocks=10, held=held))
     await a.store.report(store_pool.next_report("x", blocks=10, accepting=False))
     for one in held:
-        await a.store.hand_back(one.request_id, 1, max_attempts=3)
+        await a.store.hand_back(one.request_id, 1, max_attempts=3, progressed=True)
     for sequences in (1, 2):
         await store_pool.wait(1000)
         await a.store.report(store_pool.next_report("y", sequences=sequences))

@@ -68,7 +68,7 @@ async def test_turns_are_not_saved_up_by_being_away(store_pool: StorePool) -> No
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report())
     for _ in range(5):
-        await store_pool.wait(60_001)
+        await store_pool.wait(75_001)
         await a.store.report(store_pool.next_report())
         await serve(a, "t", 10)
 

@@ -21,7 +21,7 @@ local found = {
 }
 if request.state ~= 'PLACED' then
   withdraw(id, request)
-  bury(id)
+  bury_with_ending(id, request, true)
   sweep_tombstones(2)
   refund(request)
 end

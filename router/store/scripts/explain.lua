@@ -18,6 +18,16 @@ local function first_tenant(class)
   return redis.call('ZRANGE', KEYS[ACTIVE + class], 0, 0)[1]
 end
 
+-- Whether some executor has a seat that the request may take: a suspect none beside another.
+local function may_find_blocks(request)
+  for _, executor_id in ipairs(roomiest(request.strikes > 0 and MAX_SUSPECT_CANDIDATES or 1)) do
+    if not are_both_suspect(request, load_executor(executor_id)) then
+      return true
+    end
+  end
+  return false
+end
+
 local function wait_reason(request, ahead_in_tenant)
   list_tenants()
   local newest = redis.call('ZREVRANGE', REPORTS, 0, 0, 'WITHSCORES')
@@ -41,7 +51,7 @@ local function wait_reason(request, ahead_in_tenant)
   if #claims > 0 and request.claim == '' and #roomiest(1) == 0 then
     return 'HELD_LINE'
   end
-  return #roomiest(1) > 0 and 'BLOCKS' or 'SEAT'
+  return may_find_blocks(request) and 'BLOCKS' or 'SEAT'
 end
 
 local request = load_request(id)

@@ -54,14 +54,9 @@ local function account_for(request_id, attempt, blocks)
   if ended then -- a fresh end may just not have reached the executor when it reported
     return NOW - ended > AUDIT_GRACE_MS
   end
-  state.arrivals = state.arrivals + 1
-  seat(request_id, {
-    owner = '', tenant = '', class = 2, asked_class = 2, deadline_in_ms = math.huge, deadline_ms = math.huge,
-    order_ms = NOW + PATIENCE_MS, since_ms = NOW, arrival = state.arrivals, blocks = blocks, sequences = 1, prompt = 0,
-    max = 0, output = 0, block_size = 1, bytes = 0, attempt = 0, rejections = 0, passed = 0, state = '',
-    executor_id = '', claim = '', prefixes = '', estimate = math.huge, correction = 1, charged = true, charge = 0,
-    rated = 0, generation = 0, placed_ms = 0, reserved = 0, preempting = 0,
-  }, id, attempt, blocks)
+  request = new_request('', '', '', '', 2, math.huge, blocks, 1, 0, 0, 0, 0, 1, 0)
+  request.charged = true
+  seat(request_id, request, id, attempt, blocks)
   return false
 end
 
@@ -114,7 +109,7 @@ if executor and executor.generation ~= generation then
   claim, executor = executor.claim, nil
 end
 executor = executor or {
-  reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false, claim = claim,
+  reserved_blocks = 0, reserved_sequences = 0, num_suspects = 0, audited_ms = 0, audit_due = false, claim = claim,
 }
 executor.generation, executor.seq = generation, seq
 executor.budget_blocks, executor.total_blocks = tonumber(ARGV[5]), tonumber(ARGV[6])

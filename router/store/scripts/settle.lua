@@ -2,17 +2,18 @@
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller  then for each: request id, attempt, prompt tokens computed or '', output tokens or '', 1 where
---             it ended by itself
+--             it ended by itself, 1 where it was cancelled
 -- returns     {'SETTLED', number of requests that this call ended}
 -- complexity  O(log N) for each, and that of board
 -- A stale attempt is left alone. An id not in the ledger gets a tombstone, so that a report still on its way does
 -- not add it. A repeat ends nothing.
 local num_settled = 0
 sweep_tombstones(#ARGV)
-for i = 2, #ARGV, 5 do
+for i = 2, #ARGV, 6 do
   local id, attempt = ARGV[i], tonumber(ARGV[i + 1])
   local request = load_request(id)
   if not request then
+    ended_ms(id) -- an end out of date says nothing of this one
     bury(id)
   elseif request.attempt == attempt and request.state ~= 'WAITING' then
     local computed, output = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
@@ -21,7 +22,7 @@ for i = 2, #ARGV, 5 do
       settle_usage(request, tenant, computed, output)
     end
     withdraw(id, request)
-    bury(id)
+    bury_with_ending(id, request, ARGV[i + 5] == '1')
     num_settled = num_settled + 1
     if computed and output then
       save_tenant(request.tenant, tenant)

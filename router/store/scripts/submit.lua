@@ -3,28 +3,87 @@
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller, who owns the request  [2] request id  [3] tenant  [4] numbers, packed big-endian doubles in
 --             the order of calls.py; infinity is no limit and no deadline  [5] names of ever longer beginnings of
---             the prompt, between spaces
--- returns     {'PLACED', attempt, executor, generation, blocks} | {'QUEUED', number ahead, estimated wait or ''}
---             | {'REFUSED', reason, limit, milliseconds until a retry makes sense or ''}, the reason one of NO_EXECUTOR,
---             NEVER_FITS, QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE | {'DUPLICATE', state} | {'AGAIN'}
+--             the prompt, between spaces  [6] digest of the request or ''  [7] 1 where its router serves it already
+-- returns     {'PLACED', attempt, executor, generation, blocks, 1 for a suspect} | {'QUEUED', number ahead, estimated
+--             wait or ''} | {'ADOPTED', …}: placed before, and its executor may know it | {'ADOPTED_ENDED', …}: it has
+--             ended, there | {'REFUSED', reason, limit, milliseconds until a retry makes sense or ''}, the reason one of
+--             NO_EXECUTOR, NEVER_FITS, QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE | {'DUPLICATE', state}
+--             | {'DROPPED'}: as the event says | {'AGAIN'}
 -- complexity  O(log N) for N waiting, and that of board where the request may go at once
--- A repeat by the owner with the same arguments changes nothing and returns how the request stands. A request that had
--- an attempt was admitted before: neither rates nor bounds refuse it. Whoever waits already could not be placed when a
--- seat last opened, so boarding is tried only where there is room for this request, or an earlier call stopped half-way.
-local id, name = ARGV[2], ARGV[3]
+-- A repeat by the owner with the same arguments changes nothing and returns how the request stands. A repeat by another,
+-- known by its digest, makes the request the caller's; one of what was cancelled starts it anew. Where [7] is 1, neither
+-- is done to what another living router serves or somebody has cancelled. A request that had an attempt was admitted
+-- before: neither rates nor bounds refuse it. Whoever waits already could not be placed when a seat last opened, so
+-- boarding is tried only where there is room for this request, or an earlier call stopped half-way.
+local id, name, digest, is_served = ARGV[2], ARGV[3], ARGV[6], ARGV[7] == '1'
 local class, deadline_in_ms, blocks, sequences, last_attempt, prompt, max, output, block_size, bytes,
   weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst,
-  max_pool_requests, max_pool_tokens, max_pool_bytes, max_bypass, age_ms, preempts
-  = struct.unpack('<ddddddddddddddddddddddddd', ARGV[4])
+  max_pool_requests, max_pool_tokens, max_pool_bytes, max_bypass, age_ms, preempts, remember_ms
+  = struct.unpack('<dddddddddddddddddddddddddd', ARGV[4])
 local request_ms, token_ms -- of its tenant, before it came
 
-local function duplicate_of(known)
-  local same = known.owner == CALLER and known.tenant == name and known.asked_class == class
-    and known.deadline_in_ms == deadline_in_ms and known.blocks == blocks and known.sequences == sequences
-  if same and known.state ~= 'LOST' then
+-- Whether a request of the caller's own is asked for once more.
+local function is_own_repeat(known)
+  return known.owner == CALLER and known.tenant == name and known.digest == digest
+    and (digest ~= '' or known.asked_class == class and known.deadline_in_ms == deadline_in_ms
+      and known.blocks == blocks and known.sequences == sequences)
+end
+
+-- Whether it is asked for by another than its owner, who may have it. What nobody owns only its executor knew of.
+local function may_adopt(known)
+  return digest ~= '' and known.owner ~= CALLER and (known.tenant == name and known.digest == digest or known.owner == '')
+    and not (is_served and lives(known.owner))
+end
+
+-- Makes the request the caller's, as it stands; one that has just lost its executor goes back in line first.
+local function adopt(known)
+  if not reachable(known.owner) then
+    return {'AGAIN'}
+  end
+  take_over(id, known)
+  if known.state ~= 'LOST' then
+    known.adopted = known.state == 'PLACED'
+    save_request(id, known)
     return standing(id, known)
   end
-  return {'DUPLICATE', known.state}
+  withdraw(id, known)
+  strike(known, output > known.output)
+  requeue(id, known, output)
+  return nil
+end
+
+-- What becomes of a request known already.
+local function repeat_of(known)
+  local outcome
+  if may_adopt(known) then
+    outcome = adopt(known)
+  elseif not is_own_repeat(known) or known.state == 'LOST' then
+    outcome = {'DUPLICATE', known.state}
+  elseif known.state == 'PLACED' or not state.unboarded then
+    outcome = standing(id, known)
+  end
+  if outcome then
+    return outcome
+  end
+  board() -- it has come back to the line, or an earlier call for that stopped half-way
+  known = load_request(id)
+  if not known then
+    return {'DROPPED'}
+  end
+  return known.state == 'WAITING' and #missing > 0 and {'AGAIN'} or standing(id, known)
+end
+
+-- What becomes of a request that has ended lately: an outcome, or nil and the attempt behind which it starts anew.
+local function repeat_of_ended()
+  local ending = load_ending(id)
+  if digest == '' or ending and ending.digest ~= digest then
+    return {'DUPLICATE', 'ENDED'}
+  elseif ending and not ending.cancelled then
+    return placed_once(ending)
+  elseif is_served then
+    return {'DUPLICATE', 'ENDED'}
+  end
+  return nil, ending and ending.attempt or 0
 end
 
 -- Why the request can run nowhere, now or ever.
@@ -75,7 +134,7 @@ end
 local function without_seat(known, request, executor_id)
   --@nest
   if known then
-    return duplicate_of(known)
+    return repeat_of(known)
   end
   local tenant = load_tenant(name)
   local refused = not executor_id and impossible(request)
@@ -114,23 +173,24 @@ local known = load_request(id)
 if known then
   return finish(without_seat(known))
 end
-if ended_ms(id) then
-  return finish({'DUPLICATE', 'ENDED'})
+local ended, first_attempt = ended_ms(id), last_attempt + 1
+if ended then
+  local outcome, spent = repeat_of_ended()
+  if outcome then
+    return finish(outcome)
+  end
+  first_attempt = math.max(first_attempt, spent + 1)
 end
 
 local tenant = load_tenant(name)
 tenant.weight, tenant.max_running, tenant.ms_per_token = weight, max_running, ms_per_token
 state.max_bypass, state.age_ms, state.preempts = max_bypass, age_ms, preempts == 1
+state.remember_ms = remember_ms
 request_ms, token_ms = tenant.request_ms, tenant.token_ms
-local request = {
-  owner = CALLER, tenant = name, class = class, asked_class = class, deadline_in_ms = deadline_in_ms,
-  deadline_ms = NOW + deadline_in_ms,
-  order_ms = NOW + math.min(deadline_in_ms, PATIENCE_MS), since_ms = NOW, arrival = state.arrivals + 1,
-  blocks = blocks, sequences = sequences, prompt = prompt, max = max, output = output, block_size = block_size,
-  bytes = bytes, attempt = last_attempt, rejections = 0, passed = 0, state = '', executor_id = '', claim = '',
-  prefixes = ARGV[5], estimate = math.huge, correction = 1, charged = false, charge = 0, rated = 0, generation = 0,
-  placed_ms = 0, reserved = 0, preempting = 0,
-}
+local request = new_request(
+  CALLER, name, ARGV[5], digest, class, deadline_in_ms, blocks, sequences, first_attempt - 1, prompt, max, output,
+  block_size, bytes
+)
 if last_attempt == 0 and output == 0 and (ms_per_request > 0 or ms_per_token > 0) then
   local limit, wait_ms = take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, prompt + max)
   if limit then
@@ -138,14 +198,20 @@ if last_attempt == 0 and output == 0 and (ms_per_request > 0 or ms_per_token > 0
   end
   request.rated = ms_per_token > 0 and prompt + max or 0
 end
-state.arrivals = request.arrival
 save_tenant(name, tenant)
 
 local is_first = state.waiting == 0 and tenant.running < tenant.max_running
 local executor_id, reserved = choose(id, request)
 if is_first and executor_id and not is_dead(request) then -- it need not stand in line first: half the work, usually
-  seat(id, request, executor_id, last_attempt + 1, reserved)
+  seat(id, request, executor_id, first_attempt, reserved)
   remember_prefixes(request, executor_id)
+  if ended then
+    forget_end(id)
+  end
   return finish(placed(request))
 end
-return finish(without_seat(nil, request, executor_id))
+local outcome = without_seat(nil, request, executor_id)
+if ended and (outcome[1] == 'PLACED' or outcome[1] == 'QUEUED') then
+  forget_end(id)
+end
+return finish(outcome)

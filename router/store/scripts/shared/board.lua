@@ -71,7 +71,7 @@ end
 -- Takes the request out of the line for good.
 local function drop(kind, id, request)
   withdraw(id, request)
-  bury(id)
+  bury_with_ending(id, request, true)
   sweep_tombstones(2)
   refund(request)
   tell(kind, id, request)
@@ -98,6 +98,7 @@ local function preempt_for(id, request)
     end
     local executor = victim and load_executor(victim.executor_id)
     local may_use = takes_work(executor) and (executor.claim == '' or executor.claim == id)
+      and not are_both_suspect(request, executor)
     if may_use and (not executor_id or executor_id == victim.executor_id) and lives(victim.owner) then
       if not executor_id then
         executor_id, blocks = victim.executor_id, available_blocks(executor)

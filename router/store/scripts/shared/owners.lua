@@ -53,6 +53,7 @@ local function tell(kind, id, request)
   local fields = {
     'kind', kind, 'request_id', id, 'attempt', request.attempt,
     'executor_id', request.executor_id, 'generation', request.generation, 'blocks', request.reserved,
+    'suspect', request.strikes > 0 and '1' or '0',
   }
   if request.owner == CALLER then
     events[#events + 1] = fields

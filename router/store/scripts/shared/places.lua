@@ -6,14 +6,23 @@
 -- is not much fuller.
 local MAX_IMBALANCE = 0.25 -- how much fuller, as a share of its blocks or sequences, the holder of a prefix may be
 local MAX_CLAIMS = 8
+local MAX_SUSPECT_CANDIDATES = 64 -- executors looked at for one that seats no other suspect
 local MAX_PREFIXES = 100000 -- remembered, twice: the newest and those before
 
 local function takes_work(executor)
   return executor and executor.accepting and not executor.suspended and NOW - executor.last_report_ms <= SILENT_MS
 end
 
+-- Whether one of the two could take the other with it: an executor seats one suspect at a time.
+local function are_both_suspect(request, executor)
+  return request.strikes > 0 and executor.num_suspects > 0
+end
+
 -- The blocks to reserve for the request, if there is room for it.
 local function room_for(request, executor)
+  if are_both_suspect(request, executor) then
+    return nil
+  end
   if executor.budget_sequences - executor.reserved_sequences < request.sequences then
     return nil
   end
@@ -98,7 +107,8 @@ local function remember_prefixes(request, executor_id)
 end
 
 local function choose_open(request)
-  for count = 1, MAX_CANDIDATES, MAX_CANDIDATES - 1 do -- the first mostly does
+  local most = request.strikes > 0 and MAX_SUSPECT_CANDIDATES or MAX_CANDIDATES
+  for count = 1, most, most - 1 do -- the first mostly does
     for _, executor_id in ipairs(roomiest(count)) do
       local blocks = room_for(request, load_executor(executor_id))
       if blocks then
@@ -106,7 +116,7 @@ local function choose_open(request)
         return holder or executor_id, holder_blocks or blocks
       end
     end
-    if request.sequences == 1 and not state.overcommits then
+    if request.sequences == 1 and request.strikes == 0 and not state.overcommits then
       return nil
     end
   end

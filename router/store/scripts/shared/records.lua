@@ -16,14 +16,15 @@
 
 --@record state arrivals floor waiting tokens[3] bytes max_bypass age_ms preempts? overcommits? num_estimates error \
 --  correction speed window_since window_tokens prefill_speed step_ms output_share next_age_ms num_prefixes \
---  has_old_prefixes? unboarded? tenant_cursor$ sweep_cursor$ claims$
+--  has_old_prefixes? unboarded? remember_ms tenant_cursor$ sweep_cursor$ claims$
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
---  quantile last_report_ms audited_ms accepting? suspended? audit_due? claim$
+--  num_suspects quantile last_report_ms audited_ms accepting? suspended? audit_due? claim$
 --@record tenant counter weight lines[3] listed[3] active? waiting tokens bytes running max_running output_share \
 --  request_ms token_ms ms_per_token used_ms
---@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ class asked_class deadline_in_ms deadline_ms \
---  order_ms since_ms arrival blocks sequences prompt max output block_size bytes attempt rejections passed estimate \
---  correction charged? charge rated generation placed_ms reserved preempting
+--@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ class asked_class deadline_in_ms deadline_ms \
+--  order_ms since_ms arrival blocks sequences prompt max output block_size bytes attempt strikes passed estimate \
+--  correction charged? adopted? charge rated generation placed_ms reserved preempting
+--@record ending executor_id$ digest$ attempt generation cancelled?
 
 local EXECUTORS = KEYS[1]
 local ROOM = KEYS[2]
@@ -44,13 +45,13 @@ local LENGTHS = KEYS[20]
 local PREEMPTIBLE = KEYS[21]
 local PREFIXES = KEYS[22]
 local OLD_PREFIXES = KEYS[23]
-local NUM_POOL_KEYS = 23
+local ENDINGS = KEYS[24]
+local NUM_POOL_KEYS = 24
 
 local NUM_CLASSES = 3
 local SILENT_MS = 2000        -- an executor that reported no later gets no new work
 local LEASE_MS = 5000         -- an executor or router silent for longer is gone
 local AUDIT_GRACE_MS = 2000   -- how long a placement may take to show up in its executor's reports
-local TOMBSTONE_MS = 60000    -- how long an ended id is remembered; outlives any report in flight
 local PATIENCE_MS = 60000     -- in its tenant's line nobody stands behind who comes so much later, whatever the deadlines
 local MAX_HEADS = 32          -- requests that one call deals with
 local MAX_CANDIDATES = 4      -- executors looked at for a seat at a time
@@ -73,7 +74,8 @@ else
     arrivals = 0, floor = 0, waiting = 0, tokens = {0, 0, 0}, bytes = 0, max_bypass = 16, age_ms = 30000,
     preempts = false, overcommits = false, num_estimates = 0, error = 0, correction = 1, speed = 0, window_since = 0,
     window_tokens = 0, prefill_speed = 0, step_ms = 0, next_age_ms = math.huge, num_prefixes = 0,
-    output_share = 1, has_old_prefixes = false, unboarded = false, tenant_cursor = '0', sweep_cursor = '0', claims = '',
+    output_share = 1, has_old_prefixes = false, unboarded = false, remember_ms = 75000, tenant_cursor = '0',
+    sweep_cursor = '0', claims = '',
   }
 end
 

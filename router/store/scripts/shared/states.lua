@@ -2,7 +2,8 @@
 --   WAITING  in line: in `waiting:<class>` and, below the first class, `ageing`; counted by its tenant
 --   PLACED   reserved on an executor: in `placements` and in the executor's reserved sums; counted by its tenant
 --   LOST     taken back from an executor; its owner was told and hands it back or settles it: in `lost`
--- It ends by leaving `requests`, for a tombstone in `ended`.
+-- It ends by leaving `requests`, for a tombstone in `ended`; of what was placed `endings` knows where, to be attached to.
+-- One whose executor was lost before it brought a token has a strike and is a suspect: an executor seats one at a time.
 --
 -- Lines are ordered by name: tenant, then deadline (at most PATIENCE_MS away), then arrival. A tenant's line is a range.
 
@@ -58,6 +59,23 @@ local function unclaim(request)
   request.claim = ''
 end
 
+-- A request as it comes: of nobody's tenant and digest '' where only an executor knew of it.
+local function new_request(
+  owner, tenant, prefixes, digest, class, deadline_in_ms, blocks, sequences, attempt, prompt, max, output, block_size,
+  bytes
+)
+  state.arrivals = state.arrivals + 1
+  return {
+    owner = owner, tenant = tenant, prefixes = prefixes, digest = digest, class = class, asked_class = class,
+    deadline_in_ms = deadline_in_ms, deadline_ms = NOW + deadline_in_ms,
+    order_ms = NOW + math.min(deadline_in_ms, PATIENCE_MS), since_ms = NOW, arrival = state.arrivals, blocks = blocks,
+    sequences = sequences, prompt = prompt, max = max, output = output, block_size = block_size, bytes = bytes,
+    attempt = attempt, strikes = 0, passed = 0, state = '', executor_id = '', claim = '', estimate = math.huge,
+    correction = 1, charged = false, adopted = false, charge = 0, rated = 0, generation = 0, placed_ms = 0,
+    reserved = 0, preempting = 0,
+  }
+end
+
 -- Puts the request in line, by the order key that it has had from the start. The caller saves it.
 local function enqueue(id, request)
   request.state = 'WAITING'
@@ -89,6 +107,7 @@ local function leave_executor(id, request)
   if executor then
     executor.reserved_blocks = executor.reserved_blocks - request.reserved
     executor.reserved_sequences = executor.reserved_sequences - request.sequences
+    executor.num_suspects = executor.num_suspects - (request.strikes > 0 and 1 or 0)
     save_executor(request.executor_id, executor)
   end
   local tenant = load_tenant(request.tenant)
@@ -113,9 +132,10 @@ local function seat(id, request, executor_id, attempt, blocks)
   charge(request, tenant)
   request.state, request.attempt, request.placed_ms = 'PLACED', attempt, NOW
   request.executor_id, request.generation, request.reserved = executor_id, executor.generation, blocks
-  request.passed, request.preempting, request.estimate = 0, 0, math.huge
+  request.passed, request.preempting, request.estimate, request.adopted = 0, 0, math.huge, false
   executor.reserved_blocks = executor.reserved_blocks + blocks
   executor.reserved_sequences = executor.reserved_sequences + request.sequences
+  executor.num_suspects = executor.num_suspects + (request.strikes > 0 and 1 or 0)
   save_executor(executor_id, executor)
   tenant.running = tenant.running + request.sequences
   save_tenant(request.tenant, tenant)
@@ -124,6 +144,27 @@ local function seat(id, request, executor_id, attempt, blocks)
     redis.call('ZADD', PREEMPTIBLE, request.class * 1e13 + NOW, id)
   end
   save_request(id, request)
+end
+
+-- Counts the loss of a placement against the request, unless tokens came of it: then nothing is held against it.
+local function strike(request, progressed)
+  request.strikes = progressed and 0 or request.strikes + 1
+end
+
+-- Puts a request that has left its executor in line again, where it stood, in the caller's name.
+local function requeue(id, request, output)
+  request.owner, request.executor_id, request.generation, request.placed_ms = CALLER, '', 0, 0
+  request.reserved, request.output, request.adopted = 0, math.max(output, request.output), false
+  enqueue(id, request)
+  save_request(id, request)
+end
+
+-- Makes the request the caller's, and tells its owner. The caller has asked whether it is reachable, and saves it.
+local function take_over(id, request)
+  if request.owner ~= CALLER then
+    tell('taken_over', id, request)
+    request.owner = CALLER
+  end
 end
 
 -- Takes a placement back and leaves it to its owner what follows. An owner that is gone is not waited for. False,
@@ -146,23 +187,48 @@ end
 
 -- Forgets up to `limit` ended ids that are out of date.
 local function sweep_tombstones(limit)
-  local old = redis.call('ZRANGEBYSCORE', ENDED, '-inf', string.format('%d', NOW - TOMBSTONE_MS - 1), 'LIMIT', '0', limit)
+  local old = redis.call('ZRANGEBYSCORE', ENDED, '-inf', string.format('%d', NOW - state.remember_ms - 1), 'LIMIT', '0', limit)
   if #old > 0 then
     redis.call('ZREM', ENDED, unpack(old))
+    redis.call('HDEL', ENDINGS, unpack(old))
   end
 end
 
--- Leaves a tombstone. Whoever buries sweeps twice as many, which keeps `ended` from growing.
+-- Leaves a tombstone, which says that the id ended. Whoever buries sweeps twice as many, which keeps `ended` from growing.
 local function bury(id)
   redis.call('HDEL', REQUESTS, id)
   redis.call('ZADD', ENDED, NOW_TEXT, id)
 end
 
+-- Leaves a tombstone that also says, where the request was ever placed, how it ended: a repeat of what was cancelled
+-- starts it anew, of what was not attaches to what its executor has kept.
+local function bury_with_ending(id, request, cancelled)
+  bury(id)
+  if request.attempt > 0 then
+    request.cancelled = cancelled
+    redis.call('HSET', ENDINGS, id, pack_ending(request))
+  end
+end
+
+-- The id has no tombstone any more.
+local function forget_end(id)
+  redis.call('ZREM', ENDED, id)
+  redis.call('HDEL', ENDINGS, id)
+end
+
+-- How a request ended that has a tombstone; nil where it was never placed.
+local function load_ending(id)
+  local text = redis.call('HGET', ENDINGS, id)
+  return text and unpack_ending(text) or nil
+end
+
 -- When the id ended, or nil where that is not known (any more).
 local function ended_ms(id)
   local ended = redis.call('ZSCORE', ENDED, id)
-  if ended and NOW - tonumber(ended) <= TOMBSTONE_MS then
+  if ended and NOW - tonumber(ended) <= state.remember_ms then
     return tonumber(ended)
+  elseif ended then
+    forget_end(id)
   end
   return nil
 end
@@ -172,9 +238,17 @@ local function num_ahead_in_tenant(id, request)
   return redis.call('ZLEXCOUNT', KEYS[WAITING + request.class], first, '(' .. line_member(id, request))
 end
 
--- How a PLACED request stands, as an outcome.
+-- How a PLACED request stands, as an outcome. Its executor may have one that was adopted, for all that its owner knows.
 local function placed(request)
-  return {'PLACED', request.attempt, request.executor_id, request.generation, request.reserved}
+  return {
+    request.adopted and 'ADOPTED' or 'PLACED', request.attempt, request.executor_id, request.generation,
+    request.reserved, request.strikes > 0 and 1 or 0,
+  }
+end
+
+-- How a request stands that has ended, and whose placement is known.
+local function placed_once(ending)
+  return {'ADOPTED_ENDED', ending.attempt, ending.executor_id, ending.generation, 0, 0}
 end
 
 -- How a request stands in line: how many are ahead, and the estimated wait or nil.

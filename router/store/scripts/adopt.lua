@@ -1,0 +1,30 @@
+-- adopt: makes a request the caller's that has a placement; for a caller without its prompt, to attach to its executor.
+--
+-- KEYS        the pool's keys, mailboxes
+-- ARGV        [1] caller, who owns the request from now on  [2] request id
+-- returns     {'ADOPTED', attempt, executor, generation, blocks, 1 for a suspect} | {'ADOPTED_ENDED', …}: it has ended,
+--             there | {'WAITING'} | {'LOST'} | {'ENDED'}: never placed, or nobody knows where | {'UNKNOWN'} | {'AGAIN'}
+-- complexity  O(log R) for R routers
+-- Changes nothing but the owner of a placed request; an owner that lives is told. A repeat returns the same.
+local id = ARGV[2]
+
+register()
+local request = load_request(id)
+if not request then
+  local ended = ended_ms(id)
+  local ending = ended and load_ending(id)
+  if ending and ending.executor_id ~= '' then
+    return finish(placed_once(ending))
+  end
+  return finish({ended and 'ENDED' or 'UNKNOWN'})
+end
+if request.state ~= 'PLACED' then
+  return finish({request.state})
+end
+if not reachable(request.owner) then
+  return finish({'AGAIN'})
+end
+take_over(id, request)
+request.adopted = true
+save_request(id, request)
+return finish(placed(request))

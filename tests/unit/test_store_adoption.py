@@ -1,0 +1,171 @@
+"""Requests change hands: repeats that another router sends, and those that come only to attach."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from router.store.types import (
+    Adopted,
+    Attempt,
+    Demand,
+    Duplicate,
+    Ending,
+    HandBackRefusal,
+    HeldSequence,
+    Lost,
+    Placement,
+    Queued,
+    RequestState,
+    TakenOver,
+)
+from tests.store_pool import StorePool
+
+KEYED = Demand("k", 2, blocks=1, digest="as asked")
+
+
+async def test_repeat_by_another_router_keeps_its_place_in_line(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report(sequences=1))
+    await a.place("running")
+    await a.queue(KEYED)
+    await a.queue(Demand("behind", 2, blocks=1))
+
+    assert await b.store.submit(KEYED) == Queued(0)
+    assert await a.told() == [TakenOver("k")]
+    await a.store.settle([Attempt("running", 1)])
+
+    assert await b.told() == [Placement("k", 1, "x", 1)]
+    assert await a.told() == []
+
+
+async def test_repeat_of_what_runs_is_told_where_and_so_is_the_repeat_of_that(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report())
+    placement = await a.place_demand(KEYED)
+
+    assert await a.store.submit(KEYED) == placement
+    assert await b.store.submit(KEYED) == Adopted(placement, ended=False)
+    assert await b.store.submit(KEYED) == Adopted(placement, ended=False)
+    assert await a.told() == [TakenOver("k")]
+    assert await a.store.hand_back("k", 1, max_attempts=2) is HandBackRefusal.STALE
+
+
+async def test_repeat_of_what_was_lost_goes_on_behind_that_attempt(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report("x"))
+    await a.place_demand(KEYED)
+    await a.store.report(store_pool.next_report("x", generation=2))
+    assert await a.told() == [Lost("k", 1, "x", 1)]
+
+    result = await b.store.submit(KEYED)
+
+    assert result == Placement("k", 2, "x", 2)
+    assert isinstance(result, Placement)
+    assert result.suspect
+    assert await a.told() == [TakenOver("k")]
+
+
+async def test_what_differs_is_no_repeat(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report())
+    await a.place_demand(KEYED)
+    await a.place("plain")
+
+    other = dataclasses.replace(KEYED, digest="something else")
+    assert await a.store.submit(other) == Duplicate(RequestState.PLACED)
+    assert await b.store.submit(other) == Duplicate(RequestState.PLACED)
+    assert await b.store.submit(Demand("plain", 2, blocks=1)) == Duplicate(RequestState.PLACED)
+    await a.store.settle([Attempt("k", 1)])
+    assert await b.store.submit(other) == Duplicate(RequestState.ENDED)
+    assert await a.told() == []
+
+
+async def test_router_that_submits_again_takes_nothing_from_one_that_lives(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report(sequences=1))
+    await a.place("running")
+    await a.queue(KEYED)
+    again = dataclasses.replace(KEYED, is_served=True)
+    assert await b.store.submit(KEYED) == Queued(0)
+
+    assert await a.store.submit(again) == Duplicate(RequestState.WAITING)
+    assert await b.store.submit(again) == Queued(0)
+    await b.store.cancel("k")
+    assert await b.store.submit(again) == Duplicate(RequestState.ENDED)
+
+
+async def test_repeat_after_the_end_is_told_where_it_ran(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report())
+    placement = await a.place_demand(KEYED)
+    await a.store.settle([Ending("k", 1, 1, 1, by_itself=True)])
+
+    assert await b.store.submit(KEYED) == Adopted(placement, ended=True)
+    assert await b.store.adopt("k") == Adopted(placement, ended=True)
+    await store_pool.wait(75_001)
+    await a.store.report(store_pool.next_report())
+    assert await b.store.adopt("k") is None
+    assert await b.store.submit(KEYED) == Placement("k", 1, "x", 1)
+
+
+async def test_repeat_of_what_was_cancelled_starts_anew_behind_its_attempts(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report())
+    placement = await a.place_demand(KEYED)
+    await a.store.settle([Ending("k", 1, 1, 1, cancelled=True)])
+    assert await b.store.adopt("k") == Adopted(placement, ended=True)
+
+    assert await b.store.submit(KEYED) == Placement("k", 2, "x", 1)
+    await b.store.settle([Ending("k", 2, 1, 1, by_itself=True)])
+    assert await a.store.submit(KEYED) == Adopted(Placement("k", 2, "x", 1), ended=True)
+
+
+async def test_repeat_that_is_refused_leaves_the_end_known(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(blocks=3))
+    await a.place_demand(KEYED)
+    await a.store.settle([Ending("k", 1, cancelled=True)])
+
+    await a.store.report(store_pool.next_report(blocks=0))
+    await a.store.submit(KEYED)  # fits nowhere
+    await a.store.report(store_pool.next_report(blocks=3))
+
+    assert await a.store.submit(KEYED) == Placement("k", 2, "x", 1)
+
+
+async def test_whoever_comes_to_attach_gets_what_is_placed_and_changes_nothing_else(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report(sequences=1))
+    placement = await a.place("runs")
+    await a.queue(Demand("waits", 2, blocks=1))
+
+    assert await b.store.adopt("runs") == Adopted(placement, ended=False)
+    assert await b.store.adopt("runs") == Adopted(placement, ended=False)
+    assert await a.told() == [TakenOver("runs")]
+    assert await b.store.adopt("waits") is RequestState.WAITING
+    assert await b.store.adopt("never seen") is None
+    await a.store.cancel("waits")
+    assert await b.store.adopt("waits") is RequestState.ENDED
+    assert await a.told() == []
+
+
+async def test_what_only_its_executor_knew_of_can_be_adopted(store_pool: StorePool) -> None:
+    b, c = store_pool.router("b"), store_pool.router("c")
+    held = (HeldSequence("r", 3, 2), HeldSequence("k", 1, 1))
+    await c.store.report(store_pool.next_report(held=held))
+
+    assert await b.store.adopt("r") == Adopted(Placement("r", 3, "x", 1), ended=False)
+    assert await b.store.submit(KEYED) == Adopted(Placement("k", 1, "x", 1), ended=False)
+
+
+async def test_request_of_a_dead_router_can_be_adopted_while_its_lease_lasts(store_pool: StorePool) -> None:
+    """It is placed in the dead router's name first: nobody tells the executor before the other comes."""
+    dead, b = store_pool.router("dead"), store_pool.router("b")
+    await b.store.report(store_pool.next_report(sequences=1))
+    await b.place("running")
+    await dead.queue(KEYED)
+    await store_pool.wait(4000)
+    await b.store.report(store_pool.next_report(sequences=1, held=(HeldSequence("running", 1, 1),)))
+    await b.store.settle([Attempt("running", 1)])
+
+    assert await b.store.submit(KEYED) == Adopted(Placement("k", 1, "x", 1), ended=False)

@@ -1,0 +1,91 @@
+"""A request under which an executor was lost is a suspect: seated alone of its kind, and absolved by a token."""
+
+from __future__ import annotations
+
+from router.store.types import Adopted, Demand, Explanation, HandBackRefusal, Placement, Queued, WaitReason
+from tests.store_pool import RouterSide, StorePool
+
+
+async def suspects(store_pool: StorePool, router: RouterSide, *names: str, reporting: tuple[str, ...] = ("x",)) -> None:
+    """Places these, loses them, and has executors report again that could take all of them."""
+    for name in names:
+        await router.place(name)
+    for name in names:
+        assert isinstance(await router.store.hand_back(name, 1, max_attempts=2), Queued)
+    for executor_id in reporting:
+        await router.store.report(store_pool.next_report(executor_id))
+
+
+async def test_executor_seats_one_suspect_at_a_time(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report())
+    await suspects(store_pool, a, "r1", "r2", "r3")
+
+    (placement,) = await a.told()
+    assert isinstance(placement, Placement)
+    assert placement == Placement("r1", 2, "x", 1)
+    assert placement.suspect
+    explanation = await a.store.explain("r2")
+    assert isinstance(explanation, Explanation)
+    assert explanation.wait_reason is WaitReason.SEAT
+    assert await a.place("innocent", priority_class=1) == Placement("innocent", 1, "x", 1)
+
+
+async def test_token_absolves_and_lets_the_next_suspect_board(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report())
+    await suspects(store_pool, a, "r1", "r2")
+    await a.told()
+
+    await a.store.absolve("r1", 1)  # not this placement
+    assert await a.told() == []
+    await a.store.absolve("r1", 2)
+    await a.store.absolve("r1", 2)
+    assert await a.placed() == ["r2"]
+    assert isinstance(await a.store.hand_back("r1", 2, max_attempts=2), Queued)  # losses count anew
+
+
+async def test_suspect_goes_where_no_other_is(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x", blocks=90))
+    await suspects(store_pool, a, "r1", "r2", reporting=())
+    await a.store.report(store_pool.next_report("x", blocks=90))
+    await a.store.report(store_pool.next_report("y", blocks=10))
+
+    assert await a.told() == [Placement("r1", 2, "x", 1), Placement("r2", 2, "y", 1)]
+
+
+async def test_suspects_end_opens_its_executor_to_the_next(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report())
+    await suspects(store_pool, a, "r1", "r2")
+    await a.told()
+
+    assert await a.store.hand_back("r1", 2, max_attempts=2) is HandBackRefusal.EXHAUSTED
+    await a.store.report(store_pool.next_report())
+    assert await a.placed() == ["r2"]
+
+
+async def test_loss_after_tokens_is_no_strike(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report())
+    await a.place("r")
+    for attempt in range(1, 6):
+        assert await a.store.hand_back("r", attempt, max_attempts=1, output_tokens=attempt, progressed=True) == Queued(
+            0
+        )
+        await a.store.report(store_pool.next_report())
+
+    (placement, *_) = await a.told()
+    assert isinstance(placement, Placement)
+    assert not placement.suspect
+
+
+async def test_convicted_request_is_not_started_anew_by_a_repeat(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    poison = Demand("k", 2, blocks=1, digest="as asked")
+    await a.store.report(store_pool.next_report())
+    await a.place_demand(poison)
+
+    assert await a.store.hand_back("k", 1, max_attempts=1) is HandBackRefusal.EXHAUSTED
+    assert await b.store.submit(poison) == Adopted(Placement("k", 1, "x", 1), ended=True)

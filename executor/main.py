@@ -28,19 +28,23 @@ from executor.engine import Engine
 from executor.engine_output import EngineOutput
 from executor.garbage import GarbageCollection
 from executor.gpu.host_tier import staging_bytes
+from executor.holdings import Keeping
 from executor.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from executor.launch import StepRunner
 from executor.model import PagedModel
 from executor.report import policy_proto
 from executor.runner import ModelRunner
 from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.service import PROTOCOL_VERSION, ExecutorService, Identity
+from executor.service import ExecutorService, Identity
+from executor.session import PROTOCOL_VERSION
 from executor.settings import ExecutorSettings
 from executor.submission import SubmissionLimits
 
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "inflight.v1.ExecutorService"
+# That routers get to take the last frames before their streams are cut.
+CLOSE_TIMEOUT_S = 1.0
 
 BATCHING_PROTO = {
     "inflight": types_pb2.BATCHING_MODE_INFLIGHT,
@@ -193,7 +197,8 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
         max_inter_token_ms=settings.max_inter_token_ms,
         garbage=garbage,
     )
-    service = ExecutorService(identity(settings, loaded), engine)
+    keeping = Keeping(settings.orphan_grace_s, settings.retain_ended_s)
+    service = ExecutorService(identity(settings, loaded), engine, keeping)
     server = GrpcServer([SERVICE_NAME])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)
@@ -209,6 +214,8 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
     await server.set_serving(False)
     if not engine_died.is_set():
         await service.drain(settings.drain_timeout_s)
+        service.hand_back()
+        await service.close(CLOSE_TIMEOUT_S)
         await asyncio.to_thread(engine.stop)
         runner.close()
     for task in (reports, drain, death):

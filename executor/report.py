@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from inflight.v1 import executor_pb2, types_pb2
 
-from executor.engine_output import EngineStatus
+from executor.engine_output import EngineStatus, HeldSequence
 from executor.limits import SchedulerLimits
 from executor.step_bounds import StepConstraint
 
@@ -26,8 +28,8 @@ def policy_proto(limits: SchedulerLimits) -> types_pb2.SchedulerPolicy:
     return types_pb2.SCHEDULER_POLICY_GUARANTEED_NO_EVICT
 
 
-def report_of(seq: int, status: EngineStatus) -> executor_pb2.Report:
-    """The report of this number."""
+def report_of(seq: int, status: EngineStatus, held: Iterable[HeldSequence]) -> executor_pb2.Report:
+    """The report of this number; `held` is what the ledger is to take as held."""
     report = executor_pb2.Report(
         seq=seq,
         budget_blocks=status.budget_blocks,
@@ -60,6 +62,6 @@ def report_of(seq: int, status: EngineStatus) -> executor_pb2.Report:
     )
     if status.constraint is not None:
         report.constraint = CONSTRAINT_PROTO[status.constraint]
-    for held in status.held:
-        report.held.add(request_id=held.request_id, attempt=held.attempt, reserved_blocks=held.reserved_blocks)
+    for one in held:
+        report.held.add(request_id=one.request_id, attempt=one.attempt, reserved_blocks=one.reserved_blocks)
     return report

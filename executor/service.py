@@ -1,14 +1,17 @@
 """`ExecutorService`: routers' streams on one side, the engine on the other.
 
-Owns the sessions and which session a sequence belongs to. Engine output arrives from the engine's thread as one
-callback per turn of the loop. A stream that breaks cancels its sequences: nobody else can read their tokens.
+Owns the sessions, and whether new work is taken: not while it drains, nor while the engine stands still (`watchdog`).
+Who holds and who reads what is `Holdings`' own. Engine output arrives from the engine's thread as one callback per turn
+of the loop. A stream that breaks leaves its sequences behind for another router to attach to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -18,15 +21,17 @@ from inflight.v1 import executor_pb2, executor_pb2_grpc
 from common.errors import FieldViolation, Reason, RequestError, invalid
 from executor.engine import Engine
 from executor.engine_output import EngineOutput, EngineStatus
+from executor.holdings import Holdings, Keeping
 from executor.report import report_of
 from executor.reporter import Reporter
-from executor.sequence import FinishReason, Sequence
-from executor.session import FINISH_REASON_PROTO, REJECT_REASON_PROTO, Session
+from executor.sequence import FinishReason
+from executor.session import FINISH_REASON_PROTO, PROTOCOL_VERSION, Session
 from executor.submission import SubmissionError, SubmissionLimits, sequence_from_submit
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
+# The version before ours is taken too, so that executors can be replaced before routers or after them.
+OLDEST_PROTOCOL_VERSION = 1
 DEFAULT_MAX_UNACKED_STEPS = 64
 CANCEL_REASONS = {wire: reason for reason, wire in FINISH_REASON_PROTO.items()}
 
@@ -44,21 +49,39 @@ class Identity:
 class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     """Serves routers. Build it on the event loop's thread; give `on_output` to the engine as its `publish`."""
 
-    def __init__(self, identity: Identity, engine: Engine) -> None:
+    def __init__(self, identity: Identity, engine: Engine, keeping: Keeping | None = None) -> None:
         self._identity = identity
         self._engine = engine
+        self._holdings = Holdings(keeping or Keeping(), engine.cancel, time.monotonic)
         self._sessions: set[Session] = set()
-        self._session_of: dict[Sequence, Session] = {}
-        # Submitted to the engine, not answered yet.
-        self._offered: dict[Sequence, Session] = {}
         self._reporter = Reporter(self._send_report)
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_draining = False
+        self._is_closing = False
+        self._stands_still = False
         self._all_gone = asyncio.Event()
         self._all_gone.set()
+        self._all_left = asyncio.Event()
 
     @property
     def num_held(self) -> int:
         """Sequences that wait or run here."""
-        return len(self._session_of) + len(self._offered)
+        return self._holdings.num_held
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine has something to do."""
+        return self._holdings.has_work
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Changes with every step, and whenever the engine has nothing left to do."""
+        return self._engine.num_steps, self._holdings.num_times_idle
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether a submit has a chance."""
+        return not (self._is_draining or self._stands_still)
 
     async def run(self) -> None:
         """Sends reports when they are due, until cancelled."""
@@ -73,18 +96,45 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     async def Drain(
         self, request: executor_pb2.DrainRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> executor_pb2.DrainResponse:
-        """Stops taking new work and waits for what is held."""
-        num_held = await self.drain(float(request.timeout_s))
-        return executor_pb2.DrainResponse(num_held=num_held)
+        """Stops taking new work and waits for what is held; what is left then is handed back. Without a time to wait
+        it answers at once and lets the running go on."""
+        await self.drain(float(request.timeout_s))
+        if request.timeout_s:
+            self.hand_back()
+        return executor_pb2.DrainResponse(num_held=self.num_held)
 
-    async def drain(self, timeout_s: float) -> int:
-        """Refuses new work, waits at most `timeout_s` for what is held, and says how many are left."""
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new work, hands back who has had no seat yet, and waits at most `timeout_s` for the others."""
+        self._is_draining = True
         self._engine.drain()
-        try:
+        self._reporter.send_now()
+        self._holdings.hand_back_unstarted()
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._all_gone.wait(), timeout_s)
-        except TimeoutError:
-            log.warning("drain: %d sequences are still held", self.num_held)
-        return self.num_held
+
+    def hand_back(self) -> None:
+        """Ends everything for its router, to go on elsewhere."""
+        num_held = self._holdings.hand_back()
+        if num_held:
+            log.warning("%d sequences are handed back to their routers", num_held)
+        self._all_gone.set()
+
+    def stand_still(self, stands_still: bool) -> None:
+        """The engine has work and makes no step, or does again: its sequences go on elsewhere, and nobody is taken
+        in."""
+        self._stands_still = stands_still
+        self._reporter.send_now()
+        if stands_still:
+            self.hand_back()
+
+    async def close(self, timeout_s: float) -> None:
+        """Ends every router's stream behind what is still to be sent on it, and waits at most so long for that."""
+        self._is_closing = True
+        for session in self._sessions:
+            session.close()
+        if self._sessions:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_left.wait(), timeout_s)
 
     async def Serve(self, request_iterator: AsyncIterator[executor_pb2.ServeRequest], context: Context) -> None:
         """One router's stream: reads work in a task of its own, writes frames here."""
@@ -93,6 +143,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             hello.router_id,
             self._identity.description.generation,
             hello.max_unacked_steps or DEFAULT_MAX_UNACKED_STEPS,
+            hello.protocol_version,
         )
         self._sessions.add(session)
         log.info("router %s joined", session.router_id)
@@ -109,87 +160,99 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         if first is None or not first.HasField("hello"):
             raise invalid(FieldViolation("hello", "must be the first of a stream"))
         hello = first.hello
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise invalid(FieldViolation("hello.protocol_version", f"must be {PROTOCOL_VERSION}"))
+        if not OLDEST_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
+            allowed = f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+            raise invalid(FieldViolation("hello.protocol_version", f"must be {allowed}"))
         if hello.generation != self._identity.description.generation:
             raise RequestError(Reason.STALE_GENERATION, "hello.generation is not this executor's; describe it again")
+        if self._is_closing:
+            raise RequestError(Reason.EXECUTOR_LOST, "this executor has drained and stops")
         return hello
 
     async def _read(self, requests: AsyncIterator[executor_pb2.ServeRequest], session: Session) -> None:
         async for request in requests:
             for submit in request.submits:
                 self._submit(submit, session)
+            for attach in request.attaches:
+                self._attach(attach, session)
             for cancel in request.cancels:
                 end_reason = CANCEL_REASONS.get(cancel.reason, FinishReason.CANCELLED)
                 self._engine.cancel(cancel.request_id, cancel.attempt, end_reason)
-            for attach in request.attaches:
-                unsupported = executor_pb2.REJECT_REASON_UNSUPPORTED
-                session.reject(attach.request_id, attach.attempt, unsupported, "attach: not implemented yet")
             if request.HasField("ack"):
                 session.acknowledge(request.ack.frame)
 
     async def _write(self, session: Session, reader: asyncio.Task[None], context: Context) -> None:
-        """Writes until the router has closed its side or the RPC is cancelled."""
+        """Writes until one side has closed the stream or the RPC is cancelled."""
         while True:
-            response = asyncio.ensure_future(session.next_response())
+            pending = asyncio.ensure_future(session.next_response())
             try:
-                await asyncio.wait((response, reader), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((pending, reader), return_when=asyncio.FIRST_COMPLETED)
                 if reader.done():
                     reader.result()
                     return
-                await context.write(response.result())
+                response = pending.result()
+                if response is None:
+                    return
+                await context.write(response)
             finally:
-                response.cancel()
+                pending.cancel()
 
     def _submit(self, submit: executor_pb2.Submit, session: Session) -> None:
+        if not self.takes_work:
+            draining = executor_pb2.REJECT_REASON_DRAINING
+            session.reject(submit.request_id, submit.attempt, draining, "takes no new work")
+            return
         try:
             sequence = sequence_from_submit(submit, self._identity.limits)
         except SubmissionError as error:
             session.reject(submit.request_id, submit.attempt, error.reason, str(error))
             return
-        self._offered[sequence] = session
+        if not self._holdings.offer(sequence, submit, session):
+            stale = executor_pb2.REJECT_REASON_STALE_ATTEMPT
+            session.reject(submit.request_id, submit.attempt, stale, "this attempt or a newer one is known")
+            return
         self._all_gone.clear()
         self._engine.submit(sequence, submit.deadline_ms if submit.HasField("deadline_ms") else None)
 
+    def _attach(self, attach: executor_pb2.Attach, session: Session) -> None:
+        if session.knows_attach:
+            self._holdings.attach(attach, session)
+            return
+        unsupported = executor_pb2.REJECT_REASON_UNSUPPORTED
+        session.reject(attach.request_id, attach.attempt, unsupported, "attach: hello.protocol_version is too old")
+
     def _leave(self, session: Session) -> None:
         self._sessions.discard(session)
-        held = [s for s, owner in (*self._session_of.items(), *self._offered.items()) if owner is session]
-        for sequence in held:
-            self._engine.cancel(sequence.request_id, sequence.attempt)
-        log.info("router %s left; %d of its sequences are cancelled", session.router_id, len(held))
+        num_left = self._holdings.leave(session)
+        self._tend()
+        if not self._sessions:
+            self._all_left.set()
+        log.info("router %s left, and %d of its sequences behind", session.router_id, num_left)
+
+    def _tend(self) -> None:
+        """Does what is due, and comes again when more will be."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self._holdings.tend()
+        if due_s is not None:
+            delay_s = max(0.0, due_s - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tend)
 
     def on_output(self, output: EngineOutput) -> None:
         """Takes in one turn of the engine. On the event loop's thread."""
-        for sequence in output.accepted:
-            session = self._offered.pop(sequence)
-            self._session_of[sequence] = session
-            session.accept(sequence)
-        for sequence, refusal in output.rejected:
-            session = self._offered.pop(sequence)
-            session.reject(sequence.request_id, sequence.attempt, REJECT_REASON_PROTO[refusal], refusal.value)
-        for sequence in output.paused:
-            self._session_of[sequence].pause(sequence)
-        for sequence in output.started:
-            self._session_of[sequence].start(sequence)
-        for sequence, offset, token_id in output.tokens:
-            self._session_of[sequence].token(sequence, offset, token_id)
-        for end in output.finished:
-            self._session_of.pop(end.sequence).finish(end)
+        self._holdings.publish(output)
         for session in self._sessions:
             session.end_step(output.step)
+        if output.finished and self._timer is None:
+            self._tend()
         if output.status is not None:
             self._reporter.update(output.status)
         if self.num_held == 0:
             self._all_gone.set()
 
     def _send_report(self, seq: int, status: EngineStatus) -> None:
-        report = report_of(seq, status)
-        # The engine answers between steps; until then the ledger must not take these for lost.
-        for sequence in self._offered:
-            report.held.add(
-                request_id=sequence.request_id,
-                attempt=sequence.attempt,
-                reserved_blocks=sequence.num_reserved_blocks,
-            )
+        report = report_of(seq, status, self._holdings.reported(status.held))
+        report.draining = report.draining or not self.takes_work
         for session in self._sessions:
             session.report(report)

@@ -3,17 +3,21 @@
 What the engine publishes collects in one pending response; a single writer takes it whole whenever the stream can carry
 it. A router that keeps up gets one frame per step; one that does not gets fewer, larger frames, and costs the engine
 nothing but the memory of the token ids. Step frames wait when `max_unacked_steps` of them are unacknowledged;
-acceptances, refusals and reports never wait. All calls come from the event loop's thread.
+acceptances, attachments, refusals and reports never wait. All calls come from the event loop's thread.
+
+Within a frame a slot means one sequence: one that came free is given away again only behind the frame that says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Sequence as ReadOnlyList
 
 from inflight.v1 import executor_pb2, types_pb2
 
 from executor.admission import Refusal
+from executor.ended import Ended
 from executor.sequence import FinishEvent, FinishReason, Sequence
 
 FINISH_REASON_PROTO: dict[FinishReason, types_pb2.FinishReason] = {
@@ -33,12 +37,22 @@ REJECT_REASON_PROTO: dict[Refusal, executor_pb2.RejectReason] = {
     Refusal.INVALID: executor_pb2.REJECT_REASON_INVALID,
 }
 
+PROTOCOL_VERSION = 2
+# Routers of older versions know neither Attach nor `attached` and `detached`.
+ATTACH_VERSION = 2
+# Most tokens in a frame, at 15 bytes each at most: what has collected for a slow reader, or is sent again to one that
+# attaches, must not exceed the largest message.
+MAX_FRAME_TOKENS = 1 << 20
+
 
 class Session:
     """The sequences of one router and what it has not been sent yet."""
 
-    def __init__(self, router_id: str, generation: int, max_unacked_steps: int) -> None:
+    def __init__(
+        self, router_id: str, generation: int, max_unacked_steps: int, protocol_version: int = PROTOCOL_VERSION
+    ) -> None:
         self.router_id = router_id
+        self.knows_attach = protocol_version >= ATTACH_VERSION
         self._generation = generation
         self._max_unacked_steps = max_unacked_steps
         self._slots: dict[Sequence, int] = {}
@@ -58,17 +72,46 @@ class Session:
         # Slots that have no seat at the end of the pending frame, and had one.
         self._paused_slots: dict[int, None] = {}
         self._wake = asyncio.Event()
-
-    @property
-    def sequences(self) -> tuple[Sequence, ...]:
-        """The sequences accepted on this stream that have not ended."""
-        return tuple(self._slots)
+        self._is_closing = False
 
     def accept(self, sequence: Sequence) -> None:
         """Tells the router that a placement was taken, and its slot."""
         slot = self._take_slot()
         self._slots[sequence] = slot
         self._control.accepted.add(request_id=sequence.request_id, attempt=sequence.attempt, slots=[slot])
+        self._wake.set()
+
+    def attach(
+        self, sequence: Sequence, attached: executor_pb2.SequenceAttached, offset: int, output_ids: ReadOnlyList[int]
+    ) -> None:
+        """Tells the router that it reads a sequence from now on, in a slot of its own; `output_ids` begin at
+        `offset`."""
+        self._slots[sequence] = self._attach(attached, offset, output_ids)
+
+    def replay(self, attached: executor_pb2.SequenceAttached, offset: int, ended: Ended) -> None:
+        """Tells the router all there is of a sequence that has ended, from an offset on."""
+        slot = self._attach(attached, offset, ended.output_ids[offset:])
+        self._end_slot(slot, ended.reason, ended.stop_token_id, ended.error)
+
+    def _attach(self, attached: executor_pb2.SequenceAttached, offset: int, output_ids: ReadOnlyList[int]) -> int:
+        slot = self._take_slot()
+        attached.slots.append(slot)
+        self._control.attached.append(attached)
+        self._token_slots += [slot] * len(output_ids)
+        self._token_offsets += range(offset, offset + len(output_ids))
+        self._token_ids += output_ids
+        self._wake.set()
+        return slot
+
+    def detach(self, sequence: Sequence) -> None:
+        """Another router reads the sequence from now on. One that knows no Attach is told that it was cancelled."""
+        if not self.knows_attach:
+            self.finish(FinishEvent(sequence, FinishReason.CANCELLED))
+            return
+        slot = self._slots.pop(sequence)
+        self._paused_slots.pop(slot, None)
+        self._ended_slots.append(slot)
+        self._step.detached.append(slot)
         self._wake.set()
 
     def reject(self, request_id: str, attempt: int, reason: executor_pb2.RejectReason, detail: str) -> None:
@@ -105,13 +148,11 @@ class Session:
         """Adds the end of a sequence to the pending frame."""
         slot = self._slots.pop(event.sequence)
         self._paused_slots.pop(slot, None)
+        self._end_slot(slot, event.reason, event.stop_token_id, event.error)
+
+    def _end_slot(self, slot: int, reason: FinishReason, stop_token_id: int | None, error: str) -> None:
         self._ended_slots.append(slot)
-        self._step.finished.add(
-            slot=slot,
-            reason=FINISH_REASON_PROTO[event.reason],
-            stop_token_id=event.stop_token_id,
-            error=event.error,
-        )
+        self._step.finished.add(slot=slot, reason=FINISH_REASON_PROTO[reason], stop_token_id=stop_token_id, error=error)
         self._wake.set()
 
     def end_step(self, step: int) -> None:
@@ -123,43 +164,67 @@ class Session:
         self._acked_frame = max(self._acked_frame, frame)
         self._wake.set()
 
-    async def next_response(self) -> executor_pb2.ServeResponse:
-        """Waits until something can be sent and takes it."""
+    def close(self) -> None:
+        """Nothing is added any more: the stream ends when what has collected is sent."""
+        self._is_closing = True
+        self._wake.set()
+
+    async def next_response(self) -> executor_pb2.ServeResponse | None:
+        """Waits until something can be sent and takes it; None when the stream is to end."""
         while True:
             self._wake.clear()
             response = self.take()
             if response is not None:
                 return response
+            if self._is_closing and not self._has_step:
+                return None
             await self._wake.wait()
 
     def take(self) -> executor_pb2.ServeResponse | None:
         """What can be sent now, if anything."""
-        may_send_step = self._frame - self._acked_frame < self._max_unacked_steps and (
-            self._token_ids or self._step.started or self._step.finished or self._paused_slots
-        )
-        has_control = self._control.accepted or self._control.rejected or self._control.HasField("report")
+        may_send_step = self._has_step and self._frame - self._acked_frame < self._max_unacked_steps
+        control = self._control
+        has_control = control.accepted or control.rejected or control.attached or control.HasField("report")
         if not (may_send_step or has_control):
             return None
-        response, self._control = self._control, executor_pb2.ServeResponse()
+        response, self._control = control, executor_pb2.ServeResponse()
         response.generation = self._generation
         if may_send_step:
             self._fill_step(response.step)
         return response
 
+    @property
+    def _has_step(self) -> bool:
+        step = self._step
+        return bool(self._token_ids or step.started or step.finished or step.detached or self._paused_slots)
+
     def _fill_step(self, step: executor_pb2.StepFrame) -> None:
         self._frame += 1
+        if len(self._token_ids) > MAX_FRAME_TOKENS:
+            self._fill_part(step)
+            return
         self._step.frame = self._frame
         step.CopyFrom(self._step)
-        step.slots.extend(self._token_slots)
-        step.offsets.extend(self._token_offsets)
-        step.token_ids.extend(self._token_ids)
+        self._add_tokens(step, len(self._token_ids))
         step.paused.extend(self._paused_slots)
         self._paused_slots = {}
         self._step = executor_pb2.StepFrame()
-        self._token_slots, self._token_offsets, self._token_ids = [], [], []
         for slot in self._ended_slots:
             heapq.heappush(self._free_slots, slot)
         self._ended_slots.clear()
+
+    def _fill_part(self, step: executor_pb2.StepFrame) -> None:
+        """The first of the tokens; ends come with the last of them."""
+        step.frame, step.step = self._frame, self._step.step
+        step.started.extend(self._step.started)
+        del self._step.started[:]
+        self._add_tokens(step, MAX_FRAME_TOKENS)
+
+    def _add_tokens(self, step: executor_pb2.StepFrame, count: int) -> None:
+        step.slots.extend(self._token_slots[:count])
+        step.offsets.extend(self._token_offsets[:count])
+        step.token_ids.extend(self._token_ids[:count])
+        del self._token_slots[:count], self._token_offsets[:count], self._token_ids[:count]
 
     def _take_slot(self) -> int:
         if self._free_slots:

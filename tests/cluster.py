@@ -28,11 +28,13 @@ from common.server import GrpcServer
 from executor.blocks import BlockPool
 from executor.engine import Engine
 from executor.engine_output import EngineOutput
+from executor.holdings import Keeping
 from executor.launch import PendingStep
 from executor.report import policy_proto
 from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.sequence import StepPlan
 from executor.service import ExecutorService, Identity
+from executor.session import PROTOCOL_VERSION
 from executor.submission import SubmissionLimits
 from router.admission_file import AdmissionFile
 from router.callers import OpenDoor
@@ -134,6 +136,7 @@ class RunningExecutor:
     engine: Engine
     server: GrpcServer
     reports: asyncio.Task[None]
+    service: ExecutorService
 
     async def stop(self) -> None:
         """Ends it as a crash looks to routers: their streams break, nothing is handed back."""
@@ -162,7 +165,13 @@ class Cluster:
 
 
 async def start_executor(
-    name: str, model: str, shape: ExecutorShape, generation: int = 1, port: int = 0
+    name: str,
+    model: str,
+    shape: ExecutorShape,
+    generation: int = 1,
+    port: int = 0,
+    *,
+    keeping: Keeping | None = None,
 ) -> RunningExecutor:
     """Starts an executor on a free port, or on the port given."""
     loop = asyncio.get_running_loop()
@@ -189,7 +198,7 @@ async def start_executor(
     description = executor_pb2.DescribeResponse(
         executor_id=name,
         generation=generation,
-        protocol_version=1,
+        protocol_version=PROTOCOL_VERSION,
         model=model,
         block_size=BLOCK_SIZE,
         total_blocks=shape.num_blocks,
@@ -205,13 +214,13 @@ async def start_executor(
         host_blocks=shape.num_host_blocks,
     )
     identity = Identity(description, SubmissionLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, frozenset()))
-    service = ExecutorService(identity, engine)
+    service = ExecutorService(identity, engine, keeping)
     server = GrpcServer(["inflight.v1.ExecutorService"])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(f"127.0.0.1:{port}")
     engine.start()
     reports = asyncio.create_task(service.run())
-    return RunningExecutor(address, scheduler, brake, device, engine, server, reports)
+    return RunningExecutor(address, scheduler, brake, device, engine, server, reports, service)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

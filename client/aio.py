@@ -11,8 +11,10 @@ the server too, which frees its seat.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from random import Random
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -21,6 +23,7 @@ import grpc.aio
 from inflight.v1 import inference_pb2, inference_pb2_grpc
 
 from client import requests
+from client.access import AccessOptions, open_access
 from client.catalogue import (
     Capacity,
     Model,
@@ -31,29 +34,35 @@ from client.catalogue import (
     decode_standing,
     decode_state,
 )
-from client.channel import UNARY_TIMEOUT_S, channel_target, client_options
-from client.errors import InflightError, from_rpc_error
+from client.channel import UNARY_TIMEOUT_S
+from client.errors import InflightError, client_closed, from_rpc_error
 from client.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
+from client.recovery import Again, Call, Recovery, RecoveryPolicy, new_idempotency_key
 
 
 class Client:
     """A client of one or several routers, each `host:port`; several share the calls between them.
 
-    The channel opens with the first call, in the event loop that is running then. `metadata` goes with every call.
-    `retries` lets gRPC repeat a call that found no router or executor, before anything was produced.
+    The channel opens with the first call, in the event loop that is running then.
+
+    `access` says who calls and how the connection is protected, see `AccessOptions`. `metadata` goes with every call.
+    `retries` lets a call be repeated that found no router or executor, before anything was produced. `resume` lets a
+    stream go on by itself when its connection breaks, on any of the routers, until `resume_timeout` seconds have passed
+    without anything new; for that each request gets an idempotency key, unless it has a key or a `request_id`. Nothing
+    is hedged: a request has one reader.
     """
 
     def __init__(
         self,
         *targets: str,
-        credentials: grpc.ChannelCredentials | None = None,
         metadata: Mapping[str, str] | None = None,
         retries: bool = True,
+        resume: bool = True,
+        resume_timeout: float = 60.0,
+        **access: Unpack[AccessOptions],
     ) -> None:
-        self._target = channel_target(targets)
-        self._options = client_options(targets, retries=retries)
-        self._credentials = credentials
-        self._metadata = tuple((metadata or {}).items())
+        self._access = open_access(targets, access, metadata=metadata, retries=retries)
+        self._policy = RecoveryPolicy(resume, retries, resume_timeout)
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
 
@@ -82,7 +91,8 @@ class Client:
     ) -> Stream:
         """Generates for one prompt, given as text, as chat or as token ids. The request is sent at once.
 
-        Iterate over the result for its deltas. `timeout` ends the whole request after that many seconds.
+        Iterate over the result for its deltas. `timeout` ends the whole request after that many seconds,
+        however often its stream was resumed.
         """
         request = requests.generate_request(prompt, chat=chat, token_ids=token_ids, options=options)
         return self.send(request, timeout=timeout)
@@ -101,20 +111,70 @@ class Client:
 
     def send(self, request: inference_pb2.GenerateRequest, *, timeout: float | None = None) -> Stream:
         """Sends a request that the caller has built, for what `generate` has no keyword for."""
-        return Stream(self._open().Generate(request, timeout=timeout, metadata=self._metadata))
+        recovery = Recovery.of_request(
+            request,
+            self._policy,
+            timeout_s=timeout,
+            now_s=time.monotonic(),
+            random=Random(),
+            new_key=new_idempotency_key,
+        )
+        return Stream(recovery, self._caller())
+
+    def resume(
+        self,
+        request_id: str,
+        resume_token: str,
+        *,
+        offset: int = 0,
+        text_bytes: int | None = None,
+        timeout: float | None = None,
+    ) -> Stream:
+        """The rest of the stream of a request that runs, or ended lately; of another program's, perhaps.
+
+        `offset` is the number of output tokens that the caller has, `text_bytes` the bytes of text that it has of them;
+        left out, those that the tokens stand for. Whoever else reads the request is cut off.
+        """
+        request = requests.resume_request(request_id, resume_token, offset=offset, text_bytes=text_bytes)
+        recovery = Recovery.of_running(
+            request, self._policy, timeout_s=timeout, now_s=time.monotonic(), random=Random()
+        )
+        return Stream(recovery, self._caller())
 
     async def cancel(
-        self, request_id: str, *, resume_token: str = "", model: str = "", timeout: float = UNARY_TIMEOUT_S
+        self,
+        request_id: str,
+        *,
+        resume_token: str = "",
+        model: str = "",
+        tenant: str = "",
+        timeout: float = UNARY_TIMEOUT_S,
     ) -> RequestState:
-        """Ends a request by its id and says where it was. Its own stream says when it has ended."""
-        request = inference_pb2.CancelRequest(request_id=request_id, resume_token=resume_token, model=model)
+        """Ends a request by its id and says where it was. Its own stream says when it has ended.
+
+        `resume_token` is needed where the router identifies its callers, unless the caller is an operator.
+        """
+        request = inference_pb2.CancelRequest(
+            request_id=request_id, resume_token=resume_token, model=model, tenant=tenant
+        )
         return decode_state((await self._unary("Cancel", request, timeout)).state)
 
     async def get_request(
-        self, request_id: str, *, model: str = "", timeout: float = UNARY_TIMEOUT_S
+        self,
+        request_id: str,
+        *,
+        resume_token: str = "",
+        model: str = "",
+        tenant: str = "",
+        timeout: float = UNARY_TIMEOUT_S,
     ) -> RequestStanding:
-        """Where a request stands and, while it waits, what it waits for. Any router of the pool knows."""
-        request = inference_pb2.GetRequestRequest(request_id=request_id, model=model)
+        """Where a request stands and, while it waits, what it waits for. Any router of the pool knows.
+
+        `resume_token` as for `cancel`.
+        """
+        request = inference_pb2.GetRequestRequest(
+            request_id=request_id, resume_token=resume_token, model=model, tenant=tenant
+        )
         return decode_standing(await self._unary("GetRequest", request, timeout))
 
     async def tokenize(
@@ -146,19 +206,31 @@ class Client:
 
     async def _unary(self, method: str, request: Any, timeout: float) -> Any:
         try:
-            return await getattr(self._open(), method)(request, timeout=timeout, metadata=self._metadata)
+            return await getattr(self._open(), method)(request, timeout=timeout, metadata=self._access.metadata())
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 
     def _open(self) -> Any:
         if self._stub is None:
+            target, options, credentials = self._access.target, self._access.options, self._access.credentials
             self._channel = (
-                grpc.aio.insecure_channel(self._target, self._options)
-                if self._credentials is None
-                else grpc.aio.secure_channel(self._target, self._credentials, self._options)
+                grpc.aio.insecure_channel(target, options)
+                if credentials is None
+                else grpc.aio.secure_channel(target, credentials, options)
             )
             self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         return self._stub
+
+    def _caller(self) -> Callable[[Call], Any]:
+        """Makes the calls of one stream, all on the channel that is open now."""
+        stub = self._open()
+
+        def start(call: Call) -> Any:
+            if self._stub is not stub:
+                raise client_closed()
+            return getattr(stub, call.method)(call.request, timeout=call.timeout_s, metadata=self._access.metadata())
+
+        return start
 
 
 class Stream:
@@ -167,10 +239,12 @@ class Stream:
     It is read once. `request_id` is known from the first event on, `usage` and `timing` when it has ended.
     """
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._transcript = Transcript()
-        self._cancelled = False
+    def __init__(self, recovery: Recovery, start: Callable[[Call], Any]) -> None:
+        self._recovery = recovery
+        self._start = start
+        self._call = start(recovery.call(time.monotonic()))
+        self._is_over = False
+        self._left = asyncio.Event()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self._deltas()
@@ -184,69 +258,107 @@ class Stream:
         self.cancel()
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Every event, in order.
+        """Every event, in order, and `Resumed` wherever the connection broke and the stream went on.
 
         Raises:
-            InflightError: the request was refused, or broke off.
+            InflightError: the request was refused, or broke off and could not be continued.
         """
         try:
-            async for response in self._call:
-                event = self._transcript.add(response.event)
-                if event is not None:
-                    yield event
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        except asyncio.CancelledError:
-            # gRPC raises this also where the call, not the task, was cancelled.
-            if _task_is_cancelled():
-                raise
-            if not self._cancelled:
-                raise InflightError(grpc.StatusCode.CANCELLED, "the client was closed") from None
+            while True:
+                error: InflightError | None = None
+                try:
+                    async for response in self._call:
+                        for event in self._recovery.take(response.event, time.monotonic()):
+                            yield event
+                except grpc.aio.AioRpcError as broken:
+                    error = from_rpc_error(broken)
+                except asyncio.CancelledError:
+                    # gRPC raises this also where the call, not the task, was cancelled.
+                    if _task_is_cancelled():
+                        raise
+                    if not self._left.is_set():
+                        self._is_over = True
+                        raise client_closed() from None
+                if not await self._goes_on(error):
+                    return
         finally:
             self.cancel()
 
+    async def _goes_on(self, error: InflightError | None) -> bool:
+        """Makes the next call after one that is over; False where there is none to make."""
+        if self._left.is_set():
+            return False
+        try:
+            again = self._recovery.broken(error, time.monotonic())
+            if isinstance(again, Again):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._left.wait(), again.delay_s)
+                if self._left.is_set():
+                    return False
+                self._call = self._start(self._recovery.call(time.monotonic()))
+                return True
+        except InflightError:
+            self._is_over = True
+            raise
+        self._is_over = True
+        return False
+
     def cancel(self) -> None:
-        """Ends the request, if it still runs; iterating ends without an error."""
-        if self._call.cancel():
-            self._cancelled = True
-            self._transcript.mark_cancelled()
+        """Ends the request, if it still runs; iterating ends without an error.
+
+        One that asked for `detach` or `resume_ttl_s` is only left: `Client.cancel` ends it.
+        """
+        if not (self._is_over or self._left.is_set()):
+            self._left.set()
+            self._call.cancel()
+            self.transcript.mark_cancelled()
 
     async def text(self) -> str:
         """Reads to the end and returns the text of the first choice."""
         async with aclosing(self.events()) as events:
             async for _ in events:
                 pass
-        return self._transcript.choices[0].text
+        return self.transcript.choices[0].text
 
     async def result(self) -> Completion:
         """Reads to the end and returns the whole result."""
         await self.text()
-        return self._transcript.result()
+        return self.transcript.result()
 
     @property
     def request_id(self) -> str | None:
         """The request's id."""
-        return self._transcript.request_id
+        return self.transcript.request_id
+
+    @property
+    def resume_token(self) -> str | None:
+        """With the request's id, what `Client.resume` needs; a secret."""
+        return self.transcript.resume_token
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the first choice ended."""
-        return self._transcript.choices[0].finish_reason
+        return self.transcript.choices[0].finish_reason
 
     @property
     def usage(self) -> Usage | None:
         """Tokens counted."""
-        return self._transcript.usage
+        return self.transcript.usage
 
     @property
     def timing(self) -> Timing | None:
         """Where the time went."""
-        return self._transcript.timing
+        return self.transcript.timing
 
     @property
     def transcript(self) -> Transcript:
         """All that the stream has brought so far."""
-        return self._transcript
+        return self._recovery.transcript
+
+    @property
+    def num_resumes(self) -> int:
+        """How often the connection broke and the stream went on."""
+        return self._recovery.num_resumes
 
     async def _deltas(self) -> AsyncGenerator[Delta, None]:
         async with aclosing(self.events()) as events:

@@ -2,6 +2,8 @@
 
 gRPC's own retries cover everything before the first event of a stream: the router sends no headers before a request
 has its seat, so a router that goes away or has no executor yet is retried unseen, on another router where there is one.
+So are the calls with a single answer, which are safe to repeat. Nothing is hedged: of two streams of one request the
+router would end one, and a second request would cost a second seat.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, 
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
-    if all(_is_loopback(target) for target in targets):
+    if all(is_loopback(target) for target in targets):
         options.append(("grpc.enable_http_proxy", 0))
     return options
 
@@ -69,6 +71,24 @@ def channel_target(targets: Sequence[str]) -> str:
     return f"{scheme}:" + ",".join(address for _, address in numeric)
 
 
+def hosts_of(targets: Sequence[str]) -> set[str]:
+    """The hosts of addresses `host:port`."""
+    return {_split(target)[0] for target in targets}
+
+
+def is_loopback(target: str) -> bool:
+    """Whether an address is this machine's own."""
+    if target.startswith("unix:"):
+        return True
+    host = target.removeprefix("dns:///").rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _lookup(target: str) -> tuple[socket.AddressFamily, str]:
     host, port = _split(target)
     try:
@@ -84,13 +104,3 @@ def _split(target: str) -> tuple[str, int]:
     if not host or not port.isdigit():
         raise ValueError(f"not an address host:port: {target!r}")
     return host.strip("[]"), int(port)
-
-
-def _is_loopback(target: str) -> bool:
-    host = target.removeprefix("dns:///").rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from common.errors import Reason
 from common.grpc_status import DETAILS_KEY
 
 
@@ -41,7 +42,28 @@ class InflightError(Exception):
 
     def __str__(self) -> str:
         retry = "" if self.retry_after_s is None else f" (try again in {self.retry_after_s:.1f} s)"
-        return f"{self.code.name}: {self.description}{retry}"
+        hint = self.hint
+        return f"{self.code.name}: {self.description}{retry}" + (f"; {hint}" if hint else "")
+
+    @property
+    def hint(self) -> str:
+        """What the caller can do about it; empty where the description says all that is known."""
+        description = self.description.lower()
+        if self.code is grpc.StatusCode.UNAUTHENTICATED:
+            return "set api_key or token of the client, INFLIGHT_API_KEY or --api-key-file on the command line"
+        if self.code is grpc.StatusCode.UNAVAILABLE and not self.reason:
+            if "certificate_verify_failed" in description or "hostname verification" in description:
+                return "the router's certificate is not trusted or bears another name: see ca_file and server_name"
+            if "wrong_version_number" in description or "handshake failed" in description:
+                return "perhaps the router speaks no TLS: see tls and ca_file"
+        if self.reason == Reason.TAKEN_OVER.value:
+            return "a request has one reader, and another has resumed it"
+        return ""
+
+
+def client_closed() -> InflightError:
+    """What ends a stream whose client was closed."""
+    return InflightError(grpc.StatusCode.CANCELLED, "the client was closed")
 
 
 def from_rpc_error(error: grpc.RpcError) -> InflightError:

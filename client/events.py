@@ -56,10 +56,12 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The request waits. Sent where `want_queue_events` is set."""
+    """The request waits. Sent where `want_queue_events` is set; the first of a stream names the request."""
 
     position: int
     estimated_wait_s: float | None
+    request_id: str | None = None
+    resume_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,15 @@ class Notice:
     text: str
 
 
-Event = Accepted | Queued | Started | Delta | Finished | Done | Notice
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The connection broke, for this cause, and the stream goes on behind what came before. Made by the client."""
+
+    number: int
+    cause: str
+
+
+Event = Accepted | Queued | Started | Delta | Finished | Done | Notice | Resumed
 
 
 @dataclass(slots=True)
@@ -188,6 +198,9 @@ class Transcript:
                 self.request_id = event.request_id
                 self.resume_token = event.resume_token
                 self.prompt_tokens = event.prompt_tokens
+            case Queued() if event.request_id is not None:
+                self.request_id = event.request_id
+                self.resume_token = event.resume_token
             case Started():
                 self.executor_id = event.executor_id
             case Delta():
@@ -233,7 +246,9 @@ def decode_event(wire: inference_pb2.StreamEvent) -> Event | None:
             return Accepted(accepted.request_id, accepted.resume_token, accepted.prompt_tokens, accepted.max_tokens)
         case "queued":
             wait_s = _seconds(wire.queued.estimated_wait) if wire.queued.HasField("estimated_wait") else None
-            return Queued(wire.queued.position, wait_s)
+            return Queued(
+                wire.queued.position, wait_s, wire.queued.request_id or None, wire.queued.resume_token or None
+            )
         case "started":
             queue_s = _seconds(wire.started.queue) if wire.started.HasField("queue") else None
             return Started(wire.started.executor_id, wire.started.cached_tokens, queue_s)

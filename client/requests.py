@@ -60,8 +60,11 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str
     cache_bypass: bool
     idempotency_key: str
+    detach: bool
+    resume_ttl_s: float
     truncate_prompt_tokens: int
     prior_output_ids: Sequence[int]
+    prior_text_bytes: int
     metadata: Mapping[str, str]
 
 
@@ -105,8 +108,11 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "cache_salt": ("cache", "salt"),
     "cache_bypass": ("cache", "bypass"),
     "idempotency_key": ("idempotency_key",),
+    "detach": ("detach",),
+    "resume_ttl_s": ("resume_ttl",),
     "truncate_prompt_tokens": ("truncate_prompt_tokens",),
     "prior_output_ids": ("prior_output", "output_ids"),
+    "prior_text_bytes": ("prior_output", "text_bytes"),
     "metadata": ("metadata",),
 }
 
@@ -183,6 +189,19 @@ def detokenize_request(token_ids: Sequence[int], *, model: str | None) -> infere
     return request
 
 
+def resume_request(
+    request_id: str, resume_token: str, *, offset: int, text_bytes: int | None
+) -> inference_pb2.ResumeRequest:
+    """Asks for the rest of a stream of which so many tokens and bytes of text are there."""
+    request = inference_pb2.ResumeRequest()
+    _assign(request, "request_id", request_id, keyword="request_id")
+    _assign(request, "resume_token", resume_token, keyword="resume_token")
+    _assign(request, "offsets", (offset,), keyword="offset")
+    if text_bytes is not None:
+        _assign(request, "text_bytes", (text_bytes,), keyword="text_bytes")
+    return request
+
+
 def _set_option(request: inference_pb2.GenerateRequest, keyword: str, value: Any) -> None:
     if keyword not in _PATHS:
         raise TypeError(f"unknown keyword {keyword!r}")
@@ -204,7 +223,7 @@ def _set_option(request: inference_pb2.GenerateRequest, keyword: str, value: Any
 def _assign(owner: Message, field: str, value: Any, *, keyword: str) -> None:
     """Sets a field of any kind; protobuf's complaint about the value gets the keyword's name."""
     try:
-        if keyword.endswith("deadline_s"):
+        if keyword.endswith("_s"):
             getattr(owner, field).FromNanoseconds(round(value * 1e9))
         elif isinstance(value, Mapping):
             getattr(owner, field).update(value)

@@ -10,8 +10,11 @@ is left early, by `break`, an exception or `cancel`, is cancelled on the server 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from random import Random
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -19,6 +22,7 @@ import grpc
 from inflight.v1 import inference_pb2, inference_pb2_grpc
 
 from client import requests
+from client.access import AccessOptions, open_access
 from client.catalogue import (
     Capacity,
     Model,
@@ -29,34 +33,41 @@ from client.catalogue import (
     decode_standing,
     decode_state,
 )
-from client.channel import UNARY_TIMEOUT_S, channel_target, client_options
-from client.errors import from_rpc_error
+from client.channel import UNARY_TIMEOUT_S
+from client.errors import InflightError, client_closed, from_rpc_error
 from client.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
+from client.recovery import Again, Call, Recovery, RecoveryPolicy, new_idempotency_key
 
 
 class Client:
     """A client of one or several routers, each `host:port`; several share the calls between them.
 
-    `metadata` goes with every call. `retries` lets gRPC repeat a call that found no router or executor, before anything
-    was produced.
+    `access` says who calls and how the connection is protected, see `AccessOptions`. `metadata` goes with every call.
+    `retries` lets a call be repeated that found no router or executor, before anything was produced. `resume` lets a
+    stream go on by itself when its connection breaks, on any of the routers, until `resume_timeout` seconds have passed
+    without anything new; for that each request gets an idempotency key, unless it has a key or a `request_id`. Nothing
+    is hedged: a request has one reader.
     """
 
     def __init__(
         self,
         *targets: str,
-        credentials: grpc.ChannelCredentials | None = None,
         metadata: Mapping[str, str] | None = None,
         retries: bool = True,
+        resume: bool = True,
+        resume_timeout: float = 60.0,
+        **access: Unpack[AccessOptions],
     ) -> None:
-        target = channel_target(targets)
-        options = client_options(targets, retries=retries)
-        self._metadata = tuple((metadata or {}).items())
+        self._access = open_access(targets, access, metadata=metadata, retries=retries)
+        self._policy = RecoveryPolicy(resume, retries, resume_timeout)
+        credentials, options = self._access.credentials, self._access.options
         self._channel = (
-            grpc.insecure_channel(target, options)
+            grpc.insecure_channel(self._access.target, options)
             if credentials is None
-            else grpc.secure_channel(target, credentials, options)
+            else grpc.secure_channel(self._access.target, credentials, options)
         )
         self._stub: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -68,6 +79,7 @@ class Client:
 
     def close(self) -> None:
         """Cancels what still runs and closes the channel."""
+        self._is_closed = True
         self._channel.close()
 
     def generate(
@@ -81,7 +93,8 @@ class Client:
     ) -> Stream:
         """Generates for one prompt, given as text, as chat or as token ids. The request is sent at once.
 
-        Iterate over the result for its deltas. `timeout` ends the whole request after that many seconds.
+        Iterate over the result for its deltas. `timeout` ends the whole request after that many seconds,
+        however often its stream was resumed.
         """
         request = requests.generate_request(prompt, chat=chat, token_ids=token_ids, options=options)
         return self.send(request, timeout=timeout)
@@ -100,18 +113,70 @@ class Client:
 
     def send(self, request: inference_pb2.GenerateRequest, *, timeout: float | None = None) -> Stream:
         """Sends a request that the caller has built, for what `generate` has no keyword for."""
-        return Stream(self._stub.Generate(request, timeout=timeout, metadata=self._metadata))
+        recovery = Recovery.of_request(
+            request,
+            self._policy,
+            timeout_s=timeout,
+            now_s=time.monotonic(),
+            random=Random(),
+            new_key=new_idempotency_key,
+        )
+        return Stream(recovery, self._caller())
+
+    def resume(
+        self,
+        request_id: str,
+        resume_token: str,
+        *,
+        offset: int = 0,
+        text_bytes: int | None = None,
+        timeout: float | None = None,
+    ) -> Stream:
+        """The rest of the stream of a request that runs, or ended lately; of another program's, perhaps.
+
+        `offset` is the number of output tokens that the caller has, `text_bytes` the bytes of text that it has of them;
+        left out, those that the tokens stand for. Whoever else reads the request is cut off.
+        """
+        request = requests.resume_request(request_id, resume_token, offset=offset, text_bytes=text_bytes)
+        recovery = Recovery.of_running(
+            request, self._policy, timeout_s=timeout, now_s=time.monotonic(), random=Random()
+        )
+        return Stream(recovery, self._caller())
 
     def cancel(
-        self, request_id: str, *, resume_token: str = "", model: str = "", timeout: float = UNARY_TIMEOUT_S
+        self,
+        request_id: str,
+        *,
+        resume_token: str = "",
+        model: str = "",
+        tenant: str = "",
+        timeout: float = UNARY_TIMEOUT_S,
     ) -> RequestState:
-        """Ends a request by its id and says where it was. Its own stream says when it has ended."""
-        request = inference_pb2.CancelRequest(request_id=request_id, resume_token=resume_token, model=model)
-        return decode_state(self._unary("Cancel", request, timeout).state)
+        """Ends a request by its id and says where it was. Its own stream says when it has ended.
 
-    def get_request(self, request_id: str, *, model: str = "", timeout: float = UNARY_TIMEOUT_S) -> RequestStanding:
-        """Where a request stands and, while it waits, what it waits for. Any router of the pool knows."""
-        request = inference_pb2.GetRequestRequest(request_id=request_id, model=model)
+        `resume_token` is needed where the router identifies its callers, unless the caller is an operator.
+        """
+        request = inference_pb2.CancelRequest(
+            request_id=request_id, resume_token=resume_token, model=model, tenant=tenant
+        )
+        return decode_state((self._unary("Cancel", request, timeout)).state)
+
+    def get_request(
+        self,
+        request_id: str,
+        *,
+        resume_token: str = "",
+        model: str = "",
+        tenant: str = "",
+        timeout: float = UNARY_TIMEOUT_S,
+    ) -> RequestStanding:
+        """Where a request stands and, while it waits, what it waits for. Any router of the pool knows.
+
+        `resume_token` as for `cancel`.
+        """
+        request = inference_pb2.GetRequestRequest(
+            request_id=request_id, resume_token=resume_token, model=model, tenant=tenant
+        )
         return decode_standing(self._unary("GetRequest", request, timeout))
 
     def tokenize(
@@ -143,9 +208,20 @@ class Client:
 
     def _unary(self, method: str, request: Any, timeout: float) -> Any:
         try:
-            return getattr(self._stub, method)(request, timeout=timeout, metadata=self._metadata)
+            return getattr(self._stub, method)(request, timeout=timeout, metadata=self._access.metadata())
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
+
+    def _caller(self) -> Callable[[Call], Any]:
+        """Makes the calls of one stream."""
+
+        def start(call: Call) -> Any:
+            if self._is_closed:
+                raise client_closed()
+            method = getattr(self._stub, call.method)
+            return method(call.request, timeout=call.timeout_s, metadata=self._access.metadata())
+
+        return start
 
 
 class Stream:
@@ -154,10 +230,14 @@ class Stream:
     It is read once. `request_id` is known from the first event on, `usage` and `timing` when it has ended.
     """
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._transcript = Transcript()
-        self._cancelled = False
+    def __init__(self, recovery: Recovery, start: Callable[[Call], Any]) -> None:
+        self._recovery = recovery
+        self._start = start
+        self._call = start(recovery.call(time.monotonic()))
+        self._is_over = False
+        self._left = threading.Event()
+        # Between the decision to make a call and the call itself nobody may leave.
+        self._leaving = threading.Lock()
 
     def __iter__(self) -> Iterator[Delta]:
         return self._deltas()
@@ -171,64 +251,100 @@ class Stream:
         self.cancel()
 
     def events(self) -> Generator[Event, None, None]:
-        """Every event, in order.
+        """Every event, in order, and `Resumed` wherever the connection broke and the stream went on.
 
         Raises:
-            InflightError: the request was refused, or broke off.
+            InflightError: the request was refused, or broke off and could not be continued.
         """
         try:
-            for response in self._call:
-                event = self._transcript.add(response.event)
-                if event is not None:
-                    yield event
-        except grpc.RpcError as error:
-            if not self._cancelled:
-                raise from_rpc_error(error) from None
+            while True:
+                error: InflightError | None = None
+                try:
+                    for response in self._call:
+                        yield from self._recovery.take(response.event, time.monotonic())
+                except grpc.RpcError as broken:
+                    error = from_rpc_error(broken)
+                if not self._goes_on(error):
+                    return
         finally:
             self.cancel()
 
+    def _goes_on(self, error: InflightError | None) -> bool:
+        """Makes the next call after one that is over; False where there is none to make."""
+        if self._left.is_set():
+            return False
+        try:
+            again = self._recovery.broken(error, time.monotonic())
+            if isinstance(again, Again):
+                if self._left.wait(again.delay_s):
+                    return False
+                with self._leaving:
+                    if self._left.is_set():
+                        return False
+                    self._call = self._start(self._recovery.call(time.monotonic()))
+                return True
+        except InflightError:
+            self._is_over = True
+            raise
+        self._is_over = True
+        return False
+
     def cancel(self) -> None:
-        """Ends the request, if it still runs; iterating ends without an error. May be called from another thread."""
-        if self._call.is_active():
-            self._cancelled = True
-            self._call.cancel()
-            self._transcript.mark_cancelled()
+        """Ends the request, if it still runs; iterating ends without an error. May be called from another thread.
+
+        One that asked for `detach` or `resume_ttl_s` is only left: `Client.cancel` ends it.
+        """
+        with self._leaving:
+            if not (self._is_over or self._left.is_set()):
+                self._left.set()
+                self._call.cancel()
+                self.transcript.mark_cancelled()
 
     def text(self) -> str:
         """Reads to the end and returns the text of the first choice."""
         for _ in self.events():
             pass
-        return self._transcript.choices[0].text
+        return self.transcript.choices[0].text
 
     def result(self) -> Completion:
         """Reads to the end and returns the whole result."""
         self.text()
-        return self._transcript.result()
+        return self.transcript.result()
 
     @property
     def request_id(self) -> str | None:
         """The request's id."""
-        return self._transcript.request_id
+        return self.transcript.request_id
+
+    @property
+    def resume_token(self) -> str | None:
+        """With the request's id, what `Client.resume` needs; a secret."""
+        return self.transcript.resume_token
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the first choice ended."""
-        return self._transcript.choices[0].finish_reason
+        return self.transcript.choices[0].finish_reason
 
     @property
     def usage(self) -> Usage | None:
         """Tokens counted."""
-        return self._transcript.usage
+        return self.transcript.usage
 
     @property
     def timing(self) -> Timing | None:
         """Where the time went."""
-        return self._transcript.timing
+        return self.transcript.timing
 
     @property
     def transcript(self) -> Transcript:
         """All that the stream has brought so far."""
-        return self._transcript
+        return self._recovery.transcript
+
+    @property
+    def num_resumes(self) -> int:
+        """How often the connection broke and the stream went on."""
+        return self._recovery.num_resumes
 
     def _deltas(self) -> Generator[Delta, None, None]:
         with closing(self.events()) as events:

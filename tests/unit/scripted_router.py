@@ -14,19 +14,25 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import status_pb2
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
-from common.errors import RequestError
+from common.errors import RequestError, not_implemented
 from common.grpc_status import DETAILS_KEY, to_rpc_status
 
 Script = Callable[[inference_pb2.GenerateRequest, "grpc.ServicerContext"], Iterator[inference_pb2.StreamEvent]]
+ResumeScript = Callable[[inference_pb2.ResumeRequest, "grpc.ServicerContext"], Iterator[inference_pb2.StreamEvent]]
 
 WORDS = ("The ", "capital ", "is ", "Paris", ".")
 
 
 class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
-    """Answers `Generate` by `script` and the rest from its attributes; remembers what it was asked."""
+    """Answers `Generate` by `script`, `Resume` by `resume` and the rest from its attributes.
 
-    def __init__(self, script: Script | None = None) -> None:
+    Remembers what it was asked. Without a script for it, resuming is not built.
+    """
+
+    def __init__(self, script: Script | None = None, resume: ResumeScript | None = None) -> None:
         self.script = script or (lambda request, context: speak(WORDS))
+        self.resume = resume or cannot_resume
+        self.metadata: list[dict[str, Any]] = []
         self.requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.ended = threading.Event()
         self.models = [inference_pb2.Model(name="smol", context_length=2048, has_chat_template=True, num_executors=1)]
@@ -37,10 +43,22 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[inference_pb2.GenerateResponse]:
         self.requests.put(request)
+        self.metadata.append(dict(context.invocation_metadata()))
         context.add_callback(self.ended.set)
         try:
             for event in self.script(request, context):
                 yield inference_pb2.GenerateResponse(event=event)
+        except RequestError as error:
+            abort(context, error)
+
+    def Resume(
+        self, request: inference_pb2.ResumeRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.ResumeResponse]:
+        self.requests.put(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        try:
+            for event in self.resume(request, context):
+                yield inference_pb2.ResumeResponse(event=event)
         except RequestError as error:
             abort(context, error)
 
@@ -80,6 +98,12 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         return self.capacity
 
 
+def cannot_resume(
+    request: inference_pb2.ResumeRequest, context: grpc.ServicerContext
+) -> Iterator[inference_pb2.StreamEvent]:
+    raise not_implemented("resume_token", "Resume is")
+
+
 def abort(context: grpc.ServicerContext, error: RequestError) -> None:
     """Ends the call as the real routers do."""
     status: status_pb2.Status = to_rpc_status(error)
@@ -88,12 +112,15 @@ def abort(context: grpc.ServicerContext, error: RequestError) -> None:
 
 
 @contextmanager
-def serving(router: ScriptedRouter) -> Iterator[str]:
+def serving(router: ScriptedRouter, credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
     """Serves the router on a free port and yields its address."""
     with futures.ThreadPoolExecutor(max_workers=16) as threads:
         server = grpc.server(threads)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server)
-        port = server.add_insecure_port("127.0.0.1:0")
+        if credentials is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            port = server.add_secure_port("127.0.0.1:0", credentials)
         server.start()
         try:
             yield f"127.0.0.1:{port}"

@@ -251,17 +251,19 @@ async def test_a_deadline_ends_the_stream_with_its_status() -> None:
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_router_that_vanishes_in_mid_stream_gives_unavailable() -> None:
+async def test_a_stream_that_breaks_gives_unavailable_where_it_is_not_to_be_resumed() -> None:
     def dies(request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Events:
         yield accepted()
         yield delta("x", 0)
         raise RequestError(Reason.EXECUTOR_LOST, "the executor is gone")
 
-    with serving(ScriptedRouter(dies)) as address:
-        async with aio.Client(address) as client:
+    router = ScriptedRouter(dies)
+    with serving(router) as address:
+        async with aio.Client(address, resume=False) as client:
             stream = client.generate("hi")
             with pytest.raises(InflightError) as caught:
                 await stream.text()
+    assert router.requests.qsize() == 1
     assert caught.value.reason == "EXECUTOR_LOST"
     assert stream.transcript.choices[0].text == "x"
 

@@ -140,18 +140,37 @@ async def running_fleet(options: StackOptions) -> AsyncIterator[Fleet]:
             await proxy.start()
         for member in fleet.members:
             await member.renew()
-        try:
-            await fleet.wait_until_serving(options.start_timeout_s)
-        except TimeoutError:
-            raise StackError(f"the system was not up after {options.start_timeout_s:.0f} s") from None
         supervisor = asyncio.create_task(fleet.supervise(), name="supervisor")
         try:
+            await _up(fleet, supervisor, options.start_timeout_s)
             yield fleet
         finally:
             supervisor.cancel()
             await asyncio.gather(supervisor, return_exceptions=True)
     finally:
         await _stop(fleet)
+
+
+async def _up(fleet: Fleet, supervisor: asyncio.Task[None], timeout_s: float) -> None:
+    """Returns when everybody serves. Raises `StackError` where somebody keeps ending, or it takes too long."""
+    ready = asyncio.create_task(fleet.wait_until_serving(timeout_s))
+    try:
+        await asyncio.wait({ready, supervisor}, return_when=asyncio.FIRST_COMPLETED)
+        if supervisor.done():
+            raise StackError(_words_of(supervisor.exception()))
+        await ready
+    except TimeoutError:
+        raise StackError(f"the system was not up after {timeout_s:.0f} s") from None
+    finally:
+        ready.cancel()
+        await asyncio.gather(ready, return_exceptions=True)
+
+
+def _words_of(error: BaseException | None) -> str:
+    """What a supervisor gave up with; it comes in a group of one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)
 
 
 def _laid_out(options: StackOptions) -> Fleet:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import grpc
-from google.protobuf import duration_pb2
 from inflight.v1 import inference_pb2
 
 from bench.chaos.observed import Observed, Verdict, judge
@@ -32,12 +31,12 @@ MAX_RETRY_S = 2.0
 
 
 class Manner(Enum):
-    """How a client treats its request."""
+    """How a client treats its request. The library gives each a key of its own, but for one that bears an id."""
 
     READ = "read"
     WATCH_QUEUE = "watch-queue"
     CANCEL = "cancel"
-    KEYED = "keyed"
+    UNKEYED = "unkeyed"
     REPEAT = "repeat"
 
 
@@ -94,11 +93,10 @@ class Load:
                 return await self._read(specimen, manner, specimen.request(), leave_after)
             case Manner.WATCH_QUEUE:
                 return await self._read(specimen, manner, specimen.request(want_queue_events=True))
-            case Manner.KEYED:
-                return await self._read(specimen, manner, specimen.request(idempotency_key=key))
+            case Manner.UNKEYED:
+                return await self._read(specimen, manner, specimen.request(request_id=key))
             case Manner.REPEAT:
-                request = specimen.request(idempotency_key=key)
-                request.resume_ttl.CopyFrom(duration_pb2.Duration(seconds=REPEAT_WITHIN_S))
+                request = specimen.request(idempotency_key=key, resume_ttl_s=REPEAT_WITHIN_S)
                 first = await self._read(specimen, manner, request, leave_after)
                 if first.refused:
                     return first

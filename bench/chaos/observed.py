@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from bench.chaos.specimens import Expected, Specimen
 from client.errors import InflightError
-from client.events import Accepted, Delta, Done, Event, Finished, Notice
+from client.events import Accepted, Delta, Done, Event, Finished, Notice, Resumed
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Observed:
                 self.text += event.text
             case Notice() if event.kind == "migrated":
                 self.migrated_s.append(at_s)
-            case Notice() if event.kind == "resumed":
+            case Resumed():
                 self.resumed_s.append(at_s)
             case Finished():
                 self.finish_reason = event.reason.value

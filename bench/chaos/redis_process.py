@@ -32,7 +32,7 @@ class RedisProcess:
         self._folder = folder.absolute()
         self._port = port
         self._password = secrets.token_urlsafe(24)
-        self._is_to_be_empty = False
+        self._is_to_be_empty = True  # whatever an earlier run left
 
     def url(self, address: str | None = None) -> str:
         """Where it is, or where it is behind a proxy at `address`."""

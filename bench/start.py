@@ -17,6 +17,7 @@ from bench.targets.stack import StackTarget, sessions_of
 from bench.targets.target import Target, TargetError
 from client.aio import Client
 from client.catalogue import Model
+from client.cli.connection import access_of_environment
 from client.cli.outcome import CommandError
 from client.stack.local import LocalStack
 from common.machine import num_usable_cores
@@ -72,7 +73,7 @@ async def start_field(options: BenchOptions, opened: AsyncExitStack, progress: P
 
 async def _field_elsewhere(options: BenchOptions, address: str, opened: AsyncExitStack) -> Field:
     """A router that runs already, under the name of the batching that its executors do."""
-    client = await opened.enter_async_context(Client(address))
+    client = await opened.enter_async_context(Client(address, **access_of_environment()))
     model = await _only_model(client)
     executors = (await client.capacity()).executors
     mode = "+".join(sorted({executor.batching for executor in executors})) or "no executor"

@@ -13,7 +13,7 @@ from typing import TypedDict
 
 import grpc
 
-from client.channel import channel_target, client_options, hosts_of, is_loopback
+from client.channel import channel_target, client_options, hosts_of, is_this_machine
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -70,7 +70,7 @@ def open_access(
         credentials = grpc.ssl_channel_credentials(_read_certificates(options.get("ca_file")))
     if server_name and credentials is None:
         raise ValueError("server_name: is the name in a certificate; give tls or ca_file, too")
-    if token is not None and credentials is None and not all(map(is_loopback, targets)):
+    if token is not None and credentials is None and not all(map(is_this_machine, targets)):
         raise ValueError(
             "an API key or token would travel in the clear to another machine: give tls or ca_file. Where something "
             "else encrypts the way there, pass metadata={'authorization': 'Bearer …'}"

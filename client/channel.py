@@ -8,11 +8,11 @@ router would end one, and a second request would cost a second seat.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import socket
 from collections.abc import Sequence
 
+from common.addresses import is_loopback
 from common.server import channel_options
 
 # For calls that are answered from what a router has at hand. `Generate` has no deadline but the caller's.
@@ -45,7 +45,7 @@ def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, 
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
-    if all(is_loopback(target) for target in targets):
+    if all(is_this_machine(target) for target in targets):
         options.append(("grpc.enable_http_proxy", 0))
     return options
 
@@ -76,17 +76,9 @@ def hosts_of(targets: Sequence[str]) -> set[str]:
     return {_split(target)[0] for target in targets}
 
 
-def is_loopback(target: str) -> bool:
-    """Whether an address is this machine's own."""
-    if target.startswith("unix:"):
-        return True
-    host = target.removeprefix("dns:///").rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def is_this_machine(target: str) -> bool:
+    """Whether what is sent there never leaves this machine."""
+    return target.startswith("unix:") or is_loopback(target.removeprefix("dns:///"))
 
 
 def _lookup(target: str) -> tuple[socket.AddressFamily, str]:

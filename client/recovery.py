@@ -6,6 +6,7 @@ Told what happened and what time it is, answers with what to do; sends nothing a
     nothing came yet                         the same Generate
     a resume token is known                  Resume behind what came
     Resume: nobody holds the output          the same Generate with what came as `prior_output`
+    that: it has ended, and is lost          the same under another key, with the seed of the first
     the request was refused, or taken over   the error
 
 A repeated Generate bears the same idempotency key, which makes it the same request: it attaches to the first where that
@@ -28,7 +29,7 @@ from client.errors import InflightError
 from client.events import Event, Resumed, Transcript
 from client.received import Received
 from common.errors import Reason
-from common.server import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
+from common.server import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
@@ -36,7 +37,7 @@ MAX_BACKOFF_S = 2.0
 # A request that nobody has answered yet may have a wrong address; a person waits for that.
 SUBMIT_TIMEOUT_S = 10.0
 # A call that stayed open for longer was with a router: keepalive would have ended it else.
-ANSWERED_S = (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1000
+ANSWERED_S = (KEEPALIVE_TIME_MS + CHANNEL_KEEPALIVE_TIMEOUT_MS) / 1000
 # A request whose client vanishes is cancelled. Who resumes it sees that at once; a cancel that comes later is
 # somebody's wish.
 VANISHED_S = 5.0
@@ -88,7 +89,7 @@ class Recovery:
         self._began_s = self._call_began_s = now_s
         self._request: inference_pb2.GenerateRequest | None = None
         self._shows_token_ids = True
-        self._has_own_key = False
+        self._new_key: Callable[[], str] | None = None
         self._token: tuple[str, str] | None = None
         self._seed: int | None = None
         self._received: list[Received] = [Received()]
@@ -123,7 +124,7 @@ class Recovery:
             sent.output.token_ids = True
             if not (request.request_id or request.idempotency_key):
                 sent.idempotency_key = new_key()
-                recovery._has_own_key = True
+                recovery._new_key = new_key
         prior = request.prior_output
         text_bytes = prior.text_bytes if prior.HasField("text_bytes") or not prior.output_ids else None
         recovery._received = [Received(tuple(prior.output_ids), text_bytes=text_bytes)]
@@ -188,12 +189,12 @@ class Recovery:
         if self._has_ended or (error is None and not self._policy.resume):
             return None
         error = error or InflightError(grpc.StatusCode.INTERNAL, "the stream ended before its last event")
-        if self._has_own_key and _refuses_key(error):
+        if self._new_key is not None and _refuses_key(error):
             self._drop_key()
             return Again(0.0)
         if not self._is_recoverable(error):
             raise self._told(error)
-        if self._is_lost or (self._method == "Resume" and error.code in _OUTPUT_LOST):
+        if self._says_lost(error):
             self._start_anew()
         if now_s - self._call_began_s > ANSWERED_S:
             self._has_begun = True
@@ -206,7 +207,10 @@ class Recovery:
     def _after_wait(self, error: InflightError, now_s: float) -> Again:
         assert self._broke_s is not None
         backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._num_breaks)
-        delay_s = max(self._random.uniform(0.0, backoff_s), error.retry_after_s or 0.0)
+        delay_s = self._random.uniform(0.0, backoff_s)
+        if self._num_breaks or error.reason != Reason.DRAINING.value:
+            # A router that drains has others beside it: what it says holds where it is asked again.
+            delay_s = max(delay_s, error.retry_after_s or 0.0)
         self._num_breaks += 1
         patience_s = self._policy.resume_timeout_s
         if not self._has_begun:
@@ -222,7 +226,7 @@ class Recovery:
     def _is_recoverable(self, error: InflightError) -> bool:
         if not self._policy.resume or not (self._has_begun or self._policy.repeats_submit):
             return False
-        if self._is_lost or (self._method == "Resume" and error.code in _OUTPUT_LOST):
+        if self._says_lost(error):
             return self._can_start_anew()
         match error.code:
             case grpc.StatusCode.UNAVAILABLE:
@@ -233,6 +237,16 @@ class Recovery:
                 return self._has_begun and error.retry_after_s is not None
             case code:
                 return code in _BROKEN_UNLESS_OURS and not error.reason
+
+    def _says_lost(self, error: InflightError) -> bool:
+        """Whether the server's copy of the output is gone."""
+        if self._is_lost:
+            return True
+        if self._method == "Generate":
+            return error.code is grpc.StatusCode.DATA_LOSS and self._new_key is not None
+        # It holds less than we have.
+        is_behind = any(field.field.startswith("offsets") for field in error.fields)
+        return error.code in _OUTPUT_LOST or is_behind
 
     def _told(self, error: InflightError) -> InflightError:
         """What the user is told: that recovering is not built there says less than what broke."""
@@ -248,18 +262,22 @@ class Recovery:
     def _start_anew(self) -> None:
         assert self._request is not None
         self._token = None
-        self._is_lost = False
-        if not self._request.idempotency_key and self._has_begun:
+        is_key_spent = self._method == "Generate" and self._new_key is not None
+        if is_key_spent:
+            assert self._new_key is not None
+            self._request.idempotency_key = self._new_key()
+        elif not self._request.idempotency_key and self._has_begun:
             # The id may still be known, with another's or with no output.
             self._request.request_id = ""
-            if self._seed is not None:
-                self._request.sampling.seed = self._seed
+        if self._seed is not None and (is_key_spent or not self._request.idempotency_key):
+            self._request.sampling.seed = self._seed
+        self._is_lost = False
 
     def _drop_key(self) -> None:
         """A router of an earlier version: it takes the request, and cannot tell a repeated one."""
         assert self._request is not None
         self._request.idempotency_key = ""
-        self._has_own_key = False
+        self._new_key = None
 
     def _resume_request(self) -> inference_pb2.ResumeRequest:
         assert self._token is not None

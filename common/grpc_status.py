@@ -74,8 +74,15 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError
     raise AssertionError("abort returned")
 
 
+CheckPeer = Callable[[grpc.aio.ServicerContext[Any, Any]], None]
+"""Raises `RequestError` where who called may not."""
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what handlers raise into statuses; see the module's text."""
+    """Turns what handlers raise into statuses; see the module's text. `check_peer` is called before every one."""
+
+    def __init__(self, check_peer: CheckPeer | None = None) -> None:
+        self._check_peer = check_peer or _admit_all
 
     async def intercept_service(
         self,
@@ -85,20 +92,23 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        parse = _lenient(handler.request_deserializer)
+        assert not handler.request_streaming or handler.response_streaming, "no service of ours has such a method"
+        check_peer, parse = self._check_peer, _lenient(handler.request_deserializer)
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(
-                _guard_unary(handler.unary_unary), parse, handler.response_serializer
+                _guard_unary(handler.unary_unary, check_peer), parse, handler.response_serializer
             )
         if handler.unary_stream:
             return grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler.unary_stream), parse, handler.response_serializer
+                _guard_stream(handler.unary_stream, check_peer), parse, handler.response_serializer
             )
-        if handler.stream_stream:
-            return grpc.stream_stream_rpc_method_handler(
-                _guard_stream(handler.stream_stream), handler.request_deserializer, handler.response_serializer
-            )
-        return handler
+        return grpc.stream_stream_rpc_method_handler(
+            _guard_stream(handler.stream_stream, check_peer), handler.request_deserializer, handler.response_serializer
+        )
+
+
+def _admit_all(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Whoever can connect may call."""
 
 
 def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -125,9 +135,10 @@ def _check(request: Any) -> None:
         raise invalid(FieldViolation("request", "not a well-formed message; strings must be UTF-8"))
 
 
-def _guard_unary(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def _guard_unary(behavior: Callable[..., Awaitable[Any]], check_peer: CheckPeer) -> Callable[..., Awaitable[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            check_peer(context)
             _check(request)
             return await behavior(request, context)
         except Exception as error:
@@ -136,13 +147,14 @@ def _guard_unary(behavior: Callable[..., Awaitable[Any]]) -> Callable[..., Await
     return guarded
 
 
-def _guard_stream(behavior: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_stream(behavior: Callable[..., Any], check_peer: CheckPeer) -> Callable[..., Any]:
     """A streaming handler is an async generator or a coroutine that writes to its context; it stays what it is."""
     if not inspect.isasyncgenfunction(behavior):
-        return _guard_unary(behavior)
+        return _guard_unary(behavior, check_peer)
 
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
+            check_peer(context)
             _check(request)
             async for response in behavior(request, context):
                 yield response

@@ -1,7 +1,7 @@
 """A gRPC server's life: start, serve, drain, stop. Shared by router and executor.
 
-Owns listening, health (with `Watch`), reflection and signals; knows no service. The first SIGTERM or SIGINT drains, the
-second exits at once.
+Owns listening, the limits of connections, keepalive, health (with `Watch`), reflection and signals; knows no service.
+The first SIGTERM or SIGINT drains, the second exits at once.
 """
 
 from __future__ import annotations
@@ -12,47 +12,100 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.grpc_status import ErrorInterceptor
+from common.grpc_status import CheckPeer, ErrorInterceptor
+from common.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
-# Keepalive: both ends agree, so that neither answers the other's pings with GOAWAY too_many_pings.
-KEEPALIVE_TIME_MS = 30_000
-KEEPALIVE_TIMEOUT_MS = 10_000
-MIN_PING_INTERVAL_MS = 10_000
+# Keepalive. Each end pings after so long without hearing from the other, also where no call is under way; a ping that
+# is not answered in time ends the connection. A client can go to another router, while a server that gives up a client
+# cancels its requests: so servers are more patient.
+KEEPALIVE_TIME_MS = 10_000
+CHANNEL_KEEPALIVE_TIMEOUT_MS = 5_000
+SERVER_KEEPALIVE_TIMEOUT_MS = 20_000
 
-# Above the largest prompt that validation lets through, so that too large a prompt gets validation's own answer.
+# A server takes pings less than this apart for abuse, from the third on, and ends the connection with GOAWAY
+# too_many_pings. gRPC's own limit is 5 minutes, which forbids every keepalive worth having. Half of ours, and of the
+# 10 s below which clients in other languages do not go.
+MIN_PING_INTERVAL_MS = 5_000
+
+# What a connection's two ends grant each other where nothing says otherwise; a prompt and its output as ids.
 MAX_RECEIVE_BYTES = 32 * 1024 * 1024
+
+# One write carries what has collected for an executor meanwhile, or all tokens of a request that is taken over. Both
+# ends have shown each other certificates, so this is against accidents only.
+MAX_LINK_BYTES = 256 * 1024 * 1024
+
+# Of all headers of a call. gRPC refuses some calls above the lower of its two limits and every one above the higher;
+# one limit for both makes it plain. Room for JSON web tokens with many claims.
+MAX_METADATA_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What one connection may take of a server. None: no limit."""
+
+    max_streams: int | None = None
+    max_idle_s: float | None = None
+    max_age_s: float | None = None
+    handshake_timeout_s: float = 20.0
+    max_receive_bytes: int = MAX_RECEIVE_BYTES
+    min_ping_interval_ms: int = MIN_PING_INTERVAL_MS
+
+
+DEFAULT_LIMITS = ConnectionLimits()
 
 
 class ListenError(Exception):
     """The address cannot be listened on. The text says why."""
 
 
-def channel_options() -> list[tuple[str, int]]:
+def channel_options(max_message_bytes: int = MAX_RECEIVE_BYTES) -> list[tuple[str, int]]:
     """Options for every channel that this project opens."""
     return [
-        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
-        ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
+        *_options_of_both_ends(max_message_bytes),
+        ("grpc.keepalive_timeout_ms", CHANNEL_KEEPALIVE_TIMEOUT_MS),
     ]
 
 
-def _server_options() -> list[tuple[str, int]]:
+def _options_of_both_ends(max_receive_bytes: int) -> list[tuple[str, int]]:
     return [
-        *channel_options(),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Else only two pings are sent until there is a call again, and then one a minute.
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.max_send_message_length", -1),  # whoever receives has the limit
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ]
+
+
+def _server_options(limits: ConnectionLimits) -> list[tuple[str, int]]:
+    options = [
+        *_options_of_both_ends(limits.max_receive_bytes),
+        ("grpc.keepalive_timeout_ms", SERVER_KEEPALIVE_TIMEOUT_MS),
+        # gRPC's headers call this MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, but that is not what it is read by.
+        ("grpc.http2.min_ping_interval_without_data_ms", limits.min_ping_interval_ms),
+        ("grpc.server_handshake_timeout_ms", round(limits.handshake_timeout_s * 1000)),
         # Without this a second server on the same port would start and silently take half of the connections.
         ("grpc.so_reuseport", 0),
     ]
+    if limits.max_streams is not None:
+        options.append(("grpc.max_concurrent_streams", limits.max_streams))
+    if limits.max_idle_s is not None:
+        options.append(("grpc.max_connection_idle_ms", round(limits.max_idle_s * 1000)))
+    if limits.max_age_s is not None:
+        # gRPC spreads it by a tenth either way, and lets the calls under way end, however long they take.
+        options.append(("grpc.max_connection_age_ms", round(limits.max_age_s * 1000)))
+    return options
 
 
 def check_listen(listen: str) -> None:
@@ -74,12 +127,24 @@ def check_listen(listen: str) -> None:
 
 
 class GrpcServer:
-    """A listening gRPC server with health and reflection for the services named."""
+    """A listening gRPC server with health and reflection for the services named.
 
-    def __init__(self, service_names: Sequence[str]) -> None:
-        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_server_options())
+    With `tls` it speaks TLS only. `check_peer` holds every call, health checks included, against who sent it.
+    """
+
+    def __init__(
+        self,
+        service_names: Sequence[str],
+        *,
+        limits: ConnectionLimits = DEFAULT_LIMITS,
+        tls: TlsFiles | None = None,
+        check_peer: CheckPeer | None = None,
+    ) -> None:
+        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor(check_peer)], options=_server_options(limits))
+        self._tls = tls
         self._service_names = ("", *service_names)
         self._health = health.aio.HealthServicer()
+        self._health_port: grpc.aio.Server | None = None
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
 
@@ -90,15 +155,22 @@ class GrpcServer:
             ListenError: the port is in use, or the address is not this machine's.
         """
         await self.set_serving(False)
-        host, _, _ = listen.rpartition(":")
-        try:
-            port = self.grpc.add_insecure_port(listen)
-        except RuntimeError as error:
-            raise ListenError(f"cannot listen on {listen}: the port is in use or the address is not local") from error
-        if port == 0:
-            raise ListenError(f"cannot listen on {listen}: not an address")
+        credentials = None if self._tls is None else self._tls.server_credentials()
+        address = _add_port(self.grpc, listen, credentials)
         await self.grpc.start()
-        return f"{host}:{port}"
+        return address
+
+    async def start_health(self, listen: str) -> str:
+        """Listens on another address, in the clear, for health checks alone: probes show no certificate.
+
+        Raises:
+            ListenError: see `start`.
+        """
+        self._health_port = grpc.aio.server(options=_server_options(DEFAULT_LIMITS))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_port)
+        address = _add_port(self._health_port, listen, None)
+        await self._health_port.start()
+        return address
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health status of every service; watchers are told."""
@@ -110,6 +182,19 @@ class GrpcServer:
         """Refuses new RPCs, lets running ones end for `grace_s` seconds, then cancels them."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
+        if self._health_port is not None:
+            await self._health_port.stop(None)
+
+
+def _add_port(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None) -> str:
+    host, _, _ = listen.rpartition(":")
+    try:
+        port = server.add_insecure_port(listen) if credentials is None else server.add_secure_port(listen, credentials)
+    except RuntimeError as error:
+        raise ListenError(f"cannot listen on {listen}: the port is in use or the address is not local") from error
+    if port == 0:
+        raise ListenError(f"cannot listen on {listen}: not an address")
+    return f"{host}:{port}"
 
 
 class Signals:

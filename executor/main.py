@@ -21,9 +21,11 @@ from common.logs import start_logging
 from common.machine import num_available_memory_bytes, num_usable_cores
 from common.model_source import ModelSource, resolve_model
 from common.process import EXIT_FAILED, run_process
-from common.server import GrpcServer, Signals, check_listen
+from common.server import MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
+from common.tls import TlsFiles
 from executor.blocks import BlockPool
+from executor.door import RouterNames, open_door
 from executor.engine import Engine
 from executor.engine_output import EngineOutput
 from executor.garbage import GarbageCollection
@@ -72,8 +74,11 @@ def _run_with_settings(argv: SequenceOf[str]) -> int:
     start_logging("executor", settings.log_level)
     for line in describe(settings):
         log.info("setting %s", line)
+    tls = open_door(settings)
     check_listen(settings.listen)
-    return asyncio.run(run(settings, load_model(settings)))
+    if settings.health_listen:
+        check_listen(settings.health_listen)
+    return asyncio.run(run(settings, load_model(settings), tls))
 
 
 def load_model(settings: ExecutorSettings) -> Loaded:
@@ -173,7 +178,7 @@ def _num_standby(settings: ExecutorSettings) -> int:
     return settings.max_num_sequences if settings.batching == "static" else settings.num_standby_sequences
 
 
-async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
+async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) -> int:
     """start → serve → drain → stop."""
     loop = asyncio.get_running_loop()
     signals = Signals(loop)
@@ -199,12 +204,16 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
     )
     keeping = Keeping(settings.orphan_grace_s, settings.retain_ended_s)
     service = ExecutorService(identity(settings, loaded), engine, keeping)
-    server = GrpcServer([SERVICE_NAME])
+    server = _server(settings, tls)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)
+    if settings.health_listen:
+        await server.start_health(settings.health_listen)
     garbage.start()
     engine.start()
-    reports = asyncio.create_task(service.run(), name="reports")
+    beside = [asyncio.create_task(service.run(), name="reports")]
+    if tls is not None:
+        beside.append(asyncio.create_task(tls.follow(), name="certificates"))
     await server.set_serving(True)
     log.info("serving on %s", address)
 
@@ -218,11 +227,17 @@ async def run(settings: ExecutorSettings, loaded: Loaded) -> int:
         await service.close(CLOSE_TIMEOUT_S)
         await asyncio.to_thread(engine.stop)
         runner.close()
-    for task in (reports, drain, death):
+    for task in (*beside, drain, death):
         task.cancel()
     await server.stop(grace_s=1.0)
     log.info("stopped")
     return EXIT_FAILED if engine_died.is_set() else 0
+
+
+def _server(settings: ExecutorSettings, tls: TlsFiles | None) -> GrpcServer:
+    limits = ConnectionLimits(max_receive_bytes=MAX_LINK_BYTES)
+    check_peer = None if tls is None else RouterNames(settings.router_names).check
+    return GrpcServer([SERVICE_NAME], limits=limits, tls=tls, check_peer=check_peer)
 
 
 def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:

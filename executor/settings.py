@@ -79,6 +79,9 @@ class ExecutorSettings(ProcessSettings):
     router_names: tuple[str, ...] = Field(
         (), description="names (SAN: DNS or URI) of which a router's certificate must bear one, comma-separated"
     )
+    health_listen: str = Field(
+        "", description="another address host:port, in the clear, for health checks alone; empty: none"
+    )
     orphan_grace_s: float = Field(
         15.0, ge=0, le=3600, description="seconds that sequences go on whose router is gone, for another to take over"
     )

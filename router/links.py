@@ -16,7 +16,7 @@ import grpc.aio
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 from common.errors import Reason, RequestError
-from common.server import channel_options
+from router.executor_channels import ExecutorChannels
 from router.streams import End, RequestStream
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,12 @@ ACK_EVERY_FRAMES = 8
 DESCRIBE_TIMEOUT_S = 5.0
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
+
+# gRPC's own backoff grows to minutes while an executor loads its model; ours is enough.
+_RECONNECT_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", int(MIN_BACKOFF_S * 1000)),
+    ("grpc.max_reconnect_backoff_ms", int(MAX_BACKOFF_S * 1000)),
+]
 
 
 class Observer(Protocol):
@@ -64,8 +70,11 @@ class Observer(Protocol):
 class ExecutorLink:
     """The link to the executor at one address."""
 
-    def __init__(self, address: str, router_id: str, observer: Observer) -> None:
+    def __init__(
+        self, address: str, router_id: str, observer: Observer, channels: ExecutorChannels | None = None
+    ) -> None:
         self.address = address
+        self._channels = channels or ExecutorChannels()
         self.description = executor_pb2.DescribeResponse()
         self.report: executor_pb2.Report | None = None
         self.is_up = False
@@ -99,20 +108,19 @@ class ExecutorLink:
         self._wake.set()
 
     async def run(self) -> None:
-        """Keeps the link up until cancelled."""
+        """Keeps the link up until cancelled. Every try has a channel of its own, with the certificates of then."""
         backoff_s = MIN_BACKOFF_S
-        async with grpc.aio.insecure_channel(self.address, options=_link_options()) as channel:
-            stub = executor_pb2_grpc.ExecutorServiceStub(channel)
-            while True:
+        while True:
+            async with self._channels.open(self.address, _RECONNECT_OPTIONS) as channel:
                 try:
-                    await self._serve(stub)
+                    await self._serve(executor_pb2_grpc.ExecutorServiceStub(channel))
                 except grpc.aio.AioRpcError as error:
                     log.debug("executor %s: %s %s", self.address, error.code().name, error.details())
                 if self.is_up:
                     backoff_s = MIN_BACKOFF_S
                     self._break()
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _serve(self, stub: executor_pb2_grpc.ExecutorServiceStub) -> None:
         description = await stub.Describe(executor_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
@@ -224,15 +232,6 @@ class ExecutorLink:
                 stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
                 stream.finish(End(finished.reason, stop_token_id))
         self._observer.on_finished(self, stream, attempt)
-
-
-def _link_options() -> list[tuple[str, int]]:
-    """gRPC's own backoff grows to minutes while an executor loads its model; ours is enough."""
-    return [
-        *channel_options(),
-        ("grpc.initial_reconnect_backoff_ms", int(MIN_BACKOFF_S * 1000)),
-        ("grpc.max_reconnect_backoff_ms", int(MAX_BACKOFF_S * 1000)),
-    ]
 
 
 def _is_current(stream: RequestStream, attempt: int) -> bool:

@@ -16,14 +16,17 @@ from collections.abc import Callable, Sequence
 
 from inflight.v1 import inference_pb2_grpc
 
+from common.addresses import is_loopback
 from common.logs import start_logging
 from common.model_source import ModelSource, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
-from common.server import GrpcServer, Signals, check_listen
+from common.server import ConnectionLimits, GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
+from common.tls import TlsFiles, TlsPaths
 from router.admission_file import AdmissionFile
 from router.callers import OpenDoor
 from router.dispatch import Dispatcher
+from router.executor_channels import ExecutorChannels
 from router.pools import Pool, Pools
 from router.service import InferenceService
 from router.settings import RouterSettings
@@ -37,6 +40,9 @@ log = logging.getLogger(__name__)
 
 OnEvent = Callable[[StoreEvent], None]
 OpenStore = Callable[[str, OnEvent], AdmissionStore]
+
+# Room in a request for everything but its prompt.
+REQUEST_FIELDS_BYTES = 1024 * 1024
 
 SERVICE_NAME = "inflight.v1.InferenceService"
 
@@ -52,6 +58,8 @@ def _run_with_settings(argv: Sequence[str]) -> int:
     for line in describe(settings):
         log.info("setting %s", line)
     check_listen(settings.listen)
+    if settings.health_listen:
+        check_listen(settings.health_listen)
     return asyncio.run(run(settings, load_texts(settings)))
 
 
@@ -76,6 +84,7 @@ def _source(entry: str) -> ModelSource:
 async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     """start → serve → drain → stop."""
     admission = AdmissionFile.open(settings.admission_file, frozenset(texts))
+    tls, channels = open_tls(settings), ExecutorChannels.of(settings)
     signals = Signals(asyncio.get_running_loop())
     router_id = settings.router_id or _default_router_id(settings.listen)
     store_settings = store_settings_of(settings)
@@ -85,13 +94,15 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
         return AdmissionStore(redis, pool, router_id, store_settings, on_event)
 
     models = [_pool(name, text, open_store, settings) for name, text in texts.items()]
-    pools = Pools(models, router_id, lambda: admission.rules.variants)
+    pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
     service = InferenceService(pools, settings, admission, OpenDoor())
-    server = GrpcServer([SERVICE_NAME])
+    server = GrpcServer([SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)
+    if settings.health_listen:
+        await server.start_health(settings.health_listen)
     gc.freeze()
-    work = asyncio.create_task(_work(pools, admission, settings), name="work")
+    work = asyncio.create_task(_work(pools, admission, (tls, channels.tls), settings), name="work")
     readiness = asyncio.create_task(_follow_readiness(pools, server), name="readiness")
     log.info("router %s serves %s on %s", router_id, ", ".join(sorted(texts)), address)
 
@@ -127,11 +138,42 @@ def store_settings_of(settings: RouterSettings) -> StoreSettings:
     )
 
 
-async def _work(pools: Pools, admission: AdmissionFile, settings: RouterSettings) -> None:
+def open_tls(settings: RouterSettings) -> TlsFiles | None:
+    """The certificates to serve clients with; None for serving in the clear. Raises `SettingError`."""
+    paths = TlsPaths.of(settings.tls_cert_file, settings.tls_key_file, None, prefix="")
+    if paths is not None:
+        return TlsFiles.open(paths)
+    if not is_loopback(settings.listen):
+        log.warning(
+            "prompts and answers cross the network in the clear: set tls_cert_file and tls_key_file, or listen on a "
+            "loopback address (listen is %s)",
+            settings.listen,
+        )
+    return None
+
+
+def connection_limits_of(settings: RouterSettings) -> ConnectionLimits:
+    """What a client's connection may take."""
+    return ConnectionLimits(
+        max_streams=settings.max_streams_per_connection,
+        max_idle_s=settings.max_connection_idle_s,
+        max_age_s=settings.max_connection_age_s,
+        handshake_timeout_s=settings.handshake_timeout_s,
+        # A prompt of as many ids takes 3 bytes for each; one that is too large by no more gets validation's own answer.
+        max_receive_bytes=4 * settings.max_prompt_bytes + REQUEST_FIELDS_BYTES,
+    )
+
+
+async def _work(
+    pools: Pools, admission: AdmissionFile, certificates: Sequence[TlsFiles | None], settings: RouterSettings
+) -> None:
     """What goes on beside the clients' calls."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(pools.run(settings.executors, settings.resolve_interval_s), name="pools")
         tasks.create_task(admission.follow(), name="admission file")
+        for files in certificates:
+            if files is not None:
+                tasks.create_task(files.follow(), name="certificates")
 
 
 def _pool(name: str, text: TextModel, open_store: OpenStore, settings: RouterSettings) -> Pool:

@@ -16,6 +16,7 @@ from inflight.v1 import executor_pb2
 from common.errors import FieldViolation, Reason, RequestError, invalid
 from router.discovery import watch
 from router.dispatch import Dispatcher
+from router.executor_channels import ExecutorChannels
 from router.links import ExecutorLink
 from router.refusals import no_executor
 from router.streams import RequestStream
@@ -48,10 +49,17 @@ class Pool:
 class Pools:
     """All models of this router, and its links. Implements `router.links.Observer`."""
 
-    def __init__(self, pools: Sequence[Pool], router_id: str, current_variants: Callable[[], Variants] = dict) -> None:
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        router_id: str,
+        current_variants: Callable[[], Variants] = dict,
+        channels: ExecutorChannels | None = None,
+    ) -> None:
         self.by_name: Mapping[str, Pool] = {pool.name: pool for pool in pools}
         self._current_variants = current_variants
         self._router_id = router_id
+        self._channels = channels
         self._links: dict[str, tuple[ExecutorLink, asyncio.Task[None]]] = {}
         self._pool_of: dict[ExecutorLink, Pool] = {}
         self._wanted: frozenset[str] = frozenset()
@@ -101,7 +109,7 @@ class Pools:
         """Links new addresses. One that is no longer named is let go when its link is down."""
         self._wanted = addresses
         for address in addresses - self._links.keys():
-            link = ExecutorLink(address, self._router_id, self)
+            link = ExecutorLink(address, self._router_id, self, self._channels)
             self._links[address] = (link, tasks.create_task(link.run(), name=f"link {address}"))
         for address in self._links.keys() - addresses:
             if not self._links[address][0].is_up:

@@ -90,8 +90,17 @@ class RouterSettings(ProcessSettings):
     )
     max_streams_per_connection: int = Field(5000, ge=1, le=1_000_000, description="calls under way on one connection")
     max_connection_idle_s: float = Field(900.0, ge=1, description="seconds without a call until a connection is closed")
+    max_connection_age_s: float | None = Field(
+        None,
+        ge=1,
+        description="seconds after which a connection takes no new calls, so that clients spread over routers anew; "
+        "calls under way end in their own time; unset: no limit",
+    )
     handshake_timeout_s: float = Field(
         20.0, ge=0.1, le=300, description="seconds that a new connection's handshake may take"
+    )
+    health_listen: str = Field(
+        "", description="another address host:port, in the clear, for health checks alone; empty: none"
     )
     no_executor_grace_s: float = Field(
         10.0, ge=0, description="seconds that accepted requests wait for an executor after the last one was lost"

@@ -33,7 +33,7 @@ from client.stack.ready import wait_until_serving
 HOST = "127.0.0.1"
 # A process is started again after a moment, as Kubernetes does it; one that keeps ending ends the run.
 RESTART_PAUSE_S = 0.2
-EARLY_END_S = 2.0
+EARLY_END_S = 15.0
 MAX_EARLY_ENDS = 5
 
 Start = Callable[[int], Awaitable[ChildProcess]]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from client.stack.options import DEFAULT_RUN_DIR
-from client.stack.state import read_state
+from client.stack.state import StackState, read_state
 
 ADDRESS_VARIABLE = "INFLIGHT_ADDRESS"
 RUN_DIR_VARIABLE = "INFLIGHT_RUN_DIR"
@@ -39,8 +39,15 @@ def resolve_address(options: argparse.Namespace, environment: Mapping[str, str] 
     given = options.address or environment.get(ADDRESS_VARIABLE)
     if given:
         return str(given)
-    state = read_state(resolve_run_dir(options, environment))
+    state = stack_in_use(options, environment)
     return DEFAULT_ADDRESS if state is None else state.address
+
+
+def stack_in_use(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> StackState | None:
+    """The local stack, where its router is the one to ask."""
+    if options.address or environment.get(ADDRESS_VARIABLE):
+        return None
+    return read_state(resolve_run_dir(options, environment))
 
 
 def resolve_run_dir(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Path:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from client.cli.address import add_address_flags, resolve_address
+from client.cli.address import resolve_address
 from client.cli.answer import print_answer
-from client.cli.outcome import errors_in_words, in_words
+from client.cli.connection import add_connection_flags, connected
+from client.cli.outcome import in_words
 from client.cli.sampling_flags import add_sampling_flags, request_options
 from client.errors import InflightError
 from client.requests import ChatMessage, GenerateOptions
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     flags = _parser().parse_args(argv)
     address = resolve_address(flags)
     conversation = Conversation(flags.system)
-    with errors_in_words(address), Client(address) as client:
+    with connected(flags) as client:
         client.list_models()  # says at once whether anybody answers
         if sys.stdin.isatty():
             with suppress(ImportError):
@@ -66,7 +67,7 @@ def _answer(client: Client, conversation: Conversation, text: str, options: Gene
     stream = client.generate(chat=conversation.asking(text), **options)
     summary = ""
     try:
-        summary = print_answer(stream, sys.stdout)
+        summary = print_answer(stream, sys.stdout, sys.stderr)
     except KeyboardInterrupt:
         stream.cancel()
         summary = "ended"
@@ -95,5 +96,5 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="inflight chat", description=f"Talks with a model. {COMMANDS}")
     parser.add_argument("--system", metavar="TEXT", help="system message that the conversation begins with")
     add_sampling_flags(parser)
-    add_address_flags(parser)
+    add_connection_flags(parser)
     return parser

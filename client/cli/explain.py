@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from client.catalogue import RequestStanding, RequestState
-from client.cli.address import add_address_flags, resolve_address
-from client.cli.outcome import errors_in_words
-from client.sync import Client
+from client.cli.connection import add_connection_flags, connected
+from client.cli.request_flags import add_request_flags, resume_token_of
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     flags = _parser().parse_args(argv)
-    address = resolve_address(flags)
-    with errors_in_words(address), Client(address) as client:
-        standing = client.get_request(flags.request_id, model=flags.model or "")
+    with connected(flags) as client:
+        standing = client.get_request(
+            flags.request_id,
+            resume_token=resume_token_of(flags, os.environ),
+            model=flags.model or "",
+            tenant=flags.tenant or "",
+        )
     if flags.json:
         print(json.dumps({**asdict(standing), "state": standing.state.value}))
     else:
@@ -50,8 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="inflight explain", description="Says where a request stands and, while it waits, what it waits for."
     )
-    parser.add_argument("request_id", metavar="REQUEST_ID", help="the request's id")
-    parser.add_argument("--model", metavar="NAME", help="the model it asked for; default: the only one")
+    add_request_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_address_flags(parser)
+    add_connection_flags(parser)
     return parser

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from client.cli.address import add_address_flags, resolve_address
 from client.cli.answer import print_answer
-from client.cli.outcome import EXIT_USAGE, CommandError, errors_in_words
+from client.cli.connection import add_connection_flags, connected
+from client.cli.outcome import EXIT_USAGE, CommandError
 from client.cli.sampling_flags import add_sampling_flags, request_options
 from client.events import Completion
 from client.requests import ChatMessage
@@ -21,13 +21,12 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     flags = _parser().parse_args(argv)
     prompt = _read_prompt(flags.prompt)
-    address = resolve_address(flags)
-    with errors_in_words(address), Client(address) as client:
+    with connected(flags) as client:
         stream = _send(client, prompt, flags)
         if flags.json:
             print(as_json(stream.result()))
             return 0
-        summary = print_answer(stream, sys.stdout)
+        summary = print_answer(stream, sys.stdout, sys.stderr)
         print()
         print(summary, file=sys.stderr)
     return 0
@@ -89,5 +88,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--request-id", metavar="ID", help="id to ask about it with `inflight explain`")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the request after this long")
     add_sampling_flags(parser)
-    add_address_flags(parser)
+    add_connection_flags(parser)
     return parser

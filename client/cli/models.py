@@ -11,19 +11,16 @@ from rich.table import Table
 
 from client.catalogue import Model
 from client.cli import terminal
-from client.cli.address import add_address_flags, resolve_address
-from client.cli.outcome import errors_in_words
-from client.sync import Client
+from client.cli.connection import add_connection_flags, connected
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(prog="inflight models", description="Lists the models that can be asked for.")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_address_flags(parser)
+    add_connection_flags(parser)
     flags = parser.parse_args(argv)
-    address = resolve_address(flags)
-    with errors_in_words(address), Client(address) as client:
+    with connected(flags) as client:
         models = client.list_models()
     if flags.json:
         print(json.dumps([asdict(model) for model in models]))

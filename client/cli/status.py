@@ -15,8 +15,8 @@ from rich.text import Text
 
 from client.catalogue import Capacity, ExecutorCapacity, VariantCapacity
 from client.cli import terminal
-from client.cli.address import add_address_flags, resolve_address
-from client.cli.outcome import EXIT_USAGE, CommandError, errors_in_words
+from client.cli.connection import add_connection_flags, connected
+from client.cli.outcome import EXIT_USAGE, CommandError
 from client.sync import Client
 
 HEADINGS = (
@@ -30,8 +30,7 @@ def main(argv: Sequence[str]) -> int:
     flags = _parser().parse_args(argv)
     if flags.watch is not None and not 0.1 <= flags.watch <= 3600:
         raise CommandError(f"--watch: {flags.watch} is not between 0.1 and 3600 seconds", EXIT_USAGE)
-    address = resolve_address(flags)
-    with errors_in_words(address), Client(address) as client:
+    with connected(flags) as client:
         capacity = client.capacity(model=flags.model or "")
         if flags.json:
             print(json.dumps(asdict(capacity)))
@@ -124,5 +123,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="NAME", help="only this model")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="show it again and again")
-    add_address_flags(parser)
+    add_connection_flags(parser)
     return parser

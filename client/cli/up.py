@@ -52,6 +52,7 @@ def stack_options(flags: argparse.Namespace) -> StackOptions:
             port=flags.port,
             redis_url=flags.redis_url,
             run_dir=resolve_run_dir(flags),
+            tls=flags.tls,
         )
     except ValueError as error:
         raise CommandError(str(error), EXIT_USAGE) from None
@@ -113,6 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--port", type=int, metavar="PORT", help="port of the first router; default: a free one")
     parser.add_argument("--redis-url", metavar="URL", help="use this Redis instead of a private one")
+    parser.add_argument(
+        "--tls",
+        action="store_true",
+        help="reach routers by TLS, and executors by mutual TLS, with certificates made in the run folder",
+    )
     add_run_dir_flag(parser)
     group = parser.add_argument_group("executors")
     for flag, text in EXECUTOR_FLAGS.items():

@@ -20,7 +20,10 @@ from enum import Enum
 from types import TracebackType
 from typing import Self
 
-from client.stack.options import STOP_GRACE_S, StackOptions, executor_command, router_command
+import grpc
+
+from client.stack.certificates import make_certificates
+from client.stack.options import EXECUTOR_HOST, STOP_GRACE_S, StackOptions, executor_command, router_command
 from client.stack.ports import free_ports
 from client.stack.process import ChildProcess
 from client.stack.ready import wait_until_serving
@@ -79,6 +82,7 @@ class LocalStack:
         self._began_s = time.monotonic()
         self._lock: RunFolderLock | None = None
         self._redis: PrivateRedis | None = None
+        self._credentials: grpc.ChannelCredentials | None = None
         self.redis_url = options.redis_url or ""
         self.executors: list[ChildProcess] = []
         self.routers: list[ChildProcess] = []
@@ -111,6 +115,7 @@ class LocalStack:
         self._began_s = time.monotonic()
         self._lock = _lock_run_folder(self.options)
         try:
+            self._make_certificates()
             await self._start_redis()
             await self._start_servers()
             write_state(self.options.run_dir, self._state())
@@ -142,6 +147,18 @@ class LocalStack:
                 children.remove(child)
         return child
 
+    def _make_certificates(self) -> None:
+        made = self.options.certificates
+        if made is None:
+            return
+        try:
+            for path in made.files:
+                path.unlink(missing_ok=True)
+            make_certificates(made.folder)
+        except OSError as error:
+            raise StackError(f"cannot write certificates to {made.folder}: {error.strerror}", is_setting=True) from None
+        self._credentials = made.channel_credentials()
+
     async def _start_redis(self) -> None:
         if self.options.redis_url is not None:
             return
@@ -169,7 +186,7 @@ class LocalStack:
         num_free = options.executors + options.routers - (options.port is not None)
         ports = iter(free_ports(options.host, num_free))
         for index in range(options.executors):
-            address, name = f"{options.host}:{next(ports)}", f"executor-{index}"
+            address, name = f"{EXECUTOR_HOST}:{next(ports)}", f"executor-{index}"
             command = executor_command(options, name, address)
             self.executors.append(await self._start_child(name, "executor", address, command))
         executor_addresses = tuple(executor.address for executor in self.executors)
@@ -197,7 +214,8 @@ class LocalStack:
 
     async def _wait_until_ready(self, child: ChildProcess, service: str) -> None:
         """Returns when the child serves; raises when it ends before, or takes too long."""
-        ready = asyncio.create_task(wait_until_serving(child.address, service, self.options.start_timeout_s))
+        serving = wait_until_serving(child.address, service, self.options.start_timeout_s, self._credentials)
+        ready = asyncio.create_task(serving)
         ended = asyncio.create_task(child.wait())
         try:
             await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -243,7 +261,9 @@ class LocalStack:
             processes.append(
                 ProcessState(child.name, child.role, child.pid, child.address, str(child.log_file.resolve()))
             )
-        return StackState(os.getpid(), self.address, self.redis_url, tuple(processes))
+        certificates = self.options.certificates
+        ca_file = "" if certificates is None else str(certificates.ca_file.resolve())
+        return StackState(os.getpid(), self.address, self.redis_url, tuple(processes), ca_file)
 
     def _redis_address(self) -> str:
         return self.redis_url.rpartition("@")[2].partition("/")[0]

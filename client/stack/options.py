@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from client.stack.certificates import CertificateFolder
 from common.machine import num_usable_cores
 
 # Servers end their streams within this time on SIGTERM, before the stack stops asking.
 DRAIN_TIMEOUT_S = 5.0
 STOP_GRACE_S = 10.0
+
+# Whatever address clients use, executors of a local stack are reached by its routers alone.
+EXECUTOR_HOST = "127.0.0.1"
 
 DEFAULT_RUN_DIR = Path("run")
 
@@ -22,6 +27,8 @@ class StackOptions:
     `port` is the first router's; every other port, and that one where it is `None`, is a free one. `redis_url` uses a
     Redis that runs already. The extra arguments are flags of `inflight executor` and `inflight router`. Loading the
     model, and the first time compiling the attention op, must fit into `start_timeout_s`. `program` runs the roles.
+    With `tls` routers are reached by TLS and executors by mutual TLS, with certificates that are made in the run folder
+    at every start.
     """
 
     executors: int = 1
@@ -34,7 +41,13 @@ class StackOptions:
     redis_url: str | None = None
     run_dir: Path = DEFAULT_RUN_DIR
     start_timeout_s: float = 600.0
+    tls: bool = False
     program: tuple[str, ...] = (sys.executable, "-m", "client.cli.main")
+
+    @property
+    def certificates(self) -> CertificateFolder | None:
+        """Where the stack's certificates are; None without `tls`."""
+        return CertificateFolder(self.run_dir / "certificates") if self.tls else None
 
     def __post_init__(self) -> None:
         for name in ("executors", "routers"):
@@ -51,7 +64,9 @@ def executor_command(options: StackOptions, name: str, address: str) -> list[str
     # Executors that share the cores of one machine must not each take all of them: their threads would wait for
     # one another at every operation.
     threads = ["--num-threads", str(max(1, num_usable_cores() // options.executors))]
-    return [*options.program, "executor", *common, *threads, *model, *options.executor_args]
+    certificates = options.certificates
+    door = ["--insecure"] if certificates is None else _flags(certificates.executor_settings())
+    return [*options.program, "executor", *common, *threads, *door, *model, *options.executor_args]
 
 
 def router_command(options: StackOptions, name: str, address: str, executors: tuple[str, ...]) -> list[str]:
@@ -59,4 +74,10 @@ def router_command(options: StackOptions, name: str, address: str, executors: tu
     model = [] if options.model is None else ["--model", options.model]
     common = ["--listen", address, "--router-id", name, "--drain-timeout-s", str(DRAIN_TIMEOUT_S)]
     links = ["--executors", ",".join(executors)]
-    return [*options.program, "router", *common, *links, *model, *options.router_args]
+    certificates = options.certificates
+    door = [] if certificates is None else _flags(certificates.router_settings())
+    return [*options.program, "router", *common, *links, *door, *model, *options.router_args]
+
+
+def _flags(settings: Mapping[str, str]) -> list[str]:
+    return [word for setting in settings.items() for word in setting]

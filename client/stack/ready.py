@@ -18,14 +18,16 @@ _OPTIONS = [
 ]
 
 
-async def wait_until_serving(address: str, service: str, timeout_s: float) -> None:
-    """Returns when `service` at `address` is SERVING.
+async def wait_until_serving(
+    address: str, service: str, timeout_s: float, credentials: grpc.ChannelCredentials | None = None
+) -> None:
+    """Returns when `service` at `address` is SERVING. Without credentials it is asked in the clear.
 
     Raises:
         TimeoutError: it was not within `timeout_s` seconds.
     """
     request = health_pb2.HealthCheckRequest(service=service)
-    async with asyncio.timeout(timeout_s), grpc.aio.insecure_channel(address, _OPTIONS) as channel:
+    async with asyncio.timeout(timeout_s), _channel(address, credentials) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         while True:
             try:
@@ -36,3 +38,9 @@ async def wait_until_serving(address: str, service: str, timeout_s: float) -> No
                 # The server went away while we watched: `wait_for_ready` waits for the next.
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
+
+
+def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, _OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, [*_OPTIONS, ("grpc.ssl_target_name_override", "localhost")])

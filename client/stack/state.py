@@ -30,12 +30,13 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True)
 class StackState:
-    """A running stack. `address` is the first router's."""
+    """A running stack. `address` is the first router's; `ca_file` who has signed its certificate, empty without TLS."""
 
     pid: int
     address: str
     redis_url: str
     processes: tuple[ProcessState, ...]
+    ca_file: str = ""
 
 
 class RunFolderLock:

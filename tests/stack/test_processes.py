@@ -49,7 +49,7 @@ def bad_models(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("what", ["missing", "truncated", "truncated gguf", "unsupported"])
 def test_model_that_cannot_be_used_is_named_in_one_line(tmp_path: Path, what: str) -> None:
     path = bad_models(tmp_path)[what]
-    ended = run_inflight("executor", "--listen", "127.0.0.1:0", "--model", path)
+    ended = run_inflight("executor", "--insecure", "--listen", "127.0.0.1:0", "--model", path)
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
@@ -61,8 +61,8 @@ def test_port_in_use_is_said_before_anything_is_loaded() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        for role in ("executor", "router"):
-            ended = run_inflight(role, "--listen", address)
+        for role in (("executor", "--insecure"), ("router",)):
+            ended = run_inflight(*role, "--listen", address)
             assert ended.returncode == 3, ended.stderr
             assert f"error: cannot listen on {address}" in ended.stderr
             assert "Traceback" not in ended.stderr
@@ -73,6 +73,8 @@ def test_port_in_use_is_said_before_anything_is_loaded() -> None:
     [
         (("executor", "--batching", "dynamic"), ("batching", "inflight", "static")),
         (("executor", "--max-num-sequences", "0"), ("max-num-sequences",)),
+        (("executor",), ("tls_cert_file", "tls_ca_file", "router_names", "--insecure")),
+        (("executor", "--insecure", "--listen", "0.0.0.0:0"), ("insecure", "0.0.0.0:0", "loopback")),
         (("router", "--executors", "nowhere"), ("executors", "host:port")),
         (("router", "--redis-url", "http://somewhere"), ("redis-url", "redis://", "unix://")),
         (("router", "--max-prompt-bytes", "ten"), ("max-prompt-bytes",)),

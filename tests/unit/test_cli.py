@@ -20,12 +20,13 @@ from inflight.v1 import inference_pb2, types_pb2
 
 from client.cli import main as cli
 from client.cli.address import DEFAULT_ADDRESS, add_address_flags, resolve_address
+from client.cli.answer import write_note
 from client.cli.main import COMMANDS, Command, main, usage
 from client.cli.up import _parser as up_parser
 from client.cli.up import stack_options
 from client.stack.options import executor_command, router_command
 from client.stack.state import StackState, write_state
-from common.errors import FieldViolation, invalid
+from common.errors import FieldViolation, Reason, RequestError, invalid
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, seconds, serving, speak
 
 NATIVE = [command.name for command in COMMANDS if command.run.startswith("client.")]
@@ -315,6 +316,32 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(monkeypatch: pytest.MonkeyPatch
     assert [message.role for message in second.chat.messages] == ["user", "assistant", "user"]
 
 
+def test_a_resumed_answer_is_whole_with_a_note_on_the_side(capsys: pytest.CaptureFixture[str]) -> None:
+    def breaks(request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Any:
+        yield accepted()
+        yield delta(WORDS[0], 0)
+        raise RequestError(Reason.DRAINING, "goes away")
+
+    def resumes(request: inference_pb2.ResumeRequest, context: grpc.ServicerContext) -> Any:
+        yield from itertools.islice(speak(WORDS), 3, None)
+
+    with serving(ScriptedRouter(breaks, resumes)) as address:
+        assert main(["generate", "hi", "--raw", "--address", address]) == 0
+    output = capsys.readouterr()
+    assert output.out == "The capital is Paris.\n"
+    assert output.err.startswith("connection lost; resumed\n5 tokens in ")
+
+
+def test_a_note_is_dim_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    notes = Terminal()
+    write_note(notes, "resumed")
+    assert notes.getvalue() == "\n\x1b[2mresumed\x1b[0m\n"
+
+
 # --- models and status
 
 
@@ -480,3 +507,24 @@ def test_up_refuses_a_bad_number_by_name(flags: str, named: str, capsys: pytest.
 def test_demo_refuses_a_bad_number_of_seats(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--seats", "0"]) == 2
     assert "--seats" in capsys.readouterr().err
+
+
+# --- cancel and explain
+
+
+@pytest.mark.parametrize("name", ["cancel", "explain"])
+def test_a_request_of_somebody_elses_is_named_with_its_token_and_tenant(
+    name: str, address: str, router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whose = ["--tenant", "acme", "--model", "smol", "--address", address]
+    assert main([name, "r7", "--resume-token", "secret", *whose]) == 0
+    monkeypatch.setenv("INFLIGHT_RESUME_TOKEN", "secret")
+    assert main([name, "r7", *whose]) == 0
+    first, second = asked(router)
+    assert first == second
+    assert (first.request_id, first.resume_token, first.tenant, first.model) == ("r7", "secret", "acme", "smol")
+
+
+def test_cancel_says_where_the_request_was(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cancel", "r7", "--address", address]) == 0
+    assert capsys.readouterr().out == "r7: ends; it was placed\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -23,7 +24,13 @@ LOST = InflightError(Status.DATA_LOSS, "nobody holds the output", Reason.OUTPUT_
 class World:
     """A stream under test and the time."""
 
-    def __init__(self, request: inference_pb2.GenerateRequest, timeout_s: float | None = None, **policy: Any) -> None:
+    def __init__(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float | None = None,
+        new_key: Callable[[], str] = lambda: "key",
+        **policy: Any,
+    ) -> None:
         self.now_s = 100.0
         self.recovery = Recovery.of_request(
             request,
@@ -31,7 +38,7 @@ class World:
             timeout_s=timeout_s,
             now_s=self.now_s,
             random=Random(1),
-            new_key=lambda: "key",
+            new_key=new_key,
         )
         self.events: list[Event] = []
         self.call = self.recovery.call(self.now_s)
@@ -158,6 +165,36 @@ def test_without_a_key_lost_output_is_continued_by_a_new_request_with_the_same_s
     sent = world.generate_request()
     assert (sent.request_id, sent.sampling.seed, list(sent.prior_output.output_ids)) == ("", 7, [100])
     assert 19.0 < sent.deadlines.total.ToNanoseconds() / 1e9 < 20.0
+
+
+def test_a_request_that_ended_and_is_lost_is_continued_under_another_key_with_the_same_seed() -> None:
+    keys = iter(["first", "second"])
+    world = World(request(), new_key=lambda: next(keys))
+    event = accepted()
+    event.accepted.sampling.seed = 7
+    world.hear(event, delta("x", 0))
+    world.break_off()
+    world.break_off(LOST)
+    assert (world.generate_request().idempotency_key, world.generate_request().sampling.seed) == ("first", 0)
+    world.break_off(LOST)
+    sent = world.generate_request()
+    assert (sent.idempotency_key, sent.sampling.seed, list(sent.prior_output.output_ids)) == ("second", 7, [100])
+
+
+def test_a_key_of_the_users_stands_for_one_request_only() -> None:
+    world = begun(World(request(idempotency_key="mine")))
+    world.break_off()
+    world.break_off(LOST)
+    with pytest.raises(InflightError, match="DATA_LOSS"):
+        world.recovery.broken(LOST, world.now_s)
+
+
+def test_a_server_that_holds_less_than_the_client_is_as_good_as_none() -> None:
+    world = begun(World(request()))
+    world.break_off()
+    behind = FieldError("offsets[0]", "is 2; the output has 1 tokens")
+    world.break_off(InflightError(Status.INVALID_ARGUMENT, "", Reason.INVALID_FIELD.value, (behind,)))
+    assert list(world.generate_request().prior_output.output_ids) == [100, 101]
 
 
 def test_output_that_the_user_brought_is_part_of_what_came() -> None:
@@ -296,6 +333,13 @@ def test_waits_grow_at_random_and_heed_the_server() -> None:
     assert 1.0 < max(waits) <= 2.0
     told = InflightError(Status.UNAVAILABLE, "away", Reason.STORE_UNAVAILABLE.value, retry_after_s=5.0)
     assert world.break_off(told) == 5.0
+
+
+def test_a_router_that_drains_is_left_at_once_and_heeded_when_asked_again() -> None:
+    draining = InflightError(Status.UNAVAILABLE, "drains", Reason.DRAINING.value, retry_after_s=3.0)
+    world = begun(World(request()))
+    assert world.break_off(draining) <= 0.1
+    assert world.break_off(draining) == 3.0
 
 
 def give_up_after(world: World, error: InflightError = GONE) -> float:

@@ -1,0 +1,187 @@
+"""Certificates on disk: read at start, again whenever they change, and given to gRPC without a restart.
+
+Owns a certificate chain, its key and, where the other side must show a certificate too, who may sign that one. What is
+read is checked before anything is done with it: a pair that does not fit, or has expired, changes nothing, and the one
+before it goes on to be shown. Connections that are open keep what they were opened with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from common.settings import SettingError
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 1.0
+
+# Modification time, size and inode of every file, links followed: Kubernetes puts another folder behind a link.
+Version = tuple[tuple[int, int, int] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TlsMaterial:
+    """PEM text: a certificate chain, its private key, and who may sign the other side's certificate."""
+
+    certificates: bytes
+    key: bytes
+    ca: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class TlsPaths:
+    """Where the material is. `prefix` is what its settings' names begin with."""
+
+    cert_file: Path
+    key_file: Path
+    ca_file: Path | None = None
+    prefix: str = ""
+
+    @classmethod
+    def of(cls, cert_file: Path | None, key_file: Path | None, ca_file: Path | None, *, prefix: str) -> Self | None:
+        """None where neither file of the pair is named. Raises `SettingError` where only one is."""
+        if cert_file is None and key_file is None:
+            return None
+        if cert_file is None or key_file is None:
+            there, missing = ("key", "cert") if cert_file is None else ("cert", "key")
+            raise SettingError(f"{prefix}tls_{there}_file needs {prefix}tls_{missing}_file: TLS takes both or neither")
+        return cls(cert_file, key_file, ca_file, prefix)
+
+
+class TlsFiles:
+    """The material that holds now."""
+
+    def __init__(self, paths: TlsPaths, version: Version, material: TlsMaterial) -> None:
+        self._paths = paths
+        self._version = version
+        self._material = material
+
+    @classmethod
+    def open(cls, paths: TlsPaths) -> Self:
+        """Reads the files. Raises `SettingError` where they cannot be used."""
+        version = _version(paths)
+        try:
+            return cls(paths, version, _read(paths))
+        except _Unusable as error:
+            raise SettingError(str(error)) from None
+
+    @property
+    def material(self) -> TlsMaterial:
+        """What holds now; another object after every change."""
+        return self._material
+
+    async def follow(self, interval_s: float = LOOK_INTERVAL_S) -> None:
+        """Looks at the files every `interval_s` seconds until cancelled; in a thread, so that a slow disk holds up
+        nobody."""
+        while True:
+            await asyncio.sleep(interval_s)
+            await asyncio.to_thread(self.look)
+
+    def look(self) -> None:
+        """Reads the files again if one has changed since the last look."""
+        version = _version(self._paths)
+        if version == self._version:
+            return
+        self._version = version  # of files that cannot be used the log speaks once
+        try:
+            material = _read(self._paths)
+        except _Unusable as error:
+            log.warning("certificates changed and cannot be used; the ones before hold on: %s", error)
+            return
+        if material != self._material:
+            self._material = material
+            log.info("the certificates in %s changed and are shown from now on", self._paths.cert_file)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Show every new connection what holds then, and with a CA demand a certificate that it has signed."""
+        shown = self._material
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """gRPC asks at every handshake, in a thread of its own."""
+            nonlocal shown
+            if self._material is shown:
+                return None
+            shown = self._material
+            return _configuration(shown)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(shown),
+            changed,  # type: ignore[arg-type]  # None says that nothing has changed
+            require_client_authentication=shown.ca is not None,
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Credentials for one new channel, with what holds now."""
+        now = self._material
+        return grpc.ssl_channel_credentials(now.ca, now.key, now.certificates)
+
+
+class _Unusable(Exception):
+    """The files cannot be used. The text names the setting, the file and why."""
+
+
+def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(material.key, material.certificates)], material.ca)
+
+
+def _version(paths: TlsPaths) -> Version:
+    """Taken before reading: what is written in between is seen at the next look."""
+    return tuple(_version_of(path) for path in (paths.cert_file, paths.key_file, paths.ca_file) if path is not None)
+
+
+def _version_of(path: Path) -> tuple[int, int, int] | None:
+    """None for a file that is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _read(paths: TlsPaths) -> TlsMaterial:
+    cert_name, key_name = f"{paths.prefix}tls_cert_file", f"{paths.prefix}tls_key_file"
+    certificates = _read_file(cert_name, paths.cert_file)
+    key = _read_file(key_name, paths.key_file)
+    leaf = _parse_certificates(cert_name, paths.cert_file, certificates)[0]
+    if _public_key(key_name, paths.key_file, key) != leaf.public_key():
+        raise _Unusable(f"{key_name}: {paths.key_file} is not the key of the certificate in {paths.cert_file}")
+    if leaf.not_valid_after_utc < datetime.now(UTC):
+        raise _Unusable(f"{cert_name}: {paths.cert_file} has expired on {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
+    if paths.ca_file is None:
+        return TlsMaterial(certificates, key, None)
+    ca_name = f"{paths.prefix}tls_ca_file"
+    ca = _read_file(ca_name, paths.ca_file)
+    _parse_certificates(ca_name, paths.ca_file, ca)
+    return TlsMaterial(certificates, key, ca)
+
+
+def _read_file(name: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _Unusable(f"{name}: cannot read {str(path)!r}: {error.strerror}") from None
+
+
+def _parse_certificates(name: str, path: Path, pem: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise _Unusable(f"{name}: {path} has no PEM certificate: {error}") from None
+
+
+def _public_key(name: str, path: Path, pem: bytes) -> PublicKeyTypes:
+    try:
+        return load_pem_private_key(pem, password=None).public_key()
+    except (ValueError, TypeError) as error:  # TypeError: it has a password
+        raise _Unusable(f"{name}: {path} has no PEM private key without a password: {error}") from None

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import secrets
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 
 from router.admission_rules import AdmissionRules
 from router.pools import Pool
 from router.prefixes import prefix_hashes
+from router.reading import Deadlines, Reading
 from router.refusals import shut_out, unknown_tenant
-from router.relay import Deadlines, RelayOptions
+from router.request_ids import digest_of, keyed_request_id, keyed_seed, ledger_id
 from router.request_spec import ChatPrompt, FittedRequest, GenerateSpec, ModelLimits, Prompt, TextPrompt, TokenPrompt
+from router.resume_secret import ResumeTokens
 from router.settings import RouterSettings
 from router.store.types import DEFAULT_TENANT, Demand, TenantLimits
-from router.streams import RequestStream
+from router.streams import End, RequestStream
 from router.text.output import OutputText
 from router.text.tokenizer import ENCODE_IN_THREAD_CHARACTERS, TextModel
 
@@ -27,13 +32,20 @@ MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request ready for the dispatcher and the relay."""
+    """A request ready for the dispatcher and the relay. `has_ended`: with the output that its client brought."""
 
     spec: GenerateSpec
     stream: RequestStream
-    text: OutputText
-    options: RelayOptions
-    deadlines: Deadlines
+    has_ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Whose request, what its client calls it, and the digest of one that may be repeated; empty: it may not."""
+
+    tenant: str
+    request_id: str
+    digest: bytes = b""
 
 
 def choose_seed() -> int:
@@ -70,8 +82,9 @@ async def encode(text: TextModel, prompt: Prompt) -> list[int]:
 
 
 def deadlines_of(spec: GenerateSpec, arrived: float, grpc_remaining_s: float | None) -> Deadlines:
-    """Absolute deadlines; the gRPC deadline counts as one for the whole request."""
-    totals = [spec.total_deadline_s, grpc_remaining_s]
+    """Absolute deadlines; the gRPC deadline counts as one for the whole request, unless it outlives its call."""
+    outlives_call = spec.detach or bool(spec.resume_ttl_s)
+    totals = [spec.total_deadline_s, None if outlives_call else grpc_remaining_s]
     total = min((s for s in totals if s is not None and s < MAX_GRPC_DEADLINE_S), default=None)
     first_token = spec.first_token_deadline_s
     return Deadlines(
@@ -80,9 +93,24 @@ def deadlines_of(spec: GenerateSpec, arrived: float, grpc_remaining_s: float | N
     )
 
 
-def tenant_limits(spec: GenerateSpec, rules: AdmissionRules) -> TenantLimits:
-    """What the request's tenant may take. Raises `RequestError` for one that is not served."""
-    tenant = tenant_of(spec)
+def names_of(request: inference_pb2.GenerateRequest) -> Names:
+    """What a request is called: its own id, the one that follows from its key, or a new one."""
+    tenant = request.tenant or DEFAULT_TENANT
+    if request.idempotency_key:
+        request_id = keyed_request_id(tenant, request.idempotency_key)
+        return Names(tenant, request_id, digest_of(request, tenant))
+    return Names(tenant, request.request_id or secrets.token_hex(16))
+
+
+def seed_chooser(request: inference_pb2.GenerateRequest) -> Callable[[], int]:
+    """Asked for the seed of a request that names none."""
+    if not request.idempotency_key:
+        return choose_seed
+    return functools.partial(keyed_seed, request.tenant or DEFAULT_TENANT, request.idempotency_key)
+
+
+def tenant_limits(tenant: str, rules: AdmissionRules) -> TenantLimits:
+    """What a tenant may take. Raises `RequestError` for one that is not served."""
     limits = rules.limits_of(tenant)
     if limits is None:
         raise unknown_tenant(tenant)
@@ -91,45 +119,134 @@ def tenant_limits(spec: GenerateSpec, rules: AdmissionRules) -> TenantLimits:
     return limits
 
 
-def tenant_of(spec: GenerateSpec) -> str:
-    """Whose request it is. Until callers are identified, everybody who names no tenant is the same one."""
-    return spec.tenant or DEFAULT_TENANT
-
-
 def admit(
-    fitted: FittedRequest, limits: TenantLimits, deadlines: Deadlines, arrived: float, pool: Pool
+    fitted: FittedRequest,
+    names: Names,
+    model: str,
+    limits: TenantLimits,
+    deadlines: Deadlines,
+    arrived: float,
+    pool: Pool,
+    tokens: ResumeTokens,
 ) -> AdmittedRequest:
     """Builds everything that lives as long as the request."""
     spec = fitted.spec
-    request_id = spec.request_id or secrets.token_hex(16)
-    submit = _submit(request_id, fitted)
+    context = _context(fitted, names, model, arrived)
+    submit = _submit(fitted, names, context)
+    prior_ids, end = _prior_output(fitted)
+    stream = open_stream(submit, context, limits, deadlines, arrived, pool, tokens, prior_ids)
+    assert stream.reading is not None
+    has_ended = end is not None or stream.reading.new_text().feed(0, prior_ids).matched is not None
+    if has_ended:
+        stream.accept()
+    if end is not None:
+        stream.finish(end)
+    return AdmittedRequest(spec, stream, has_ended)
+
+
+def open_stream(
+    submit: executor_pb2.Submit,
+    context: resume_pb2.RouterContext,
+    limits: TenantLimits,
+    deadlines: Deadlines,
+    arrived: float,
+    pool: Pool,
+    tokens: ResumeTokens,
+    prior_ids: Sequence[int] = (),
+) -> RequestStream:
+    """The stream of a request, from what its executor is told, whichever router admitted it."""
+    demand = _demand(submit, context, limits, pool.describe().block_size)
     deadline = deadlines.next(has_first_token=False)
-    demand = _demand(fitted, limits, submit, pool.describe().block_size)
     if deadline is not None:
         demand = dataclasses.replace(demand, deadline_ms=_rounded_ms(deadline - arrived))
-    text = OutputText(
-        pool.text.detokenizer(),
-        stops=spec.stopping.stops,
-        include_stop=spec.stopping.include_stop,
-        min_tokens=spec.stopping.min_tokens,
+    reading = Reading(
+        accepted=inference_pb2.Accepted(
+            request_id=context.request_id,
+            resume_token=tokens.make(context.tenant, pool.name, context.request_id),
+            prompt_tokens=len(submit.prompt_ids),
+            sampling=submit.sampling,
+            max_tokens=submit.stopping.max_tokens,
+        ),
+        new_text=functools.partial(_new_text, pool.text, context, submit.stopping.min_tokens),
+        wants_text=context.wants_text,
+        wants_token_ids=context.wants_token_ids,
+        deadlines=deadlines,
+        unattended_s=None if context.detach else _ttl_s(context) or 0.0,
+        kept_s=_ttl_s(context),
+        digest=context.digest,
     )
-    stream = RequestStream(demand, submit, arrived, deadlines.total)
-    return AdmittedRequest(spec, stream, text, _options(request_id, fitted), deadlines)
+    return RequestStream(demand, submit, arrived, deadlines.total, prior_ids, reading)
 
 
-def _demand(fitted: FittedRequest, limits: TenantLimits, submit: executor_pb2.Submit, block_size: int) -> Demand:
-    spec, num_prompt_tokens = fitted.spec, len(fitted.prompt_ids)
+def restore(
+    submit: executor_pb2.Submit,
+    context: resume_pb2.RouterContext,
+    limits: TenantLimits,
+    pool: Pool,
+    tokens: ResumeTokens,
+) -> RequestStream:
+    """The stream of a request that another router admitted, as its executor was told of it. Its deadline counts from
+    now; that of its first token is no more."""
+    now = time.monotonic()
+    total = now + submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None
+    arrived = now - max(0.0, time.time() - context.arrived_unix_ms / 1000)
+    return open_stream(submit, context, limits, Deadlines(None, total), arrived, pool, tokens)
+
+
+def _context(fitted: FittedRequest, names: Names, model: str, arrived: float) -> resume_pb2.RouterContext:
+    spec = fitted.spec
+    context = resume_pb2.RouterContext(
+        tenant=names.tenant,
+        request_id=names.request_id,
+        model=model,
+        stop=spec.stopping.stops,
+        include_stop=spec.stopping.include_stop,
+        wants_text=spec.output.text,
+        wants_token_ids=spec.output.token_ids,
+        digest=names.digest,
+        detach=spec.detach,
+        arrived_unix_ms=round((time.time() - (time.monotonic() - arrived)) * 1000),
+    )
+    if spec.resume_ttl_s is not None:
+        context.resume_ttl.FromNanoseconds(round(spec.resume_ttl_s * 1e9))
+    return context
+
+
+def _ttl_s(context: resume_pb2.RouterContext) -> float | None:
+    return context.resume_ttl.ToNanoseconds() / 1e9 if context.HasField("resume_ttl") else None
+
+
+def _new_text(text: TextModel, context: resume_pb2.RouterContext, min_tokens: int) -> OutputText:
+    return OutputText(text.detokenizer(), stops=context.stop, include_stop=context.include_stop, min_tokens=min_tokens)
+
+
+def _prior_output(fitted: FittedRequest) -> tuple[tuple[int, ...], End | None]:
+    """The output that the client brought, as far as it goes, and the end that it has come to."""
+    prior_ids = fitted.spec.prior_ids
+    for index, token_id in enumerate(prior_ids):
+        if token_id in fitted.ending_token_ids and index + 1 >= fitted.spec.stopping.min_tokens:
+            return prior_ids[: index + 1], End(types_pb2.FINISH_REASON_STOP_TOKEN, token_id)
+    is_full = len(prior_ids) == fitted.max_tokens
+    return prior_ids, End(types_pb2.FINISH_REASON_LENGTH, None) if is_full else None
+
+
+def _demand(
+    submit: executor_pb2.Submit, context: resume_pb2.RouterContext, limits: TenantLimits, block_size: int
+) -> Demand:
+    num_prompt_tokens, max_tokens = len(submit.prompt_ids), submit.stopping.max_tokens
+    no_prefixes = submit.cache_bypass
     return Demand(
         request_id=submit.request_id,
-        priority_class=spec.priority,
-        blocks=-(-(num_prompt_tokens + fitted.max_tokens) // block_size),
-        tenant=tenant_of(spec),
+        priority_class=submit.priority,
+        blocks=-(-(num_prompt_tokens + max_tokens) // block_size),
+        tenant=context.tenant,
         limits=limits,
         prompt_tokens=num_prompt_tokens,
-        max_tokens=fitted.max_tokens,
+        max_tokens=max_tokens,
         block_size=block_size,
         num_bytes=submit.ByteSize(),
-        prefix_hashes=() if spec.cache_bypass else prefix_hashes(fitted.prompt_ids, block_size, submit.cache_salt),
+        prefix_hashes=() if no_prefixes else prefix_hashes(submit.prompt_ids, block_size, submit.cache_salt),
+        digest=context.digest.hex(),
     )
 
 
@@ -143,11 +260,11 @@ def _rounded_ms(seconds: float) -> int:
     return int(nearest * 1.05) + 1
 
 
-def _submit(request_id: str, fitted: FittedRequest) -> executor_pb2.Submit:
+def _submit(fitted: FittedRequest, names: Names, context: resume_pb2.RouterContext) -> executor_pb2.Submit:
     spec = fitted.spec
-    salt = f"{tenant_of(spec)}\0{spec.cache_salt}"
+    salt = f"{names.tenant}\0{spec.cache_salt}"
     return executor_pb2.Submit(
-        request_id=request_id,
+        request_id=ledger_id(names.tenant, names.request_id),
         prompt_ids=fitted.prompt_ids,
         sampling=spec.sampling.to_proto(),
         stopping=fitted.stopping_proto(),
@@ -155,16 +272,5 @@ def _submit(request_id: str, fitted: FittedRequest) -> executor_pb2.Submit:
         cache_bypass=spec.cache_bypass,
         priority=types_pb2.PriorityClass.Name(spec.priority),
         num_choices=1,
+        router_context=context.SerializeToString(),
     )
-
-
-def _options(request_id: str, fitted: FittedRequest) -> RelayOptions:
-    spec = fitted.spec
-    accepted = inference_pb2.Accepted(
-        request_id=request_id,
-        resume_token=secrets.token_urlsafe(24),
-        prompt_tokens=len(fitted.prompt_ids),
-        sampling=spec.sampling.to_proto(),
-        max_tokens=fitted.max_tokens,
-    )
-    return RelayOptions(accepted, spec.output.text, spec.output.token_ids, len(fitted.prompt_ids))

@@ -2,8 +2,9 @@
 
 Takes what the service asks for, what links tell and what the store tells, and passes it to who deals with it: the
 `Placer` moves requests, the `LedgerWriter` writes ends and reports, the `QueueWatch` tells who waits how it goes. Owns
-no socket and no key. Every request that enters by `submit` leaves by exactly one of: its executor's end, `release` by
-its consumer, or an error told to its stream.
+no socket and no key. Every request that enters by `submit` or `resume` leaves by exactly one of: its executor's end,
+`release` for want of a reader, an error told to its stream, or another router that takes it over. What has ended is
+kept for a while, to be read again.
 
 While Redis is away running streams go on: ends and hand-backs wait until it is back.
 """
@@ -12,27 +13,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from inflight.v1 import executor_pb2, types_pb2
 
 from common.errors import Reason, RequestError
-from router.ledger_writer import LedgerWriter
+from router.adopting import Adopter, OpenAttached
+from router.ended_streams import EndedStreams
+from router.ledger_writer import LedgerWriter, ledger_report
 from router.links import ExecutorLink
 from router.placing import Placer, Void
 from router.queue_watch import QueueWatch
-from router.refusals import duplicate, no_executor
+from router.refusals import draining, duplicate, mismatch, no_executor
+from router.relay import Relay
+from router.request_ids import client_id
 from router.store.store import AdmissionStore
 from router.store.types import (
+    Adopted,
     Attempt,
     CancelAsked,
     Cancelled,
     Dropped,
     Ending,
-    ExecutorReport,
     Explanation,
-    HeldSequence,
     LeaseLapsed,
     Lost,
     Placement,
@@ -41,12 +47,22 @@ from router.store.types import (
     RequestState,
     Snapshot,
     StoreEvent,
+    TakenOver,
 )
 from router.streams import End, RequestStream
 
 log = logging.getLogger(__name__)
 
 QUEUE_EVENT_INTERVAL_S = 1.0
+KEEP_ENDED_S = 60.0
+# How long a repeat waits for the end of the first, which is being cancelled.
+CANCEL_WAIT_S = 5.0
+# How long a request that was adopted waits for whoever had it adopted.
+UNCLAIMED_S = 1.0
+
+
+# What a request failed with for good, so that it is told again; of anything else a client may try anew.
+LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
 
 
 class Dispatcher:
@@ -58,10 +74,20 @@ class Dispatcher:
         max_attempts: int,
         no_executor_grace_s: float,
         queue_event_interval_s: float = QUEUE_EVENT_INTERVAL_S,
+        keep_ended_s: float = KEEP_ENDED_S,
+        on_lapse: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = open_store(self._on_store_event)
         self._ledger = LedgerWriter(self._store, self._cancel_superseded)
-        self._placer = Placer(self._store, self._ledger, self._spawn, max_attempts, no_executor_grace_s)
+        self._placer = Placer(
+            self._store, self._ledger, self._spawn, self._attach, self._keep, max_attempts, no_executor_grace_s
+        )
+        self._adopter = Adopter(self._store, self._ledger, self._placer)
+        self._adopting: dict[str, asyncio.Task[RequestStream | RequestError]] = {}
+        self._ended = EndedStreams(keep_ended_s)
+        self._on_lapse = on_lapse
+        self._is_draining = False
+        self._has_stopped = False
         self._queue_watch = QueueWatch(self._store.explain, queue_event_interval_s)
         self._no_executor_grace_s = no_executor_grace_s
         self._tasks = asyncio.TaskGroup()
@@ -86,10 +112,13 @@ class Dispatcher:
 
     async def run(self) -> None:
         """Works until cancelled."""
-        async with self._tasks:
-            self._tasks.create_task(self._store.run(), name="store")
-            self._tasks.create_task(self._ledger.run(), name="ledger")
-            self._tasks.create_task(self._queue_watch.run(), name="queue watch")
+        try:
+            async with self._tasks:
+                self._tasks.create_task(self._store.run(), name="store")
+                self._tasks.create_task(self._ledger.run(), name="ledger")
+                self._tasks.create_task(self._queue_watch.run(), name="queue watch")
+        finally:
+            self._has_stopped = True
 
     async def close(self) -> None:
         """Settles what has ended, as far as that can be done now."""
@@ -98,24 +127,122 @@ class Dispatcher:
 
     # What the service asks for.
 
-    async def submit(self, stream: RequestStream) -> Placement | Queued | Dropped:
-        """Admits a request: it is placed or waits afterwards. Raises `RequestError` where it is refused.
+    async def submit(self, stream: RequestStream) -> Placement | Queued | Dropped | Adopted:
+        """Admits a request: it is placed or waits afterwards, or goes on where it ran. Raises `RequestError` where it
+        is refused.
 
         The store's call outlives a cancelled caller: a reply must not be left to the next one, and a request that was
         admitted all the same must be taken back.
         """
         if stream.request_id in self._placer.streams:
-            raise duplicate(stream.request_id)
+            raise duplicate(client_id(stream.request_id))
         self._placer.streams[stream.request_id] = stream
         stream.is_being_submitted = True
         try:
             outcome = await asyncio.shield(self._tasks.create_task(self._submit_first(stream)))
         except asyncio.CancelledError:
-            self.release(stream)
+            self.leave(stream, 0)
             raise
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome
+
+    async def find_repeated(self, stream: RequestStream) -> RequestStream | None:
+        """The request that this one repeats, where it is served or kept here. Raises `RequestError` where the id is
+        that of another one."""
+        known = self._placer.streams.get(stream.request_id)
+        if known is not None and known.is_abandoned and not known.has_ended:
+            # Its client went away; a repeat starts it anew.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(known.forgotten.wait(), CANCEL_WAIT_S)
+            known = self._placer.streams.get(stream.request_id)
+        if known is None:
+            known = self._ended.find(stream.request_id, time.monotonic())
+            if known is not None and (known.was_cancelled or known.error is not None):
+                return None
+        if known is None:
+            return None
+        asked, digest = _digest(stream), _digest(known)
+        if not asked:
+            raise duplicate(client_id(stream.request_id))
+        if asked != digest:
+            raise mismatch()
+        return known
+
+    def find(self, ledger_id: str) -> RequestStream | None:
+        """A request that is served or kept here."""
+        return self._placer.streams.get(ledger_id) or self._ended.find(ledger_id, time.monotonic())
+
+    async def resume(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream:
+        """Goes on here with a request that another router began. Raises `RequestError` where that cannot be.
+
+        Outlives a cancelled caller: what was adopted is this router's, with or without a reader.
+        """
+        adopting = self._adopting.get(ledger_id)
+        if adopting is None:
+            adopting = self._adopting[ledger_id] = self._tasks.create_task(self._adopt(ledger_id, open_attached))
+        outcome = await asyncio.shield(adopting)
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome
+
+    async def _adopt(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream | RequestError:
+        outcome = await self._adopter.resume(ledger_id, open_attached)
+        del self._adopting[ledger_id]
+        if isinstance(outcome, RequestStream):
+            # Unless somebody reads it by then, it is one whose client went away.
+            asyncio.get_running_loop().call_later(UNCLAIMED_S, self.leave, outcome, 0)
+        return outcome
+
+    def leave(self, stream: RequestStream, reader: int) -> None:
+        """Its reader is gone: it ends, or goes on for as long as its client asked. Nothing where another reads it."""
+        if reader != stream.reader:
+            return
+        self._queue_watch.unwatch(stream)
+        unattended_s = stream.reading.unattended_s if stream.reading is not None else 0.0
+        if stream.has_ended or unattended_s == 0:
+            self.release(stream)
+        elif self._placer.streams.get(stream.request_id) is stream:
+            self._spawn(self._go_on_unattended(stream, unattended_s))
+
+    async def _go_on_unattended(self, stream: RequestStream, unattended_s: float | None) -> None:
+        """Reads it for nobody, so that stops and deadlines hold."""
+        reader = stream.attend()
+        try:
+            async with asyncio.timeout(unattended_s):
+                await Relay(stream, None).run()
+        except TimeoutError:
+            log.info("%s: no client came back within %g s", stream.request_id, unattended_s)
+        except RequestError as error:
+            log.debug("%s: without a client: %s", stream.request_id, error.reason.value)
+        if reader == stream.reader:
+            self.release(stream)
+
+    def turn_away_waiting(self) -> None:
+        """This router goes away: who still waits ends now. A request that can be repeated keeps its place for that."""
+        self._is_draining = True
+        for stream in self.streams:
+            self._turn_away(stream)
+
+    async def emptied(self) -> None:
+        """Waits until no request waits or runs here."""
+        while self._placer.streams:
+            await next(iter(self._placer.streams.values())).forgotten.wait()
+
+    def leave_running(self) -> None:
+        """Leaves everything to whichever routers its clients turn to."""
+        for stream in self.streams:
+            self._placer.leave(stream, draining("the router has drained; resume on another", is_resumable=True))
+
+    def _turn_away(self, stream: RequestStream) -> None:
+        if stream.has_been_accepted or stream.placement is not None or stream.is_being_submitted or stream.is_abandoned:
+            return
+        error = draining("the router is draining")
+        if _digest(stream):
+            self._placer.leave(stream, error)
+            return
+        stream.fail(error)
+        self._spawn(self._placer.withdraw(stream))
 
     def watch_queue(self, stream: RequestStream, told: Queued) -> None:
         """The request waits, and wants to be told how that goes; it knows `told` already."""
@@ -155,7 +282,7 @@ class Dispatcher:
 
     def on_linked(self, link: ExecutorLink) -> None:
         """An executor can be used."""
-        self._placer.links[link.executor_id] = link
+        self._placer.add_link(link)
 
     def on_unlinked(self, link: ExecutorLink, streams: list[RequestStream]) -> None:
         """An executor is lost: its requests go back to the queue, with their output so far."""
@@ -190,10 +317,25 @@ class Dispatcher:
         if stream.placement is not None and stream.placement.attempt == attempt:
             self._placer.void(stream)
 
+    def on_detached(self, stream: RequestStream) -> None:
+        """Another router reads the sequence; the ledger's word of that is on its way."""
+        self._placer.taken_over(stream)
+
+    def on_absolved(self, stream: RequestStream, attempt: int) -> None:
+        """A suspect has brought a token."""
+        self._spawn(self._absolve(stream.request_id, attempt))
+
+    async def _absolve(self, ledger_id: str, attempt: int) -> None:
+        try:
+            await self._store.absolve(ledger_id, attempt)
+        except RequestError as error:
+            log.warning("%s stays under suspicion: %s", ledger_id, error)
+
     def on_finished(self, stream: RequestStream, attempt: int) -> None:
         """A sequence ended: its reservation is free."""
         if stream.placement is not None and stream.placement.attempt == attempt:
-            self._ledger.settle(stream.ending(attempt))
+            if not stream.is_over:
+                self._ledger.settle(stream.ending(attempt))
             self._placer.forget(stream)
         else:
             self._ledger.settle(Ending(stream.request_id, attempt))
@@ -220,46 +362,55 @@ class Dispatcher:
                 self._placer.drop(request_id, End(types_pb2.FINISH_REASON_CANCELLED, None))
             case Dropped():
                 self._placer.dropped(event)
+            case TakenOver(request_id):
+                stream = self._placer.streams.get(request_id)
+                if stream is not None:
+                    self._placer.taken_over(stream)
             case LeaseLapsed():
+                self._on_lapse()
                 self._placer.submit_waiting_again()
 
     def _cancel_superseded(self, executor_id: str, attempt: Attempt) -> None:
         self._placer.cancel_superseded(executor_id, attempt)
 
-    async def _submit_first(self, stream: RequestStream) -> Placement | Queued | Dropped | RequestError:
+    async def _submit_first(self, stream: RequestStream) -> Placement | Queued | Dropped | Adopted | RequestError:
         outcome = await self._placer.submit(stream)
+        refused = outcome if isinstance(outcome, RequestError) else None
+        if isinstance(outcome, Adopted):
+            refused = await self._attach(stream, outcome)
         stream.is_being_submitted = False
-        if isinstance(outcome, RequestError):
-            self._placer.forget(stream)
-        return outcome
+        if refused is not None:
+            self._placer.end(stream, refused)
+        elif self._is_draining:
+            self._turn_away(stream)
+        return refused or outcome
+
+    async def _attach(self, stream: RequestStream, adopted: Adopted) -> RequestError | None:
+        return await self._adopter.attach(stream, adopted)
+
+    def _keep(self, stream: RequestStream) -> None:
+        stream.forgotten.set()
+        is_lasting = stream.error is not None and stream.error.reason in LASTING_ERRORS
+        if stream.reading is not None and not stream.is_let_go and (stream.end is not None or is_lasting):
+            self._ended.keep(stream, time.monotonic())
 
     async def _give_up_without_executor(self) -> None:
+        """Who has a deadline for the whole waits until that."""
         await asyncio.sleep(self._no_executor_grace_s)
         if self._placer.links:
             return
         text = f"no executor has been reachable for {self._no_executor_grace_s:g} s"
         for stream in self.streams:
-            if stream.placement is None:
+            if stream.placement is None and stream.deadline is None:
                 stream.fail(no_executor(text))
                 self._spawn(self._placer.withdraw(stream))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._has_stopped:  # what is left to do is the next router's
+            work.close()
+            return
         self._tasks.create_task(work)
 
 
-def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorReport:
-    """What the ledger is told of a report."""
-    return ExecutorReport(
-        executor_id=link.executor_id,
-        generation=link.description.generation,
-        seq=report.seq,
-        budget_blocks=report.budget_blocks,
-        total_blocks=report.total_blocks,
-        budget_sequences=report.budget_sequences,
-        accepting=not report.draining,
-        held=tuple(HeldSequence(h.request_id, h.attempt, h.reserved_blocks) for h in report.held),
-        reserve_quantile=report.reserve_quantile if report.HasField("reserve_quantile") else 1.0,
-        step_ms=report.step_ms,
-        prefill_tokens_per_s=report.prefill_tokens_per_s,
-        seats=link.description.max_num_sequences,
-    )
+def _digest(stream: RequestStream) -> bytes:
+    return b"" if stream.reading is None else stream.reading.digest

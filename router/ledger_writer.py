@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from inflight.v1 import executor_pb2
+
 from common.errors import RequestError
+from router.links import ExecutorLink
 from router.report_pacer import ReportPacer
 from router.store.store import AdmissionStore
-from router.store.types import Attempt, Ending, ExecutorReport
+from router.store.types import Attempt, Ending, ExecutorReport, HeldSequence
 
 log = logging.getLogger(__name__)
 
@@ -96,3 +99,21 @@ class LedgerWriter:
             return
         for attempt in outcome.superseded:
             self._on_superseded(report.executor_id, attempt)
+
+
+def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorReport:
+    """What the ledger is told of a report."""
+    return ExecutorReport(
+        executor_id=link.executor_id,
+        generation=link.description.generation,
+        seq=report.seq,
+        budget_blocks=report.budget_blocks,
+        total_blocks=report.total_blocks,
+        budget_sequences=report.budget_sequences,
+        accepting=not report.draining,
+        held=tuple(HeldSequence(h.request_id, h.attempt, h.reserved_blocks) for h in report.held),
+        reserve_quantile=report.reserve_quantile if report.HasField("reserve_quantile") else 1.0,
+        step_ms=report.step_ms,
+        prefill_tokens_per_s=report.prefill_tokens_per_s,
+        seats=link.description.max_num_sequences,
+    )

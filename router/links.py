@@ -1,14 +1,16 @@
 """The router's `Serve` stream to one executor: connect, describe, serve, and again when it breaks.
 
 Owns the channel, the slots of the stream and the credits; what a frame means for a request is told to the `Observer`.
-A link that breaks tells the observer once; every placement that went over it is void then, since the executor cancels
-what nobody reads.
+A link that breaks tells the observer once; every placement that went over it is void then: the executor is dead, or
+leaves it to whichever router comes for it. A token that is missing is asked for once more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from enum import Enum, auto
 from typing import Protocol
 
 import grpc
@@ -17,11 +19,18 @@ from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 from common.errors import Reason, RequestError
 from router.executor_channels import ExecutorChannels
+from router.refusals import taken_over
+from router.store.types import Demand
 from router.streams import End, RequestStream
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+MIN_PROTOCOL_VERSION = 1
+# The first that knows Attach.
+ATTACH_VERSION = 2
+# Of a seat whose sequence is read by another slot.
+NO_ATTEMPT = 0
 MAX_UNACKED_STEPS = 64
 ACK_EVERY_FRAMES = 8
 DESCRIBE_TIMEOUT_S = 5.0
@@ -33,6 +42,19 @@ _RECONNECT_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", int(MIN_BACKOFF_S * 1000)),
     ("grpc.max_reconnect_backoff_ms", int(MAX_BACKOFF_S * 1000)),
 ]
+
+
+class NotAttached(Enum):
+    """Why there is nothing to attach to."""
+
+    NOT_HELD = auto()
+    """The executor does not know the placement, or not how to attach."""
+    LINK_LOST = auto()
+    """The stream broke before it answered."""
+
+
+Answer = executor_pb2.SequenceAttached | NotAttached
+OnAnswer = Callable[[Answer], RequestStream | None]
 
 
 class Observer(Protocol):
@@ -56,6 +78,14 @@ class Observer(Protocol):
 
     def on_withdrawn(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
         """A sequence was cancelled though neither its client nor anybody else asked for it; its placement is void."""
+        ...
+
+    def on_detached(self, link: ExecutorLink, stream: RequestStream) -> None:
+        """Another router reads the sequence from now on."""
+        ...
+
+    def on_absolved(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """A suspect has brought a token."""
         ...
 
     def on_finished(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
@@ -85,6 +115,10 @@ class ExecutorLink:
         # Sent, not answered yet; and accepted, by slot. The attempt fences both.
         self._offered: dict[tuple[str, int], RequestStream] = {}
         self._seated: dict[int, tuple[RequestStream, int]] = {}
+        # Asked for, not answered yet.
+        self._attaching: dict[tuple[str, int], OnAnswer] = {}
+        # Asked for once more because a token was missing.
+        self._mended: set[tuple[str, int]] = set()
 
     @property
     def executor_id(self) -> str:
@@ -107,6 +141,16 @@ class ExecutorLink:
         self._outbox.cancels.add(request_id=request_id, attempt=attempt, reason=types_pb2.FinishReason.Name(reason))
         self._wake.set()
 
+    def attach(self, request_id: str, attempt: int, offset: int, on_answer: OnAnswer) -> None:
+        """Asks for a sequence that this link does not read, from a token on. What `on_answer` returns gets its tokens;
+        where it returns None they are passed over."""
+        if self.description.protocol_version < ATTACH_VERSION:
+            on_answer(NotAttached.NOT_HELD)
+            return
+        self._attaching[request_id, attempt] = on_answer
+        self._outbox.attaches.add(request_id=request_id, attempt=attempt, offset=offset)
+        self._wake.set()
+
     async def run(self) -> None:
         """Keeps the link up until cancelled. Every try has a channel of its own, with the certificates of then."""
         backoff_s = MIN_BACKOFF_S
@@ -125,9 +169,19 @@ class ExecutorLink:
     async def _serve(self, stub: executor_pb2_grpc.ExecutorServiceStub) -> None:
         description = await stub.Describe(executor_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
         self.description = description
+        if description.protocol_version < MIN_PROTOCOL_VERSION:
+            spoken = f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+            log.warning(
+                "executor %s at %s is not used: it speaks protocol version %d, this router %s",
+                self.executor_id,
+                self.address,
+                description.protocol_version,
+                spoken,
+            )
+            return
         self._outbox = executor_pb2.ServeRequest()
         self._outbox.hello.router_id = self._router_id
-        self._outbox.hello.protocol_version = PROTOCOL_VERSION
+        self._outbox.hello.protocol_version = min(PROTOCOL_VERSION, description.protocol_version)
         self._outbox.hello.generation = description.generation
         self._outbox.hello.max_unacked_steps = MAX_UNACKED_STEPS
         self._wake.set()
@@ -161,7 +215,11 @@ class ExecutorLink:
         streams += [stream for stream, attempt in self._seated.values() if _is_current(stream, attempt)]
         self._offered.clear()
         self._seated.clear()
+        self._mended.clear()
+        attaching, self._attaching = self._attaching, {}
         self._observer.on_unlinked(self, streams)
+        for on_answer in attaching.values():
+            on_answer(NotAttached.LINK_LOST)
 
     async def _write(
         self, call: grpc.aio.StreamStreamCall[executor_pb2.ServeRequest, executor_pb2.ServeResponse]
@@ -181,9 +239,9 @@ class ExecutorLink:
         for accepted in response.accepted:
             self._accept(accepted)
         for rejected in response.rejected:
-            stream = self._offered.pop((rejected.request_id, rejected.attempt), None)
-            if stream is not None:
-                self._observer.on_rejected(self, stream, rejected)
+            self._reject(rejected)
+        for attached in response.attached:
+            self._attach(attached)
         if response.HasField("step"):
             self._receive_step(response.step)
         if response.HasField("report"):
@@ -198,6 +256,28 @@ class ExecutorLink:
         if _is_current(stream, accepted.attempt):
             stream.accept()
 
+    def _reject(self, rejected: executor_pb2.SequenceRejected) -> None:
+        key = (rejected.request_id, rejected.attempt)
+        on_answer = self._attaching.pop(key, None)
+        stream = self._offered.pop(key, None)
+        if on_answer is not None:
+            on_answer(NotAttached.NOT_HELD)
+        elif stream is not None:
+            self._observer.on_rejected(self, stream, rejected)
+
+    def _attach(self, attached: executor_pb2.SequenceAttached) -> None:
+        on_answer = self._attaching.pop((attached.request_id, attached.attempt), None)
+        stream = on_answer(attached) if on_answer is not None else None
+        if stream is None:
+            # Frames name its slot until it is cancelled.
+            stream = RequestStream(Demand(attached.request_id, 1, 1), executor_pb2.Submit(), 0.0)
+            stream.let_go(taken_over())
+            self.cancel(attached.request_id, attached.attempt)
+        for slot, (one, _) in self._seated.items():
+            if one is stream:
+                self._seated[slot] = (one, NO_ATTEMPT)
+        self._seated[attached.slots[0]] = (stream, attached.attempt)
+
     def _receive_step(self, step: executor_pb2.StepFrame) -> None:
         for started in step.started:
             stream, attempt = self._seated[started.slot]
@@ -205,18 +285,52 @@ class ExecutorLink:
                 stream.start(started.cached_tokens)
         for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
             stream, attempt = self._seated[slot]
-            if _is_current(stream, attempt) and not stream.token(offset, token_id):
-                stream.fail(RequestError(Reason.INTERNAL, f"token {len(stream.output_ids)} is missing"))
+            if not _is_current(stream, attempt):
+                continue
+            if not stream.token(offset, token_id):
+                self._mend(stream, attempt)
+            elif stream.is_suspect:
+                stream.is_suspect = False
+                self._observer.on_absolved(self, stream, attempt)
         for slot in step.paused:
             stream, attempt = self._seated[slot]
             if _is_current(stream, attempt):
                 stream.pause()
+        for slot in step.detached:
+            stream, attempt = self._seated.pop(slot)
+            if _is_current(stream, attempt):
+                self._observer.on_detached(self, stream)
         for finished in step.finished:
             stream, attempt = self._seated.pop(finished.slot)
+            self._mended.discard((stream.request_id, attempt))
             self._finish(stream, attempt, finished)
         if step.frame % ACK_EVERY_FRAMES == 0:
             self._outbox.ack.frame = step.frame
             self._wake.set()
+
+    def _mend(self, stream: RequestStream, attempt: int) -> None:
+        """A token is missing: asks for it, and gives the placement up where that was in vain."""
+        key = (stream.request_id, attempt)
+        if key in self._attaching:
+            return
+        if key in self._mended:
+            self._give_up(stream, attempt)
+            return
+        log.warning("%s: token %d is missing; asking for it", stream.request_id, len(stream.output_ids))
+        self._mended.add(key)
+
+        def answered(answer: Answer) -> RequestStream | None:
+            if isinstance(answer, executor_pb2.SequenceAttached):
+                return stream
+            if answer is NotAttached.NOT_HELD and _is_current(stream, attempt):
+                self._give_up(stream, attempt)
+            return None
+
+        self.attach(stream.request_id, attempt, len(stream.output_ids), answered)
+
+    def _give_up(self, stream: RequestStream, attempt: int) -> None:
+        self.cancel(stream.request_id, attempt)
+        self._observer.on_withdrawn(self, stream, attempt)
 
     def _finish(self, stream: RequestStream, attempt: int, finished: executor_pb2.SequenceFinished) -> None:
         if _is_current(stream, attempt):
@@ -231,7 +345,8 @@ class ExecutorLink:
             else:
                 stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
                 stream.finish(End(finished.reason, stop_token_id))
-        self._observer.on_finished(self, stream, attempt)
+        if not stream.is_let_go:
+            self._observer.on_finished(self, stream, attempt)
 
 
 def _is_current(stream: RequestStream, attempt: int) -> bool:

@@ -28,9 +28,11 @@ from router.callers import OpenDoor
 from router.dispatch import Dispatcher
 from router.executor_channels import ExecutorChannels
 from router.pools import Pool, Pools
+from router.resume_secret import Learn, ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
 from router.store.connection import connect
+from router.store.secret import learn_secret
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
 from router.store.types import StoreEvent
@@ -93,16 +95,17 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     def open_store(pool: str, on_event: OnEvent) -> AdmissionStore:
         return AdmissionStore(redis, pool, router_id, store_settings, on_event)
 
-    models = [_pool(name, text, open_store, settings) for name, text in texts.items()]
+    tokens = resume_tokens(settings, functools.partial(learn_secret, redis, store_settings))
+    models = [_pool(name, text, open_store, settings, tokens) for name, text in texts.items()]
     pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
-    service = InferenceService(pools, settings, admission, OpenDoor())
+    service = InferenceService(pools, settings, admission, OpenDoor(), tokens)
     server = GrpcServer([SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start(settings.listen)
     if settings.health_listen:
         await server.start_health(settings.health_listen)
     gc.freeze()
-    work = asyncio.create_task(_work(pools, admission, (tls, channels.tls), settings), name="work")
+    work = asyncio.create_task(_work(pools, admission, tokens, (tls, channels.tls), settings), name="work")
     readiness = asyncio.create_task(_follow_readiness(pools, server), name="readiness")
     log.info("router %s serves %s on %s", router_id, ", ".join(sorted(texts)), address)
 
@@ -164,8 +167,18 @@ def connection_limits_of(settings: RouterSettings) -> ConnectionLimits:
     )
 
 
+def resume_tokens(settings: RouterSettings, learn: Learn) -> ResumeTokens:
+    """Resume tokens with the secret that is set, or else with the one that the ledger keeps."""
+    secret = settings.resume_secret
+    return ResumeTokens(None if secret is None else secret.get_secret_value().encode(), learn)
+
+
 async def _work(
-    pools: Pools, admission: AdmissionFile, certificates: Sequence[TlsFiles | None], settings: RouterSettings
+    pools: Pools,
+    admission: AdmissionFile,
+    tokens: ResumeTokens,
+    certificates: Sequence[TlsFiles | None],
+    settings: RouterSettings,
 ) -> None:
     """What goes on beside the clients' calls."""
     async with asyncio.TaskGroup() as tasks:
@@ -174,14 +187,17 @@ async def _work(
         for files in certificates:
             if files is not None:
                 tasks.create_task(files.follow(), name="certificates")
+        tasks.create_task(tokens.run(), name="resume secret")
 
 
-def _pool(name: str, text: TextModel, open_store: OpenStore, settings: RouterSettings) -> Pool:
+def _pool(name: str, text: TextModel, open_store: OpenStore, settings: RouterSettings, tokens: ResumeTokens) -> Pool:
     dispatcher = Dispatcher(
         functools.partial(open_store, name),
         settings.max_attempts,
         settings.no_executor_grace_s,
         settings.queue_event_interval_s,
+        settings.resume_ttl_s,
+        tokens.check_again,
     )
     return Pool(name, text, dispatcher)
 

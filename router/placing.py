@@ -8,18 +8,21 @@ back, and every request leaves by an end or an error told to its stream.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 from inflight.v1 import types_pb2
 
 from common.errors import Reason, RequestError
 from router.ledger_writer import STORE_RETRY_S, LedgerWriter
 from router.links import ExecutorLink
-from router.refusals import duplicate, refusal
+from router.refusals import duplicate, mismatch, output_lost, refusal, taken_over
+from router.request_ids import client_id
 from router.store.store import AdmissionStore
 from router.store.types import (
     Adopted,
@@ -42,6 +45,7 @@ from router.streams import End, RequestStream
 log = logging.getLogger(__name__)
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
+AttachTo = Callable[[RequestStream, Adopted], Awaitable[RequestError | None]]
 
 
 class Void(Enum):
@@ -63,6 +67,8 @@ class Placer:
         store: AdmissionStore,
         ledger: LedgerWriter,
         spawn: Spawn,
+        attach: AttachTo,
+        on_forgotten: Callable[[RequestStream], None],
         max_attempts: int,
         no_executor_grace_s: float,
     ) -> None:
@@ -71,22 +77,47 @@ class Placer:
         self._store = store
         self._ledger = ledger
         self._spawn = spawn
+        self._attach = attach
+        self._on_forgotten = on_forgotten
         self._max_attempts = max_attempts
         self._no_executor_grace_s = no_executor_grace_s
         # Their return to the queue is under way; what the ledger knows of them is in flux.
         self._handed_back: set[RequestStream] = set()
+        # Left in line for another router, which has their clients: what the ledger tells of them is not for us.
+        self._left: set[str] = set()
+        self._linked = asyncio.Event()
 
-    async def submit(self, stream: RequestStream) -> Placement | Queued | Dropped | RequestError:
-        """Asks the ledger for a place, and takes it."""
+    def add_link(self, link: ExecutorLink) -> None:
+        """An executor can be used."""
+        self.links[link.executor_id] = link
+        self._linked.set()
+        self._linked = asyncio.Event()
+
+    async def link_to(self, placement: Placement, timeout_s: float) -> ExecutorLink | None:
+        """The link to the executor of a placement; waits for it where it is not up yet."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    link = self.links.get(placement.executor_id)
+                    if link is not None:
+                        return link if link.description.generation == placement.generation else None
+                    await self._linked.wait()
+        return None
+
+    async def submit(
+        self, stream: RequestStream, *, is_served: bool = False
+    ) -> Placement | Queued | Dropped | Adopted | RequestError:
+        """Asks the ledger for a place, and takes it. What is `Adopted` has run elsewhere and is to be attached to."""
+        demand = dataclasses.replace(stream.demand(), is_served=is_served)
         try:
-            outcome = await self._store.submit(stream.demand())
+            outcome = await self._store.submit(demand)
         except RequestError as error:
             return error
         match outcome:
             case Refused():
                 return refusal(outcome)
-            case Duplicate() | Adopted():  # no demand has a digest yet
-                return duplicate(stream.request_id)
+            case Duplicate():
+                return mismatch() if demand.digest and not is_served else duplicate(client_id(stream.request_id))
             case Placement():
                 self.place(outcome)
             case Dropped():
@@ -105,9 +136,16 @@ class Placer:
         """Puts a request in line whose placement or place the ledger has lost. Executors may be unknown there until
         their next report."""
         give_up = time.monotonic() + self._no_executor_grace_s
+        if stream.deadline is not None:
+            give_up = max(give_up, stream.deadline)
         while True:
-            outcome = await self.submit(stream)
+            outcome = await self.submit(stream, is_served=True)
+            refused = await self._attach(stream, outcome) if isinstance(outcome, Adopted) else None
+            outcome = refused or outcome
             if not isinstance(outcome, RequestError):
+                return
+            if outcome.reason is Reason.DUPLICATE_REQUEST_ID and stream.attempt:
+                self.taken_over(stream)
                 return
             is_passing = outcome.reason in (Reason.NO_EXECUTOR, Reason.STORE_UNAVAILABLE)
             if stream.is_abandoned or not is_passing or time.monotonic() > give_up:
@@ -122,7 +160,8 @@ class Placer:
             stream.finish(End(types_pb2.FINISH_REASON_CANCELLED, None))
         if stream is None or stream.is_abandoned or stream.has_ended:
             if stream is None:
-                self._ledger.settle(Ending(placement.request_id, placement.attempt, 0, 0))
+                if placement.request_id not in self._left:
+                    self._ledger.settle(Ending(placement.request_id, placement.attempt, 0, 0, cancelled=True))
             else:
                 self._settle(stream, placement.attempt)
             return
@@ -134,6 +173,7 @@ class Placer:
             return
         link = self.links.get(placement.executor_id)
         submit = stream.place(placement)
+        stream.is_suspect = placement.suspect
         if link is None or link.description.generation != placement.generation:
             self.void(stream, Void.REJECTED)  # nobody has seen this attempt
         else:
@@ -144,7 +184,8 @@ class Placer:
         stream = self.streams.get(lost.request_id)
         placement = Placement(lost.request_id, lost.attempt, lost.executor_id, lost.generation)
         if stream is None or stream.is_abandoned or stream.has_ended:
-            self._ledger.settle(Ending(lost.request_id, lost.attempt))
+            if lost.request_id not in self._left:
+                self._ledger.settle(Ending(lost.request_id, lost.attempt, cancelled=stream is None))
         elif stream.placement is not None and stream.placement.attempt == lost.attempt:
             self.cancel_on_link(stream.placement)
             self.void(stream)
@@ -159,7 +200,9 @@ class Placer:
         stream.displace()
         if stream.is_cancelled:
             stream.finish(End(types_pb2.FINISH_REASON_CANCELLED, None))
-        if stream.is_abandoned or stream.has_ended:
+        if stream.is_over:
+            self.end(stream, output_lost("its executor was lost before it had sent the output again"))
+        elif stream.is_abandoned or stream.has_ended:
             self._settle(stream, placement.attempt)
         else:
             stream.pause()
@@ -189,7 +232,7 @@ class Placer:
             case Dropped():
                 self.dropped(outcome)
             case HandBackRefusal.EXHAUSTED:
-                text = f"{self._max_attempts} executors did not bring the request to its end"
+                text = f"{self._max_attempts} executors died under the request before its next token"
                 self.end(stream, RequestError(Reason.ATTEMPTS_EXHAUSTED, text))
             case HandBackRefusal.UNKNOWN:
                 await self._submit_again(stream)
@@ -210,16 +253,30 @@ class Placer:
                     rejected=why is Void.REJECTED,
                     preempted=why is Void.PREEMPTED,
                     output_tokens=len(stream.output_ids),
+                    progressed=stream.has_progressed,
                 )
             except RequestError:
                 await asyncio.sleep(STORE_RETRY_S)
 
     def stop(self, stream: RequestStream) -> None:
-        """Ends a request wherever it is."""
+        """Ends a request wherever it is. The executor learns why, for whoever reads it there again."""
         if stream.placement is None:
             self._spawn(self.withdraw(stream))
+        elif stream.end is not None:
+            self._cancel_on_link(stream.placement, cast(types_pb2.FinishReason, stream.end.reason))
         else:
             self.cancel_on_link(stream.placement)
+
+    def taken_over(self, stream: RequestStream) -> None:
+        """Another router has the request now."""
+        stream.let_go(taken_over())
+        self.forget(stream)
+
+    def leave(self, stream: RequestStream, error: RequestError) -> None:
+        """Leaves a request as it stands to whichever router its client turns to."""
+        self._left.add(stream.request_id)
+        stream.let_go(error)
+        self.forget(stream)
 
     async def withdraw(self, stream: RequestStream) -> None:
         """Takes a waiting request out of the queue. Where it has just been placed, `place` settles it."""
@@ -283,3 +340,4 @@ class Placer:
         """The request is no longer served here."""
         if self.streams.get(stream.request_id) is stream:
             del self.streams[stream.request_id]
+            self._on_forgotten(stream)

@@ -161,6 +161,14 @@ class Pools:
         """See `Observer`."""
         self._pool_of[link].dispatcher.on_withdrawn(stream, attempt)
 
+    def on_detached(self, link: ExecutorLink, stream: RequestStream) -> None:
+        """See `Observer`."""
+        self._pool_of[link].dispatcher.on_detached(stream)
+
+    def on_absolved(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """See `Observer`."""
+        self._pool_of[link].dispatcher.on_absolved(stream, attempt)
+
     def on_finished(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
         """See `Observer`."""
         self._pool_of[link].dispatcher.on_finished(stream, attempt)

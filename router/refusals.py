@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.errors import FieldViolation, Reason, RequestError
+from common.errors import FieldViolation, Reason, RequestError, invalid
 from router.store.types import Refused
 
 # When a client may try again. Long enough for an executor to start reporting, short enough for a person.
@@ -17,9 +17,40 @@ LIMIT_OF = {
 
 
 def duplicate(request_id: str) -> RequestError:
-    """The id is taken."""
+    """The id, as the client knows it, is taken."""
     text = f"request_id: a request {request_id} waits, runs or has just ended"
     return RequestError(Reason.DUPLICATE_REQUEST_ID, text)
+
+
+def mismatch() -> RequestError:
+    """The key stands for another request."""
+    text = "idempotency_key: was used for a request that differs in more than prior_output"
+    return RequestError(Reason.IDEMPOTENCY_MISMATCH, text)
+
+
+def taken_over() -> RequestError:
+    """A request has one reader, and this is not it any more."""
+    return RequestError(Reason.TAKEN_OVER, "another call reads this request now")
+
+
+def output_lost(text: str) -> RequestError:
+    """A stream cannot be resumed; whoever has its output can bring it along."""
+    return RequestError(
+        Reason.OUTPUT_LOST,
+        f"{text}; a Generate with prior_output goes on from what you have",
+        context={"resumable": "false"},
+    )
+
+
+def draining(text: str, *, is_resumable: bool = False) -> RequestError:
+    """This router goes away; another does it."""
+    context = {"resumable": "true"} if is_resumable else {}
+    return RequestError(Reason.DRAINING, text, retry_after_ms=RETRY_AFTER_MS, context=context)
+
+
+def beyond_output(offset: int, num_tokens: int) -> RequestError:
+    """What is asked for is behind what there is."""
+    return invalid(FieldViolation("offsets[0]", f"is {offset}; the output has {num_tokens} tokens"))
 
 
 def unknown_request() -> RequestError:

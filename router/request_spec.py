@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from inflight.v1 import inference_pb2, types_pb2
 
+from router.reading import Place
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -99,7 +101,8 @@ class OutputFlags:
 class GenerateSpec:
     """A request that is sound in itself. `request_id`, `model` and `tenant` None are the router's to choose.
 
-    `priority` is a `PriorityClass` of the protocol, never unspecified. Deadlines count from arrival.
+    `priority` is a `PriorityClass` of the protocol, never unspecified. Deadlines count from arrival. `resume_ttl_s`
+    None was not asked for. `prior_ids` are output that the client has, and `place` is how far it has read them.
     """
 
     request_id: str | None
@@ -117,6 +120,11 @@ class GenerateSpec:
     cache_salt: str
     cache_bypass: bool
     want_queue_events: bool
+    idempotency_key: str
+    detach: bool
+    resume_ttl_s: float | None
+    prior_ids: tuple[int, ...]
+    place: Place
     metadata: tuple[tuple[str, str], ...]
 
 

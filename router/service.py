@@ -7,26 +7,50 @@ that is wrong with a request is a `RequestError`; the server's interceptor turns
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import logging
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc.aio
-from inflight.v1 import inference_pb2, inference_pb2_grpc
+from inflight.v1 import executor_pb2, inference_pb2, inference_pb2_grpc, resume_pb2
 
-from common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
+from common.errors import RequestError
 from router.admission_file import AdmissionFile
-from router.admit import AdmittedRequest, admit, choose_seed, deadlines_of, encode, model_limits, tenant_limits
+from router.admit import (
+    AdmittedRequest,
+    admit,
+    deadlines_of,
+    encode,
+    model_limits,
+    names_of,
+    restore,
+    seed_chooser,
+    tenant_limits,
+)
 from router.callers import Caller, Door, authorize, check_model
 from router.capacity import add_capacity, model_of, model_of_variants
+from router.claims import Claims
 from router.explain import REQUEST_STATE_PROTO, request_standing
 from router.pools import Pool, Pools
-from router.refusals import RETRY_AFTER_MS, unknown_request
-from router.relay import Relay
+from router.refusals import draining, unknown_request
+from router.relay import Relay, Write
+from router.resume_secret import ResumeTokens
 from router.settings import RouterSettings
-from router.store.types import Dropped, Placement, Queued, RequestState
-from router.validation import fit_tokens, validate_detokenize, validate_generate, validate_tokenize
+from router.store.types import NO_LIMITS, Queued, RequestState
+from router.streams import RequestStream
+from router.validation import (
+    check_place,
+    fit_tokens,
+    resumed_place,
+    validate_detokenize,
+    validate_generate,
+    validate_tokenize,
+)
 from router.variant_meter import VariantMeters
 
 log = logging.getLogger(__name__)
@@ -37,11 +61,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients. Stateless but for the requests that run."""
 
-    def __init__(self, pools: Pools, settings: RouterSettings, admission: AdmissionFile, door: Door) -> None:
+    def __init__(
+        self, pools: Pools, settings: RouterSettings, admission: AdmissionFile, door: Door, tokens: ResumeTokens
+    ) -> None:
         self._pools = pools
         self._door = door
         self._settings = settings
         self._admission = admission
+        self._tokens = tokens
+        self._claims = Claims(pools, tokens)
         self._meters = VariantMeters()
         self._is_draining = False
         self._num_streams = 0
@@ -49,23 +77,27 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._no_stream.set()
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests from now on and gives running ones `timeout_s` seconds to end."""
+        """Refuses new requests from now on, ends those that wait, and gives running ones `timeout_s` seconds to end;
+        then they are left to other routers, which their clients can resume them on."""
         self._is_draining = True
+        dispatchers = [pool.dispatcher for pool in self._pools.by_name.values()]
+        for dispatcher in dispatchers:
+            dispatcher.turn_away_waiting()
         try:
-            await asyncio.wait_for(self._no_stream.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                for dispatcher in dispatchers:
+                    await dispatcher.emptied()
+                await self._no_stream.wait()
         except TimeoutError:
-            log.warning("drain: %d streams still run", self._num_streams)
+            log.warning("drain: %d streams still run; they are left to other routers", self._num_streams)
+        for dispatcher in dispatchers:
+            dispatcher.leave_running()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
         authorize(request, self._caller(context))
-        if self._is_draining:
-            raise RequestError(Reason.DRAINING, "the router is draining", retry_after_ms=RETRY_AFTER_MS)
-        self._count(+1)
-        try:
+        with self._serving():
             await self._generate(request, context)
-        finally:
-            self._count(-1)
 
     async def _generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         arrived = time.monotonic()
@@ -74,66 +106,107 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         meter.arrive()
         try:
             admitted = await self._admit(request, pool, arrived, context.time_remaining())
-            outcome = await pool.dispatcher.submit(admitted.stream)
+            relay, stream = await self._begin(admitted, pool, context)
         except RequestError:
             meter.refuse()
             raise
         try:
-            await self._relay(admitted, outcome, pool, context)
+            await self._relay(relay, stream, pool)
         finally:
-            pool.dispatcher.release(admitted.stream)
-            meter.end(admitted.stream)
+            meter.end(stream)
+        log.info("request %s %s; metadata %s", stream.request_id, relay.summary, dict(admitted.spec.metadata))
 
     async def _admit(
         self, request: inference_pb2.GenerateRequest, pool: Pool, arrived: float, grpc_remaining_s: float | None
     ) -> AdmittedRequest:
         """From the request to what the ledger and the executors are asked for."""
         limits = model_limits(pool, self._settings)
-        spec = validate_generate(request, limits, choose_seed)
-        allowed = tenant_limits(spec, self._admission.rules)
+        spec = validate_generate(request, limits, seed_chooser(request))
+        names = names_of(request)
+        allowed = tenant_limits(names.tenant, self._admission.rules)
         fitted = fit_tokens(await encode(pool.text, spec.prompt), spec, limits)
-        return admit(fitted, allowed, deadlines_of(spec, arrived, grpc_remaining_s), arrived, pool)
+        deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
+        return admit(fitted, names, request.model, allowed, deadlines, arrived, pool, self._tokens)
 
-    async def _relay(
-        self, admitted: AdmittedRequest, outcome: Placement | Queued | Dropped, pool: Pool, context: Context
-    ) -> None:
-        """Tells the client what happens, to the end."""
-
-        async def write(event: inference_pb2.StreamEvent) -> None:
-            await context.write(inference_pb2.GenerateResponse(event=event))
-
-        stream, spec = admitted.stream, admitted.spec
-        relay = Relay(stream, admitted.text, admitted.options, admitted.deadlines, write)
+    async def _begin(self, admitted: AdmittedRequest, pool: Pool, context: Context) -> tuple[Relay, RequestStream]:
+        """Hands a request to the dispatcher, or finds the one that it repeats. What is to be told, and of which."""
+        stream, spec, dispatcher = admitted.stream, admitted.spec, pool.dispatcher
+        place = dataclasses.replace(spec.place, offset=min(spec.place.offset, len(stream.output_ids)))
+        if admitted.has_ended:
+            return Relay(stream, generate_writer(context), place), stream
+        known = await dispatcher.find_repeated(stream)
+        if known is not None:
+            known.attend()
+            return Relay(known, generate_writer(context), place), known
+        outcome = await dispatcher.submit(stream)
+        relay = Relay(stream, generate_writer(context), place)
         if isinstance(outcome, Queued) and spec.want_queue_events:
+            dispatcher.watch_queue(stream, outcome)
+            await self._tell_queued(relay, stream, outcome, pool)
+        return relay, stream
+
+    async def _tell_queued(self, relay: Relay, stream: RequestStream, outcome: Queued, pool: Pool) -> None:
+        try:
             await relay.queued(outcome)
-            pool.dispatcher.watch_queue(stream, outcome)
-        await relay.run()
-        log.info("request %s %s; metadata %s", stream.request_id, relay.summary, dict(spec.metadata))
+        except asyncio.CancelledError:
+            pool.dispatcher.leave(stream, relay.reader)
+            raise
+
+    async def _relay(self, relay: Relay, stream: RequestStream, pool: Pool) -> None:
+        """Tells the client what happens, to the end."""
+        try:
+            await relay.run()
+        finally:
+            pool.dispatcher.leave(stream, relay.reader)
 
     def _caller(self, context: Context) -> Caller:
         """Who calls. Raises `RequestError` where the door does not know."""
         return self._door.identify(tuple(context.invocation_metadata() or ()))
 
-    def _count(self, change: int) -> None:
-        self._num_streams += change
-        if self._num_streams:
-            self._no_stream.clear()
-        else:
-            self._no_stream.set()
+    @contextmanager
+    def _serving(self) -> Iterator[None]:
+        """Counts a stream while it is served. Raises `RequestError` where there are to be no new ones."""
+        if self._is_draining:
+            raise draining("the router is draining")
+        self._num_streams += 1
+        self._no_stream.clear()
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+            if not self._num_streams:
+                self._no_stream.set()
 
     async def Resume(self, request: inference_pb2.ResumeRequest, context: Context) -> None:
-        """Not built yet: streams end with their connection."""
-        raise not_implemented("resume_token", "Resume is")
+        """Continues the stream of a request of any router."""
+        named_id, pool = self._claims.claim_by_token(request.request_id, request.resume_token, self._caller(context))
+        place = resumed_place(request)
+        with self._serving():
+            stream = pool.dispatcher.find(named_id)
+            if stream is None:
+                stream = await pool.dispatcher.resume(named_id, functools.partial(self._open_attached, pool))
+            check_place(place, stream)
+
+            async def write(event: inference_pb2.StreamEvent) -> None:
+                await context.write(inference_pb2.ResumeResponse(event=event))
+
+            stream.attend()
+            relay = Relay(stream, write, place)
+            await self._relay(relay, stream, pool)
+            log.info("request %s, resumed, %s", stream.request_id, relay.summary)
+
+    def _open_attached(self, pool: Pool, attached: executor_pb2.SequenceAttached) -> RequestStream:
+        """The stream of a request that another router began."""
+        context = resume_pb2.RouterContext.FromString(attached.submit.router_context)
+        limits = self._admission.rules.limits_of(context.tenant) or NO_LIMITS
+        return restore(attached.submit, context, limits, pool, self._tokens)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         """Ends a request of any router."""
-        if not request.request_id:
-            raise invalid(FieldViolation("request_id", "must not be empty"))
-        if request.resume_token:
-            raise not_implemented("resume_token", "cancelling by token is")
+        named_id, pools = self._claims.claim(request, self._caller(context))
         was: RequestState | None = None
-        for pool in self._pools.find_all(request.model):
-            found = await pool.dispatcher.cancel(request.request_id)
+        for pool in pools:
+            found = await pool.dispatcher.cancel(named_id)
             was = found if found is not None and was in (None, RequestState.ENDED) else was
         if was is None:
             raise unknown_request()
@@ -143,21 +216,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetRequestRequest, context: Context
     ) -> inference_pb2.GetRequestResponse:
         """Says where a request of any router stands."""
-        if not request.request_id:
-            raise invalid(FieldViolation("request_id", "must not be empty"))
-        if request.resume_token:
-            raise not_implemented("resume_token", "looking at a request by token is")
-        pools = self._pools.find_all(request.model)
-        found = [
-            (pool, one) for pool in pools if (one := await pool.dispatcher.explain(request.request_id)) is not None
-        ]
+        named_id, pools = self._claims.claim(request, self._caller(context))
+        found = [(pool, one) for pool in pools if (one := await pool.dispatcher.explain(named_id)) is not None]
         if not found:
             raise unknown_request()
         # Another model may have served, some time ago, a request of the same id.
         pool, explanation = min(found, key=lambda one: one[1].state is RequestState.ENDED)
         dispatcher = pool.dispatcher
         link = dispatcher.link_of(explanation.executor_id or "")
-        response = request_standing(request.request_id, explanation, link, dispatcher.stream_of(request.request_id))
+        response = request_standing(request.request_id, explanation, link, dispatcher.stream_of(named_id))
         if request.model in self._pools.variants:
             response.variant = pool.name
         return response
@@ -206,4 +273,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
 def sticky_key(request: inference_pb2.GenerateRequest) -> str:
     """By what a request keeps to one of several models: its session, else its tenant, else itself."""
-    return request.session_id or request.tenant or request.request_id or secrets.token_hex(8)
+    own = request.idempotency_key or request.request_id
+    return request.session_id or request.tenant or own or secrets.token_hex(8)
+
+
+def generate_writer(context: Context) -> Write:
+    """Writes events as answers to Generate."""
+
+    async def write(event: inference_pb2.StreamEvent) -> None:
+        await context.write(inference_pb2.GenerateResponse(event=event))
+
+    return write

@@ -1,8 +1,9 @@
-"""What the router knows of one request between its admission and its end.
+"""What the router knows of one request between its admission and its end, and for a while after.
 
-`RequestStream` collects what executors send, keyed by absolute offset, and hands it to the one consumer that writes to
-the client. It never touches Redis or gRPC. Invariants: `output_ids[i]` is the token at offset i and never changes;
-nothing is taken from a placement that is not current; after the end nothing more comes.
+`RequestStream` collects what executors send, keyed by absolute offset, and hands it to the one reader that writes to
+the client; a reader that comes later is told everything from the beginning, and the one before it that it was taken
+over. It never touches Redis or gRPC. Invariants: `output_ids[i]` is the token at offset i and never changes; nothing is
+taken from a placement that is not current; after the end nothing more comes.
 """
 
 from __future__ import annotations
@@ -10,14 +11,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inflight.v1 import executor_pb2, types_pb2
 
 from common.errors import RequestError
+from router.reading import Reading
+from router.refusals import taken_over
 from router.store.types import Demand, Ending, Placement, Queued
 
 OWN_ENDS = frozenset({types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASON_LENGTH})
+
+# Of a list of ints, and of the objects around it.
+BYTES_PER_TOKEN = 8
+FIXED_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +61,26 @@ class Clock:
 
 
 class RequestStream:
-    """One request. Producers call `place`, `accept`, `start`, `token`, `pause`, `move`, `finish`, `fail`; the consumer
-    calls `next`. `deadline` is when it must have ended, on the clock of `arrived`."""
+    """One request. Producers call `place`, `accept`, `start`, `token`, `pause`, `move`, `finish`, `fail`; the reader
+    calls `next`. `deadline` is when it must have ended, on the clock of `arrived`; `prior_ids` is output that its
+    client brought. Without a `reading` nobody can read it again."""
 
     def __init__(
-        self, demand: Demand, submit: executor_pb2.Submit, arrived: float, deadline: float | None = None
+        self,
+        demand: Demand,
+        submit: executor_pb2.Submit,
+        arrived: float,
+        deadline: float | None = None,
+        prior_ids: Sequence[int] = (),
+        reading: Reading | None = None,
     ) -> None:
         self.request_id = demand.request_id
+        self.reading = reading
+        self.deadline = deadline
         self._demand = demand
         # What an executor is told, but for the attempt and the output so far.
         self._submit = submit
-        self._deadline = deadline
-        self.output_ids: list[int] = []
+        self.output_ids: list[int] = list(prior_ids)
         self.placement: Placement | None = None
         # Of the newest placement, the current or the last; 0 and empty before the first.
         self.attempt = 0
@@ -76,71 +92,157 @@ class RequestStream:
         self.is_abandoned = False
         # Somebody asked to cancel it: whatever comes next, it ends.
         self.is_cancelled = False
+        # Another router, or nobody for now, serves it: nothing of it is settled or cancelled from here.
+        self.is_let_go = False
         self.is_being_submitted = False
+        # It has ended on its executor, which sends it once more.
+        self.is_over = False
+        # An executor died under it before its next token.
+        self.is_suspect = False
         # Its stop text came, which executors know nothing of.
         self.has_matched_stop = False
+        # Who may call `next`; counts up.
+        self.reader = 0
         self._end: End | None = None
         self._error: RequestError | None = None
         self._has_been_accepted = False
+        self._has_boarded = False
         self._is_paused = False
+        # It ran before this router had it: when its first token came is not known.
+        self._has_unknown_past = False
+        self._num_before_placement = 0
         self._accepted = False
         self._started = False
         self._paused = False
         self._queued: Queued | None = None
         self._num_taken = 0
         self._changed = asyncio.Event()
+        # Set when this router serves it no longer.
+        self.forgotten = asyncio.Event()
 
     @property
     def is_wanted(self) -> bool:
         """Whether somebody waits for more of it."""
-        return not (self.is_abandoned or self.is_cancelled or self.has_ended)
+        return not (self.is_abandoned or self.is_cancelled or self.is_over or self.has_ended)
 
     @property
     def has_ended(self) -> bool:
         """Whether its end or its error is known."""
         return self._end is not None or self._error is not None
 
+    @property
+    def end(self) -> End | None:
+        """How it ended, where it did not fail."""
+        return self._end
+
+    @property
+    def error(self) -> RequestError | None:
+        """What it failed with."""
+        return self._error
+
+    @property
+    def has_been_accepted(self) -> bool:
+        """Whether an executor has taken it, once."""
+        return self._has_been_accepted
+
+    @property
+    def has_unknown_past(self) -> bool:
+        """Whether it ran before this router had it: output that its client knows may be on the way here."""
+        return self._has_unknown_past
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the current placement has brought a token."""
+        return len(self.output_ids) > self._num_before_placement
+
+    @property
+    def was_cancelled(self) -> bool:
+        """Whether it ended by its client or for want of one."""
+        if self.has_matched_stop:
+            return False
+        if self._end is not None:
+            return self._end.reason == types_pb2.FINISH_REASON_CANCELLED
+        return self.is_cancelled or self.is_abandoned
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes of memory."""
+        return self._submit.ByteSize() + BYTES_PER_TOKEN * len(self.output_ids) + FIXED_BYTES
+
     def demand(self) -> Demand:
         """What the ledger is asked for: after earlier placements with the last attempt that is known, and after the
-        first token without a deadline for it."""
+        first token without a deadline for it. Output that the client brought makes it no older."""
+        has_run = self.attempt > 0
         return dataclasses.replace(
             self._demand,
             last_attempt=self.attempt,
-            output_tokens=len(self.output_ids),
-            deadline_ms=None if self.output_ids else self._demand.deadline_ms,
+            output_tokens=len(self.output_ids) if has_run else 0,
+            deadline_ms=None if has_run and self.output_ids else self._demand.deadline_ms,
         )
 
     def ending(self, attempt: int) -> Ending:
         """The end of one of its placements, with what it has used."""
         by_itself = self.has_matched_stop or (self._end is not None and self._end.reason in OWN_ENDS)
-        has_computed = self.clock.boarded is not None
         return Ending(
             self.request_id,
             attempt,
-            computed_tokens=len(self._submit.prompt_ids) - self.num_cached_tokens if has_computed else 0,
+            computed_tokens=len(self._submit.prompt_ids) - self.num_cached_tokens if self._has_boarded else 0,
             output_tokens=len(self.output_ids),
             by_itself=by_itself,
+            cancelled=self.was_cancelled,
         )
 
     def place(self, placement: Placement) -> executor_pb2.Submit:
         """Makes a placement the current one and returns what its executor is to be told."""
-        if self.output_ids:
+        if self.attempt and self.output_ids:
             self.num_migrations += 1
-        self.placement = placement
-        self.attempt = placement.attempt
-        self.executor_id = placement.executor_id
+        self._make_current(placement)
+        self._num_before_placement = len(self.output_ids)
         submit = executor_pb2.Submit()
         submit.CopyFrom(self._submit)
         submit.attempt = placement.attempt
         submit.reserved_blocks = placement.blocks or self._demand.blocks
-        if self._deadline is not None:
-            submit.deadline_ms = max(1, round((self._deadline - time.monotonic()) * 1000))
+        if self.deadline is not None:
+            submit.deadline_ms = max(1, round((self.deadline - time.monotonic()) * 1000))
         submit.prior_output_ids.extend(self.output_ids)
         return submit
+
+    def attach(self, placement: Placement, has_started: bool, num_cached_tokens: int) -> None:
+        """Makes a placement the current one that the executor has known for a while, and sends from its first token
+        on."""
+        self._make_current(placement)
+        self._num_before_placement = 0
+        self.output_ids.clear()
+        self._has_unknown_past = has_started
+        self.accept()
+        if has_started:
+            self._has_boarded = self._started = True
+            self.num_cached_tokens = num_cached_tokens
+
+    def _make_current(self, placement: Placement) -> None:
+        self.placement = placement
+        self.attempt = placement.attempt
+        self.executor_id = placement.executor_id
 
     def displace(self) -> None:
         """The current placement is void; another one follows or the request fails."""
         self.placement = None
+
+    def let_go(self, error: RequestError) -> None:
+        """It goes on without this router; whoever reads it here is told so."""
+        self.is_let_go = True
+        self.displace()
+        self.fail(error)
+
+    def attend(self) -> int:
+        """A reader takes over and is told everything from the beginning. The number that it gives to `next`."""
+        self.reader += 1
+        self._accepted = self._has_been_accepted
+        self._started = self._has_boarded
+        self._paused = False
+        self._num_taken = 0
+        self._changed.set()
+        return self.reader
 
     def accept(self) -> None:
         """The executor took the placement."""
@@ -149,7 +251,8 @@ class RequestStream:
 
     def start(self, num_cached_tokens: int) -> None:
         """The sequence boarded."""
-        if self.clock.boarded is None:
+        if not self._has_boarded:
+            self._has_boarded = True
             self.clock.boarded = time.monotonic()
             self.num_cached_tokens = num_cached_tokens
         self._is_paused = False
@@ -161,9 +264,9 @@ class RequestStream:
         expected = len(self.output_ids)
         if offset > expected:
             return False
-        if offset == expected:
+        if offset == expected and not self.has_ended:
             now = time.monotonic()
-            if self.clock.first_token is None:
+            if self.clock.first_token is None and not self._has_unknown_past:
                 self.clock.first_token = now
             self.clock.last_token = now
             self._is_paused = False
@@ -182,6 +285,11 @@ class RequestStream:
         self._queued = queued
         self._changed.set()
 
+    def stop(self) -> None:
+        """Its text has come to a stop that executors know nothing of."""
+        self.has_matched_stop = True
+        self.finish(End(types_pb2.FINISH_REASON_STOP_STRING, None))
+
     def finish(self, end: End) -> None:
         """The executor says it is over."""
         if not self.has_ended:
@@ -194,9 +302,11 @@ class RequestStream:
             self._error = error
             self._changed.set()
 
-    async def next(self) -> News:
-        """Waits for news and takes them all."""
+    async def next(self, reader: int = 0) -> News:
+        """Waits for news and takes them all. Raises `RequestError` TAKEN_OVER where another reader came."""
         await self._changed.wait()
+        if reader != self.reader:
+            raise taken_over()
         self._changed.clear()
         news = News(
             self._accepted,
@@ -210,5 +320,5 @@ class RequestStream:
         )
         self._accepted = self._started = self._paused = False
         self._queued = None
-        self._num_taken = len(self.output_ids)
+        self._num_taken = max(self._num_taken, len(self.output_ids))
         return news

@@ -51,10 +51,6 @@ UNBUILT = (
     UnbuiltField("output.echo", "echoing the prompt is"),
     UnbuiltField("output.coalesce_ms", "holding tokens back to send fewer events is"),
     UnbuiltField("adapter_id", "serving LoRA adapters is"),
-    UnbuiltField("idempotency_key", "recognizing a repeated submit is"),
-    UnbuiltField("detach", "running on without a client is"),
-    UnbuiltField("resume_ttl", "resuming a stream is"),
-    UnbuiltField("prior_output.output_ids", "continuing earlier output is"),
 )
 
 

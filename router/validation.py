@@ -16,6 +16,8 @@ from google.protobuf.duration_pb2 import Duration
 from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import FieldViolation, invalid
+from router.reading import Place
+from router.refusals import beyond_output
 from router.request_spec import (
     ChatPrompt,
     FittedRequest,
@@ -28,6 +30,7 @@ from router.request_spec import (
     TextPrompt,
     TokenPrompt,
 )
+from router.streams import RequestStream
 from router.text.chat import chat_violations
 from router.unbuilt import refuse_unbuilt
 
@@ -38,6 +41,7 @@ MAX_METADATA_PAIRS = 64
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 1024
 MAX_NAME_CHARACTERS = 256
+MAX_IDEMPOTENCY_KEY_CHARACTERS = 128
 MAX_DEADLINE_S = 7 * 24 * 3600
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -55,6 +59,7 @@ def validate_generate(
         *_stopping_violations(request.stopping, limits),
         *_constraint_violations(request),
         *_service_violations(request),
+        *_resuming_violations(request, limits),
         *_metadata_violations(request),
     )
     if violations:
@@ -78,6 +83,11 @@ def validate_generate(
         cache_salt=request.cache.salt,
         cache_bypass=request.cache.bypass,
         want_queue_events=request.want_queue_events,
+        idempotency_key=request.idempotency_key,
+        detach=request.detach,
+        resume_ttl_s=_seconds(request.resume_ttl) if request.HasField("resume_ttl") else None,
+        prior_ids=tuple(request.prior_output.output_ids),
+        place=_place(request.prior_output),
         metadata=tuple(sorted(request.metadata.items())),
     )
 
@@ -110,6 +120,13 @@ def fit_tokens(prompt_ids: Sequence[int], spec: GenerateSpec, limits: ModelLimit
         )
     if stopping.min_tokens > max_tokens:
         raise invalid(_min_tokens_violation(stopping.min_tokens, max_tokens))
+    if len(spec.prior_ids) > max_tokens:
+        raise invalid(
+            FieldViolation(
+                "prior_output.output_ids",
+                f"has {len(spec.prior_ids)} ids; must be at most max_tokens, which is {max_tokens}",
+            )
+        )
     ending = frozenset(stopping.stop_token_ids) | (frozenset() if stopping.ignore_eos else limits.eos_token_ids)
     return FittedRequest(spec, kept, max_tokens, ending, len(prompt_ids) - len(kept))
 
@@ -141,6 +158,25 @@ def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: ModelL
     if outside is not None:
         raise invalid(_outside_violation(f"token_ids[{outside}]", ids[outside], limits.vocabulary_size))
     return ids
+
+
+def resumed_place(request: inference_pb2.ResumeRequest) -> Place:
+    """How far the client of a resumed request has read."""
+    for field, values in (("offsets", request.offsets), ("text_bytes", request.text_bytes)):
+        if len(values) > 1:
+            raise invalid(FieldViolation(field, f"has {len(values)} values; the request has one choice"))
+    offset = request.offsets[0] if request.offsets else 0
+    text_bytes = request.text_bytes[0] if request.text_bytes else None
+    return Place(offset, text_bytes, is_started=bool(offset or text_bytes))
+
+
+def check_place(place: Place, stream: RequestStream) -> None:
+    """Raises `RequestError` where a client says that it has more than there is. Of what is still on its way from an
+    executor that is known at its end."""
+    assert stream.reading is not None
+    most = stream.reading.accepted.max_tokens if stream.has_unknown_past else len(stream.output_ids)
+    if place.offset > most:
+        raise beyond_output(place.offset, most)
 
 
 def _name_violations(request: inference_pb2.GenerateRequest) -> Violations:
@@ -261,6 +297,23 @@ def _service_violations(request: inference_pb2.GenerateRequest) -> Violations:
             )
 
 
+def _resuming_violations(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Violations:
+    key = request.idempotency_key
+    if len(key) > MAX_IDEMPOTENCY_KEY_CHARACTERS:
+        allowed = f"at most {MAX_IDEMPOTENCY_KEY_CHARACTERS} are allowed"
+        yield FieldViolation("idempotency_key", f"has {len(key)} characters; {allowed}")
+    if key and request.request_id:
+        yield FieldViolation("request_id", "must be empty with an idempotency_key, which the id follows from")
+    if request.HasField("resume_ttl") and not 0 <= _seconds(request.resume_ttl) <= MAX_DEADLINE_S:
+        yield FieldViolation("resume_ttl", f"must be at least 0 and at most {MAX_DEADLINE_S} s")
+    prior_ids = request.prior_output.output_ids
+    yield from _count_violations("prior_output.output_ids", len(prior_ids), limits)
+    outside = _first_outside(prior_ids, limits.vocabulary_size)
+    if outside is not None:
+        field = f"prior_output.output_ids[{outside}]"
+        yield _outside_violation(field, prior_ids[outside], limits.vocabulary_size)
+
+
 def _metadata_violations(request: inference_pb2.GenerateRequest) -> Violations:
     if len(request.metadata) > MAX_METADATA_PAIRS:
         yield FieldViolation("metadata", f"has {len(request.metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed")
@@ -319,8 +372,15 @@ def _resolve_stopping(stopping: types_pb2.StoppingParams) -> ResolvedStopping:
 def _deadline_s(deadlines: inference_pb2.Deadlines, name: str) -> float | None:
     if not deadlines.HasField(name):
         return None
-    duration: Duration = getattr(deadlines, name)
+    return _seconds(getattr(deadlines, name))
+
+
+def _seconds(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
+
+
+def _place(prior: inference_pb2.PriorOutput) -> Place:
+    return Place(len(prior.output_ids), prior.text_bytes if prior.HasField("text_bytes") else None)
 
 
 def _vocabulary_violation(prompt_ids: Sequence[int], prompt: Prompt, vocabulary_size: int) -> FieldViolation | None:

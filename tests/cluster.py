@@ -7,6 +7,7 @@ them, so a wrong token anywhere shows. A `Brake` holds an executor's device, so 
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -39,11 +40,13 @@ from executor.submission import SubmissionLimits
 from router.admission_file import AdmissionFile
 from router.callers import OpenDoor
 from router.dispatch import Dispatcher
-from router.main import store_settings_of
+from router.main import resume_tokens, store_settings_of
 from router.pools import Pool, Pools
+from router.resume_secret import ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
 from router.store.connection import connect
+from router.store.secret import learn_secret
 from router.store.store import AdmissionStore
 from router.text.tokenizer import TextModel
 from tests.fake_device import VOCABULARY_SIZE, FakeDevice
@@ -154,6 +157,15 @@ class RunningRouter:
     stub: inference_pb2_grpc.InferenceServiceStub
     pools: Pools
     server: GrpcServer
+    service: InferenceService
+    tokens: ResumeTokens
+    work: asyncio.Future[object]
+
+    async def kill(self) -> None:
+        """Ends it as a crash looks to others: nothing is told to the ledger or to executors any more."""
+        self.work.cancel()
+        await asyncio.wait([self.work])
+        await self.server.grpc.stop(None)
 
 
 @dataclass(slots=True)
@@ -242,21 +254,30 @@ async def run_router(
     admission = AdmissionFile.open(settings.admission_file, frozenset({model}))
     redis = connect(redis_url, store_settings)
 
+    tokens = resume_tokens(settings, functools.partial(learn_secret, redis, store_settings))
+
     def open_store(on_event: Callable[..., None]) -> AdmissionStore:
         return AdmissionStore(redis, model, name, store_settings, on_event)
 
     dispatcher = Dispatcher(
-        open_store, settings.max_attempts, settings.no_executor_grace_s, settings.queue_event_interval_s
+        open_store,
+        settings.max_attempts,
+        settings.no_executor_grace_s,
+        settings.queue_event_interval_s,
+        settings.resume_ttl_s,
+        tokens.check_again,
     )
     pools = Pools([Pool(model, TextModel(tiny_tokenizer()), dispatcher)], name, lambda: admission.rules.variants)
     server = GrpcServer(["inflight.v1.InferenceService"])
-    service = InferenceService(pools, settings, admission, OpenDoor())
+    service = InferenceService(pools, settings, admission, OpenDoor(), tokens)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start("127.0.0.1:0")
-    work = asyncio.create_task(pools.run(addresses, 0.1))
+    work = asyncio.gather(pools.run(addresses, 0.1), tokens.run())
     async with grpc.aio.insecure_channel(address) as channel:
         try:
-            yield RunningRouter(address, inference_pb2_grpc.InferenceServiceStub(channel), pools, server)
+            yield RunningRouter(
+                address, inference_pb2_grpc.InferenceServiceStub(channel), pools, server, service, tokens, work
+            )
         finally:
             await server.grpc.stop(None)
             work.cancel()
@@ -296,6 +317,7 @@ async def run_cluster(
 async def until_ready(router: RunningRouter, num_executors: int) -> None:
     """Waits until the router has links to so many executors and the ledger knows them."""
     async with asyncio.timeout(20):
+        await router.tokens.known()
         while True:
             response = await router.stub.GetCapacity(inference_pb2.GetCapacityRequest())
             if sum(executor.accepting for executor in response.executors) == num_executors:

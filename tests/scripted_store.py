@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
-from inflight.v1 import executor_pb2, types_pb2
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
 from common.errors import RequestError
 from router.admission_file import AdmissionFile
@@ -20,6 +20,8 @@ from router.callers import OpenDoor
 from router.dispatch import Dispatcher
 from router.links import ExecutorLink
 from router.pools import Pool, Pools
+from router.reading import Deadlines, Reading
+from router.resume_secret import ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
 from router.store.store import AdmissionStore
@@ -37,6 +39,7 @@ from router.store.types import (
     StoreEvent,
 )
 from router.streams import RequestStream
+from router.text.output import OutputText
 from router.text.tokenizer import TextModel
 from tests.cluster import tiny_tokenizer
 from tests.fake_device import VOCABULARY_SIZE
@@ -52,6 +55,7 @@ class ScriptedStore:
         self.cancels: dict[str, CancelOutcome] = {}
         self.demands: list[Demand] = []
         self.hand_backs: list[tuple[str, int, dict[str, Any]]] = []
+        self.absolved: list[tuple[str, int]] = []
         self.endings: list[Attempt | Ending] = []
         self.reports: list[ExecutorReport] = []
 
@@ -68,6 +72,12 @@ class ScriptedStore:
     async def hand_back(self, request_id: str, attempt: int, max_attempts: int, **how: Any) -> Any:
         self.hand_backs.append((request_id, attempt, how))
         return self._answer()
+
+    async def adopt(self, request_id: str) -> Any:
+        return self._answer()
+
+    async def absolve(self, request_id: str, attempt: int) -> None:
+        self.absolved.append((request_id, attempt))
 
     async def settle(self, endings: Sequence[Attempt | Ending]) -> int:
         self.endings.extend(endings)
@@ -100,7 +110,8 @@ class ScriptedRouter:
         self.stores: dict[str, ScriptedStore] = {}
         self.admission = AdmissionFile(None, frozenset(models), rules)
         self.pools = Pools([self._pool(model) for model in models], "router", lambda: self.admission.rules.variants)
-        self.service = InferenceService(self.pools, RouterSettings(), self.admission, OpenDoor())
+        self.tokens = ResumeTokens(b"secret")
+        self.service = InferenceService(self.pools, RouterSettings(), self.admission, OpenDoor(), self.tokens)
 
     def _pool(self, model: str) -> Pool:
         def open_store(on_event: Callable[[StoreEvent], None]) -> AdmissionStore:
@@ -115,6 +126,7 @@ class ScriptedRouter:
         link.description = executor_pb2.DescribeResponse(
             executor_id=executor_id,
             generation=1,
+            protocol_version=2,
             model=model,
             block_size=4,
             total_blocks=32,
@@ -138,15 +150,15 @@ class ScriptedRouter:
                 await work
 
 
-def placement(attempt: int = 1, executor_id: str = "e0", blocks: int = 0) -> Placement:
-    """Of request `r`."""
-    return Placement("r", attempt, executor_id, 1, blocks=blocks)
+def placement(attempt: int = 1, executor_id: str = "e0", blocks: int = 0, request_id: str = "r") -> Placement:
+    """Of request `r`, unless another is named."""
+    return Placement(request_id, attempt, executor_id, 1, blocks=blocks)
 
 
-def accepts(attempt: int, slot: int = 0) -> executor_pb2.ServeResponse:
-    """The executor takes request `r`."""
+def accepts(attempt: int, slot: int = 0, request_id: str = "r") -> executor_pb2.ServeResponse:
+    """The executor takes request `r`, unless another is named."""
     response = executor_pb2.ServeResponse()
-    response.accepted.add(request_id="r", attempt=attempt, slots=[slot])
+    response.accepted.add(request_id=request_id, attempt=attempt, slots=[slot])
     return response
 
 
@@ -170,10 +182,21 @@ def steps(
     return executor_pb2.ServeResponse(step=frame)
 
 
-def new_stream(num_prompt_tokens: int = 10, deadline: float | None = None) -> RequestStream:
+def new_stream(
+    num_prompt_tokens: int = 10, deadline: float | None = None, reading: Reading | None = None
+) -> RequestStream:
     """Request `r`, whose whole need is 9 blocks."""
     submit = executor_pb2.Submit(request_id="r", prompt_ids=[1] * num_prompt_tokens)
-    return RequestStream(Demand("r", 2, 9, deadline_ms=500), submit, 0.0, deadline)
+    return RequestStream(Demand("r", 2, 9, deadline_ms=500), submit, 0.0, deadline, reading=reading)
+
+
+def new_reading(**fields: Any) -> Reading:
+    """What a client of request `r` reads: ids and text, for as long as it is there."""
+    return Reading(
+        accepted=inference_pb2.Accepted(request_id="r", prompt_tokens=10, max_tokens=100),
+        new_text=lambda: OutputText(TextModel(tiny_tokenizer()).detokenizer()),
+        **{"wants_text": True, "wants_token_ids": True, "deadlines": Deadlines(None, None), **fields},
+    )
 
 
 async def settled() -> None:

@@ -31,3 +31,8 @@ async def restore(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes
     if found is None:
         raise unavailable(settings, f"{KEY} vanished")
     return bytes.fromhex(str(found))
+
+
+async def learn_secret(redis: Redis, settings: StoreSettings, own: bytes | None) -> bytes:
+    """The secret in Redis; where there is none the caller's `own` becomes it, or a new one."""
+    return await (shared_secret(redis, settings) if own is None else restore(redis, settings, own))

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
-from router.dispatch import ledger_report
-from router.relay import Deadlines, Relay, RelayOptions
+from router.ledger_writer import ledger_report
+from router.relay import Relay
 from router.store.types import (
     CancelAsked,
     CancelOutcome,
@@ -22,10 +22,7 @@ from router.store.types import (
     RequestState,
 )
 from router.streams import RequestStream
-from router.text.output import OutputText
-from router.text.tokenizer import TextModel
-from tests.cluster import tiny_tokenizer
-from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
+from tests.scripted_store import ScriptedRouter, accepts, new_reading, new_stream, placement, settled, steps
 
 PREEMPTED = types_pb2.FINISH_REASON_PREEMPTED
 LENGTH = types_pb2.FINISH_REASON_LENGTH
@@ -51,7 +48,9 @@ async def test_preempted_sequence_goes_on_elsewhere_with_its_output() -> None:
         first.receive(steps(end=PREEMPTED))
         await settled()
         # Then it was handed back as preempted, and the other executor has it with its output
-        assert store.hand_backs == [("r", 1, {"rejected": False, "preempted": True, "output_tokens": 2})]
+        assert store.hand_backs == [
+            ("r", 1, {"rejected": False, "preempted": True, "output_tokens": 2, "progressed": True})
+        ]
         assert store.endings == []
         (submit,) = second._outbox.submits
         assert (submit.attempt, list(submit.prior_output_ids)) == (2, [3, 4])
@@ -81,7 +80,9 @@ async def test_sequence_cancelled_though_nobody_asked_for_it_goes_on_elsewhere()
         first.receive(steps(end=types_pb2.FINISH_REASON_CANCELLED))
         await settled()
         # Then the client is not told of a cancel, and another executor goes on
-        assert store.hand_backs == [("r", 1, {"rejected": False, "preempted": False, "output_tokens": 2})]
+        assert store.hand_backs == [
+            ("r", 1, {"rejected": False, "preempted": False, "output_tokens": 2, "progressed": True})
+        ]
         (submit,) = second._outbox.submits
         assert list(submit.prior_output_ids) == [3, 4]
         assert (await stream.next()).end is None
@@ -125,7 +126,7 @@ async def test_request_cancelled_while_it_is_preempted_ends_cancelled() -> None:
         assert news.end is not None
         assert news.end.reason == types_pb2.FINISH_REASON_CANCELLED
         assert router.stores["m"].hand_backs == []
-        assert router.stores["m"].endings == [Ending("r", 1, 0, 0)]
+        assert router.stores["m"].endings == [Ending("r", 1, 0, 0, cancelled=True)]
 
 
 async def test_abandoned_request_that_is_preempted_is_settled() -> None:
@@ -138,7 +139,7 @@ async def test_abandoned_request_that_is_preempted_is_settled() -> None:
         router.pools.find("m").dispatcher.release(stream)
         link.receive(steps(end=PREEMPTED))
         await settled()
-        assert router.stores["m"].endings == [Ending("r", 1, 2, 1)]
+        assert router.stores["m"].endings == [Ending("r", 1, 2, 1, cancelled=True)]
         assert router.pools.find("m").dispatcher.streams == ()
 
 
@@ -150,7 +151,9 @@ async def test_lost_executor_is_not_preemption() -> None:
         link.receive(accepts(1))
         router.stores["m"].tell(Lost("r", 1, "e0", 1))
         await settled()
-        assert router.stores["m"].hand_backs == [("r", 1, {"rejected": False, "preempted": False, "output_tokens": 0})]
+        assert router.stores["m"].hand_backs == [
+            ("r", 1, {"rejected": False, "preempted": False, "output_tokens": 0, "progressed": False})
+        ]
 
 
 async def test_placement_whose_number_is_spent_is_handed_back() -> None:
@@ -169,7 +172,7 @@ async def test_placement_whose_number_is_spent_is_handed_back() -> None:
         store.tell(placement(1, "e1"))
         await settled()
         # Then that is handed back, and the next placement is the one that counts
-        rejected = {"rejected": True, "preempted": False, "output_tokens": 0}
+        rejected = {"rejected": True, "preempted": False, "output_tokens": 0, "progressed": False}
         assert store.hand_backs == [("r", 1, rejected), ("r", 1, rejected)]
         assert [submit.attempt for submit in link._outbox.submits] == [2]
 
@@ -269,7 +272,8 @@ async def test_ending_says_what_was_used_and_whether_its_length_means_something(
         stream.is_cancelled = end == types_pb2.FINISH_REASON_CANCELLED
         link.receive(steps(end=end))
         await settled()
-        assert router.stores["m"].endings == [Ending("r", 1, 2, 2, by_itself=by_itself)]
+        is_cancelled = end == types_pb2.FINISH_REASON_CANCELLED and not matched
+        assert router.stores["m"].endings == [Ending("r", 1, 2, 2, by_itself=by_itself, cancelled=is_cancelled)]
 
 
 async def test_cancel_of_an_unknown_request_finds_nothing() -> None:
@@ -291,17 +295,13 @@ def test_report_reaches_the_ledger_with_what_it_reserves_and_how_fast_it_is() ->
 
 
 async def test_client_reads_of_line_pause_and_move_in_order() -> None:
-    stream = new_stream()
+    stream = new_stream(reading=new_reading())
     events: list[inference_pb2.StreamEvent] = []
-    text = OutputText(TextModel(tiny_tokenizer()).detokenizer())
 
     async def write(event: inference_pb2.StreamEvent) -> None:
         events.append(event)
 
-    options = RelayOptions(
-        accepted=inference_pb2.Accepted(), wants_text=False, wants_token_ids=True, num_prompt_tokens=10
-    )
-    relay = Relay(stream, text, options, Deadlines(None, None), write)
+    relay = Relay(stream, write)
     await relay.queued(Queued(3, 1500))
     stream.move(Queued(1, None))
     await relay._tell_progress(await stream.next())

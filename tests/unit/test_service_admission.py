@@ -118,7 +118,8 @@ async def test_absurd_deadline_is_refused_with_what_is_allowed(router: ScriptedR
 
 def test_absurd_grpc_deadline_is_none() -> None:
     class NoDeadlines:
-        first_token_deadline_s = total_deadline_s = None
+        first_token_deadline_s = total_deadline_s = resume_ttl_s = None
+        detach = False
 
     spec = cast(GenerateSpec, NoDeadlines())
     assert deadlines_of(spec, 0.0, 3_600_000_000.0).total is None
@@ -150,13 +151,15 @@ async def test_served_requests_are_measured_per_model_of_a_name(router: Scripted
     request = token_request([1], 2, request_id="r", tenant="acme", model="smol", session_id=session)
     context = Context()
     async with router.running():
-        router.stores["m-static"].answers.append(placement(executor_id="e1"))
+        router.stores["m-static"].answers.append(placement(executor_id="e1", request_id="acme/r"))
         call = asyncio.create_task(router.service.Generate(request, cast(Any, context)))
         await settled()
-        link.receive(accepts(1))
+        link.receive(accepts(1, request_id="acme/r"))
         link.receive(steps(1, 2, cached=0, end=types_pb2.FINISH_REASON_LENGTH))
         await call
-        capacity = await router.service.GetCapacity(inference_pb2.GetCapacityRequest(model="smol"), cast(Any, None))
+        capacity = await router.service.GetCapacity(
+            inference_pb2.GetCapacityRequest(model="smol"), cast(Any, Context())
+        )
     by_variant = {one.variant: one for one in capacity.variants}
     assert [round(by_variant[name].share, 3) for name in ("m-inflight", "m-static")] == [0.9, 0.1]
     assert [by_variant[name].num_ended for name in ("m-inflight", "m-static")] == [0, 1]
@@ -167,7 +170,7 @@ async def test_served_requests_are_measured_per_model_of_a_name(router: Scripted
 
 
 async def test_name_of_several_models_is_listed_with_what_all_of_them_allow(router: ScriptedRouter) -> None:
-    response = await router.service.ListModels(inference_pb2.ListModelsRequest(), cast(Any, None))
+    response = await router.service.ListModels(inference_pb2.ListModelsRequest(), cast(Any, Context()))
     assert [model.name for model in response.models] == ["m-inflight", "m-static", "smol"]
     assert (response.models[2].num_executors, response.models[2].context_length) == (2, 64)
 
@@ -188,7 +191,7 @@ async def test_request_is_found_and_cancelled_by_the_name_that_it_asked_for(rout
         assert standing.state == inference_pb2.REQUEST_STATE_PLACED
         assert standing.variant == (model if asked == "smol" else "")
         cancelled = await router.service.Cancel(
-            inference_pb2.CancelRequest(request_id="r", model=asked), cast(Any, None)
+            inference_pb2.CancelRequest(request_id="r", model=asked), cast(Any, Context())
         )
         assert cancelled.state == inference_pb2.REQUEST_STATE_WAITING
 
@@ -200,7 +203,7 @@ async def test_ended_request_of_the_same_id_does_not_hide_the_one_that_waits(rou
     router.stores["m-static"].cancels["r"] = CancelOutcome(RequestState.WAITING)
     assert (await standing_of(router, model="smol")).variant == "m-static"
     cancel = inference_pb2.CancelRequest(request_id="r", model="smol")
-    assert (await router.service.Cancel(cancel, cast(Any, None))).state == inference_pb2.REQUEST_STATE_WAITING
+    assert (await router.service.Cancel(cancel, cast(Any, Context()))).state == inference_pb2.REQUEST_STATE_WAITING
 
 
 # --- questions about a request
@@ -208,7 +211,7 @@ async def test_ended_request_of_the_same_id_does_not_hide_the_one_that_waits(rou
 
 async def standing_of(router: ScriptedRouter, **fields: str) -> inference_pb2.GetRequestResponse:
     request = inference_pb2.GetRequestRequest(request_id="r", **fields)
-    return await router.service.GetRequest(request, cast(Any, None))
+    return await router.service.GetRequest(request, cast(Any, Context()))
 
 
 async def test_waiting_request_is_explained(router: ScriptedRouter) -> None:
@@ -254,7 +257,7 @@ async def test_request_that_nobody_knows_is_not_found(router: ScriptedRouter) ->
         await standing_of(router, model="smol")
     assert caught.value.code is grpc.StatusCode.NOT_FOUND
     with pytest.raises(RequestError, match="must not be empty"):
-        await router.service.GetRequest(inference_pb2.GetRequestRequest(), cast(Any, None))
+        await router.service.GetRequest(inference_pb2.GetRequestRequest(), cast(Any, Context()))
 
 
 @pytest.mark.parametrize("reason", WaitReason)

@@ -294,7 +294,7 @@ def test_value_that_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:
         ({"n": 2}, "n"),
         ({"best_of": 2}, "best_of"),
         ({"constraint": {"json_schema": ""}}, "constraint.json_schema"),
-        ({"resume_ttl": {}}, "resume_ttl"),
+        ({"adapter_id": "x"}, "adapter_id"),
     ],
 )
 def test_function_that_is_not_built_is_refused(fields: dict[str, Any], field: str) -> None:
@@ -306,8 +306,8 @@ def test_function_that_is_not_built_is_refused(fields: dict[str, Any], field: st
 
 def test_all_functions_that_are_not_built_are_named() -> None:
     with pytest.raises(RequestError) as caught:
-        validated(n=3, detach=True, sampling={"min_p": 0.1})
-    assert [violation.field for violation in caught.value.violations] == ["sampling.min_p", "n", "detach"]
+        validated(n=3, adapter_id="x", sampling={"min_p": 0.1})
+    assert [violation.field for violation in caught.value.violations] == ["sampling.min_p", "n", "adapter_id"]
 
 
 def test_generation_config_that_has_no_effect_is_known() -> None:

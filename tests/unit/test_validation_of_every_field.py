@@ -64,6 +64,11 @@ SUPPORTED = frozenset(
         "want_queue_events",
         "truncate_prompt_tokens",
         "metadata",
+        "idempotency_key",
+        "detach",
+        "resume_ttl",
+        "prior_output.output_ids",
+        "prior_output.text_bytes",
     }
 )
 # Values of fields for which the sample of their type does not do.

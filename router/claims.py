@@ -1,0 +1,51 @@
+"""Whether a caller may have a request that it names: by the token that only its client was given, or as an operator.
+
+Whatever is wrong with a claim looks like a request that nobody knows.
+"""
+
+from __future__ import annotations
+
+from inflight.v1 import inference_pb2
+
+from common.errors import FieldViolation, invalid
+from router.callers import Caller, tenant_of
+from router.pools import Pool, Pools
+from router.refusals import unknown_request
+from router.request_ids import ledger_id
+from router.resume_secret import ResumeTokens
+
+Named = inference_pb2.CancelRequest | inference_pb2.GetRequestRequest
+
+
+class Claims:
+    """Holds claims against tokens."""
+
+    def __init__(self, pools: Pools, tokens: ResumeTokens) -> None:
+        self._pools = pools
+        self._tokens = tokens
+
+    def claim(self, request: Named, caller: Caller) -> tuple[str, tuple[Pool, ...]]:
+        """The ledger's id of the request, and where it can be. Raises `RequestError`."""
+        _check_id(request.request_id)
+        pools = self._pools.find_all(request.model) if request.model else None
+        if not request.resume_token and caller.is_operator:
+            return ledger_id(tenant_of(caller, request.tenant), request.request_id), pools or self._pools.find_all("")
+        named_id, pool = self.claim_by_token(request.request_id, request.resume_token, caller)
+        if pools is not None and pool not in pools:
+            raise unknown_request()
+        return named_id, (pool,)
+
+    def claim_by_token(self, request_id: str, token: str, caller: Caller) -> tuple[str, Pool]:
+        """As `claim`, for what nobody has without the token."""
+        _check_id(request_id)
+        subject = self._tokens.read(token, request_id)
+        is_own = subject is not None and (caller.is_operator or caller.tenant in (None, subject.tenant))
+        pool = self._pools.by_name.get(subject.pool) if subject is not None and is_own else None
+        if subject is None or pool is None:
+            raise unknown_request()
+        return ledger_id(subject.tenant, request_id), pool
+
+
+def _check_id(request_id: str) -> None:
+    if not request_id:
+        raise invalid(FieldViolation("request_id", "must not be empty"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from bench.chaos.fleet import Fleet
 from client.aio import Client
-from client.catalogue import Capacity
 from client.errors import InflightError
 from router.store.connection import connect
 from router.store.keys import PoolKeys
@@ -63,19 +64,7 @@ class Observer:
 
     async def leak(self, timeout_s: float) -> Leak:
         """What is left, once nothing is or after `timeout_s` seconds."""
-        leak = await self._look()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while leak:
-                    await asyncio.sleep(LOOK_EVERY_S)
-                    leak = await self._look()
-        except TimeoutError:
-            pass
-        return leak
-
-    async def capacity(self) -> Capacity:
-        """How the first router sees things."""
-        return await self._clients[0].capacity(timeout=CALL_TIMEOUT_S)
+        return await leak_of(self._clients[0], self._fleet.redis_process.url(), self._pool, timeout_s)
 
     async def _sees_everybody(self, client: Client) -> bool:
         num_executors = len(self._fleet.executors)
@@ -87,17 +76,24 @@ class Observer:
         accepting = [executor for executor in capacity.executors if executor.accepting]
         return len(accepting) == num_executors and all(model.num_executors == num_executors for model in models)
 
-    async def _look(self) -> Leak:
-        executors = (await self.capacity()).executors
-        return Leak(
-            sum(executor.blocks_used for executor in executors),
-            sum(executor.blocks_reserved for executor in executors),
-            await self._num_requests(),
-        )
 
-    async def _num_requests(self) -> int:
-        redis = connect(self._fleet.redis_process.url(), StoreSettings())
-        try:
-            return int(await redis.hlen(PoolKeys(self._pool).key("requests")))
-        finally:
-            await redis.aclose()
+async def leak_of(client: Client, redis_url: str, pool: str, timeout_s: float) -> Leak:
+    """What is left in a pool, once nothing is or after `timeout_s` seconds."""
+    redis = connect(redis_url, StoreSettings())
+    try:
+        ends_s = time.monotonic() + timeout_s
+        # Another process's state sets no event here.
+        while (leak := await _look(client, redis, pool)) and time.monotonic() < ends_s:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_EVERY_S)
+        return leak
+    finally:
+        await redis.aclose()
+
+
+async def _look(client: Client, redis: Any, pool: str) -> Leak:
+    executors = (await client.capacity(timeout=CALL_TIMEOUT_S)).executors
+    return Leak(
+        sum(executor.blocks_used for executor in executors),
+        sum(executor.blocks_reserved for executor in executors),
+        int(await redis.hlen(PoolKeys(pool).key("requests"))),
+    )

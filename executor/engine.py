@@ -4,6 +4,9 @@
 the plan is made and launched while the device computes the one before, whose tokens are read only then: retire step
 N - 1, plan N + 1, launch it, read N. Without it each step is retired before the next is planned.
 
+A step that fails, when it is launched or when it is read, ends the sequences in it and nothing else. What the thread
+cannot go on from is a bug of ours or a device on which nothing succeeds: it dies, and tells.
+
 Everything reaches the loop through its inbox and leaves through `publish`, in order; no other thread touches the
 scheduler. When there is nothing to compute the thread blocks on the inbox and uses no processor time.
 """
@@ -21,7 +24,7 @@ from executor.deadlines import Deadlines
 from executor.engine_output import EngineOutput, EngineStatus, HeldSequence
 from executor.garbage import GarbageCollection
 from executor.inbox import Cancelled, Command, Draining, Stopping, Submitted
-from executor.launch import PendingStep, StepRunner
+from executor.launch import FailedStep, PendingStep, StepRunner
 from executor.pace import Pace
 from executor.scheduler import Batching, Scheduler
 from executor.sequence import FinishReason, Sequence, StepOutcome, StepPlan, StepResult
@@ -30,6 +33,14 @@ from executor.standby import StandbyDepth
 from executor.step_time import StepLoad, StepTime
 
 log = logging.getLogger(__name__)
+
+# Failed steps in a row until the device counts as lost. Each has ended other sequences than the one before, so neither
+# a prompt that no step can take nor a moment without memory comes near; a GPU whose context is gone fails every step.
+MAX_FAILURES = 16
+
+
+class DeviceLostError(Exception):
+    """No step succeeds any more: another process has to try."""
 
 
 class Engine:
@@ -63,6 +74,7 @@ class Engine:
         # Steps since the start. Written by the engine's thread only.
         self.num_steps = 0
         self._num_steps_checked = 0
+        self._num_failures = 0
         self._stopping = False
         # Launched and not retired, oldest first; so many of them may run on while the next is planned.
         self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
@@ -88,10 +100,11 @@ class Engine:
         """Refuses every further submit."""
         self._inbox.put(Draining())
 
-    def stop(self) -> None:
-        """Ends the thread after the steps in flight and waits for it."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Ends the thread after the steps in flight and waits for it, at most so long; says whether it has ended."""
         self._inbox.put(Stopping())
-        self._thread.join()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def step(self) -> None:
         """One turn of the loop. Answers and boardings leave before the device is waited for, for a step may take
@@ -101,10 +114,14 @@ class Engine:
         plan = self._plan()
         output.finished.extend(self._scheduler.take_finished())
         output.paused, output.started = plan.preempted, plan.boarded
+        num_ahead = 0
         if plan.sequences:
-            self._launched.append((plan, self._runner.launch(plan)))
+            step = self._launch(plan)
+            self._launched.append((plan, step))
+            # Nothing is planned on top of a step that never began: it leaves no tokens to carry.
+            num_ahead = int(self.overlaps and not isinstance(step, FailedStep))
         self._publish_answers(output)
-        if len(self._launched) > (1 if self.overlaps and plan.sequences else 0):
+        while len(self._launched) > num_ahead:
             self._retire(*self._launched.popleft())
         self._check_when_idle()
         if self._garbage is not None:
@@ -126,6 +143,12 @@ class Engine:
         if not self._scheduler.has_prefill:
             return self._scheduler.schedule()
         return self._scheduler.schedule(self._pace.max_prefill_tokens(self._scheduler.prefill_demand()))
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:
+            return FailedStep(error)
 
     def _check_when_idle(self) -> None:
         """Checks once after each busy time that every block is back: the check reads the whole pool."""
@@ -200,12 +223,16 @@ class Engine:
         )
 
     def _outcome(self, plan: StepPlan, step: PendingStep) -> StepOutcome:
-        """A device failure ends the sequences in the step and nothing else."""
+        """A step that fails, whatever the reason, ends the sequences in it and nothing else."""
         try:
             sampled_ids = step.result()
-        except RuntimeError as error:
-            log.exception("step %d failed on the device", self.num_steps)
+        except Exception as error:
+            log.exception("step %d failed", self.num_steps)
+            self._num_failures += 1
+            if self._num_failures == MAX_FAILURES:
+                raise DeviceLostError(f"{MAX_FAILURES} steps have failed in a row") from error
             return self._scheduler.fail(plan, f"the step failed on the device: {type(error).__name__}")
+        self._num_failures = 0
         seconds = self._speed.observe(plan, step)
         if not (plan.swaps_out or plan.swaps_in):
             # What copies take would pass for what the rows take.

@@ -309,15 +309,17 @@ class Holdings:
             if not holding.has_started:
                 self._cancel(sequence.request_id, sequence.attempt, FinishReason.PREEMPTED)
 
-    def hand_back(self) -> int:
+    def hand_back(self, error: str = "") -> int:
         """Hands everyone back to the routers at once, without waiting for the engine, and says how many there were.
-        What the engine still says of them is dropped."""
+        What the engine still says of them is dropped. Who had a seat is told the error, if there was one: it may be to
+        blame for it."""
         held, self._held = self._held, {}
         self._disowned.update(held)
         for sequence, holding in held.items():
             self._cancel(sequence.request_id, sequence.attempt, FinishReason.PREEMPTED)
             if holding.is_accepted:
-                self._tell_ended(holding, FinishEvent(sequence, FinishReason.PREEMPTED))
+                blamed = error if holding.has_started else ""
+                self._tell_ended(holding, FinishEvent(sequence, FinishReason.PREEMPTED, error=blamed))
             else:
                 self._tell_rejected(holding, executor_pb2.REJECT_REASON_DRAINING, "handed back")
         return len(held)

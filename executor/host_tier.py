@@ -12,11 +12,9 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from executor.attention.backend import LayerKv
-from executor.gpu.host_tier import GpuHostTier, Pairs
-from executor.native.memory import huge_zeros
+from executor.gpu.host_tier import GpuHostTier, Pairs, host_memory
 
 Words = npt.NDArray[np.int64]
 
@@ -47,7 +45,7 @@ class CpuHostTier:
     def __init__(self, kv: Sequence[LayerKv], num_host_blocks: int) -> None:
         self._layers: list[Words] = [rows.numpy() for layer in kv for rows in layer.rows()]
         num_words = sum(rows.shape[1] for rows in self._layers)
-        host = huge_zeros((num_host_blocks, num_words), torch.int64).numpy()
+        host = host_memory(num_host_blocks, num_words).numpy()
         ends = np.cumsum([rows.shape[1] for rows in self._layers])
         # The columns of each layer's keys or values in the rows.
         self._hosts: list[Words] = np.split(host, ends[:-1], axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 from executor.sequence import StepPlan
@@ -23,16 +24,29 @@ class PendingStep(Protocol):
     def result(self) -> tuple[int, ...]:
         """Waits, and returns the sampled token ids of the rows that sample, in the order of the plan's rows.
 
-        Raises `RuntimeError` when the step failed on the device.
+        Raises when the step failed, whatever the reason.
         """
         ...
+
+
+class FailedStep:
+    """A step that could not be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self.began_s = self.ended_s = time.perf_counter()
+        self._error = error
+
+    def result(self) -> tuple[int, ...]:
+        """Raises."""
+        raise self._error
 
 
 class StepRunner(Protocol):
     """Runs steps on a device, one after the other, in the order of their launch."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Returns at once. The plan is packed by then; sequences in it may be planned on."""
+        """Returns at once. The plan is packed by then; sequences in it may be planned on. May raise, which counts as a
+        failure of the step."""
         ...
 
     def close(self) -> None:

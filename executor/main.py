@@ -1,7 +1,7 @@
 """The executor process: builds everything, serves, drains, stops.
 
 Exit codes: 0 after a drain, 2 for a setting or model that cannot be used, 3 for an address that cannot be listened on,
-1 when the engine died.
+1 when something failed that it cannot do without: the engine's thread, the device for good, reports.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Coroutine
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
@@ -41,12 +43,16 @@ from executor.service import ExecutorService, Identity
 from executor.session import PROTOCOL_VERSION
 from executor.settings import ExecutorSettings
 from executor.submission import SubmissionLimits
+from executor.watchdog import watch
 
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "inflight.v1.ExecutorService"
 # That routers get to take the last frames before their streams are cut.
 CLOSE_TIMEOUT_S = 1.0
+STOP_GRACE_S = 1.0
+# That the step in flight gets to end, which nobody waits for any more.
+ENGINE_STOP_TIMEOUT_S = 5.0
 
 BATCHING_PROTO = {
     "inflight": types_pb2.BATCHING_MODE_INFLIGHT,
@@ -178,23 +184,70 @@ def _num_standby(settings: ExecutorSettings) -> int:
     return settings.max_num_sequences if settings.batching == "static" else settings.num_standby_sequences
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a process is made of. `failed` is set when something has failed that nothing goes on without."""
+
+    engine: Engine
+    runner: StepRunner
+    service: ExecutorService
+    server: GrpcServer
+    failed: asyncio.Event
+
+
 async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) -> int:
     """start → serve → drain → stop."""
-    loop = asyncio.get_running_loop()
-    signals = Signals(loop)
-    engine_died = asyncio.Event()
-    scheduler = Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block))
+    signals = Signals(asyncio.get_running_loop())
+    garbage = GarbageCollection()
+    parts = build(settings, loaded, garbage, tls)
+    address = await parts.server.start(settings.listen)
+    if settings.health_listen:
+        await parts.server.start_health(settings.health_listen)
+    garbage.start()
+    parts.engine.start()
+    # They go on while it drains, and end only by failing.
+    work = [
+        asyncio.create_task(parts.service.run(), name="reports"),
+        asyncio.create_task(_watch(parts, signals, settings.watchdog_s), name="watchdog"),
+        asyncio.create_task(parts.failed.wait(), name="failure"),
+    ]
+    if tls is not None:
+        work.append(asyncio.create_task(tls.follow(), name="certificates"))
+    await parts.server.set_serving(True)
+    log.info("serving on %s", address)
+
+    has_failed = await _until(signals.drain.wait(), work)
+    await parts.server.set_serving(False)
+    has_failed = has_failed or await _until(parts.service.drain(settings.drain_timeout_s), work)
+    if not has_failed:
+        parts.service.hand_back()
+        await parts.service.close(CLOSE_TIMEOUT_S)
+    for end in work:
+        end.cancel()
+    await parts.server.stop(grace_s=0.0 if has_failed else STOP_GRACE_S)
+    return await _stop_engine(parts, EXIT_FAILED if has_failed else 0)
+
+
+def build(settings: ExecutorSettings, loaded: Loaded, garbage: GarbageCollection, tls: TlsFiles | None) -> Parts:
+    """Everything, connected. The engine's thread publishes to the event loop."""
+    loop, failed = asyncio.get_running_loop(), asyncio.Event()
+
+    def take(output: EngineOutput) -> None:
+        try:
+            service.on_output(output)
+        except Exception:
+            log.exception("what a step brought is lost, and its streams cannot go on")
+            failed.set()
 
     def publish(output: EngineOutput) -> None:
-        loop.call_soon_threadsafe(service.on_output, output)
+        loop.call_soon_threadsafe(take, output)
 
     def on_death(error: BaseException) -> None:
-        loop.call_soon_threadsafe(engine_died.set)
+        loop.call_soon_threadsafe(failed.set)
 
     runner = start_runner(settings, loaded)
-    garbage = GarbageCollection()
     engine = Engine(
-        scheduler,
+        Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block)),
         runner,
         publish,
         on_death,
@@ -206,38 +259,44 @@ async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) 
     service = ExecutorService(identity(settings, loaded), engine, keeping)
     server = _server(settings, tls)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
-    address = await server.start(settings.listen)
-    if settings.health_listen:
-        await server.start_health(settings.health_listen)
-    garbage.start()
-    engine.start()
-    beside = [asyncio.create_task(service.run(), name="reports")]
-    if tls is not None:
-        beside.append(asyncio.create_task(tls.follow(), name="certificates"))
-    await server.set_serving(True)
-    log.info("serving on %s", address)
-
-    drain, death = asyncio.create_task(signals.drain.wait()), asyncio.create_task(engine_died.wait())
-    await asyncio.wait((drain, death), return_when=asyncio.FIRST_COMPLETED)
-
-    await server.set_serving(False)
-    if not engine_died.is_set():
-        await service.drain(settings.drain_timeout_s)
-        service.hand_back()
-        await service.close(CLOSE_TIMEOUT_S)
-        await asyncio.to_thread(engine.stop)
-        runner.close()
-    for task in (*beside, drain, death):
-        task.cancel()
-    await server.stop(grace_s=1.0)
-    log.info("stopped")
-    return EXIT_FAILED if engine_died.is_set() else 0
+    return Parts(engine, runner, service, server, failed)
 
 
 def _server(settings: ExecutorSettings, tls: TlsFiles | None) -> GrpcServer:
     limits = ConnectionLimits(max_receive_bytes=MAX_LINK_BYTES)
     check_peer = None if tls is None else RouterNames(settings.router_names).check
     return GrpcServer([SERVICE_NAME], limits=limits, tls=tls, check_peer=check_peer)
+
+
+async def _watch(parts: Parts, signals: Signals, limit_s: float) -> None:
+    async def tell(stands_still: bool) -> None:
+        parts.service.stand_still(stands_still)
+        await parts.server.set_serving(not (stands_still or signals.drain.is_set()))
+
+    await watch(parts.service, limit_s, tell)
+
+
+async def _until(awaited: Coroutine[Any, Any, object], work: SequenceOf[asyncio.Task[Any]]) -> bool:
+    """Waits until it is over; True where some of the work is over first, which is a failure."""
+    waiting = asyncio.ensure_future(awaited)
+    await asyncio.wait((waiting, *work), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    ended = [end for end in work if end.done()]
+    for end in ended:
+        log.error("%s ended", end.get_name(), exc_info=end.exception())
+    return bool(ended)
+
+
+async def _stop_engine(parts: Parts, exit_code: int) -> int:
+    """Waits for the step in flight. One that does not end cannot be stopped, and would keep the process from ending."""
+    if not await asyncio.to_thread(parts.engine.stop, ENGINE_STOP_TIMEOUT_S):
+        log.error("the step in flight does not end; leaving it")
+        logging.shutdown()
+        os._exit(exit_code)
+    if exit_code == 0:
+        parts.runner.close()
+    log.info("stopped")
+    return exit_code
 
 
 def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
@@ -259,7 +318,12 @@ def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
 
 
 def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
-    """What routers are told of this executor."""
+    """What routers are told of this executor.
+
+    The generation is the time of its start. Where a clock was set back meanwhile it is older than the one before; the
+    ledger refuses reports of it until that one's lease has lapsed, a few seconds after its last report, and then takes
+    them.
+    """
     model = loaded.model.description
     limits = loaded.limits
     description = executor_pb2.DescribeResponse(

@@ -62,6 +62,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._all_gone = asyncio.Event()
         self._all_gone.set()
         self._all_left = asyncio.Event()
+        self._all_left.set()
 
     @property
     def num_held(self) -> int:
@@ -112,9 +113,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         with suppress(TimeoutError):
             await asyncio.wait_for(self._all_gone.wait(), timeout_s)
 
-    def hand_back(self) -> None:
+    def hand_back(self, error: str = "") -> None:
         """Ends everything for its router, to go on elsewhere."""
-        num_held = self._holdings.hand_back()
+        num_held = self._holdings.hand_back(error)
         if num_held:
             log.warning("%d sequences are handed back to their routers", num_held)
         self._all_gone.set()
@@ -125,16 +126,15 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._stands_still = stands_still
         self._reporter.send_now()
         if stands_still:
-            self.hand_back()
+            self.hand_back("the engine made no step")
 
     async def close(self, timeout_s: float) -> None:
         """Ends every router's stream behind what is still to be sent on it, and waits at most so long for that."""
         self._is_closing = True
         for session in self._sessions:
             session.close()
-        if self._sessions:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._all_left.wait(), timeout_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._all_left.wait(), timeout_s)
 
     async def Serve(self, request_iterator: AsyncIterator[executor_pb2.ServeRequest], context: Context) -> None:
         """One router's stream: reads work in a task of its own, writes frames here."""
@@ -146,6 +146,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             hello.protocol_version,
         )
         self._sessions.add(session)
+        self._all_left.clear()
         log.info("router %s joined", session.router_id)
         self._reporter.send_now()
         reader = asyncio.create_task(self._read(request_iterator, session), name=f"read {session.router_id}")

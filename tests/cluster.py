@@ -37,6 +37,7 @@ from executor.sequence import StepPlan
 from executor.service import ExecutorService, Identity
 from executor.session import PROTOCOL_VERSION
 from executor.submission import SubmissionLimits
+from executor.watchdog import watch
 from router.admission_file import AdmissionFile
 from router.callers import OpenDoor
 from router.dispatch import Dispatcher
@@ -138,7 +139,7 @@ class RunningExecutor:
     device: BrakedDevice
     engine: Engine
     server: GrpcServer
-    reports: asyncio.Task[None]
+    work: list[asyncio.Task[None]]
     service: ExecutorService
 
     async def stop(self) -> None:
@@ -146,7 +147,8 @@ class RunningExecutor:
         await self.server.grpc.stop(None)
         self.brake.release()
         await asyncio.to_thread(self.engine.stop)
-        self.reports.cancel()
+        for running in self.work:
+            running.cancel()
 
 
 @dataclass(slots=True)
@@ -184,8 +186,9 @@ async def start_executor(
     port: int = 0,
     *,
     keeping: Keeping | None = None,
+    watchdog_s: float | None = None,
 ) -> RunningExecutor:
-    """Starts an executor on a free port, or on the port given."""
+    """Starts an executor on a free port, or on the port given; without `watchdog_s` it may stand still."""
     loop = asyncio.get_running_loop()
     pool = BlockPool(shape.num_blocks, BLOCK_SIZE)
     limits = SchedulerLimits(
@@ -231,8 +234,16 @@ async def start_executor(
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(f"127.0.0.1:{port}")
     engine.start()
-    reports = asyncio.create_task(service.run())
-    return RunningExecutor(address, scheduler, brake, device, engine, server, reports, service)
+    await server.set_serving(True)
+
+    async def tell(stands_still: bool) -> None:
+        service.stand_still(stands_still)
+        await server.set_serving(not stands_still)
+
+    work = [asyncio.create_task(service.run())]
+    if watchdog_s is not None:
+        work.append(asyncio.create_task(watch(service, watchdog_s, tell)))
+    return RunningExecutor(address, scheduler, brake, device, engine, server, work, service)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -94,17 +94,21 @@ class RouterStream:
             yield request
 
     def _take(self, response: executor_pb2.ServeResponse) -> None:
-        for taken in (*response.accepted, *response.attached):
-            (number,) = taken.slots
-            assert number not in self._by_number, f"slot {number} means two sequences"
-            self._by_number[number] = Slot(taken.request_id, taken.attempt)
-            self.slots.append(self._by_number[number])
+        for accepted in response.accepted:
+            self._open(Slot(accepted.request_id, accepted.attempt), *accepted.slots)
+        for attached in response.attached:
+            self._open(Slot(attached.request_id, attached.attempt), *attached.slots)
         self.attached += response.attached
         self.rejected += response.rejected
         if response.HasField("report"):
             self.reports.append(response.report)
         if response.HasField("step"):
             self._take_step(response.step)
+
+    def _open(self, slot: Slot, number: int) -> None:
+        assert number not in self._by_number, f"slot {number} means two sequences"
+        self._by_number[number] = slot
+        self.slots.append(slot)
 
     def _take_step(self, step: executor_pb2.StepFrame) -> None:
         for started in step.started:

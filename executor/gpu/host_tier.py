@@ -38,7 +38,7 @@ class GpuHostTier:
         self._device = self._layers[0].device
         self._widths = [rows.shape[1] for rows in self._layers]
         num_words = sum(self._widths)
-        self._host = huge_zeros((num_host_blocks, num_words), torch.int64)
+        self._host = host_memory(num_host_blocks, num_words)
         if self._device.type == "cuda":
             lock(self._host)
         num_staged = staging_bytes(WORD_BYTES * num_words, num_host_blocks) // (WORD_BYTES * num_words)
@@ -84,6 +84,21 @@ def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
             yield numbers[first], first, place
             first = place
+
+
+def host_memory(num_host_blocks: int, num_words: int) -> Tensor:
+    """A row of words for each host block.
+
+    Raises:
+        SettingError: the system does not give so much.
+    """
+    try:
+        return huge_zeros((num_host_blocks, num_words), torch.int64)
+    except (OSError, MemoryError, OverflowError) as error:
+        raise SettingError(
+            f"kv_cache_host_memory_bytes: the system does not give {num_host_blocks * num_words * WORD_BYTES} bytes of "
+            f"host memory ({error}); ask for less"
+        ) from error
 
 
 def lock(memory: Tensor) -> None:

@@ -18,9 +18,9 @@ class ReadBack:
 
     def start(self, sampled_ids: Tensor) -> Tensor:
         """Begins to copy; the result is what is copied to."""
-        on_host = self._free.popleft()
+        on_host = self._free[0]
         on_host[: len(sampled_ids)].copy_(sampled_ids, non_blocking=True)
-        return on_host
+        return self._free.popleft()  # only now: a copy that fails takes no buffer
 
     def give_back(self, on_host: Tensor) -> None:
         """The copy was read."""
@@ -76,20 +76,9 @@ class LaunchedStep:
 
     def result(self) -> tuple[int, ...]:
         """Waits for the ids; called once."""
-        self.ended_s = self._timer.wait(self._before.ended_s if self._before is not None else 0.0)
-        self._before = None  # or every step would hold the one before it
-        token_ids = tuple(self._on_host[: self._num_ids].tolist())
-        self._read_back.give_back(self._on_host)
-        return token_ids
-
-
-class FailedStep:
-    """A step that could not be launched."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self.began_s = self.ended_s = time.perf_counter()
-        self._error = error
-
-    def result(self) -> tuple[int, ...]:
-        """Raises."""
-        raise self._error
+        before, self._before = self._before, None  # or every step would hold the one before it
+        try:
+            self.ended_s = self._timer.wait(before.ended_s if before is not None else 0.0)
+            return tuple(self._on_host[: self._num_ids].tolist())
+        finally:
+            self._read_back.give_back(self._on_host)

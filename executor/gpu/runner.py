@@ -21,7 +21,7 @@ from executor.gpu.device_step import DeviceStep
 from executor.gpu.graphs import capture
 from executor.gpu.host_tier import GpuHostTier
 from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
-from executor.gpu.pending import FailedStep, LaunchedStep, ReadBack, StepTimer
+from executor.gpu.pending import LaunchedStep, ReadBack, StepTimer
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout, has_room
 from executor.gpu.table_entries import NO_ENTRIES, TableFollower
@@ -85,19 +85,16 @@ class GpuRunner:
         entries = self._follower.follow(plan)
         sampling = self._columns.select(plan, batch)
         layout, bucket = self._layout_of(batch, sampling)
-        try:
-            timer = StepTimer(self._device)
-            with torch.inference_mode():
-                # In the stream of the step: behind the steps before, whose KV it moves, and before the graph's replay.
-                if self._host_tier is not None:
-                    self._host_tier.swap(plan.swaps_out, plan.swaps_in)
-                self._buffers.upload(layout, batch, sampling, entries)
-                self._compute(layout, bucket, batch.num_decodes)
-                self._draw_crowded(sampling)
-                on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
-            timer.stop()
-        except RuntimeError as error:
-            return FailedStep(error)
+        timer = StepTimer(self._device)
+        with torch.inference_mode():
+            # In the stream of the step: behind the steps before, whose KV it moves, and before the graph's replay.
+            if self._host_tier is not None:
+                self._host_tier.swap(plan.swaps_out, plan.swaps_in)
+            self._buffers.upload(layout, batch, sampling, entries)
+            self._compute(layout, bucket, batch.num_decodes)
+            self._draw_crowded(sampling)
+            on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
+        timer.stop()
         self._newest = LaunchedStep(timer, self._read_back, on_host, sampling.num_rows, self._newest)
         return self._newest
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from common.model_source import resolve_model
 from executor.blocks import BlockPool
 from executor.gpu.device_step import DeviceStep
-from executor.gpu.runner import GpuRunner
+from executor.gpu.runner import MAX_IN_FLIGHT, GpuRunner
 from executor.launch import PendingStep, StepRunner
 from executor.limits import Batching, SchedulerLimits
 from executor.model import PagedModel
@@ -106,23 +106,25 @@ def test_what_compiles_kernels_at_the_start_changes_no_token(folder: Path) -> No
     )
 
 
-def test_step_that_cannot_be_launched_raises_when_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Given a runner whose first step finds no memory
+def test_steps_after_those_that_cannot_be_launched_are_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a runner whose first steps find no memory, more of them than it has buffers
     runner, scheduler = gpu_runner(folder), Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
-    scheduler.offer(requests()[0])
 
     def no_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("there is no memory left")
 
     with monkeypatch.context() as patch:
         patch.setattr(DeviceStep, "compute", no_memory)
-        plan = scheduler.schedule()
-        pending = runner.launch(plan)
-    with pytest.raises(RuntimeError, match="no memory left"):
-        pending.result()
-    scheduler.fail(plan, "no memory")
+        for attempt in range(1, MAX_IN_FLIGHT + 2):
+            sequence = requests()[0]
+            sequence.attempt = attempt
+            assert scheduler.offer(sequence) is None
+            plan = scheduler.schedule()
+            with pytest.raises(torch.OutOfMemoryError):
+                runner.launch(plan)
+            scheduler.fail(plan, "no memory")
 
-    # Then the steps after it are right
+    # Then the steps after them are right
     assert outputs(runner, [requests()[1]]) == outputs(
         ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), [requests()[1]]
     )

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
+import torch
 
 from executor.blocks import BlockPool
-from executor.engine import Engine
+from executor.engine import MAX_FAILURES, DeviceLostError, Engine
 from executor.engine_output import EngineOutput, EngineStatus
 from executor.garbage import GarbageCollection
 from executor.launch import PendingStep
 from executor.scheduler import Scheduler
-from executor.sequence import FinishReason, Sequence, StepPlan
+from executor.sequence import FinishReason, Sequence, StepOutcome, StepPlan, StepResult
 from tests.fake_device import FakeDevice, solo_output
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence
 
@@ -49,6 +50,7 @@ class WatchedDevice:
         self.gate.set()
         self.launched: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
         self.failing: dict[int, Exception] = {}
+        self.failing_launches: dict[int, Exception] = {}
         self.num_launched = 0
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -56,8 +58,11 @@ class WatchedDevice:
         error = self.failing.get(self.num_launched)
         began_s = float(self.num_launched)
         self.num_launched += 1
-        if error is not None:
+        if error is not None or began_s in self.failing_launches:
             self._device.corrupt(plan)
+        if began_s in self.failing_launches:
+            self.launched.put(plan)
+            raise self.failing_launches[int(began_s)]
         sampled_ids = () if error is not None else self._device.run(plan)
         self.launched.put(plan)
         return WatchedStep(began_s, began_s + 1, sampled_ids, self.gate, error)
@@ -169,8 +174,17 @@ def test_cancelled_in_flight_ends_without_a_token(loop: Loop) -> None:
     assert loop.status_when_idle().num_running == 0
 
 
-def test_failed_step_ends_only_who_was_in_it_and_the_loop_goes_on(loop: Loop) -> None:
-    loop.device.failing[1] = RuntimeError("the device is gone")
+FAILURES = [
+    RuntimeError("the device is gone"),
+    torch.OutOfMemoryError("the device is full"),
+    MemoryError(),
+    ValueError("a bug of the runner"),
+]
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+def test_failed_step_ends_only_who_was_in_it_and_the_loop_goes_on(loop: Loop, error: Exception) -> None:
+    loop.device.failing[1] = error
     loop.device.gate.clear()
     loop.engine.submit(make_sequence("a", [1], max_tokens=60))
     for _ in range(2 if loop.engine.overlaps else 1):
@@ -178,11 +192,42 @@ def test_failed_step_ends_only_who_was_in_it_and_the_loop_goes_on(loop: Loop) ->
     loop.device.gate.set()
 
     assert loop.run_until_ended(1)["a"][1] is FinishReason.ERROR
+    assert_goes_on(loop)
+
+
+@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("num_steps_before", [0, 1, 5])
+def test_step_that_cannot_be_launched_ends_only_who_was_in_it(
+    loop: Loop, num_steps_before: int, error: Exception
+) -> None:
+    loop.device.failing_launches[num_steps_before] = error
+    loop.engine.submit(make_sequence("a", [1], max_tokens=60))
+
+    tokens, reason = loop.run_until_ended(1)["a"]
+    assert reason is FinishReason.ERROR
+    # What was launched before it counts.
+    assert tokens == solo_output(make_sequence("a", [1], max_tokens=60), LIMITS.context_length)[0][:num_steps_before]
+    assert_goes_on(loop)
+
+
+def assert_goes_on(loop: Loop) -> None:
+    """The engine takes the next sequence, has every block for it, and computes it as if nothing had been."""
     later = make_sequence("b", [1, 2], max_tokens=5)
     expected = solo_output(make_sequence("b", [1, 2], max_tokens=5), LIMITS.context_length)
     loop.engine.submit(later)
     assert loop.run_until_ended(1)["b"] == expected
+    assert loop.status_when_idle().used_blocks == 0
     assert not loop.deaths
+
+
+def test_device_on_which_nothing_succeeds_any_more_ends_the_engine(loop: Loop) -> None:
+    loop.device.failing_launches = dict.fromkeys(range(MAX_FAILURES), RuntimeError("its context is gone"))
+    for i in range(MAX_FAILURES):
+        loop.engine.submit(make_sequence(f"r{i}", [1]))
+        loop.device.launched.get(timeout=TIMEOUT_S)
+    loop.engine.stop()
+
+    assert [type(death) for death in loop.deaths] == [DeviceLostError]
 
 
 def test_stop_waits_for_the_steps_in_flight_and_gives_no_end(loop: Loop) -> None:
@@ -215,13 +260,26 @@ def test_drain_lets_the_held_end_and_refuses_the_next(loop: Loop) -> None:
     assert loop.scheduler.num_held == 0
 
 
-def test_bug_of_ours_kills_the_engine_and_is_told(loop: Loop) -> None:
-    loop.device.failing[0] = ValueError("not the device's fault")
+def test_bug_of_ours_kills_the_engine_and_is_told(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(result: StepResult) -> StepOutcome:
+        raise AssertionError("two sequences in one block")
+
+    monkeypatch.setattr(loop.scheduler, "update", update)
     loop.engine.submit(make_sequence("a", [1]))
     loop.device.launched.get(timeout=TIMEOUT_S)
     loop.engine.stop()
 
-    assert [type(death) for death in loop.deaths] == [ValueError]
+    assert [type(death) for death in loop.deaths] == [AssertionError]
+
+
+def test_stop_says_whether_the_step_in_flight_has_ended(loop: Loop) -> None:
+    loop.device.gate.clear()
+    loop.engine.submit(make_sequence("a", [1], max_tokens=60))
+    loop.device.launched.get(timeout=TIMEOUT_S)
+
+    assert not loop.engine.stop(timeout_s=0)
+    loop.device.gate.set()
+    assert loop.engine.stop(timeout_s=TIMEOUT_S)
 
 
 def test_idle_engine_launches_nothing_and_waits(loop: Loop) -> None:

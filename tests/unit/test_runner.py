@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from executor.batch import StepBatch
+from executor.gpu.host_tier import Pairs
 from executor.model import PagedModel
 from executor.runner import ModelRunner
 from executor.sampling_batch import SamplingBatch
@@ -134,6 +136,36 @@ def test_step_after_a_failed_one_runs_and_carries_nothing(model: AddingModel, ru
     scheduler.update(StepResult(second, launched.result()))
     assert later.token_ids == [170, 170]
     assert failed.began_s <= failed.ended_s <= launched.began_s
+
+
+def test_copies_to_host_memory_that_fail_are_the_failure_of_their_step_alone(
+    model: AddingModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FailingTier:
+        num_swaps = 0
+
+        def swap(self, swaps_out: Pairs, swaps_in: Pairs) -> None:
+            self.num_swaps += 1
+            if self.num_swaps == 1:
+                raise MemoryError
+
+    monkeypatch.setattr("executor.runner.open_host_tier", lambda kv, num_host_blocks: FailingTier())
+    monkeypatch.setattr(AddingModel, "kv", (), raising=False)
+    limits = replace(LIMITS, num_host_blocks=1)
+    runner = ModelRunner(cast("PagedModel", cast("Any", model)), limits, BLOCK_SIZE)
+    scheduler = make_scheduler()
+    scheduler.offer(make_sequence("a", [1]))
+    plan = scheduler.schedule()
+
+    with pytest.raises(MemoryError):
+        runner.launch(plan).result()
+    scheduler.fail(plan, "no memory")
+    later = make_sequence("b", [170], max_tokens=3)
+    scheduler.offer(later)
+    run_ahead(scheduler, runner, 5)
+
+    assert later.token_ids == sums([170], 3)
+    runner.close()
 
 
 def test_batch_for_another_device_takes_only_the_tables_that_it_reads(model: AddingModel, runner: ModelRunner) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from inflight.v1 import executor_pb2, types_pb2
 
 from executor.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping
@@ -16,7 +17,9 @@ def make_sequence(request_id: str) -> Sequence:
 
 
 async def take(session: Session) -> executor_pb2.ServeResponse:
-    return await asyncio.wait_for(session.next_response(), 5)
+    response = await asyncio.wait_for(session.next_response(), 5)
+    assert response is not None
+    return response
 
 
 def is_waiting(session: Session) -> bool:
@@ -106,3 +109,82 @@ async def test_seat_given_up_is_told_and_one_taken_back_in_the_same_frame_is_not
     assert [(end.slot, end.reason) for end in step.finished] == [(2, types_pb2.FINISH_REASON_PREEMPTED)]
     session.start(first)
     assert list((await take(session)).step.paused) == []
+
+
+async def test_attached_slot_gets_the_tokens_asked_for_and_goes_on_from_there() -> None:
+    session = Session("router", 1, 64)
+    sequence = make_sequence("a")
+    session.attach(sequence, executor_pb2.SequenceAttached(request_id="a", attempt=1), 2, [12, 13])
+    session.token(sequence, 4, 14)
+    session.finish(FinishEvent(sequence, FinishReason.LENGTH))
+
+    response = await take(session)
+
+    assert list(response.attached[0].slots) == [0]
+    assert list(response.step.offsets) == [2, 3, 4]
+    assert list(response.step.token_ids) == [12, 13, 14]
+    assert response.step.finished[0].slot == 0
+
+
+async def test_detached_slot_is_free_behind_the_frame_that_says_so() -> None:
+    session = Session("router", 1, 64)
+    sequence = make_sequence("a")
+    session.accept(sequence)
+    session.pause(sequence)
+    await take(session)
+    session.token(sequence, 0, 10)
+    session.detach(sequence)
+    session.accept(make_sequence("b"))
+    response = await take(session)
+    assert list(response.accepted[0].slots) == [1]
+    assert list(response.step.token_ids) == [10]
+    assert list(response.step.detached) == [0]
+    assert not response.step.paused
+    session.accept(make_sequence("c"))
+    assert list((await take(session)).accepted[0].slots) == [0]
+
+
+async def test_router_of_the_first_version_hears_nothing_of_attaching() -> None:
+    session = Session("router", 1, 64, protocol_version=1)
+    sequence = make_sequence("a")
+    session.accept(sequence)
+    session.detach(sequence)
+    step = (await take(session)).step
+    assert not step.detached
+    assert step.finished[0].reason == types_pb2.FINISH_REASON_CANCELLED
+
+
+async def test_more_tokens_than_a_message_holds_leave_in_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executor.session.MAX_FRAME_TOKENS", 4)
+    session = Session("router", 1, 64)
+    sequence = make_sequence("a")
+    session.accept(sequence)
+    session.start(sequence)
+    for offset in range(10):
+        session.token(sequence, offset, offset)
+    session.finish(FinishEvent(sequence, FinishReason.LENGTH))
+    session.end_step(10)
+
+    steps = [(await take(session)).step for _ in range(3)]
+
+    assert [step.frame for step in steps] == [1, 2, 3]
+    assert [step.step for step in steps] == [10, 10, 10]
+    assert [len(step.started) for step in steps] == [1, 0, 0]
+    assert [list(step.offsets) for step in steps] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [len(step.finished) for step in steps] == [0, 0, 1]
+    assert is_waiting(session)
+
+
+async def test_closed_session_ends_behind_what_is_still_to_be_sent() -> None:
+    session = Session("router", 1, 1)
+    sequence = make_sequence("a")
+    session.accept(sequence)
+    session.token(sequence, 0, 10)
+    await take(session)
+    session.finish(FinishEvent(sequence, FinishReason.PREEMPTED))
+    session.close()
+    # The end waits for the router's acknowledgement like any frame.
+    assert is_waiting(session)
+    session.acknowledge(1)
+    assert (await take(session)).step.finished
+    assert await session.next_response() is None

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from client.cli.up import _parser as up_parser
+from client.cli.up import stack_options
 from client.stack.certificates import CertificateFolder, make_certificates
 from client.stack.options import StackOptions, executor_command, router_command
 from common.addresses import is_loopback
@@ -110,7 +112,7 @@ def test_router_grants_a_connection_what_its_settings_say() -> None:
 def test_local_stack_is_insecure_or_has_certificates_on_every_door(tmp_path: Path) -> None:
     clear = StackOptions(run_dir=tmp_path)
     assert "--insecure" in executor_command(clear, "e", "127.0.0.1:1")
-    locked = StackOptions(run_dir=tmp_path, tls=True)
+    locked = stack_options(up_parser().parse_args(["--run-dir", str(tmp_path), "--tls"]))
     executor, router = (
         executor_command(locked, "e", "127.0.0.1:1"),
         router_command(locked, "r", "127.0.0.1:2", ("x:1",)),

@@ -19,6 +19,7 @@ from bench.chaos.gaps import Window
 from bench.chaos.health import Leak, Observer
 from bench.chaos.inject import inject
 from bench.chaos.load import Load, Sent
+from bench.chaos.measured import fill
 from bench.chaos.options import ChaosOptions, parse_options
 from bench.chaos.reference import Reference, load_or_make
 from bench.chaos.report import write_report
@@ -73,6 +74,8 @@ async def chaos(options: ChaosOptions, console: Console) -> int:
         run = Run(options, setting, console)
         result = await _run(run)
     paths = write_report(result, run.windows, run.began_s, options.out)
+    if options.measured is not None:
+        fill(options.measured, result)
     for failure in result.failures:
         console.print(f"failed: {failure}", markup=False, highlight=False, soft_wrap=True)
     console.print("report: " + ", ".join(str(path) for path in paths), highlight=False, soft_wrap=True)

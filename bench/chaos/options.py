@@ -30,6 +30,7 @@ class ChaosOptions:
     recovery_timeout_s: float
     run_dir: Path
     out: Path
+    measured: Path | None
 
     @property
     def is_tiny(self) -> bool:
@@ -54,6 +55,7 @@ def parse_options(argv: Sequence[str]) -> ChaosOptions:
         recovery_timeout_s=given.recovery_timeout,
         run_dir=given.run_dir,
         out=given.out,
+        measured=given.measured,
     )
 
 
@@ -79,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--recovery-timeout", type=float, default=90.0, metavar="S", help="until a fault counts as fatal; default: 90")
     add("--run-dir", type=Path, default=Path("run/chaos"), metavar="DIR", help="logs; default: run/chaos")
     add("--out", type=Path, default=Path("run/chaos"), metavar="DIR", help="the report; default: run/chaos")
+    add("--measured", type=Path, metavar="FILE", help="a page to put the measured gaps into, such as docs/failures.md")
     return parser
 
 

@@ -52,7 +52,7 @@ def to_markdown(tally: Tally) -> str:
     """The report for people."""
     parts = [f"# {TITLE}", "\n".join(f"- {name}: {text}" for name, text in tally.circumstances.items())]
     for title, remark, table in _sections(tally):
-        parts += [f"## {title}", *([remark] if remark else []), _markdown_table(table)]
+        parts += [f"## {title}", *([remark] if remark else []), markdown_table(table)]
     if tally.failures:
         parts += ["## What failed", "\n".join(f"- {failure}" for failure in tally.failures[:MAX_FAILURES])]
     return "\n\n".join([*parts, f"`{tally.last_line}`"]) + "\n"
@@ -157,7 +157,8 @@ def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """Rows of text as Markdown; the first is the header."""
     header, *body = table
     return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *body))
 

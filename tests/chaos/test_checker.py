@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from bench.chaos.gaps import Window, gaps_by_kind
 from bench.chaos.health import Leak
 from bench.chaos.load import Manner, Sent, is_promised_refusal
+from bench.chaos.measured import BEGIN, END, fill
 from bench.chaos.observed import Observed, Verdict, judge
 from bench.chaos.report import to_html, to_markdown
 from bench.chaos.schedule import Fault, FaultKind, faults
@@ -148,3 +150,18 @@ def test_seed_makes_the_schedule_and_every_kind_comes_before_any_comes_again() -
     assert one == same
     assert one != other
     assert {fault.kind for fault in one[: len(kinds)]} == set(kinds) == {fault.kind for fault in one[len(kinds) :]}
+
+
+def test_measured_gaps_go_into_their_place_on_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "failures.md"
+    page.write_text(f"before\n{BEGIN}old\n{END}\nafter\n")
+    fill(page, tally_of())
+    fill(page, tally_of())
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert text.count("chaos: requests=0") == 1
+    page.write_text("no place")
+    with pytest.raises(ValueError, match="no place"):
+        fill(page, tally_of())

@@ -21,6 +21,7 @@ from bench.chaos.observed import Observed, Verdict, judge
 from bench.chaos.specimens import Expected, Specimen
 from client.aio import Client
 from client.errors import InflightError
+from common.errors import Reason
 
 # Longer than any recovery: a stream that has not ended by then never will.
 STREAM_TIMEOUT_S = 120.0
@@ -147,7 +148,7 @@ class Load:
         if observed.error is None and not observed.has_timed_out:
             verdict = judge(observed, self.expected[observed.specimen])
             return Sent(number, manner, observed, verdict, refused=False, failed=not verdict.is_right)
-        if observed.error is not None and is_promised_refusal(observed):
+        if observed.error is not None and is_promised_refusal(observed, manner):
             return Sent(number, manner, observed, Verdict(), refused=True, failed=False)
         # What came before it broke must be right all the same.
         observed.was_left = True
@@ -155,12 +156,15 @@ class Load:
         return Sent(number, manner, observed, verdict, refused=False, failed=True)
 
 
-def is_promised_refusal(observed: Observed) -> bool:
-    """Whether it was new work that was told to come again: nothing had been accepted, and the time to wait is said."""
+def is_promised_refusal(observed: Observed, manner: Manner) -> bool:
+    """Whether it was new work that was told to come again: nothing had been accepted, and the time to wait is said.
+
+    Or one with an id of its client's and no key, whose router died before it had said anything: that it was sent before
+    is known, that it is the same request is not.
+    """
     error = observed.error
-    return (
-        error is not None
-        and error.code is grpc.StatusCode.UNAVAILABLE
-        and error.retry_after_s is not None
-        and not (observed.was_accepted or observed.offsets)
-    )
+    if error is None or observed.was_accepted or observed.offsets:
+        return False
+    if manner is Manner.UNKEYED and error.reason == Reason.DUPLICATE_REQUEST_ID.value:
+        return True
+    return error.code is grpc.StatusCode.UNAVAILABLE and error.retry_after_s is not None

@@ -118,14 +118,18 @@ def test_last_line_says_what_was_wrong_and_only_a_clean_run_is_right() -> None:
 
 def test_only_new_work_may_be_told_to_come_again() -> None:
     refusal = InflightError(grpc.StatusCode.UNAVAILABLE, "Redis is away", retry_after_s=1.0)
+    twice = InflightError(grpc.StatusCode.ALREADY_EXISTS, "known", reason="DUPLICATE_REQUEST_ID")
     fresh = Observed(IDS, 0.0, error=refusal)
-    assert is_promised_refusal(fresh)
-    assert not is_promised_refusal(replace(fresh, was_accepted=True))
-    assert not is_promised_refusal(replace(fresh, offsets=[(0, 1)]))
-    assert not is_promised_refusal(replace(fresh, error=InflightError(grpc.StatusCode.UNAVAILABLE, "gone")))
-    assert not is_promised_refusal(
-        replace(fresh, error=InflightError(grpc.StatusCode.INTERNAL, "broken", retry_after_s=1.0))
-    )
+    assert is_promised_refusal(fresh, Manner.READ)
+    assert is_promised_refusal(replace(fresh, error=twice), Manner.UNKEYED)
+    assert not is_promised_refusal(replace(fresh, error=twice), Manner.READ)
+    for other in (
+        replace(fresh, was_accepted=True),
+        replace(fresh, offsets=[(0, 1)]),
+        replace(fresh, error=InflightError(grpc.StatusCode.UNAVAILABLE, "gone")),
+        replace(fresh, error=InflightError(grpc.StatusCode.INTERNAL, "broken", retry_after_s=1.0)),
+    ):
+        assert not is_promised_refusal(other, Manner.READ)
 
 
 def test_gap_is_the_longest_pause_around_a_fault() -> None:

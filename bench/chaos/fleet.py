@@ -10,10 +10,12 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from bench.chaos.nursery import Nursery
 from bench.chaos.proxy import Proxy
 from bench.chaos.redis_process import NAME as REDIS
 from bench.chaos.redis_process import RedisProcess
@@ -37,6 +39,7 @@ EARLY_END_S = 15.0
 MAX_EARLY_ENDS = 5
 
 Start = Callable[[int], Awaitable[ChildProcess]]
+Begin = Callable[[str, str, str, Sequence[str], Path, Mapping[str, str]], Awaitable[ChildProcess]]
 
 
 @dataclass(slots=True, eq=False)
@@ -131,9 +134,12 @@ class Fleet:
 
 
 @asynccontextmanager
-async def running_fleet(options: StackOptions) -> AsyncIterator[Fleet]:
-    """A fleet of the size that `options` say, whole when it is there; nothing is left of it afterwards."""
-    fleet = _laid_out(options)
+async def running_fleet(options: StackOptions, nursery: Nursery | None = None) -> AsyncIterator[Fleet]:
+    """A fleet of the size that `options` say, whole when it is there; nothing is left of it afterwards.
+
+    With a nursery its processes are copies of that one.
+    """
+    fleet = _laid_out(options, _begin_by(nursery))
     options.run_dir.mkdir(parents=True, exist_ok=True)
     try:
         for proxy in fleet.proxies:
@@ -173,7 +179,7 @@ def _words_of(error: BaseException | None) -> str:
     return str(error)
 
 
-def _laid_out(options: StackOptions) -> Fleet:
+def _laid_out(options: StackOptions, begin: Begin) -> Fleet:
     """Every member and every way, not started yet."""
     num_ports = 1 + options.executors + options.routers * (2 + options.executors)
     ports = iter(free_ports(HOST, num_ports))
@@ -186,7 +192,7 @@ def _laid_out(options: StackOptions) -> Fleet:
         options, redis_process, Member(REDIS, REDIS, redis_process.address, lambda number: redis_process.start())
     )
     for index in range(options.executors):
-        fleet.executors.append(_executor(options, f"executor-{index}", address()))
+        fleet.executors.append(_executor(options, f"executor-{index}", address(), begin))
     for index in range(options.routers):
         name = f"router-{index}"
         fleet.stores.append(Proxy(f"{name} – {REDIS}", address(), redis_process.address))
@@ -194,28 +200,42 @@ def _laid_out(options: StackOptions) -> Fleet:
             fleet.links[index, number] = Proxy(f"{name} – {executor.name}", address(), executor.address)
         links = tuple(fleet.links[index, number].address for number in range(options.executors))
         redis_url = redis_process.url(fleet.stores[index].address)
-        fleet.routers.append(_router(options, name, address(), links, redis_url))
+        fleet.routers.append(_router(options, name, address(), links, redis_url, begin))
     return fleet
 
 
-def _executor(options: StackOptions, name: str, address: str) -> Member:
+def _executor(options: StackOptions, name: str, address: str, begin: Begin) -> Member:
     async def start(number: int) -> ChildProcess:
         log_file = options.run_dir / f"{name}.{number}.log"
-        return await ChildProcess.start(
-            name, "executor", address, executor_command(options, name, address), log_file, {}
-        )
+        return await begin(name, "executor", address, executor_command(options, name, address), log_file, {})
 
     return Member(name, "executor", address, start)
 
 
-def _router(options: StackOptions, name: str, address: str, links: tuple[str, ...], redis_url: str) -> Member:
+def _router(
+    options: StackOptions, name: str, address: str, links: tuple[str, ...], redis_url: str, begin: Begin
+) -> Member:
     async def start(number: int) -> ChildProcess:
         # Another id at every start, as a router has by default: mail for the one before it is not for this one.
         command = router_command(options, f"{name}.{number}", address, links)
         log_file = options.run_dir / f"{name}.{number}.log"
-        return await ChildProcess.start(name, "router", address, command, log_file, {REDIS_URL_VARIABLE: redis_url})
+        return await begin(name, "router", address, command, log_file, {REDIS_URL_VARIABLE: redis_url})
 
     return Member(name, "router", address, start)
+
+
+def _begin_by(nursery: Nursery | None) -> Begin:
+    """How a process is started: as usual, or as a copy."""
+    if nursery is None:
+        return ChildProcess.start
+
+    async def begin(
+        name: str, role: str, address: str, command: Sequence[str], log_file: Path, environment: Mapping[str, str]
+    ) -> ChildProcess:
+        copy = await nursery.start(command, log_file, environment)
+        return ChildProcess(name, role, address, log_file, copy)
+
+    return begin
 
 
 async def _stop(fleet: Fleet) -> None:

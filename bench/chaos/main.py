@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from bench.chaos.health import Leak, Observer
 from bench.chaos.inject import inject
 from bench.chaos.load import Load, Sent
 from bench.chaos.measured import fill
+from bench.chaos.nursery import Nursery
 from bench.chaos.options import ChaosOptions, parse_options
 from bench.chaos.reference import Reference, load_or_make
 from bench.chaos.report import write_report
@@ -87,7 +89,8 @@ async def _run(run: Run) -> Tally:
     options = run.options
     run.say(f"starting {options.routers} routers and {options.executors} executors with {run.setting.pool}")
     async with (
-        running_fleet(run.setting.stack) as fleet,
+        _nursery(options) as nursery,
+        running_fleet(run.setting.stack, nursery) as fleet,
         Client(*fleet.addresses) as client,
         Observer(fleet, run.setting.pool) as observer,
     ):
@@ -105,6 +108,17 @@ async def _run(run: Run) -> Tally:
             running.uncancel()  # Ctrl-C: the report is of what there is
         facts = _circumstances(run, reference)
         return tally(facts, load.sent, run.windows, fleet.exits, leak, was_interrupted=leak is None)
+
+
+@asynccontextmanager
+async def _nursery(options: ChaosOptions) -> AsyncIterator[Nursery | None]:
+    """What processes are copies of, where they are to be."""
+    if not options.copies:
+        yield None
+        return
+    options.run_dir.mkdir(parents=True, exist_ok=True)
+    async with Nursery(options.run_dir / "nursery.log") as nursery:
+        yield nursery
 
 
 async def _reference(run: Run, client: Client) -> Reference:

@@ -31,6 +31,7 @@ class ChaosOptions:
     run_dir: Path
     out: Path
     measured: Path | None
+    copies: bool
 
     @property
     def is_tiny(self) -> bool:
@@ -56,6 +57,7 @@ def parse_options(argv: Sequence[str]) -> ChaosOptions:
         run_dir=given.run_dir,
         out=given.out,
         measured=given.measured,
+        copies=given.copies,
     )
 
 
@@ -82,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--run-dir", type=Path, default=Path("run/chaos"), metavar="DIR", help="logs; default: run/chaos")
     add("--out", type=Path, default=Path("run/chaos"), metavar="DIR", help="the report; default: run/chaos")
     add("--measured", type=Path, metavar="FILE", help="a page to put the measured gaps into, such as docs/failures.md")
+    add("--copies", action="store_true", help="start processes as copies of one that has loaded its code: back soon")
     return parser
 
 

@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from bench.chaos.fleet import running_fleet
 from bench.chaos.health import Observer
+from bench.chaos.nursery import Nursery
 from bench.chaos.setting import TINY_STEP_MS
 from bench.chaos.tiny_model import NAME, write_tiny_model
 from client.aio import Client
@@ -37,7 +38,8 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Syst
         router_args=("--no-executor-grace-s", str(PATIENCE_S)),
     )
     async with (
-        running_fleet(options) as fleet,
+        Nursery(folder / "nursery.log") as nursery,
+        running_fleet(options, nursery) as fleet,
         Client(*fleet.addresses) as client,
         Observer(fleet, NAME) as observer,
     ):

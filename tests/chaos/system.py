@@ -106,6 +106,12 @@ class System:
         name = reading.stream.transcript.executor_id
         return next(executor for executor in self.fleet.executors if executor.name == name)
 
+    async def until_left(self, num_requests: int) -> None:
+        """Returns when the ledger has so few requests."""
+        async with asyncio.timeout(PATIENCE_S):
+            while (await self.observer.leak(0.0)).num_requests > num_requests:
+                await asyncio.sleep(0.01)
+
     async def whole(self) -> None:
         """Returns when everything is up, and nothing is left of what was asked for."""
         await self.observer.wait_until_whole(PATIENCE_S)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 
+from common.time_of_day import unix_ms
 from router.admission_rules import AdmissionRules
 from router.pools import Pool
 from router.prefixes import prefix_hashes
@@ -189,7 +190,7 @@ def restore(
     now; that of its first token is no more."""
     now = time.monotonic()
     total = now + submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None
-    arrived = now - max(0.0, time.time() - context.arrived_unix_ms / 1000)
+    arrived = now - max(0, unix_ms() - context.arrived_unix_ms) / 1000
     return open_stream(submit, context, limits, Deadlines(None, total), arrived, pool, tokens)
 
 
@@ -205,7 +206,7 @@ def _context(fitted: FittedRequest, names: Names, model: str, arrived: float) ->
         wants_token_ids=spec.output.token_ids,
         digest=names.digest,
         detach=spec.detach,
-        arrived_unix_ms=round((time.time() - (time.monotonic() - arrived)) * 1000),
+        arrived_unix_ms=unix_ms() - round((time.monotonic() - arrived) * 1000),
     )
     if spec.resume_ttl_s is not None:
         context.resume_ttl.FromNanoseconds(round(spec.resume_ttl_s * 1e9))

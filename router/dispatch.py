@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 from inflight.v1 import executor_pb2, types_pb2
 
 from common.errors import Reason, RequestError
 from router.adopting import Adopter, OpenAttached
-from router.ended_streams import EndedStreams
+from router.known_requests import KnownRequests, digest_of
 from router.ledger_writer import LedgerWriter, ledger_report
 from router.links import ExecutorLink
 from router.placing import Placer, Void
 from router.queue_watch import QueueWatch
-from router.refusals import draining, duplicate, mismatch, no_executor
+from router.refusals import draining, duplicate, no_executor
 from router.relay import Relay
 from router.request_ids import client_id
 from router.store.store import AdmissionStore
@@ -55,14 +53,8 @@ log = logging.getLogger(__name__)
 
 QUEUE_EVENT_INTERVAL_S = 1.0
 KEEP_ENDED_S = 60.0
-# How long a repeat waits for the end of the first, which is being cancelled.
-CANCEL_WAIT_S = 5.0
 # How long a request that was adopted waits for whoever had it adopted.
 UNCLAIMED_S = 1.0
-
-
-# What a request failed with for good, so that it is told again; of anything else a client may try anew.
-LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
 
 
 class Dispatcher:
@@ -79,12 +71,12 @@ class Dispatcher:
     ) -> None:
         self._store = open_store(self._on_store_event)
         self._ledger = LedgerWriter(self._store, self._cancel_superseded)
+        self._known = KnownRequests(keep_ended_s)
         self._placer = Placer(
-            self._store, self._ledger, self._spawn, self._attach, self._keep, max_attempts, no_executor_grace_s
+            self._store, self._ledger, self._spawn, self._attach, self._known, max_attempts, no_executor_grace_s
         )
         self._adopter = Adopter(self._store, self._ledger, self._placer)
         self._adopting: dict[str, asyncio.Task[RequestStream | RequestError]] = {}
-        self._ended = EndedStreams(keep_ended_s)
         self._on_lapse = on_lapse
         self._is_draining = False
         self._has_stopped = False
@@ -150,28 +142,11 @@ class Dispatcher:
     async def find_repeated(self, stream: RequestStream) -> RequestStream | None:
         """The request that this one repeats, where it is served or kept here. Raises `RequestError` where the id is
         that of another one."""
-        known = self._placer.streams.get(stream.request_id)
-        if known is not None and known.is_abandoned and not known.has_ended:
-            # Its client went away; a repeat starts it anew.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(known.forgotten.wait(), CANCEL_WAIT_S)
-            known = self._placer.streams.get(stream.request_id)
-        if known is None:
-            known = self._ended.find(stream.request_id, time.monotonic())
-            if known is not None and (known.was_cancelled or known.error is not None):
-                return None
-        if known is None:
-            return None
-        asked, digest = _digest(stream), _digest(known)
-        if not asked:
-            raise duplicate(client_id(stream.request_id))
-        if asked != digest:
-            raise mismatch()
-        return known
+        return await self._known.find_repeated(stream)
 
     def find(self, ledger_id: str) -> RequestStream | None:
         """A request that is served or kept here."""
-        return self._placer.streams.get(ledger_id) or self._ended.find(ledger_id, time.monotonic())
+        return self._known.find(ledger_id)
 
     async def resume(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream:
         """Goes on here with a request that another router began. Raises `RequestError` where that cannot be.
@@ -238,7 +213,7 @@ class Dispatcher:
         if stream.has_been_accepted or stream.placement is not None or stream.is_being_submitted or stream.is_abandoned:
             return
         error = draining("the router is draining")
-        if _digest(stream):
+        if digest_of(stream):
             self._placer.leave(stream, error)
             return
         stream.fail(error)
@@ -388,12 +363,6 @@ class Dispatcher:
     async def _attach(self, stream: RequestStream, adopted: Adopted) -> RequestError | None:
         return await self._adopter.attach(stream, adopted)
 
-    def _keep(self, stream: RequestStream) -> None:
-        stream.forgotten.set()
-        is_lasting = stream.error is not None and stream.error.reason in LASTING_ERRORS
-        if stream.reading is not None and not stream.is_let_go and (stream.end is not None or is_lasting):
-            self._ended.keep(stream, time.monotonic())
-
     async def _give_up_without_executor(self) -> None:
         """Who has a deadline for the whole waits until that."""
         await asyncio.sleep(self._no_executor_grace_s)
@@ -410,7 +379,3 @@ class Dispatcher:
             work.close()
             return
         self._tasks.create_task(work)
-
-
-def _digest(stream: RequestStream) -> bytes:
-    return b"" if stream.reading is None else stream.reading.digest

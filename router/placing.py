@@ -19,6 +19,7 @@ from typing import Any, cast
 from inflight.v1 import types_pb2
 
 from common.errors import Reason, RequestError
+from router.known_requests import KnownRequests
 from router.ledger_writer import STORE_RETRY_S, LedgerWriter
 from router.links import ExecutorLink
 from router.refusals import duplicate, mismatch, output_lost, refusal, taken_over
@@ -68,17 +69,17 @@ class Placer:
         ledger: LedgerWriter,
         spawn: Spawn,
         attach: AttachTo,
-        on_forgotten: Callable[[RequestStream], None],
+        known: KnownRequests,
         max_attempts: int,
         no_executor_grace_s: float,
     ) -> None:
-        self.streams: dict[str, RequestStream] = {}
+        self.streams = known.served
         self.links: dict[str, ExecutorLink] = {}
         self._store = store
         self._ledger = ledger
         self._spawn = spawn
         self._attach = attach
-        self._on_forgotten = on_forgotten
+        self._known = known
         self._max_attempts = max_attempts
         self._no_executor_grace_s = no_executor_grace_s
         # Their return to the queue is under way; what the ledger knows of them is in flux.
@@ -338,6 +339,4 @@ class Placer:
 
     def forget(self, stream: RequestStream) -> None:
         """The request is no longer served here."""
-        if self.streams.get(stream.request_id) is stream:
-            del self.streams[stream.request_id]
-            self._on_forgotten(stream)
+        self._known.forget(stream)

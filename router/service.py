@@ -40,13 +40,12 @@ from router.pools import Pool, Pools
 from router.refusals import draining, unknown_request
 from router.relay import Relay, Write
 from router.resume_secret import ResumeTokens
+from router.resumed_places import check_place, resumed_place
 from router.settings import RouterSettings
 from router.store.types import NO_LIMITS, Queued, RequestState
 from router.streams import RequestStream
 from router.validation import (
-    check_place,
     fit_tokens,
-    resumed_place,
     validate_detokenize,
     validate_generate,
     validate_tokenize,

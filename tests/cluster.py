@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc.aio
 from inflight.v1 import (
@@ -161,7 +162,7 @@ class RunningRouter:
     server: GrpcServer
     service: InferenceService
     tokens: ResumeTokens
-    work: asyncio.Future[object]
+    work: asyncio.Future[Any]
 
     async def kill(self) -> None:
         """Ends it as a crash looks to others: nothing is told to the ledger or to executors any more."""
@@ -210,6 +211,25 @@ async def start_executor(
 
     device = BrakedDevice(FakeDevice(pool), brake)
     engine = Engine(scheduler, device, publish, lambda error: None, overlap=shape.overlap)
+    identity = _identity(name, model, shape, generation, limits)
+    service = ExecutorService(identity, engine, keeping)
+    server = GrpcServer(["inflight.v1.ExecutorService"])
+    executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
+    address = await server.start(f"127.0.0.1:{port}")
+    engine.start()
+    await server.set_serving(True)
+
+    async def tell(stands_still: bool) -> None:
+        service.stand_still(stands_still)
+        await server.set_serving(not stands_still)
+
+    work = [asyncio.create_task(service.run())]
+    if watchdog_s is not None:
+        work.append(asyncio.create_task(watch(service, watchdog_s, tell)))
+    return RunningExecutor(address, scheduler, brake, device, engine, server, work, service)
+
+
+def _identity(name: str, model: str, shape: ExecutorShape, generation: int, limits: SchedulerLimits) -> Identity:
     description = executor_pb2.DescribeResponse(
         executor_id=name,
         generation=generation,
@@ -228,22 +248,7 @@ async def start_executor(
         scheduler_policy=policy_proto(limits),
         host_blocks=shape.num_host_blocks,
     )
-    identity = Identity(description, SubmissionLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, frozenset()))
-    service = ExecutorService(identity, engine, keeping)
-    server = GrpcServer(["inflight.v1.ExecutorService"])
-    executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
-    address = await server.start(f"127.0.0.1:{port}")
-    engine.start()
-    await server.set_serving(True)
-
-    async def tell(stands_still: bool) -> None:
-        service.stand_still(stands_still)
-        await server.set_serving(not stands_still)
-
-    work = [asyncio.create_task(service.run())]
-    if watchdog_s is not None:
-        work.append(asyncio.create_task(watch(service, watchdog_s, tell)))
-    return RunningExecutor(address, scheduler, brake, device, engine, server, work, service)
+    return Identity(description, SubmissionLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, frozenset()))
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

@@ -170,12 +170,13 @@ def test_what_is_handed_back_has_ended_and_the_engine_speaks_to_nobody(world: Wo
     # And the engine, once it moves again, is heard by nobody and has its work until it says so
     held = [HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in (running, waiting, orphan)]
     assert world.holdings.reported(held) == []
-    assert world.holdings.has_work
+    assert world.holdings.num_times_idle == 0
     world.step(running, orphan)
     world.accept(offered)
     for sequence in (running, waiting, orphan, offered):
         world.end(sequence, FinishReason.PREEMPTED)
     assert take(reader) == executor_pb2.ServeResponse()
+    assert world.holdings.num_times_idle == 1
     assert not world.holdings.has_work
 
     # While who comes for the orphan gets what it had
@@ -230,7 +231,6 @@ def test_report_counts_what_the_engine_has_not_answered(world: World) -> None:
 def test_idleness_is_counted(world: World) -> None:
     reader = router()
     a, b = world.place(reader, "a"), world.place(reader, "b")
-    assert world.holdings.has_work
     world.end(a)
     assert world.holdings.num_times_idle == 0
     world.end(b)

@@ -6,7 +6,7 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 
 | key | type | content |
 | --- | --- | --- |
-| `executors` | hash | executor → generation, seq, budget_blocks, total_blocks, budget_sequences, reserved_blocks, reserved_sequences, num_suspects, accepting, quantile that it reserves for, suspended (until its next report), claim (the request that it is kept for), last_report_ms, audited_ms, audit_due |
+| `executors` | hash | executor → generation, seq, budget_blocks, total_blocks, budget_sequences, reserved_blocks, reserved_sequences, has_suspect, accepting, quantile that it reserves for, suspended (until its next report), claim (the request that it is kept for), last_report_ms, audited_ms, audit_due |
 | `room` | zset | executor that may board anybody → −available blocks; one fallen silent may linger |
 | `sizes` | zset | executor → total blocks |
 | `reports` | zset | executor → time of its last report |
@@ -26,6 +26,8 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 | `preemptible` | zset | placed request below the first class → class and time; only where the first may make others give way |
 | `prefixes` `prefixes:old` | hash | name of a prompt's beginning → executor that was last given one with it |
 | `mailbox:<router>` | stream | what the router must know of its requests, about 10,000 entries |
+
+Beside the pools there is `inflight:secret`, which all routers share (`secret`).
 """  # noqa: E501 - rows of a table do not wrap
 
 from __future__ import annotations

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("tests.property.ledger_comparison")
+pytest.register_assert_rewrite("tests.property.ledger_comparison", "tests.property.store_machine")

@@ -23,6 +23,7 @@ from router.store.mailbox import Mailbox
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
 from router.store.types import (
+    Adopted,
     Attempt,
     Demand,
     Dropped,
@@ -38,6 +39,7 @@ from router.store.types import (
     Refused,
     RequestState,
     StoreEvent,
+    TakenOver,
 )
 from tests.store_pool import steered_scripts
 
@@ -82,21 +84,32 @@ class SimpleExecutor:
     seq: int = 0
     is_alive: bool = True
     held: dict[str, HeldSequence] = field(default_factory=dict)
+    streams: dict[str, str] = field(default_factory=dict)
+    """The router that gets a request's tokens."""
 
-    def accepts(self, placement: Placement, blocks: int) -> bool:
+    def attaches(self, placement: Placement, router_id: str) -> bool:
+        """Sends the tokens there from now on, if it holds the placement."""
+        held = self.held.get(placement.request_id)
+        if placement.generation != self.generation or not held or held.attempt != placement.attempt:
+            return False
+        self.streams[placement.request_id] = router_id
+        return True
+
+    def accepts(self, placement: Placement, blocks: int, router_id: str) -> bool:
         """Takes the placement in, if it is for this start and there is room."""
         is_here = self.is_alive and placement.generation == self.generation
         free = BUDGET_BLOCKS - sum(one.blocks for one in self.held.values())
         if not is_here or blocks > free or placement.request_id in self.held:
             return False
         self.held[placement.request_id] = HeldSequence(placement.request_id, placement.attempt, blocks)
+        self.streams[placement.request_id] = router_id
         return True
 
-    def drop(self, one: Attempt) -> None:
-        """Gives up the sequence, if it is this attempt."""
+    def drop(self, one: Attempt, router_id: str | None = None) -> None:
+        """Gives up the sequence, if it is this attempt, and this router's where one is named."""
         held = self.held.get(one.request_id)
-        if held and held.attempt == one.attempt:
-            del self.held[one.request_id]
+        if held and held.attempt == one.attempt and router_id in (None, self.streams[one.request_id]):
+            del self.held[one.request_id], self.streams[one.request_id]
 
     def next_report(self) -> ExecutorReport:
         """How it stands."""
@@ -154,25 +167,45 @@ class SimpleRouter:
                 await operation()
 
     async def submit(self, demand: Demand) -> None:
-        """Takes a client's request."""
+        """Takes a client's request: a new one, or one that it asked another router for."""
         self.submitted.add(demand.request_id)
+        self.ended.pop(demand.request_id, None)
         served = self.serves[demand.request_id] = Served(demand)
-        await self._submit(served)
+        await self._submit(served, is_served=False)
 
-    async def _submit(self, served: Served) -> None:
-        demand = dataclasses.replace(served.demand, last_attempt=served.attempt)
+    async def _submit(self, served: Served, *, is_served: bool = True) -> None:
+        demand = dataclasses.replace(served.demand, last_attempt=served.attempt, is_served=is_served)
         result = await self.call(lambda: self.store.submit(demand))
         was_accepted, served.is_accepted = served.is_accepted, not isinstance(result, Refused)
         match result:
             case Placement():
                 await self._place(result)
+            case Adopted(placement, ended=False):
+                await self._attach(served, placement)
             case Refused(Reason.NO_EXECUTOR) if was_accepted:
                 served.is_accepted = True
                 self.events.append(LeaseLapsed())  # again when one reports
-            case Refused() | Dropped() | Duplicate(RequestState.ENDED):
+            case Refused() | Dropped() | Duplicate(RequestState.ENDED) | Adopted():
                 self._end(demand.request_id)
             case Duplicate(RequestState.LOST):
                 await self.hand_back(served, Attempt(demand.request_id, served.attempt))
+                self.events.append(LeaseLapsed())  # it may be another's: again when that shows
+            case Duplicate():
+                self._give_away(demand.request_id)
+
+    async def _attach(self, served: Served, placement: Placement) -> None:
+        """Goes on with what runs; what nobody has told the executor yet is submitted."""
+        served.attempt, served.placement = placement.attempt, placement
+        executor = self.executors[placement.executor_id]
+        if not executor.attaches(placement, self.router_id) and not executor.accepts(
+            placement, served.demand.blocks, self.router_id
+        ):
+            await self.hand_back(served, Attempt(placement.request_id, placement.attempt), rejected=True)
+
+    def _give_away(self, request_id: str) -> None:
+        """Another router has it, and its client."""
+        if self.serves.pop(request_id, None):
+            self.submitted.discard(request_id)
 
     async def react(self) -> None:
         """Deals with what it was told, by reply or by mailbox."""
@@ -186,6 +219,8 @@ class SimpleRouter:
                     await self._give_up(Attempt(request_id, attempt), preempted=isinstance(event, PreemptAsked))
                 case Dropped(request_id):
                     self._end(request_id)
+                case TakenOver(request_id):
+                    self._give_away(request_id)
                 case LeaseLapsed():
                     for served in [one for one in self.serves.values() if not one.placement]:
                         await self._submit(served)
@@ -204,13 +239,13 @@ class SimpleRouter:
         elif served.attempt < placement.attempt:
             served.attempt, served.placement = placement.attempt, placement
             executor = self.executors[placement.executor_id]
-            if not executor.accepts(placement, served.demand.blocks):
+            if not executor.accepts(placement, served.demand.blocks, self.router_id):
                 await self.hand_back(served, Attempt(placement.request_id, placement.attempt), rejected=True)
 
     async def hand_back(self, served: Served, one: Attempt, *, rejected: bool = False, preempted: bool = False) -> None:
         """Returns a placement that came to nothing."""
         if served.placement:
-            self.executors[served.placement.executor_id].drop(one)
+            self.executors[served.placement.executor_id].drop(one, self.router_id)
         served.placement = None
         result = await self.call(
             lambda: self.store.hand_back(
@@ -224,6 +259,8 @@ class SimpleRouter:
                 self._end(one.request_id)
             case HandBackRefusal.UNKNOWN:
                 await self._submit(served)
+            case HandBackRefusal.STALE:
+                self.events.append(LeaseLapsed())  # a submit says how it stands
 
     async def notice_links(self) -> None:
         """Hands back what ran on executors that are gone."""
@@ -240,10 +277,20 @@ class SimpleRouter:
             served = rng.choice(running)
             assert served.placement
             one = Attempt(served.demand.request_id, served.attempt)
-            self.executors[served.placement.executor_id].drop(one)
+            executor = self.executors[served.placement.executor_id]
+            if executor.streams.get(one.request_id, self.router_id) != self.router_id:
+                return  # another has adopted it, which this router will be told
+            executor.drop(one, self.router_id)
             self._end(one.request_id)
-            ending = Ending(one.request_id, one.attempt, 1, 1, by_itself=True)
+            ending = Ending(one.request_id, one.attempt, 1, 1, by_itself=True, cancelled=rng.random() < 0.2)
             await self.call(lambda: self.store.settle([ending]))
+
+    async def bring_token(self, rng: random.Random) -> None:
+        """One of its running requests has output."""
+        running = [one for one in self.serves.values() if one.placement]
+        if running:
+            served = rng.choice(running)
+            await self.call(lambda: self.store.absolve(served.demand.request_id, served.attempt))
 
     async def relay(self, executor: SimpleExecutor) -> None:
         """Relays a report, and has cancelled what is superseded."""

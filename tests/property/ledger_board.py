@@ -101,7 +101,7 @@ def place(pool: Pool, name: str, executor_id: str) -> None:
 
 def _drop(pool: Pool, name: str, reason: DropReason) -> Dealt:
     request = pool.requests[name]
-    pool.end(name)
+    pool.end(name, was_cancelled=True)
     if request.charge is None:
         pool.tenant(request.demand.tenant).return_tokens(request.rated or 0)
     pool.tell(request.owner_id, Dropped(name, reason))
@@ -153,6 +153,8 @@ def _ask_others(pool: Pool, asking: str, caller_id: str) -> None:
         assert placement
         executor_id = placement.executor_id
         if chosen not in (None, executor_id) or not pool.takes_work(executor_id):
+            continue
+        if pool.would_share_blame(executor_id, request):
             continue
         if claimed.get(executor_id, asking) != asking or not pool.lives(lower[name].owner_id, caller_id):
             continue

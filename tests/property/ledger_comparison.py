@@ -16,6 +16,7 @@ CLASSES = (1, 2, 3)
 def compare(records: Records, pool: Pool) -> None:
     """Fails where they differ."""
     _compare_requests(records, pool)
+    _compare_endings(records, pool)
     _compare_lines(records, pool)
     _compare_executors(records, pool)
     _compare_tenants(records, pool)
@@ -29,7 +30,8 @@ def _compare_requests(records: Records, pool: Pool) -> None:
         record, placement = found[name], request.placement
         assert request.state
         assert (record["state"], record["owner"]) == (request.state.value, request.owner_id)
-        assert (record["attempt"], record["rejections"]) == (request.attempt, request.rejections)
+        assert (record["attempt"], record["strikes"]) == (request.attempt, request.strikes)
+        assert record["digest"] == ("?" if request.digest is None else request.digest)
         assert (record["class"], record["output"], record["passed"]) == (
             request.class_,
             request.output,
@@ -40,9 +42,26 @@ def _compare_requests(records: Records, pool: Pool) -> None:
         if request.state is RequestState.PLACED and placement:
             assert (record["executor_id"], record["generation"]) == (placement.executor_id, placement.generation)
             assert (record["reserved"], record["placed_ms"]) == (request.reserved, request.placed_ms)
-    remembered = {name: at for name, at in records.scores("ended").items() if pool.now_ms - at <= 60_000}
+            assert record["adopted"] == request.is_adopted
+
+
+def _compare_endings(records: Records, pool: Pool) -> None:
+    oldest_ms = pool.now_ms - pool.settings.remember_ended_ms
+    remembered = {name: at for name, at in records.scores("ended").items() if at >= oldest_ms}
     assert remembered == {name: at for name, at in pool.ended_ms.items() if pool.is_tombstoned(name)}
-    assert not remembered.keys() & found.keys()
+    assert not remembered.keys() & records.of("requests").keys()
+    assert records.of("endings").keys() <= records.scores("ended").keys()
+    assert {name: one for name, one in records.of("endings").items() if name in remembered} == {
+        name: {
+            "executor_id": one.placement.executor_id if one.placement else "",
+            "generation": one.placement.generation if one.placement else 0,
+            "attempt": one.attempt,
+            "digest": "?" if one.digest is None else one.digest,
+            "cancelled": one.was_cancelled,
+        }
+        for name, one in pool.endings.items()
+        if name in remembered
+    }
 
 
 def _compare_lines(records: Records, pool: Pool) -> None:
@@ -74,6 +93,7 @@ def _compare_executors(records: Records, pool: Pool) -> None:
         assert (record["last_report_ms"], record["audited_ms"]) == (executor.last_report_ms, executor.audited_ms)
         assert (record["suspended"], record["audit_due"]) == (executor.suspended, False)
         assert (record["claim"] or None) == claimed.get(name)
+        assert record["has_suspect"] == bool(pool.suspects_on(name))
     assert records.scores("sizes") == {name: one.report.total_blocks for name, one in pool.executors.items()}
     assert records.scores("reports") == {name: one.last_report_ms for name, one in pool.executors.items()}
     live = {name for name, one in pool.executors.items() if pool.now_ms - one.last_report_ms <= SILENT_MS}

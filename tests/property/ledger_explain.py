@@ -43,4 +43,5 @@ def _wait_reason(pool: Pool, name: str, request: Request) -> WaitReason:
         return WaitReason.FAIRNESS
     if pool.claims and not request.claim and not pool.open_executors():
         return WaitReason.HELD_LINE
-    return WaitReason.BLOCKS if pool.open_executors() else WaitReason.SEAT
+    has_seat = any(not pool.would_share_blame(one, request) for one in pool.open_executors())
+    return WaitReason.BLOCKS if has_seat else WaitReason.SEAT

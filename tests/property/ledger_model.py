@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import ceil
+from typing import Any
 
 from common.errors import Reason
 from router.store.settings import StoreSettings
 from router.store.types import (
+    Adopted,
     Attempt,
     CancelAsked,
     Cancelled,
@@ -30,10 +31,11 @@ from router.store.types import (
     ReportOutcome,
     RequestState,
 )
+from tests.property import ledger_adoption as adoption
 from tests.property.ledger_board import board, place
-from tests.property.ledger_estimates import MARGIN
 from tests.property.ledger_pool import LEASE_MS, NOBODY, Executor, Pool, Request
-from tests.property.ledger_tenants import exceeded, smoothed_share
+from tests.property.ledger_refusals import impossible, refusal_of_waiting
+from tests.property.ledger_tenants import smoothed_share
 
 AUDIT_GRACE_MS = 2000
 AUDIT_INTERVAL_MS = 1000
@@ -41,7 +43,6 @@ RENEWED_MS = 250  # a lease so fresh is not renewed
 LOST_MS = 30_000
 MAX_GAP_MS = 3000
 IDLE_TENANT_MS = 600_000
-MIN_RETRY_MS, MAX_RETRY_MS = 100, 60_000
 
 
 @dataclass(slots=True)
@@ -68,38 +69,47 @@ class Ledger:
 
     # Requests --------------------------------------------------------------------------------------------------
 
-    def submit(self, router_id: str, demand: Demand) -> Placement | Queued | Refused | Duplicate | Dropped:
+    def submit(self, router_id: str, demand: Demand) -> Any:
         """Model of submit.lua."""
         self.register(router_id)
-        pool, name = self.pool, demand.request_id
+        pool, name, attempt = self.pool, demand.request_id, demand.last_attempt
         if name in pool.requests:
-            return self._duplicate_of(pool.requests[name], router_id, demand)
+            return self._repeat(pool.requests[name], router_id, demand)
         if pool.is_tombstoned(name):
-            return Duplicate(RequestState.ENDED)
+            again = adoption.repeat_of_ended(pool.endings.get(name), demand)
+            if not isinstance(again, int):
+                return again
+            attempt = max(attempt, again)
         pool.settings = self.settings
         request = Request(
             demand,
             router_id,
             pool.num_arrivals,
             pool.now_ms,
-            demand.last_attempt,
+            attempt,
             demand.priority_class,
+            demand.digest,
             demand.output_tokens,
         )
         pool.num_arrivals += 1
-        return self._take_rates(request) or self._admit(router_id, request)
+        outcome = self._take_rates(request) or self._admit(router_id, request)
+        if isinstance(outcome, Placement | Queued):  # what it was before is of no interest any more
+            pool.ended_ms.pop(name, None)
+            pool.endings.pop(name, None)
+        return outcome
 
-    def _duplicate_of(self, known: Request, router_id: str, demand: Demand) -> Placement | Queued | Duplicate:
-        had = known.demand
-        same = (had.tenant, had.priority_class, had.deadline_ms, had.blocks, had.sequences) == (
-            demand.tenant,
-            demand.priority_class,
-            demand.deadline_ms,
-            demand.blocks,
-            demand.sequences,
-        )
-        if same and known.owner_id == router_id and known.state is not RequestState.LOST:
-            return self._standing(had.request_id)
+    def _repeat(self, known: Request, router_id: str, demand: Demand) -> Any:
+        name = demand.request_id
+        if adoption.is_adopting(self.pool, known, router_id, demand):
+            adoption.take_over(self.pool, router_id, known)
+            known.digest, known.is_adopted = demand.digest, known.state is RequestState.PLACED
+            if known.state is RequestState.LOST:
+                known.strikes = 0 if demand.output_tokens > known.output else known.strikes + 1
+                self._requeue(router_id, known, demand.output_tokens)
+                board(self.pool, router_id)
+            return self._own_result(router_id, name)
+        if adoption.is_own_repeat(known, router_id, demand) and known.state is not RequestState.LOST:
+            return self._standing(name)
         assert known.state
         return Duplicate(known.state)
 
@@ -119,12 +129,12 @@ class Ledger:
         self.pool.update_active()
         return None
 
-    def _admit(self, router_id: str, request: Request) -> Placement | Queued | Refused | Dropped:
+    def _admit(self, router_id: str, request: Request) -> Any:
         pool, name = self.pool, request.demand.request_id
         tenant = pool.tenant(request.demand.tenant)
         executor_id = pool.choose(name, request)
         is_first = not pool.waiting() and pool.running(request.demand.tenant) < tenant.max_running
-        if not executor_id and (refused := self._impossible(request.demand)):
+        if not executor_id and (refused := impossible(pool, request.demand)):
             self._give_back_rates(request)
             return refused
         pool.requests[name] = request
@@ -135,7 +145,7 @@ class Ledger:
         if executor_id:
             board(pool, router_id)
         if request.state is RequestState.WAITING and name in pool.requests:
-            if refused := self._refusal_of_waiting(request):
+            if refused := refusal_of_waiting(pool, request):
                 pool.forget(name)
                 self._give_back_rates(request)
                 return refused
@@ -143,33 +153,6 @@ class Ledger:
             if wait_ms is not None:
                 request.estimate = (wait_ms, pool.estimates.correction)
         return self._own_result(router_id, name)
-
-    def _impossible(self, demand: Demand) -> Refused | None:
-        executors = self.pool.executors.values()
-        if not any(self.pool.now_ms - one.last_report_ms <= LEASE_MS for one in executors):
-            return Refused(Reason.NO_EXECUTOR)
-        return None if self.pool.fits_somewhere(demand) else Refused(Reason.NEVER_FITS)
-
-    def _refusal_of_waiting(self, request: Request) -> Refused | None:
-        if request.demand.last_attempt or request.output:
-            return None
-        pool, settings, demand = self.pool, self.settings, request.demand
-        own, everything = pool.waiting(demand.tenant), pool.waiting()
-        limit = exceeded(demand.limits, len(own), pool.tokens_waiting(own), pool.bytes_waiting(own))
-        bounds = (
-            ("max_queue_requests", len(everything), settings.max_queue_requests),
-            ("max_queue_tokens", pool.tokens_waiting(everything), settings.max_queue_tokens),
-            ("max_queue_bytes", pool.bytes_waiting(everything), settings.max_queue_bytes),
-        )
-        limit = limit or next((name for name, found, bound in bounds if bound is not None and found > bound), None)
-        wait_ms = pool.estimated_wait_ms(demand.request_id)
-        if limit:
-            return Refused(Reason.QUEUE_FULL, limit, None if wait_ms is None else _retry_after_ms(wait_ms / 4))
-        if demand.deadline_ms is not None:
-            late_ms = (wait_ms or 0) * MARGIN + pool.prefill_ms(request) - demand.deadline_ms
-            if late_ms > 0:
-                return Refused(Reason.DEADLINE_UNMEETABLE, "first token deadline", _retry_after_ms(late_ms))
-        return None
 
     def _give_back_rates(self, request: Request) -> None:
         """As if it had not been taken; the bucket cannot have been full meanwhile."""
@@ -181,17 +164,17 @@ class Ledger:
 
     def settle(self, router_id: str, endings: Iterable[Attempt | Ending]) -> int:
         """Model of settle.lua."""
-        ended: set[str] = set()
+        ended: dict[str, bool] = {}
         for one in endings:
             request = self.pool.requests.get(one.request_id)
             if request is None:
-                self.pool.end(one.request_id)
+                self.pool.end(one.request_id, was_cancelled=False)
             elif request.attempt == one.attempt and request.state is not RequestState.WAITING:
                 if isinstance(one, Ending) and one.request_id not in ended:
                     self._settle_usage(request, one)
-                ended.add(one.request_id)
-        for name in ended:  # who comes back is lifted when all is settled
-            self.pool.end(name)
+                ended.setdefault(one.request_id, isinstance(one, Ending) and one.cancelled)
+        for name, was_cancelled in ended.items():  # who comes back is lifted when all is settled
+            self.pool.end(name, was_cancelled=was_cancelled)
         board(self.pool, router_id)
         return len(ended)
 
@@ -219,37 +202,56 @@ class Ledger:
         if told:
             pool.tell(request.owner_id, CancelAsked(name, request.attempt) if is_placed else Cancelled(name))
         if not is_placed:
-            pool.end(name)
+            pool.end(name, was_cancelled=True)
             if request.charge is None:
                 pool.tenant(request.demand.tenant).return_tokens(request.rated or 0)
         board(pool, router_id)
         return CancelOutcome(request.state, request.placement if is_placed else None, request.owner_id or None, told)
 
+    def adopt(self, router_id: str, name: str) -> Adopted | RequestState | None:
+        """Model of adopt.lua."""
+        self.register(router_id)
+        return adoption.adopt(self.pool, router_id, name)
+
+    def absolve(self, router_id: str, one: Attempt) -> None:
+        """Model of absolve.lua."""
+        request = self.pool.requests.get(one.request_id)
+        if request and request.state is RequestState.PLACED and request.attempt == one.attempt and request.strikes:
+            request.strikes = 0
+            board(self.pool, router_id)
+
     def hand_back(
-        self, router_id: str, one: Attempt, max_attempts: int, why: str, output_tokens: int
-    ) -> Placement | Queued | Dropped | HandBackRefusal:
-        """Model of hand_back.lua; `why` is lost, rejected or preempted."""
+        self, router_id: str, one: Attempt, max_attempts: int, why: str, output_tokens: int, progressed: bool
+    ) -> Any:
+        """Model of hand_back.lua; `why` is lost, rejected or preempted, or anything with tokens that came."""
         self.register(router_id)
         pool, name = self.pool, one.request_id
         request = pool.requests.get(name)
         if request is None:
             return HandBackRefusal.STALE if pool.is_tombstoned(name) else HandBackRefusal.UNKNOWN
         is_waiting = request.state is RequestState.WAITING
-        if request.attempt != one.attempt or (is_waiting and request.owner_id != router_id):
+        is_anothers = request.owner_id != router_id and (is_waiting or pool.lives(request.owner_id, router_id))
+        if request.attempt != one.attempt or is_anothers:
             return HandBackRefusal.STALE
         if not is_waiting:
             if request.state is RequestState.PLACED and why != "preempted" and request.placement:
                 pool.executors[request.placement.executor_id].suspended = True
-            request.rejections += why != "lost"
-            if one.attempt - request.rejections >= max_attempts:
-                pool.end(name)
+            if progressed:
+                request.strikes = 0
+            elif why == "lost":
+                request.strikes += 1
+            if request.strikes >= max_attempts:
+                pool.end(name, was_cancelled=False)
                 board(pool, router_id)
                 return HandBackRefusal.EXHAUSTED
-            request.owner_id, request.placement, request.reserved = router_id, None, None
-            request.output = max(request.output, output_tokens)
-            pool.enqueue(name)
+            self._requeue(router_id, request, output_tokens)
         board(pool, router_id)
         return self._own_result(router_id, name)
+
+    def _requeue(self, router_id: str, request: Request, output_tokens: int) -> None:
+        request.owner_id, request.placement, request.reserved = router_id, None, None
+        request.output = max(request.output, output_tokens)
+        self.pool.enqueue(request.demand.request_id)
 
     # Executors and leases --------------------------------------------------------------------------------------
 
@@ -300,6 +302,7 @@ class Ledger:
             else:
                 if not known:
                     self._take_in(one.request_id, one.blocks)
+                pool.requests[one.request_id].strikes = 0  # it lost earlier attempts than this one
                 pool.seat(one.request_id, report.executor_id, one.attempt, one.blocks)
         return superseded
 
@@ -307,7 +310,7 @@ class Ledger:
         """A request that only its executor knows of: of no tenant, and nobody's until somebody hands it back."""
         pool = self.pool
         demand = Demand(name, 2, blocks, tenant="", block_size=1)
-        pool.requests[name] = Request(demand, NOBODY, pool.num_arrivals, pool.now_ms, 0, 2, charge=0)
+        pool.requests[name] = Request(demand, NOBODY, pool.num_arrivals, pool.now_ms, 0, 2, None, charge=0)
         pool.num_arrivals += 1
 
     def reap(self, router_id: str) -> None:
@@ -351,13 +354,14 @@ class Ledger:
 
     # Results ---------------------------------------------------------------------------------------------------
 
-    def _standing(self, name: str) -> Placement | Queued:
+    def _standing(self, name: str) -> Placement | Queued | Adopted:
         request = self.pool.requests[name]
-        if request.state is RequestState.PLACED and request.placement:
-            return request.placement
+        if request.state is RequestState.PLACED:
+            placement = adoption.placement_of(request)
+            return Adopted(placement, ended=False) if request.is_adopted else placement
         return Queued(self.pool.num_ahead(name), self.pool.estimated_wait_ms(name))
 
-    def _own_result(self, router_id: str, name: str) -> Placement | Queued | Dropped:
+    def _own_result(self, router_id: str, name: str) -> Any:
         """What the caller was told of its own request is the result, and not told again."""
         told = self.pool.told.get(router_id, [])
         own = [one for one in told if isinstance(one, Placement | Dropped) and one.request_id == name]
@@ -365,7 +369,3 @@ class Ledger:
             return self._standing(name)
         told.remove(own[-1])
         return own[-1]
-
-
-def _retry_after_ms(wait_ms: float) -> int:
-    return ceil(max(MIN_RETRY_MS, min(MAX_RETRY_MS, wait_ms)))

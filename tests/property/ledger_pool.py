@@ -14,7 +14,6 @@ from tests.property.ledger_tenants import Tenant
 
 SILENT_MS = 2000
 LEASE_MS = 5000
-TOMBSTONE_MS = 60_000
 PATIENCE_MS = 60_000
 MAX_IMBALANCE = 0.25
 NOBODY = ""
@@ -30,9 +29,21 @@ class Executor:
     suspended: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a request ended that was placed: its last attempt, where that was, if it was not handed back since."""
+
+    attempt: int
+    placement: Placement | None
+    digest: str | None
+    was_cancelled: bool
+
+
 @dataclass(slots=True)
 class Request:
-    """A request that has not ended. `claim` is the executor kept for it; `placement` says where it is or was last."""
+    """A request that has not ended. `claim` is the executor kept for it; `placement` says where it is or was last;
+    `digest` None: only its executor knew of it.
+    """
 
     demand: Demand
     owner_id: str
@@ -40,9 +51,12 @@ class Request:
     since_ms: int
     attempt: int
     class_: int
+    digest: str | None
     output: int = 0
     state: RequestState | None = None
-    rejections: int = 0
+    strikes: int = 0
+    is_adopted: bool = False
+    """Whether its placement was another router's, or nobody's."""
     placement: Placement | None = None
     reserved: int | None = None
     placed_ms: int = 0
@@ -80,6 +94,7 @@ class Pool:
     executors: dict[str, Executor] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
     ended_ms: dict[str, int] = field(default_factory=dict)
+    endings: dict[str, End] = field(default_factory=dict)
     routers: dict[str, int] = field(default_factory=dict)
     tenants: dict[str, Tenant] = field(default_factory=dict)
     claims: list[str] = field(default_factory=list)
@@ -167,7 +182,7 @@ class Pool:
 
     def is_tombstoned(self, name: str) -> bool:
         """Whether the id ended lately."""
-        return name in self.ended_ms and self.now_ms - self.ended_ms[name] <= TOMBSTONE_MS
+        return name in self.ended_ms and self.now_ms - self.ended_ms[name] <= self.settings.remember_ended_ms
 
     def lives(self, owner_id: str, caller_id: str) -> bool:
         """Whether the router is there."""
@@ -239,8 +254,18 @@ class Pool:
         quantile = self.executors[executor_id].report.reserve_quantile if executor_id else 1.0
         return self.lengths.needed_blocks(request.demand, request.output, quantile)
 
+    def suspects_on(self, executor_id: str) -> list[str]:
+        """Those placed there under which an executor was lost."""
+        return [name for name in self.placed_on(executor_id) if self.requests[name].strikes]
+
+    def would_share_blame(self, executor_id: str, request: Request) -> bool:
+        """Whether it is a suspect, and the executor has another."""
+        return request.strikes > 0 and bool(self.suspects_on(executor_id))
+
     def has_room(self, executor_id: str, request: Request) -> bool:
-        """Whether it fits there."""
+        """Whether it fits there, and may be there."""
+        if self.would_share_blame(executor_id, request):
+            return False
         blocks, sequences = self.free(executor_id)
         return sequences >= request.demand.sequences and blocks >= self.needed_blocks(request, executor_id)
 
@@ -305,7 +330,11 @@ class Pool:
         self.tenant(request.demand.tenant)
         request.state, request.attempt, request.placed_ms = RequestState.PLACED, attempt, self.now_ms
         generation = self.executors[executor_id].report.generation
-        request.placement, request.reserved = Placement(name, attempt, executor_id, generation), blocks
+        request.placement, request.reserved = (
+            Placement(name, attempt, executor_id, generation, suspect=request.strikes > 0),
+            blocks,
+        )
+        request.is_adopted = False
         request.passed, request.asked_ms, request.estimate = 0, None, None
         request.may_be_asked = self.settings.preempt_for_priority and request.class_ > 1
         self.update_active()
@@ -332,10 +361,15 @@ class Pool:
         del self.requests[name]
         self.update_active()
 
-    def end(self, name: str) -> None:
-        """Takes it out and remembers that it ended."""
-        if name in self.requests:
+    def end(self, name: str, *, was_cancelled: bool) -> None:
+        """Takes it out and remembers that it ended, and how, if it was ever placed."""
+        request = self.requests.get(name)
+        if request or not self.is_tombstoned(name):
+            self.endings.pop(name, None)
+        if request:
             self.forget(name)
+            if request.attempt:
+                self.endings[name] = End(request.attempt, request.placement, request.digest, was_cancelled)
         self.ended_ms[name] = self.now_ms
 
     def tell(self, router_id: str, event: StoreEvent) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from math import ceil
 
@@ -28,6 +29,7 @@ TENANTS: dict[str, tuple[TenantLimits, ...]] = {
     ),
 }
 PREFIXES = ((), (), ("p",), ("p", "pq"), ("p", "pr"))
+DIGESTS = ("", "as asked", "as asked", "otherwise")
 DEADLINES_MS = (None, None, None, 0, 500, 3000, 3_600_000_000)
 
 pool_settings = st.builds(
@@ -38,8 +40,10 @@ pool_settings = st.builds(
     max_bypass=st.integers(0, 3),
     age_ms=st.sampled_from((1000, 4000, 30_000)),
     preempt_for_priority=st.sampled_from((True, True, False)),
+    remember_ended_ms=st.sampled_from((20_000, 75_000)),
 )
-whys = st.sampled_from(("lost", "rejected", "preempted"))
+WHYS = ("lost", "lost", "lost after tokens", "rejected", "preempted")
+whys = st.sampled_from(WHYS)
 
 
 def random_demand(rng: random.Random, request_id: str) -> Demand:
@@ -61,6 +65,18 @@ def random_demand(rng: random.Random, request_id: str) -> Demand:
         block_size=BLOCK_SIZE,
         num_bytes=rng.randint(0, 200),
         prefix_hashes=rng.choice(PREFIXES),
+        digest=rng.choice(DIGESTS),
+        is_served=rng.random() < 0.2,
+    )
+
+
+def repeated(rng: random.Random, demand: Demand) -> Demand:
+    """The same asked again, by a client or by its router; or, of the same id, something else."""
+    return dataclasses.replace(
+        demand,
+        digest=rng.choice((demand.digest, demand.digest, demand.digest, "otherwise")),
+        output_tokens=rng.choice((0, 0, 9)),
+        is_served=rng.random() < 0.2,
     )
 
 

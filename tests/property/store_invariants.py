@@ -25,6 +25,19 @@ def check(records: Records, budget_blocks: int) -> None:
     _check_tenants(records, in_state["WAITING"], in_state["PLACED"])
 
 
+def check_step(before: Records, after: Records) -> None:
+    """Fails where a request went back to an attempt that was spent. Not across a loss of everything."""
+    was, ended = before.of("requests"), before.of("endings")
+    for name, request in after.of("requests").items():
+        spent = was.get(name) or ended.get(name)
+        if spent is None:
+            continue
+        assert request["attempt"] >= spent["attempt"]
+        if request["state"] == "PLACED" and request["attempt"] == spent["attempt"]:
+            assert spent.get("state") == "PLACED"
+            assert all(request[field] == spent[field] for field in ("executor_id", "generation"))
+
+
 def _check_lines(records: Records, waiting: dict[str, Any]) -> None:
     assert Counter(records.line()) == Counter((one["class"], one["tenant"], name) for name, one in waiting.items())
     assert records.scores("ageing").keys() == {name for name, one in waiting.items() if one["class"] > 1}
@@ -52,6 +65,8 @@ def _check_reservations(records: Records, placed: dict[str, Any], budget_blocks:
         assert executor["reserved_blocks"] == sum(one["reserved"] for one in there)
         assert executor["reserved_sequences"] == sum(one["sequences"] for one in there)
         assert executor["reserved_blocks"] <= budget_blocks
+        suspects = [one for one in there if one["strikes"]]
+        assert len(suspects) == executor["has_suspect"]
 
 
 def _check_tenants(records: Records, waiting: dict[str, Any], placed: dict[str, Any]) -> None:

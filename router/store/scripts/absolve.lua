@@ -11,7 +11,7 @@ if not request or request.state ~= 'PLACED' or request.attempt ~= tonumber(ARGV[
   return finish({'STALE'})
 end
 local executor = load_executor(request.executor_id)
-executor.num_suspects = executor.num_suspects - 1
+executor.has_suspect = false
 save_executor(request.executor_id, executor)
 request.strikes = 0
 save_request(id, request)

@@ -47,6 +47,7 @@ local function account_for(request_id, attempt, blocks)
   end
   if request then -- the ledger has lost this placement: the executor knows better
     withdraw(request_id, request)
+    request.strikes = 0 -- of attempts before this one; and the executor may have a suspect
     seat(request_id, request, id, attempt, blocks)
     return false
   end
@@ -54,7 +55,7 @@ local function account_for(request_id, attempt, blocks)
   if ended then -- a fresh end may just not have reached the executor when it reported
     return NOW - ended > AUDIT_GRACE_MS
   end
-  request = new_request('', '', '', '', 2, math.huge, blocks, 1, 0, 0, 0, 0, 1, 0)
+  request = new_request('', '', '', '?', 2, math.huge, blocks, 1, 0, 0, 0, 0, 1, 0)
   request.charged = true
   seat(request_id, request, id, attempt, blocks)
   return false
@@ -109,7 +110,8 @@ if executor and executor.generation ~= generation then
   claim, executor = executor.claim, nil
 end
 executor = executor or {
-  reserved_blocks = 0, reserved_sequences = 0, num_suspects = 0, audited_ms = 0, audit_due = false, claim = claim,
+  reserved_blocks = 0, reserved_sequences = 0, audited_ms = 0, audit_due = false, has_suspect = false,
+  claim = claim,
 }
 executor.generation, executor.seq = generation, seq
 executor.budget_blocks, executor.total_blocks = tonumber(ARGV[5]), tonumber(ARGV[6])

@@ -22,17 +22,17 @@ local class, deadline_in_ms, blocks, sequences, last_attempt, prompt, max, outpu
   = struct.unpack('<dddddddddddddddddddddddddd', ARGV[4])
 local request_ms, token_ms -- of its tenant, before it came
 
--- Whether a request of the caller's own is asked for once more.
-local function is_own_repeat(known)
-  return known.owner == CALLER and known.tenant == name and known.digest == digest
-    and (digest ~= '' or known.asked_class == class and known.deadline_in_ms == deadline_in_ms
-      and known.blocks == blocks and known.sequences == sequences)
+-- Whether the digest says that this is the request asked for.
+local function is_same(known)
+  return digest ~= ''
+    and (known.digest == '?' or known.digest == digest and (known.tenant == name or known.tenant == ''))
 end
 
--- Whether it is asked for by another than its owner, who may have it. What nobody owns only its executor knew of.
-local function may_adopt(known)
-  return digest ~= '' and known.owner ~= CALLER and (known.tenant == name and known.digest == digest or known.owner == '')
-    and not (is_served and lives(known.owner))
+-- Whether a request of the caller's own is asked for once more.
+local function is_own_repeat(known)
+  return known.owner == CALLER and (is_same(known) or digest == '' and known.digest == ''
+    and known.tenant == name and known.asked_class == class and known.deadline_in_ms == deadline_in_ms
+    and known.blocks == blocks and known.sequences == sequences)
 end
 
 -- Makes the request the caller's, as it stands; one that has just lost its executor goes back in line first.
@@ -41,6 +41,7 @@ local function adopt(known)
     return {'AGAIN'}
   end
   take_over(id, known)
+  known.digest = digest
   if known.state ~= 'LOST' then
     known.adopted = known.state == 'PLACED'
     save_request(id, known)
@@ -55,7 +56,7 @@ end
 -- What becomes of a request known already.
 local function repeat_of(known)
   local outcome
-  if may_adopt(known) then
+  if known.owner ~= CALLER and is_same(known) and not (is_served and lives(known.owner)) then
     outcome = adopt(known)
   elseif not is_own_repeat(known) or known.state == 'LOST' then
     outcome = {'DUPLICATE', known.state}
@@ -76,7 +77,7 @@ end
 -- What becomes of a request that has ended lately: an outcome, or nil and the attempt behind which it starts anew.
 local function repeat_of_ended()
   local ending = load_ending(id)
-  if digest == '' or ending and ending.digest ~= digest then
+  if digest == '' or ending and ending.digest ~= digest and ending.digest ~= '?' then
     return {'DUPLICATE', 'ENDED'}
   elseif ending and not ending.cancelled then
     return placed_once(ending)

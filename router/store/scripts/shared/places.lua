@@ -15,7 +15,7 @@ end
 
 -- Whether one of the two could take the other with it: an executor seats one suspect at a time.
 local function are_both_suspect(request, executor)
-  return request.strikes > 0 and executor.num_suspects > 0
+  return request.strikes > 0 and executor.has_suspect
 end
 
 -- The blocks to reserve for the request, if there is room for it.

@@ -18,7 +18,7 @@
 --  correction speed window_since window_tokens prefill_speed step_ms output_share next_age_ms num_prefixes \
 --  has_old_prefixes? unboarded? remember_ms tenant_cursor$ sweep_cursor$ claims$
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
---  num_suspects quantile last_report_ms audited_ms accepting? suspended? audit_due? claim$
+--  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? claim$
 --@record tenant counter weight lines[3] listed[3] active? waiting tokens bytes running max_running output_share \
 --  request_ms token_ms ms_per_token used_ms
 --@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ class asked_class deadline_in_ms deadline_ms \

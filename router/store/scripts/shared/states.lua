@@ -59,7 +59,7 @@ local function unclaim(request)
   request.claim = ''
 end
 
--- A request as it comes: of nobody's tenant and digest '' where only an executor knew of it.
+-- A request as it comes. Where only an executor knew of it, it is nobody's, of tenant '', and its digest '?' is any.
 local function new_request(
   owner, tenant, prefixes, digest, class, deadline_in_ms, blocks, sequences, attempt, prompt, max, output, block_size,
   bytes
@@ -107,7 +107,7 @@ local function leave_executor(id, request)
   if executor then
     executor.reserved_blocks = executor.reserved_blocks - request.reserved
     executor.reserved_sequences = executor.reserved_sequences - request.sequences
-    executor.num_suspects = executor.num_suspects - (request.strikes > 0 and 1 or 0)
+    executor.has_suspect = executor.has_suspect and request.strikes == 0
     save_executor(request.executor_id, executor)
   end
   local tenant = load_tenant(request.tenant)
@@ -135,7 +135,7 @@ local function seat(id, request, executor_id, attempt, blocks)
   request.passed, request.preempting, request.estimate, request.adopted = 0, 0, math.huge, false
   executor.reserved_blocks = executor.reserved_blocks + blocks
   executor.reserved_sequences = executor.reserved_sequences + request.sequences
-  executor.num_suspects = executor.num_suspects + (request.strikes > 0 and 1 or 0)
+  executor.has_suspect = executor.has_suspect or request.strikes > 0
   save_executor(executor_id, executor)
   tenant.running = tenant.running + request.sequences
   save_tenant(request.tenant, tenant)

@@ -1,0 +1,74 @@
+"""Whose a request is, in plain Python: repeats, who adopts what, what has ended. Part of `ledger_model`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from router.store.types import Adopted, Demand, Duplicate, Placement, RequestState, TakenOver
+from tests.property.ledger_pool import End, Pool, Request
+
+
+def adopt(pool: Pool, router_id: str, name: str) -> Adopted | RequestState | None:
+    """Model of adopt.lua, behind the renewal of the lease."""
+    request = pool.requests.get(name)
+    if request is None:
+        if not pool.is_tombstoned(name):
+            return None
+        end = pool.endings.get(name)
+        return Adopted(end.placement, ended=True) if end and end.placement else RequestState.ENDED
+    if request.state is RequestState.PLACED and request.placement:
+        take_over(pool, router_id, request)
+        request.is_adopted = True
+        return Adopted(placement_of(request), ended=False)
+    return request.state
+
+
+def take_over(pool: Pool, router_id: str, request: Request) -> None:
+    """The request is this router's; who had it is told, if somebody had."""
+    if request.owner_id != router_id:
+        if pool.lives(request.owner_id, router_id):
+            pool.tell(request.owner_id, TakenOver(request.demand.request_id))
+        request.owner_id = router_id
+
+
+def placement_of(request: Request) -> Placement:
+    """Where it is, with what its router must know of that."""
+    assert request.placement
+    return dataclasses.replace(request.placement, suspect=request.strikes > 0)
+
+
+def is_adopting(pool: Pool, request: Request, router_id: str, demand: Demand) -> bool:
+    """Whether this is a repeat by another router, which may have the request."""
+    is_free = not (demand.is_served and pool.lives(request.owner_id, router_id))
+    return request.owner_id != router_id and _is_same(request, demand) and is_free
+
+
+def is_own_repeat(request: Request, router_id: str, demand: Demand) -> bool:
+    """Whether this is a repeat by the router whose it is: of the same digest or, without one, of the same arguments."""
+    had = request.demand
+    is_alike = (had.tenant, had.priority_class, had.deadline_ms, had.blocks, had.sequences) == (
+        demand.tenant,
+        demand.priority_class,
+        demand.deadline_ms,
+        demand.blocks,
+        demand.sequences,
+    )
+    is_known_by_arguments = is_alike and request.digest == demand.digest == ""
+    return request.owner_id == router_id and (_is_same(request, demand) or is_known_by_arguments)
+
+
+def _is_same(request: Request, demand: Demand) -> bool:
+    if not demand.digest or request.digest is None:
+        return bool(demand.digest)
+    return request.digest == demand.digest and request.demand.tenant in (demand.tenant, "")
+
+
+def repeat_of_ended(end: End | None, demand: Demand) -> Adopted | Duplicate | int:
+    """What becomes of a repeat of what has ended; a number is the attempt behind which it starts anew."""
+    is_same = bool(demand.digest) and (end is None or end.digest in (demand.digest, None))
+    if is_same and end and not end.was_cancelled:
+        assert end.placement
+        return Adopted(end.placement, ended=True)
+    if not is_same or demand.is_served:
+        return Duplicate(RequestState.ENDED)
+    return end.attempt if end else 0

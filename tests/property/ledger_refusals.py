@@ -1,0 +1,47 @@
+"""What is not taken in line, in plain Python. Part of `ledger_model`."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from common.errors import Reason
+from router.store.types import Demand, Refused
+from tests.property.ledger_estimates import MARGIN
+from tests.property.ledger_pool import LEASE_MS, Pool, Request
+from tests.property.ledger_tenants import exceeded
+
+MIN_RETRY_MS, MAX_RETRY_MS = 100, 60_000
+
+
+def impossible(pool: Pool, demand: Demand) -> Refused | None:
+    """Why it can run nowhere."""
+    if not any(pool.now_ms - one.last_report_ms <= LEASE_MS for one in pool.executors.values()):
+        return Refused(Reason.NO_EXECUTOR)
+    return None if pool.fits_somewhere(demand) else Refused(Reason.NEVER_FITS)
+
+
+def refusal_of_waiting(pool: Pool, request: Request) -> Refused | None:
+    """Why it, which stands in line, may not: too much does, or it would come too late."""
+    if request.demand.last_attempt or request.output:
+        return None
+    settings, demand = pool.settings, request.demand
+    own, everything = pool.waiting(demand.tenant), pool.waiting()
+    limit = exceeded(demand.limits, len(own), pool.tokens_waiting(own), pool.bytes_waiting(own))
+    bounds = (
+        ("max_queue_requests", len(everything), settings.max_queue_requests),
+        ("max_queue_tokens", pool.tokens_waiting(everything), settings.max_queue_tokens),
+        ("max_queue_bytes", pool.bytes_waiting(everything), settings.max_queue_bytes),
+    )
+    limit = limit or next((name for name, found, bound in bounds if bound is not None and found > bound), None)
+    wait_ms = pool.estimated_wait_ms(demand.request_id)
+    if limit:
+        return Refused(Reason.QUEUE_FULL, limit, None if wait_ms is None else _retry_after_ms(wait_ms / 4))
+    if demand.deadline_ms is not None:
+        late_ms = (wait_ms or 0) * MARGIN + pool.prefill_ms(request) - demand.deadline_ms
+        if late_ms > 0:
+            return Refused(Reason.DEADLINE_UNMEETABLE, "first token deadline", _retry_after_ms(late_ms))
+    return None
+
+
+def _retry_after_ms(wait_ms: float) -> int:
+    return ceil(max(MIN_RETRY_MS, min(MAX_RETRY_MS, wait_ms)))

@@ -1,0 +1,40 @@
+"""The secret that routers share by way of Redis."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import Reason, RequestError
+from router.store.connection import connect
+from router.store.secret import KEY, SECRET_BYTES, restore, shared_secret
+from tests.store_pool import SETTINGS, StorePool
+
+
+async def test_routers_share_the_secret_that_the_first_one_made(store_pool: StorePool) -> None:
+    await store_pool.redis.delete(KEY)
+
+    secret = await shared_secret(store_pool.redis, SETTINGS)
+
+    assert len(secret) == SECRET_BYTES
+    assert await shared_secret(store_pool.redis, SETTINGS) == secret
+
+
+async def test_secret_that_redis_lost_is_put_back_unless_there_is_a_new_one(store_pool: StorePool) -> None:
+    old = await shared_secret(store_pool.redis, SETTINGS)
+    await store_pool.redis.delete(KEY)
+    assert await restore(store_pool.redis, SETTINGS, old) == old
+    assert await shared_secret(store_pool.redis, SETTINGS) == old
+
+    await store_pool.redis.delete(KEY)
+    new = await shared_secret(store_pool.redis, SETTINGS)
+    assert await restore(store_pool.redis, SETTINGS, old) == new
+
+
+async def test_absent_redis_is_a_refusal() -> None:
+    redis = connect("redis://127.0.0.1:1", SETTINGS)
+    try:
+        with pytest.raises(RequestError) as refusal:
+            await shared_secret(redis, SETTINGS)
+    finally:
+        await redis.aclose()
+    assert refusal.value.reason is Reason.STORE_UNAVAILABLE

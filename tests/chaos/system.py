@@ -63,11 +63,11 @@ class System:
 
     async def learn(self, *specimens: Specimen) -> None:
         """Generates what is not known yet."""
-        for specimen in specimens:
-            if specimen not in self.expected:
-                done = await self.client.send(specimen.request()).result()
-                assert done.finish_reason is not None
-                self.expected[specimen] = Expected(done.token_ids, done.text, done.finish_reason.value)
+        unknown = [specimen for specimen in specimens if specimen not in self.expected]
+        completions = await asyncio.gather(*(self.client.send(one.request()).result() for one in unknown))
+        for specimen, done in zip(unknown, completions, strict=True):
+            assert done.finish_reason is not None
+            self.expected[specimen] = Expected(done.token_ids, done.text, done.finish_reason.value)
 
     def read(self, specimen: Specimen, client: Client | None = None, **options: Any) -> Reading:
         """Begins to read a request."""

@@ -21,6 +21,7 @@ class Observed:
 
     specimen: Specimen
     began_s: float
+    request_id: str | None = None
     arrivals_s: list[float] = field(default_factory=list)
     offsets: list[tuple[int, int]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -45,6 +46,7 @@ class Observed:
         match event:
             case Accepted():
                 self.was_accepted = True
+                self.request_id = event.request_id
             case Delta():
                 if event.num_tokens:
                     self.arrivals_s.append(at_s)

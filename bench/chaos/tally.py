@@ -95,7 +95,8 @@ def _refusal(one: Sent) -> str:
 
 def _failure(one: Sent) -> str:
     observed = one.observed
-    what = f"request {one.number}, {observed.specimen.name}, {one.manner.value}, after {observed.num_tokens} tokens"
+    what = f"request {one.number} ({observed.request_id}), {observed.specimen.name}, {one.manner.value}"
+    what += f", after {observed.num_tokens} tokens"
     if observed.has_timed_out:
         return f"{what}: its stream did not end"
     if observed.error is not None:

@@ -77,6 +77,7 @@ class Dispatcher:
         )
         self._adopter = Adopter(self._store, self._ledger, self._placer)
         self._adopting: dict[str, asyncio.Task[RequestStream | RequestError]] = {}
+        self._keep_ended_s = keep_ended_s
         self._on_lapse = on_lapse
         self._is_draining = False
         self._has_stopped = False
@@ -175,6 +176,8 @@ class Dispatcher:
             return
         self._queue_watch.unwatch(stream)
         unattended_s = stream.reading.unattended_s if stream.reading is not None else 0.0
+        if unattended_s is not None:
+            unattended_s = min(unattended_s, self._keep_ended_s)
         if stream.has_ended or unattended_s == 0:
             self.release(stream)
         elif self._placer.streams.get(stream.request_id) is stream:

@@ -86,7 +86,10 @@ class RouterSettings(ProcessSettings):
         None, description="secret of all routers that resume tokens are made with; unset: one is made and kept in Redis"
     )
     resume_ttl_s: float = Field(
-        60.0, ge=0, le=3600, description="most seconds that a request's output is kept after its end, to be resumed"
+        60.0,
+        ge=0,
+        le=3600,
+        description="most seconds that a request goes on without a client, and that its output is kept after its end",
     )
     max_streams_per_connection: int = Field(5000, ge=1, le=1_000_000, description="calls under way on one connection")
     max_connection_idle_s: float = Field(900.0, ge=1, description="seconds without a call until a connection is closed")
@@ -103,7 +106,10 @@ class RouterSettings(ProcessSettings):
         "", description="another address host:port, in the clear, for health checks alone; empty: none"
     )
     no_executor_grace_s: float = Field(
-        10.0, ge=0, description="seconds that accepted requests wait for an executor after the last one was lost"
+        10.0,
+        ge=0,
+        description="seconds that requests without a deadline wait for an executor after the last one was lost; others "
+        "wait until their deadline",
     )
     resolve_interval_s: float = Field(5.0, gt=0, description="seconds between look-ups of executor names")
     drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running streams get to end on SIGTERM")

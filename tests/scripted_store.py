@@ -106,7 +106,8 @@ class ScriptedStore:
 class ScriptedRouter:
     """A router of some models, each with a scripted ledger."""
 
-    def __init__(self, *models: str, rules: AdmissionRules = NO_RULES) -> None:
+    def __init__(self, *models: str, rules: AdmissionRules = NO_RULES, no_executor_grace_s: float = 1.0) -> None:
+        self._no_executor_grace_s = no_executor_grace_s
         self.stores: dict[str, ScriptedStore] = {}
         self.admission = AdmissionFile(None, frozenset(models), rules)
         self.pools = Pools([self._pool(model) for model in models], "router", lambda: self.admission.rules.variants)
@@ -118,7 +119,7 @@ class ScriptedRouter:
             self.stores[model] = ScriptedStore(on_event)
             return cast(AdmissionStore, self.stores[model])
 
-        return Pool(model, TextModel(tiny_tokenizer()), Dispatcher(open_store, 3, 1.0))
+        return Pool(model, TextModel(tiny_tokenizer()), Dispatcher(open_store, 3, self._no_executor_grace_s))
 
     def link(self, executor_id: str, model: str) -> ExecutorLink:
         """Links an executor; the test plays it by `ExecutorLink.receive`."""
@@ -183,11 +184,14 @@ def steps(
 
 
 def new_stream(
-    num_prompt_tokens: int = 10, deadline: float | None = None, reading: Reading | None = None
+    num_prompt_tokens: int = 10,
+    deadline: float | None = None,
+    reading: Reading | None = None,
+    request_id: str = "r",
 ) -> RequestStream:
-    """Request `r`, whose whole need is 9 blocks."""
-    submit = executor_pb2.Submit(request_id="r", prompt_ids=[1] * num_prompt_tokens)
-    return RequestStream(Demand("r", 2, 9, deadline_ms=500), submit, 0.0, deadline, reading=reading)
+    """Request `r`, unless another is named, whose whole need is 9 blocks."""
+    submit = executor_pb2.Submit(request_id=request_id, prompt_ids=[1] * num_prompt_tokens)
+    return RequestStream(Demand(request_id, 2, 9, deadline_ms=500), submit, 0.0, deadline, reading=reading)
 
 
 def new_reading(**fields: Any) -> Reading:

@@ -45,8 +45,8 @@ async def queued(router: RunningRouter, request_id: str, **fields: Any) -> Any:
     return call
 
 
-async def explain(router: RunningRouter, request_id: str) -> inference_pb2.GetRequestResponse:
-    response = await router.stub.GetRequest(inference_pb2.GetRequestRequest(request_id=request_id))
+async def explain(router: RunningRouter, request_id: str, tenant: str = "") -> inference_pb2.GetRequestResponse:
+    response = await router.stub.GetRequest(inference_pb2.GetRequestRequest(request_id=request_id, tenant=tenant))
     assert isinstance(response, inference_pb2.GetRequestResponse)
     return response
 
@@ -182,7 +182,7 @@ async def test_tenant_runs_no_more_than_it_may(redis_url: str, pool: str, tmp_pa
         running = cluster.routers[0].stub.Generate(token_request([0], 20, tenant="acme"))
         await running.read()
         second = await queued(cluster.routers[0], "second", tenant="acme")
-        standing = await explain(cluster.routers[0], "second")
+        standing = await explain(cluster.routers[0], "second", tenant="acme")
         assert standing.wait_reason == inference_pb2.WAIT_REASON_TENANT_LIMIT
         assert "'acme'" in standing.waiting_for
         other = cluster.routers[0].stub.Generate(token_request([0], 20, tenant="other"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -328,3 +329,26 @@ async def test_token_that_stays_missing_sends_the_request_elsewhere(
             ("r", 1, {"rejected": False, "preempted": False, "output_tokens": 1, "progressed": True})
         ]
         assert [cancel.attempt for cancel in scene.link._outbox.cancels] == [1]
+
+
+# --- without an executor
+
+
+async def test_only_requests_without_a_deadline_are_given_up_when_no_executor_comes_back() -> None:
+    router = ScriptedRouter("m", no_executor_grace_s=0.0)
+    link, store = router.link("e0", "m"), router.stores["m"]
+    dispatcher = router.pools.find("m").dispatcher
+    async with router.running():
+        patient, other = new_stream(deadline=time.monotonic() + 100), new_stream(request_id="s")
+        store.answers.extend([placement(), placement(request_id="s")])
+        for stream in (patient, other):
+            await dispatcher.submit(stream)
+        link._break()
+        async with asyncio.timeout(10):
+            while not other.has_ended:
+                await asyncio.sleep(0)
+        assert other.error is not None
+        assert other.error.reason is Reason.NO_EXECUTOR
+        assert not patient.has_ended
+        await settled()
+        assert [stream.request_id for stream in dispatcher.streams] == ["r"]

@@ -125,7 +125,7 @@ class Fleet:
             code = await member.process.wait()
             now = time.monotonic()
             self.exits.append(Exit(now, member.name, member.role, code))
-            is_early = now - member.started_s < EARLY_END_S
+            is_early = code > 0 and now - member.started_s < EARLY_END_S  # what a signal ended is our doing
             member.num_early_ends = member.num_early_ends + 1 if is_early else 0
             if member.num_early_ends >= MAX_EARLY_ENDS:
                 raise StackError(f"{describe_exit(member.process)} again and again\n{describe_log(member.process)}")

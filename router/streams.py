@@ -260,8 +260,7 @@ class RequestStream:
         self._changed.set()
 
     def token(self, offset: int, token_id: int) -> bool:
-        """Takes a token. One that is known, or comes after the end, is dropped; returns False where one is missing before
-        it."""
+        """Takes a token. One that is known, or behind the end, is dropped; False where one is missing before it."""
         if self.has_ended:
             return True
         expected = len(self.output_ids)

@@ -50,7 +50,9 @@ class Run:
 
     def say(self, text: str) -> None:
         """A line with the time since the load began."""
-        self.console.print(f"{time.monotonic() - self.began_s:7.1f} s  {text}", markup=False, highlight=False)
+        self.console.print(
+            f"{time.monotonic() - self.began_s:7.1f} s  {text}", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def main(argv: Sequence[str]) -> int:

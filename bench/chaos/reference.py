@@ -19,7 +19,7 @@ from bench.chaos.specimens import Expected, Kind, Specimen, continued, with_stop
 from client.aio import Client
 from common.disk_cache import cache_folder
 
-FEW_AT_ONCE = 2
+FEW_AT_ONCE = 4
 MANY_AT_ONCE = 16
 # Behind so much of the output it is computed as a prompt, in the third try.
 CONTINUE_BEHIND = (0.33, 0.67)

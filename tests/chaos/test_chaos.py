@@ -14,7 +14,7 @@ LAST_LINE = re.compile(r"chaos: requests=(\d+) deaths=(\d+) resumed=(\d+) lost=0
 
 @pytest.mark.slow
 def test_no_token_is_lost_or_comes_twice_whatever_dies(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.chaos", "--model", "tiny", "--seconds", "20", "--seed", "5", "--copies"]
+    command = [sys.executable, "-m", "bench.chaos", "--model", "tiny", "--seconds", "16", "--seed", "5", "--copies"]
     faults = ("--faults", "executor-kill,router-kill,redis-empty,link-cut")
     folders = ("--run-dir", str(tmp_path), "--out", str(tmp_path))
     ended = subprocess.run([*command, *faults, *folders], capture_output=True, text=True, timeout=250, check=False)

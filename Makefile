@@ -16,6 +16,9 @@ PYTEST_ARGS ?=
 ARGS ?=
 PEERS ?=
 SOAK_REQUESTS ?= 10000
+# How long chaos or a soak goes on; and chaos's seed, empty: another one every time.
+SECONDS ?= 60
+SEED ?=
 # Requests in line and executors that report, for bench-admission.
 QUEUED ?= 10000
 EXECUTORS ?= 100
@@ -34,7 +37,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
 
-.PHONY: help setup demo up test test-gpu lint format protos bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean
+.PHONY: help setup demo up test test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -46,6 +49,8 @@ help:
 	@echo "make lint    formatting, lint, types, generated code"
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate protos/gen again"
+	@echo "make chaos   kill, stop and cut off the processes of a system under load; SECONDS=600 SEED=1, ARGS=\"--model tiny\""
+	@echo "make soak    full load with cancellations and vanishing clients, and whether anything grows; SECONDS=3600"
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
 	@echo "make bench-host   what the host's part of a step costs"
 	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
@@ -99,6 +104,12 @@ protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(GENERATED) --pyi_out=$(GENERATED) \
 		--grpc_python_out=$(GENERATED) $(PROTOS)
 	$(BIN)/python -m tests.contract.baseline
+
+soak: setup
+	@$(BIN)/python -m bench.soak --seconds $(SECONDS) $(ARGS)
+
+chaos: setup
+	@$(BIN)/python -m bench.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: setup
 	@$(BIN)/inflight bench $(ARGS)

@@ -18,7 +18,7 @@ from bench.progress import Progress
 from bench.report.report import Report, Section
 from bench.report.terminal import print_report
 from bench.report.write import write_report
-from bench.soak import soak
+from bench.soak.count import soak
 from bench.stacks import planned_workload
 from bench.start import Field, circumstances, start_field
 from bench.targets.target import Target, TargetError

@@ -16,7 +16,7 @@ from common.errors import RequestError
 from router.ledger_writer import LedgerWriter
 from router.links import Answer, NotAttached
 from router.placing import Placer
-from router.refusals import output_lost
+from router.refusals import out_of_reach, output_lost
 from router.store.store import AdmissionStore
 from router.store.types import Adopted, Ending, Placement
 from router.streams import RequestStream
@@ -77,6 +77,8 @@ class Adopter:
             if stream.is_abandoned:
                 self._placer.stop(stream)
             return None
+        if adopted.ended and answer is NotAttached.LINK_LOST:
+            return out_of_reach()
         if adopted.ended:
             return output_lost("the request has ended, and its executor does not hold its output any more")
         self._placer.place(adopted.placement)  # nobody has told the executor, or it cannot be reached
@@ -87,7 +89,9 @@ class Adopter:
     ) -> Answer:
         link = await self._placer.link_to(placement, LINK_WAIT_S)
         if link is None:
-            return NotAttached.LINK_LOST
+            # One that has started anew holds nothing of before.
+            is_another = placement.executor_id in self._placer.links
+            return NotAttached.NOT_HELD if is_another else NotAttached.LINK_LOST
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
         def on_answer(answer: Answer) -> RequestStream | None:

@@ -42,6 +42,12 @@ def output_lost(text: str) -> RequestError:
     )
 
 
+def out_of_reach() -> RequestError:
+    """This router does not reach the executor with the output; another may, or this one later."""
+    text = "the request has ended, and the executor that holds its output cannot be reached now"
+    return RequestError(Reason.EXECUTOR_LOST, text, retry_after_ms=RETRY_AFTER_MS)
+
+
 def draining(text: str, *, is_resumable: bool = False) -> RequestError:
     """This router goes away; another does it."""
     context = {"resumable": "true"} if is_resumable else {}

@@ -262,12 +262,14 @@ class RequestStream:
         self._changed.set()
 
     def token(self, offset: int, token_id: int) -> bool:
-        """Takes a token. One that is known is dropped; returns False where one is missing before it, or it is one more
-        than was asked for."""
+        """Takes a token. One that is known, or behind the end, is dropped; returns False where one is missing before
+        it, or it is one more than was asked for."""
+        if self.has_ended:
+            return True
         expected = len(self.output_ids)
         if offset > expected or offset >= self._max_tokens:
             return False
-        if offset == expected and not self.has_ended:
+        if offset == expected:
             now = time.monotonic()
             if self.clock.first_token is None and not self._has_unknown_past:
                 self.clock.first_token = now

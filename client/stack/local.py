@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import grpc
 
 from client.stack.certificates import make_certificates
 from client.stack.options import EXECUTOR_HOST, STOP_GRACE_S, StackOptions, executor_command, router_command
+from client.stack.ports import free_ports
 from client.stack.process import ChildProcess
 from client.stack.ready import wait_until_serving
 from client.stack.redis_server import PrivateRedis, RedisStartError
@@ -184,7 +184,7 @@ class LocalStack:
     async def _start_executors_and_routers(self) -> None:
         options = self.options
         num_free = options.executors + options.routers - (options.port is not None)
-        ports = iter(_free_ports(options.host, num_free))
+        ports = iter(free_ports(options.host, num_free))
         for index in range(options.executors):
             address, name = f"{EXECUTOR_HOST}:{next(ports)}", f"executor-{index}"
             command = executor_command(options, name, address)
@@ -299,18 +299,6 @@ def _lock_run_folder(options: StackOptions) -> RunFolderLock:
     raise StackError(
         f"a stack {where} from the folder {options.run_dir} already; end it first, or use another --run-dir"
     )
-
-
-def _free_ports(host: str, num_ports: int) -> list[int]:
-    """Ports that nobody listens on now, all different."""
-    sockets = [socket.socket() for _ in range(num_ports)]
-    try:
-        for taken in sockets:
-            taken.bind((host, 0))
-        return [taken.getsockname()[1] for taken in sockets]
-    finally:
-        for taken in sockets:
-            taken.close()
 
 
 async def _first_to_end(children: Iterable[ChildProcess]) -> ChildProcess:

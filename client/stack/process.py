@@ -14,9 +14,31 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from client.stack.guard import HAS_KERNEL_GUARD, guarded
+
+
+class RunningProcess(Protocol):
+    """What a child is to us; asyncio's processes are."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code; negative for a signal, `None` while it runs."""
+        ...
+
+    def terminate(self) -> None:
+        """Asks it to end. Raises `ProcessLookupError` where it has."""
+        ...
+
+    async def wait(self) -> int:
+        """Waits for its end and returns the exit code."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +49,7 @@ class ChildProcess:
     role: str
     address: str
     log_file: Path
-    process: asyncio.subprocess.Process
+    process: RunningProcess
 
     @classmethod
     async def start(

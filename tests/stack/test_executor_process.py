@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -94,13 +95,13 @@ async def test_terminated_executor_hands_everything_back_and_exits_with_0(model:
         async with router_stream(child.address, generation=generation) as router:
             await start_two(router)
             # A process that is stopped for longer than its watchdog allows an engine goes on as if nothing had been
-            child.process.send_signal(signal.SIGSTOP)
+            os.kill(child.pid, signal.SIGSTOP)
             await asyncio.sleep(1.5)
-            child.process.send_signal(signal.SIGCONT)
+            os.kill(child.pid, signal.SIGCONT)
             num_tokens = len(router.of("runs")[0].tokens)
             await router.until(lambda: len(router.of("runs")[0].tokens) > num_tokens + 100)
             # When it is to end, who had no seat goes at once, and who has one when the time is over
-            child.process.send_signal(signal.SIGTERM)
+            os.kill(child.pid, signal.SIGTERM)
             await router.until(lambda: router.of("waits")[0].end)
             assert router.of("runs")[0].end is None
             await router.until(lambda: router.is_over)

@@ -11,7 +11,7 @@ from inflight.v1 import inference_pb2
 from rich.progress import Progress as Bars
 
 from bench.options import parse_options
-from bench.soak import SHAPE, Soak, soak
+from bench.soak.count import SHAPE, Soak, soak
 from bench.targets.target import TargetError
 from bench.workloads.generate import shaped_requests
 from client.aio import Client

@@ -41,7 +41,15 @@ class Stub:
 
     async def Describe(self, request: Any, timeout: float) -> executor_pb2.DescribeResponse:
         return executor_pb2.DescribeResponse(
-            executor_id="e0", generation=1, model="m", protocol_version=self._version, vocabulary_size=5
+            executor_id="e0",
+            generation=1,
+            protocol_version=self._version,
+            model="m",
+            block_size=4,
+            total_blocks=8,
+            max_num_sequences=2,
+            context_length=64,
+            vocabulary_size=5,
         )
 
     def Serve(self) -> Call:

@@ -1,0 +1,15 @@
+"""`python -m bench.chaos`."""
+
+from __future__ import annotations
+
+import sys
+
+from bench.chaos.main import main
+from client.cli.outcome import CommandError
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except CommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

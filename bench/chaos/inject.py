@@ -1,0 +1,77 @@
+"""Makes a fault happen to a fleet, for as long as it lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from bench.chaos.fleet import Fleet, Member
+from bench.chaos.proxy import Proxy, Weather
+from bench.chaos.schedule import Fault, FaultKind
+
+
+async def inject(fleet: Fleet, fault: Fault) -> None:
+    """Returns when the fault is over; the system need not have recovered by then."""
+    await _INJECTIONS[fault.kind](fleet, fault)
+
+
+async def _kill(member: Member) -> None:
+    member.send(signal.SIGKILL)
+
+
+async def _restart(member: Member) -> None:
+    """A rolling restart asks the process to end, and waits for it to."""
+    process = member.process
+    assert process is not None
+    member.send(signal.SIGTERM)
+    await process.wait()
+
+
+async def _hang(member: Member, lasts_s: float) -> None:
+    member.send(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(lasts_s)
+    finally:
+        member.send(signal.SIGCONT)
+
+
+async def _empty(fleet: Fleet) -> None:
+    fleet.redis_process.forget()
+    await _kill(fleet.redis)
+
+
+async def _disturb(proxy: Proxy, fault: Fault, weather: Weather) -> None:
+    proxy.set_weather(weather, fault.delay_s)
+    try:
+        await asyncio.sleep(fault.lasts_s)
+    finally:
+        proxy.set_weather(Weather.FAIR)
+
+
+def _link(weather: Weather) -> Callable[[Fleet, Fault], Coroutine[Any, Any, None]]:
+    return lambda fleet, fault: _disturb(fleet.links[fault.router, fault.executor], fault, weather)
+
+
+def _store(weather: Weather) -> Callable[[Fleet, Fault], Coroutine[Any, Any, None]]:
+    return lambda fleet, fault: _disturb(fleet.stores[fault.router], fault, weather)
+
+
+_INJECTIONS: dict[FaultKind, Callable[[Fleet, Fault], Coroutine[Any, Any, None]]] = {
+    FaultKind.EXECUTOR_KILL: lambda fleet, fault: _kill(fleet.executors[fault.executor]),
+    FaultKind.EXECUTOR_HANG: lambda fleet, fault: _hang(fleet.executors[fault.executor], fault.lasts_s),
+    FaultKind.EXECUTOR_RESTART: lambda fleet, fault: _restart(fleet.executors[fault.executor]),
+    FaultKind.ROUTER_KILL: lambda fleet, fault: _kill(fleet.routers[fault.router]),
+    FaultKind.ROUTER_HANG: lambda fleet, fault: _hang(fleet.routers[fault.router], fault.lasts_s),
+    FaultKind.ROUTER_RESTART: lambda fleet, fault: _restart(fleet.routers[fault.router]),
+    FaultKind.REDIS_EMPTY: lambda fleet, fault: _empty(fleet),
+    FaultKind.REDIS_RESTART: lambda fleet, fault: _kill(fleet.redis),
+    FaultKind.REDIS_HANG: lambda fleet, fault: _hang(fleet.redis, fault.lasts_s),
+    FaultKind.LINK_CUT: _link(Weather.CUT),
+    FaultKind.LINK_BLACK_HOLE: _link(Weather.BLACK_HOLE),
+    FaultKind.LINK_DELAY: _link(Weather.DELAY),
+    FaultKind.STORE_CUT: _store(Weather.CUT),
+    FaultKind.STORE_BLACK_HOLE: _store(Weather.BLACK_HOLE),
+    FaultKind.STORE_DELAY: _store(Weather.DELAY),
+}

@@ -1,0 +1,170 @@
+"""The load: clients that each send one request after the other, read it in some way, and note what they saw.
+
+Which request and how it is read is drawn from the seed. Clients are as users' are: the client library, every router
+as a target, nothing done by hand when something breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import Enum
+
+import grpc
+from inflight.v1 import inference_pb2
+
+from bench.chaos.observed import Observed, Verdict, judge
+from bench.chaos.specimens import Expected, Specimen
+from client.aio import Client
+from client.errors import InflightError
+from common.errors import Reason
+
+# Longer than any recovery: a stream that has not ended by then never will.
+STREAM_TIMEOUT_S = 120.0
+REPEAT_WITHIN_S = 20
+MAX_REPEAT_PAUSE_S = 1.0
+# Waits where a refusal says when to try again, but not longer than this.
+MAX_RETRY_S = 2.0
+
+
+class Manner(Enum):
+    """How a client treats its request. The library gives each a key of its own, but for one that bears an id."""
+
+    READ = "read"
+    WATCH_QUEUE = "watch-queue"
+    CANCEL = "cancel"
+    UNKEYED = "unkeyed"
+    REPEAT = "repeat"
+
+
+@dataclass(slots=True)
+class Sent:
+    """A stream that has ended, how it was read, and what is to be said of it."""
+
+    number: int
+    manner: Manner
+    observed: Observed
+    verdict: Verdict
+    refused: bool
+    failed: bool
+
+
+@dataclass(slots=True)
+class Load:
+    """Everything that was sent. `stop` ends it: requests under way are read to their end."""
+
+    client: Client
+    expected: Mapping[Specimen, Expected]
+    seed: int
+    manners: Sequence[Manner]
+    on_end: Callable[[Sent], None] = lambda sent: None
+    sent: list[Sent] = field(default_factory=list)
+    under_way: set[int] = field(default_factory=set)
+    num_begun: int = 0
+    is_stopping: bool = False
+
+    async def run(self, num_clients: int) -> None:
+        """Sends until `stop`."""
+        async with asyncio.TaskGroup() as group:
+            for index in range(num_clients):
+                group.create_task(self._send_on(random.Random(f"load/{self.seed}/{index}")))
+
+    def stop(self) -> None:
+        """No more requests."""
+        self.is_stopping = True
+
+    async def _send_on(self, rng: random.Random) -> None:
+        choices = list(self.expected)
+        while not self.is_stopping:
+            specimen, manner = rng.choice(choices), rng.choice(list(self.manners))
+            sent = await self._send(specimen, manner, rng)
+            if sent.refused:
+                assert sent.observed.error is not None
+                await asyncio.sleep(min(sent.observed.error.retry_after_s or 0.0, MAX_RETRY_S))
+
+    async def _send(self, specimen: Specimen, manner: Manner, rng: random.Random) -> Sent:
+        leave_after = rng.randrange(specimen.max_tokens) + 1
+        key = f"chaos-{self.seed}-{rng.getrandbits(64):016x}"
+        match manner:
+            case Manner.CANCEL:
+                return await self._read(specimen, manner, specimen.request(), leave_after)
+            case Manner.WATCH_QUEUE:
+                return await self._read(specimen, manner, specimen.request(want_queue_events=True))
+            case Manner.UNKEYED:
+                return await self._read(specimen, manner, specimen.request(request_id=key))
+            case Manner.REPEAT:
+                request = specimen.request(idempotency_key=key, resume_ttl_s=REPEAT_WITHIN_S)
+                first = await self._read(specimen, manner, request, leave_after)
+                if first.refused:
+                    return first
+                await asyncio.sleep(rng.uniform(0, MAX_REPEAT_PAUSE_S))
+                return await self._read(specimen, manner, request)
+            case Manner.READ:
+                return await self._read(specimen, manner, specimen.request())
+
+    async def _read(
+        self,
+        specimen: Specimen,
+        manner: Manner,
+        request: inference_pb2.GenerateRequest,
+        leave_after: int | None = None,
+    ) -> Sent:
+        """Sends and reads to the end, or until so many tokens have come."""
+        self.num_begun += 1
+        number = self.num_begun
+        self.under_way.add(number)
+        observed = Observed(specimen, time.monotonic())
+        try:
+            async with asyncio.timeout(STREAM_TIMEOUT_S):
+                await self._follow(request, observed, leave_after)
+        except InflightError as error:
+            observed.error = error
+        except TimeoutError:
+            observed.has_timed_out = True
+        finally:
+            observed.ended_s = time.monotonic()
+            self.under_way.discard(number)
+        sent = self._judged(number, manner, observed)
+        self.sent.append(sent)
+        self.on_end(sent)
+        return sent
+
+    async def _follow(
+        self, request: inference_pb2.GenerateRequest, observed: Observed, leave_after: int | None
+    ) -> None:
+        stream = self.client.send(request)
+        async with stream, aclosing(stream.events()) as events:
+            async for event in events:
+                observed.add(event, time.monotonic())
+                if leave_after is not None and observed.num_tokens >= leave_after:
+                    observed.was_left = True
+                    return
+
+    def _judged(self, number: int, manner: Manner, observed: Observed) -> Sent:
+        if observed.error is None and not observed.has_timed_out:
+            verdict = judge(observed, self.expected[observed.specimen])
+            return Sent(number, manner, observed, verdict, refused=False, failed=not verdict.is_right)
+        if observed.error is not None and is_promised_refusal(observed, manner):
+            return Sent(number, manner, observed, Verdict(), refused=True, failed=False)
+        # What came before it broke must be right all the same.
+        observed.was_left = True
+        verdict = judge(observed, self.expected[observed.specimen])
+        return Sent(number, manner, observed, verdict, refused=False, failed=True)
+
+
+def is_promised_refusal(observed: Observed, manner: Manner) -> bool:
+    """Whether it was new work that was told to come again: nothing had been accepted, and the time to wait is said.
+
+    Or one with an id of its client's and no key, whose router died before it had said anything: that it was sent before
+    is known, that it is the same request is not.
+    """
+    error = observed.error
+    if error is None or observed.was_accepted or observed.offsets:
+        return False
+    if manner is Manner.UNKEYED and error.reason == Reason.DUPLICATE_REQUEST_ID.value:
+        return True
+    return error.code is grpc.StatusCode.UNAVAILABLE and error.retry_after_s is not None

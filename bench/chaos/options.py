@@ -1,0 +1,100 @@
+"""What `python -m bench.chaos` can be told."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.chaos.load import Manner
+from bench.chaos.schedule import FaultKind
+from bench.chaos.tiny_model import NAME as TINY
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    """A run: how long the faults go on, which there are, and under what load. `overlap` faults may go on at once."""
+
+    seconds: float
+    seed: int
+    model: str
+    routers: int
+    executors: int
+    seats: int
+    clients: int
+    kinds: tuple[FaultKind, ...]
+    manners: tuple[Manner, ...]
+    overlap: int
+    recovery_timeout_s: float
+    run_dir: Path
+    out: Path
+    measured: Path | None
+    copies: bool
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether it is the model that is made for this."""
+        return self.model == TINY
+
+
+def parse_options(argv: Sequence[str]) -> ChaosOptions:
+    """Reads the command line; exits 2 with the option's name where it is wrong."""
+    given = _parser().parse_args(argv)
+    return ChaosOptions(
+        seconds=given.seconds,
+        seed=secrets.randbelow(1_000_000) if given.seed is None else given.seed,
+        model=given.model,
+        routers=given.routers,
+        executors=given.executors,
+        seats=given.seats,
+        clients=given.clients or round(1.5 * given.seats * given.executors),
+        kinds=tuple(given.faults),
+        manners=tuple(given.manners),
+        overlap=given.overlap,
+        recovery_timeout_s=given.recovery_timeout,
+        run_dir=given.run_dir,
+        out=given.out,
+        measured=given.measured,
+        copies=given.copies,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.chaos",
+        description="Kills, stops and cuts off the processes of a real system under load, one at a time, and checks "
+        "every stream token by token against the undisturbed one. Exits 1 where a token was lost or came twice, a "
+        "block leaked, or a request failed that must not.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--seconds", type=float, default=60.0, metavar="S", help="how long faults go on; default: 60")
+    add("--seed", type=int, metavar="N", help="the same faults and requests again; default: another one every time")
+    add("--model", default="", metavar="MODEL", help=f"{TINY}, or as for `inflight up`; default: SmolLM2-135M-Instruct")
+    add("--routers", type=int, default=2, metavar="N", help="default: 2")
+    add("--executors", type=int, default=2, metavar="N", help="default: 2")
+    add("--seats", type=int, default=4, metavar="N", help="of each executor; default: 4")
+    add("--clients", type=int, metavar="N", help="requests under way; default: half more than there are seats")
+    add("--faults", type=_kinds, default=tuple(FaultKind), metavar="KIND,…", help=_names(FaultKind))
+    add("--manners", type=_manners, default=tuple(Manner), metavar="MANNER,…", help=f"of reading: {_names(Manner)}")
+    add("--overlap", type=int, default=1, metavar="N", help="faults at a time; nothing is promised for more than 1")
+    add("--recovery-timeout", type=float, default=90.0, metavar="S", help="until a fault counts as fatal; default: 90")
+    add("--run-dir", type=Path, default=Path("run/chaos"), metavar="DIR", help="logs; default: run/chaos")
+    add("--out", type=Path, default=Path("run/chaos"), metavar="DIR", help="the report; default: run/chaos")
+    add("--measured", type=Path, metavar="FILE", help="a page to put the measured gaps into, such as docs/failures.md")
+    add("--copies", action="store_true", help="start processes as copies of one that has loaded its code: back soon")
+    return parser
+
+
+def _names(values: type[FaultKind] | type[Manner]) -> str:
+    return f"{', '.join(value.value for value in values)}; default: all"
+
+
+def _kinds(text: str) -> tuple[FaultKind, ...]:
+    return tuple(FaultKind(name) for name in text.split(","))
+
+
+def _manners(text: str) -> tuple[Manner, ...]:
+    return tuple(Manner(name) for name in text.split(","))

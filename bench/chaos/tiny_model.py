@@ -1,0 +1,96 @@
+"""A model of a few thousand weights, drawn at random: quick to start, and every token depends on all before it.
+
+A Llama of two layers that reads and writes bytes: its text is full of characters in pieces, which is what a stream that
+breaks in the middle of one has to get right. Written without torch, which only executors need.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+NAME = "tiny"
+END = "<end>"
+HIDDEN_SIZE = 64
+INTERMEDIATE_SIZE = 96
+NUM_LAYERS = 2
+NUM_HEADS = 4
+NUM_KV_HEADS = 2
+HEAD_SIZE = 16
+CONTEXT_LENGTH = 1024
+# Large enough that attention matters to the logits.
+WEIGHT_SCALE = 0.2
+
+
+def write_tiny_model(folder: Path, seed: int = 0) -> Path:
+    """Makes a Hugging Face folder in `folder` and returns it; the same seed makes the same model."""
+    model_folder = folder / NAME
+    model_folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = _write_tokenizer(model_folder)
+    (model_folder / "config.json").write_text(json.dumps(_configuration(len(vocabulary), vocabulary[END])))
+    save_file(_weights(len(vocabulary), seed), model_folder / "model.safetensors", metadata={"format": "pt"})
+    return model_folder
+
+
+def _write_tokenizer(folder: Path) -> dict[str, int]:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    configuration = {"tokenizer_class": "TokenizersBackend", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(configuration))
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return vocabulary
+
+
+def _configuration(vocabulary_size: int, end_id: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocabulary_size,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": INTERMEDIATE_SIZE,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_SIZE,
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "eos_token_id": end_id,
+        "bos_token_id": end_id,
+        "torch_dtype": "float32",
+    }
+
+
+def _weights(vocabulary_size: int, seed: int) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "model.embed_tokens.weight": (vocabulary_size, HIDDEN_SIZE),
+        "lm_head.weight": (vocabulary_size, HIDDEN_SIZE),
+    }
+    for layer in range(NUM_LAYERS):
+        shapes |= {
+            f"model.layers.{layer}.self_attn.q_proj.weight": (NUM_HEADS * HEAD_SIZE, HIDDEN_SIZE),
+            f"model.layers.{layer}.self_attn.k_proj.weight": (NUM_KV_HEADS * HEAD_SIZE, HIDDEN_SIZE),
+            f"model.layers.{layer}.self_attn.v_proj.weight": (NUM_KV_HEADS * HEAD_SIZE, HIDDEN_SIZE),
+            f"model.layers.{layer}.self_attn.o_proj.weight": (HIDDEN_SIZE, NUM_HEADS * HEAD_SIZE),
+            f"model.layers.{layer}.mlp.gate_proj.weight": (INTERMEDIATE_SIZE, HIDDEN_SIZE),
+            f"model.layers.{layer}.mlp.up_proj.weight": (INTERMEDIATE_SIZE, HIDDEN_SIZE),
+            f"model.layers.{layer}.mlp.down_proj.weight": (HIDDEN_SIZE, INTERMEDIATE_SIZE),
+        }
+    weights = {name: (rng.standard_normal(shape) * WEIGHT_SCALE).astype(np.float32) for name, shape in shapes.items()}
+    ones = np.ones(HIDDEN_SIZE, dtype=np.float32)
+    norms = ["model.norm.weight"]
+    for layer in range(NUM_LAYERS):
+        norms += [f"model.layers.{layer}.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
+    return weights | dict.fromkeys(norms, ones)

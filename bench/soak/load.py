@@ -1,0 +1,92 @@
+"""Full load for as long as it is wanted: more clients than seats, some of which cancel and some of which vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from bench.workloads.plan import PlannedRequest
+from client.aio import Client, Stream
+from client.errors import InflightError
+
+# The rest is read to its end.
+CANCEL_SHARE = 0.2
+VANISH_SHARE = 0.1
+MAX_ERRORS_KEPT = 20
+
+
+@dataclass(slots=True)
+class Load:
+    """Clients that each send one request after the other, until `is_stopping`."""
+
+    client: Client
+    addresses: Sequence[str]
+    requests: Sequence[PlannedRequest]
+    seed: int
+    num_sent: int = 0
+    num_cancelled: int = 0
+    num_vanished: int = 0
+    num_failed: int = 0
+    num_tokens: int = 0
+    errors: list[str] = field(default_factory=list)
+    is_stopping: bool = False
+
+    async def run(self, num_clients: int) -> None:
+        """Sends until it is to stop, and reads to the end what is under way then."""
+        async with asyncio.TaskGroup() as group:
+            for index in range(num_clients):
+                group.create_task(self._send_on(random.Random(f"soak/{self.seed}/{index}")))
+
+    async def _send_on(self, rng: random.Random) -> None:
+        while not self.is_stopping:
+            planned, choice = rng.choice(self.requests), rng.random()
+            self.num_sent += 1
+            try:
+                if choice < CANCEL_SHARE:
+                    await self._cancel(planned, rng)
+                elif choice < CANCEL_SHARE + VANISH_SHARE:
+                    await self._vanish(planned, rng)
+                else:
+                    await self._read(planned)
+            except InflightError as error:
+                self._fail(str(error))
+
+    async def _read(self, planned: PlannedRequest) -> None:
+        num_tokens = await self._follow(_stream(self.client, planned), None)
+        if num_tokens != planned.output_tokens:
+            self._fail(f"{num_tokens} of {planned.output_tokens} tokens")
+
+    async def _cancel(self, planned: PlannedRequest, rng: random.Random) -> None:
+        self.num_cancelled += 1
+        async with _stream(self.client, planned) as stream:
+            await self._follow(stream, rng.randrange(planned.output_tokens) + 1)
+
+    async def _vanish(self, planned: PlannedRequest, rng: random.Random) -> None:
+        """Its connection goes away in the middle, without a word."""
+        self.num_vanished += 1
+        async with Client(rng.choice(self.addresses), resume=False) as client:
+            await self._follow(_stream(client, planned), rng.randrange(planned.output_tokens) + 1)
+
+    async def _follow(self, stream: Stream, leave_after: int | None) -> int:
+        num_tokens = 0
+        async with aclosing(stream.events()) as events:
+            async for event in events:
+                num_tokens += getattr(event, "num_tokens", 0)
+                if leave_after is not None and num_tokens >= leave_after:
+                    break
+        self.num_tokens += num_tokens
+        return num_tokens
+
+    def _fail(self, error: str) -> None:
+        self.num_failed += 1
+        if len(self.errors) < MAX_ERRORS_KEPT:
+            self.errors.append(error)
+
+
+def _stream(client: Client, planned: PlannedRequest) -> Stream:
+    return client.generate(
+        token_ids=planned.prompt_ids, max_tokens=planned.output_tokens, ignore_eos=True, temperature=0.0
+    )

@@ -1,0 +1,17 @@
+"""Ports for servers on this machine."""
+
+from __future__ import annotations
+
+import socket
+
+
+def free_ports(host: str, num_ports: int) -> list[int]:
+    """Ports that nobody listens on now, all different."""
+    sockets = [socket.socket() for _ in range(num_ports)]
+    try:
+        for taken in sockets:
+            taken.bind((host, 0))
+        return [taken.getsockname()[1] for taken in sockets]
+    finally:
+        for taken in sockets:
+            taken.close()

@@ -1,0 +1,47 @@
+"""The system of this folder: two routers, two executors and a Redis, started once for each file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from bench.chaos.fleet import running_fleet
+from bench.chaos.health import Observer
+from bench.chaos.nursery import Nursery
+from bench.chaos.setting import TINY_STEP_MS
+from bench.chaos.tiny_model import NAME, write_tiny_model
+from client.aio import Client
+from client.stack.options import StackOptions
+from tests.chaos.system import PATIENCE_S, System
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
+    """The running system, whole and idle."""
+    folder = tmp_path_factory.mktemp("chaos")
+    options = StackOptions(
+        executors=2,
+        routers=2,
+        model=str(write_tiny_model(folder)),
+        run_dir=folder / "run",
+        program=(sys.executable, "-m", "tests.chaos.poisoned", str(TINY_STEP_MS)),
+        executor_args=(
+            *("--dtype", "float32"),
+            *("--max-num-sequences", "4"),
+            *("--num-standby-sequences", "0"),
+            *("--max-tokens-in-paged-kv-cache", "1024"),
+        ),
+        # Poison takes both executors away for as long as it takes to start one.
+        router_args=("--no-executor-grace-s", str(PATIENCE_S)),
+    )
+    async with (
+        Nursery(folder / "nursery.log") as nursery,
+        running_fleet(options, nursery) as fleet,
+        Client(*fleet.addresses) as client,
+        Observer(fleet, NAME) as observer,
+    ):
+        await observer.wait_until_whole(PATIENCE_S)
+        yield System(fleet, client, observer)

@@ -1,0 +1,62 @@
+"""Runs `inflight` with executors that die of a certain prompt: `python -m tests.chaos.poisoned 12 executor --listen …`.
+
+A sequence whose prompt begins with `POISON` kills the process that boards it, as a bug of a kernel would. Otherwise as
+`bench.chaos.paced`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bench.chaos.paced import main as run_paced
+
+if TYPE_CHECKING:
+    from executor.launch import PendingStep, StepRunner
+    from executor.main import Loaded
+    from executor.sequence import StepPlan
+    from executor.settings import ExecutorSettings
+
+POISON = (13, 66, 6)
+
+
+class PoisonedRunner:
+    """A runner that does not survive the poison."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See `StepRunner`."""
+        if any(tuple(sequence.token_ids[: len(POISON)]) == POISON for sequence in plan.boarded):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._runner.launch(plan)
+
+    def close(self) -> None:
+        """See `StepRunner`."""
+        self._runner.close()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line and returns the exit code."""
+    if argv[1] == "executor":
+        _poison()
+    return run_paced(argv)
+
+
+def _poison() -> None:
+    import executor.main
+
+    start_runner = executor.main.start_runner
+
+    def start_poisoned(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
+        return PoisonedRunner(start_runner(settings, loaded))
+
+    executor.main.start_runner = start_poisoned
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

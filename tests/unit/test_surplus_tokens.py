@@ -1,0 +1,21 @@
+"""Tokens that an executor sends behind a stop text, of which only the router knows, are no gap."""
+
+from __future__ import annotations
+
+from inflight.v1 import executor_pb2
+
+from router.store.types import Demand
+from router.streams import RequestStream
+
+
+def test_tokens_behind_a_stop_text_are_dropped_and_none_is_missing() -> None:
+    stream = RequestStream(Demand("r", 2, 1), executor_pb2.Submit(), 0.0)
+    assert stream.token(0, 10)
+    stream.stop()
+    assert all(stream.token(offset, 10 + offset) for offset in (1, 2, 3))
+    assert stream.output_ids == [10]
+
+
+def test_token_that_is_missing_before_the_end_is_noticed() -> None:
+    stream = RequestStream(Demand("r", 2, 1), executor_pb2.Submit(), 0.0)
+    assert not stream.token(1, 11)

@@ -241,6 +241,8 @@ class SimpleRouter:
             executor = self.executors[placement.executor_id]
             if not executor.accepts(placement, served.demand.blocks, self.router_id):
                 await self.hand_back(served, Attempt(placement.request_id, placement.attempt), rejected=True)
+        elif not served.placement:  # told twice, or of an attempt that is spent: the ledger had forgotten the request
+            await self.hand_back(served, Attempt(placement.request_id, placement.attempt), rejected=True)
 
     async def hand_back(self, served: Served, one: Attempt, *, rejected: bool = False, preempted: bool = False) -> None:
         """Returns a placement that came to nothing."""

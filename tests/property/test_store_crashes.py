@@ -154,10 +154,10 @@ class Storm:
         raise AssertionError(f"left: {records.of('requests')}, {[one.serves for one in self.living]}")
 
     def _end_orphans(self) -> None:
-        """What no living router serves comes to its end on its executor."""
-        served = {name for one in self.living for name in one.serves}
+        """What no living router has a stream of comes to its end on its executor."""
+        streams = {(one.router_id, name) for one in self.living for name in one.serves}
         for executor in self.executors.values():
-            for name in executor.held.keys() - served:
+            for name in [name for name in executor.held if (executor.streams[name], name) not in streams]:
                 del executor.held[name], executor.streams[name]
 
 

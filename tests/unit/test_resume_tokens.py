@@ -110,7 +110,9 @@ class _Open:
         return ANYBODY
 
 
-async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(redis_url: str, redis_admin_url: str) -> None:
+async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
+    redis_url: str, redis_admin_url: str
+) -> None:
     redis, admin = connect(redis_url, SETTINGS), connect(redis_admin_url, SETTINGS)
 
     async def learn(own: bytes | None) -> bytes:

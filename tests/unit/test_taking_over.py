@@ -14,6 +14,7 @@ from router.dispatch import Dispatcher
 from router.links import ExecutorLink
 from router.store.types import (
     Adopted,
+    Demand,
     Duplicate,
     Ending,
     HandBackRefusal,
@@ -23,7 +24,7 @@ from router.store.types import (
     RequestState,
     TakenOver,
 )
-from router.streams import RequestStream
+from router.streams import End, RequestStream
 from tests.scripted_store import (
     ScriptedRouter,
     ScriptedStore,
@@ -329,6 +330,19 @@ async def test_token_that_stays_missing_sends_the_request_elsewhere(
             ("r", 1, {"rejected": False, "preempted": False, "output_tokens": 1, "progressed": True})
         ]
         assert [cancel.attempt for cancel in scene.link._outbox.cancels] == [1]
+
+
+async def test_placement_that_is_lost_behind_its_last_token_has_ended(scene: Scene) -> None:
+    submit = executor_pb2.Submit(request_id="r", prompt_ids=[1] * 10)
+    submit.stopping.max_tokens = 2
+    scene.stream = RequestStream(Demand("r", 2, 9), submit, 0.0, reading=new_reading())
+    async with scene.router.running():
+        await scene.run_here(1, 2)
+        scene.link._break()
+        await settled()
+        assert scene.stream.end == End(LENGTH, None)
+        assert scene.store.hand_backs == []
+        assert [(ending.request_id, ending.attempt) for ending in scene.store.endings] == [("r", 1)]
 
 
 # --- without an executor

@@ -19,7 +19,7 @@ from typing import Any, cast
 from inflight.v1 import types_pb2
 
 from common.errors import Reason, RequestError
-from router.known_requests import KnownRequests
+from router.known_requests import KnownRequests, digest_of
 from router.ledger_writer import STORE_RETRY_S, LedgerWriter
 from router.links import ExecutorLink
 from router.refusals import duplicate, mismatch, output_lost, refusal, taken_over
@@ -114,6 +114,8 @@ class Placer:
             outcome = await self._store.submit(demand)
         except RequestError as error:
             return error
+        if stream.error is not None and stream.is_let_go:  # meanwhile: the answer is for who has it now
+            return stream.error
         match outcome:
             case Refused():
                 return refusal(outcome)
@@ -145,7 +147,9 @@ class Placer:
             outcome = refused or outcome
             if not isinstance(outcome, RequestError):
                 return
-            if outcome.reason is Reason.DUPLICATE_REQUEST_ID and stream.attempt:
+            if stream.is_let_go:
+                return
+            if outcome.reason is Reason.DUPLICATE_REQUEST_ID and (stream.attempt or digest_of(stream)):
                 self.taken_over(stream)
                 return
             is_passing = outcome.reason in (Reason.NO_EXECUTOR, Reason.STORE_UNAVAILABLE)
@@ -204,6 +208,9 @@ class Placer:
         if stream.is_over:
             self.end(stream, output_lost("its executor was lost before it had sent the output again"))
         elif stream.is_abandoned or stream.has_ended:
+            self._settle(stream, placement.attempt)
+        elif stream.has_all_tokens:  # but not the word that it has
+            stream.finish(End(types_pb2.FINISH_REASON_LENGTH, None))
             self._settle(stream, placement.attempt)
         else:
             stream.pause()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight.v1 import executor_pb2, types_pb2
+from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 
 from common.errors import RequestError
 from router.reading import Reading
@@ -158,6 +158,16 @@ class RequestStream:
         return len(self.output_ids) > self._num_before_placement
 
     @property
+    def is_short(self) -> bool:
+        """Whether fewer tokens have come than an end for want of more allows."""
+        return len(self.output_ids) < self._max_tokens < math.inf
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether as many tokens have come as were asked for."""
+        return len(self.output_ids) >= self._max_tokens
+
+    @property
     def was_cancelled(self) -> bool:
         """Whether it ended by its client or for want of one."""
         if self.has_matched_stop:
@@ -193,6 +203,11 @@ class RequestStream:
             by_itself=by_itself,
             cancelled=self.was_cancelled,
         )
+
+    def is_repeat_of(self, submit: executor_pb2.Submit) -> bool:
+        """Whether what an executor was told is this request, for all that its digest says."""
+        context = resume_pb2.RouterContext.FromString(submit.router_context)
+        return context.digest == (b"" if self.reading is None else self.reading.digest)
 
     def place(self, placement: Placement) -> executor_pb2.Submit:
         """Makes a placement the current one and returns what its executor is to be told."""

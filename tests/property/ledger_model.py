@@ -102,7 +102,9 @@ class Ledger:
         name = demand.request_id
         if adoption.is_adopting(self.pool, known, router_id, demand):
             adoption.take_over(self.pool, router_id, known)
-            known.digest, known.is_adopted = demand.digest, known.state is RequestState.PLACED
+            if known.digest is not None or known.state is not RequestState.PLACED:
+                known.digest = demand.digest
+            known.is_adopted = known.state is RequestState.PLACED
             if known.state is RequestState.LOST:
                 known.strikes = 0 if demand.output_tokens > known.output else known.strikes + 1
                 self._requeue(router_id, known, demand.output_tokens)
@@ -169,7 +171,7 @@ class Ledger:
             request = self.pool.requests.get(one.request_id)
             if request is None:
                 self.pool.end(one.request_id, was_cancelled=False)
-            elif request.attempt == one.attempt and request.state is not RequestState.WAITING:
+            elif self._may_settle(router_id, request, one):
                 if isinstance(one, Ending) and one.request_id not in ended:
                     self._settle_usage(request, one)
                 ended.setdefault(one.request_id, isinstance(one, Ending) and one.cancelled)
@@ -177,6 +179,12 @@ class Ledger:
             self.pool.end(name, was_cancelled=was_cancelled)
         board(self.pool, router_id)
         return len(ended)
+
+    def _may_settle(self, router_id: str, request: Request, one: Attempt | Ending) -> bool:
+        if request.attempt != one.attempt or request.state is RequestState.WAITING:
+            return False
+        is_elsewhere = request.owner_id != router_id and self.pool.lives(request.owner_id, router_id)
+        return not (isinstance(one, Ending) and one.cancelled and is_elsewhere)
 
     def _settle_usage(self, request: Request, ending: Ending) -> None:
         if ending.computed_tokens is None or ending.output_tokens is None:

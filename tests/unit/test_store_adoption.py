@@ -281,3 +281,24 @@ async def test_router_without_a_key_reads_the_end_of_what_it_serves(store_pool: 
     served = dataclasses.replace(demand, last_attempt=1, is_served=True)
     assert await a.store.submit(served) == Adopted(placement, ended=True)
     assert await a.store.submit(demand) == Duplicate(RequestState.ENDED)
+
+
+async def test_what_another_living_router_serves_cannot_be_cancelled_by_an_end(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report())
+    placement = await a.place_demand(KEYED)
+    await b.store.submit(KEYED)
+
+    assert await a.store.settle([Ending("k", 1, cancelled=True)]) == 0
+    assert await b.store.submit(KEYED) == Adopted(placement, ended=False)
+    assert await b.store.settle([Ending("k", 1, cancelled=True)]) == 1
+
+
+async def test_claim_on_what_only_its_executor_knows_says_nothing_of_its_digest(store_pool: StorePool) -> None:
+    """Whoever attaches sees whether it is what was asked for; who has the right digest gets it all the same."""
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report(held=(HeldSequence("k", 1, 1),)))
+    other = dataclasses.replace(KEYED, digest="something else")
+
+    assert await a.store.submit(other) == Adopted(Placement("k", 1, "x", 1), ended=False)
+    assert await b.store.submit(KEYED) == Adopted(Placement("k", 1, "x", 1), ended=False)

@@ -42,7 +42,9 @@ local function adopt(known)
     return {'AGAIN'}
   end
   take_over(id, known)
-  known.digest = digest
+  if known.digest ~= '?' or known.state ~= 'PLACED' then -- else its executor says what it is, to who attaches to it
+    known.digest = digest
+  end
   if known.state ~= 'LOST' then
     known.adopted = known.state == 'PLACED'
     save_request(id, known)

@@ -405,7 +405,8 @@ async def test_request_that_lacks_only_the_word_of_its_end_has_ended(scene: Scen
         await scene.run_here(1, 2)
         scene.dispatcher.on_unlinked(scene.link, [scene.stream])
         await settled()
-        assert scene.stream.end is not None and scene.stream.end.reason == LENGTH
+        assert scene.stream.end is not None
+        assert scene.stream.end.reason == LENGTH
         assert scene.store.hand_backs == []
         assert [one.request_id for one in scene.store.endings] == ["r"]
 

@@ -71,7 +71,7 @@ class Adopter:
         others: list[RequestStream] = []
 
         def on_attached(attached: executor_pb2.SequenceAttached) -> RequestStream:
-            if not stream.is_repeat_of(attached.submit):
+            if not stream.is_repeat_of(attached):
                 # The ledger had forgotten whose it is. It goes on for who comes for it with what it was asked for.
                 others.append(unread_stream(attached.request_id))
                 return others[0]

@@ -2,7 +2,8 @@
 
 Owns the channel, the slots of the stream and the credits; what a frame means for a request is told to the `Observer`.
 A link that breaks tells the observer once; every placement that went over it is void then: the executor is dead, or
-leaves it to whichever router comes for it. A token that is missing is asked for once more.
+leaves it to whichever router comes for it. Where a token is missing the placement is attached to anew, once, from that
+token on; where that is in vain, it is given up and goes on elsewhere. What cannot be true breaks the link.
 """
 
 from __future__ import annotations
@@ -240,7 +241,10 @@ class ExecutorLink:
                 return  # the reader sees the same break and tells it
 
     def receive(self, response: executor_pb2.ServeResponse) -> None:
-        """Takes in what the executor sends."""
+        """Takes in what the executor sends. Its report comes first: whether it drains decides what ends mean."""
+        if response.HasField("report"):
+            self.report = response.report
+            self._observer.on_report(self, response.report)
         for accepted in response.accepted:
             self._accept(accepted)
         for rejected in response.rejected:
@@ -249,9 +253,6 @@ class ExecutorLink:
             self._attach(attached)
         if response.HasField("step"):
             self._receive_step(response.step)
-        if response.HasField("report"):
-            self.report = response.report
-            self._observer.on_report(self, response.report)
 
     def _accept(self, accepted: executor_pb2.SequenceAccepted) -> None:
         stream = self._offered.pop((accepted.request_id, accepted.attempt), None)
@@ -312,7 +313,7 @@ class ExecutorLink:
             self._wake.set()
 
     def _mend(self, stream: RequestStream, attempt: int) -> None:
-        """A token is missing: asks for it, and gives the placement up where that was in vain."""
+        """A token is missing: asks for it once, and gives the placement up where that was in vain."""
         key = (stream.request_id, attempt)
         if key in self._attaching:
             return

@@ -45,6 +45,10 @@ from router.streams import End, RequestStream
 
 log = logging.getLogger(__name__)
 
+# How often in a row a request that was preempted before its next token is placed anew at once; then at the pace of
+# reports.
+MAX_FRUITLESS = 3
+
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 AttachTo = Callable[[RequestStream, Adopted], Awaitable[RequestError | None]]
 
@@ -205,16 +209,25 @@ class Placer:
         stream.displace()
         if stream.is_cancelled:
             stream.finish(End(types_pb2.FINISH_REASON_CANCELLED, None))
+        if stream.is_complete:
+            # Only its end was still to come, and executors refuse what has nothing left to generate.
+            stream.finish(End(types_pb2.FINISH_REASON_LENGTH, None))
         if stream.is_over:
             self.end(stream, output_lost("its executor was lost before it had sent the output again"))
         elif stream.is_abandoned or stream.has_ended:
             self._settle(stream, placement.attempt)
-        elif stream.has_all_tokens:  # but not the word that it has
-            stream.finish(End(types_pb2.FINISH_REASON_LENGTH, None))
-            self._settle(stream, placement.attempt)
         else:
             stream.pause()
             self._spawn(self._hand_back(stream, placement, why))
+
+    def preempted(self, stream: RequestStream) -> None:
+        """Its executor has ended the current placement for others, or because it drains. It gets nothing new before its
+        next report where it drains, and where it has placed and ended the request several times for nothing."""
+        stream.num_fruitless = 0 if stream.has_progressed else stream.num_fruitless + 1
+        link = self.links.get(stream.executor_id)
+        drains = link is not None and link.report is not None and link.report.draining
+        is_refused = drains or stream.num_fruitless > MAX_FRUITLESS
+        self.void(stream, Void.REJECTED if is_refused else Void.PREEMPTED)
 
     def _settle(self, stream: RequestStream, attempt: int) -> None:
         self._ledger.settle(stream.ending(attempt))

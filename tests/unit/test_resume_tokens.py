@@ -110,8 +110,10 @@ class _Open:
         return ANYBODY
 
 
-async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(redis_url: str) -> None:
-    redis = connect(redis_url, SETTINGS)
+async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
+    redis_url: str, redis_admin_url: str
+) -> None:
+    redis, admin = connect(redis_url, SETTINGS), connect(redis_admin_url, SETTINGS)
 
     async def learn(own: bytes | None) -> bytes:
         return await learn_secret(redis, SETTINGS, own)
@@ -123,8 +125,8 @@ async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(redis
         token = first.make("acme", "m", "r")
         assert second.read(token, "r") == first.read(token, "r") is not None
         # When Redis loses it, and somebody else is faster
-        kept = await redis.get(KEY)
-        await redis.set(KEY, (b"\1" * 32).hex())
+        kept = await admin.get(KEY)
+        await admin.set(KEY, (b"\1" * 32).hex())
         first.check_again()
         async with asyncio.timeout(10):
             while first.make("acme", "m", "r") == token:
@@ -132,17 +134,18 @@ async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(redis
         # Then what is out stays good
         assert first.read(token, "r") is not None
         # And when nobody was, it is put back
-        await redis.delete(KEY)
+        await admin.delete(KEY)
         second.check_again()
         async with asyncio.timeout(10):
-            while await redis.get(KEY) is None:
+            while await admin.get(KEY) is None:
                 await asyncio.sleep(0.001)
-        assert await redis.get(KEY) == kept
+        assert await admin.get(KEY) == kept
     finally:
         for one in running:
             one.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await redis.delete(KEY)
+        await admin.delete(KEY)
+        await admin.aclose()
         await redis.aclose()
 
 

@@ -14,6 +14,7 @@ from router.dispatch import Dispatcher
 from router.links import ExecutorLink
 from router.store.types import (
     Adopted,
+    Demand,
     Duplicate,
     Ending,
     HandBackRefusal,
@@ -23,7 +24,7 @@ from router.store.types import (
     RequestState,
     TakenOver,
 )
-from router.streams import RequestStream
+from router.streams import End, RequestStream
 from tests.scripted_store import (
     ScriptedRouter,
     ScriptedStore,
@@ -331,6 +332,19 @@ async def test_token_that_stays_missing_sends_the_request_elsewhere(
         assert [cancel.attempt for cancel in scene.link._outbox.cancels] == [1]
 
 
+async def test_placement_that_is_lost_behind_its_last_token_has_ended(scene: Scene) -> None:
+    submit = executor_pb2.Submit(request_id="r", prompt_ids=[1] * 10)
+    submit.stopping.max_tokens = 2
+    scene.stream = RequestStream(Demand("r", 2, 9), submit, 0.0, reading=new_reading())
+    async with scene.router.running():
+        await scene.run_here(1, 2)
+        scene.link._break()
+        await settled()
+        assert scene.stream.end == End(LENGTH, None)
+        assert scene.store.hand_backs == []
+        assert [(ending.request_id, ending.attempt) for ending in scene.store.endings] == [("r", 1)]
+
+
 # --- without an executor
 
 
@@ -418,7 +432,10 @@ async def test_key_is_held_against_what_the_executor_was_told(scene: Scene) -> N
         asked = asyncio.create_task(scene.dispatcher.submit(scene.stream))
         await settled()
         answer = attached()
-        answer.attached[0].submit.router_context = resume_pb2.RouterContext(digest=b"another").SerializeToString()
+        told = resume_pb2.RouterContext(tenant="default", request_id="r", digest=b"another")
+        answer.attached[0].submit.MergeFrom(
+            executor_pb2.Submit(request_id="r", router_context=told.SerializeToString())
+        )
         scene.link.receive(answer)
         with pytest.raises(RequestError) as refused:
             await asked

@@ -77,6 +77,10 @@ class Observer(Protocol):
         """A sequence gave up its place on the executor; its request is to go on elsewhere."""
         ...
 
+    def on_stood_still(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """The executor ended a sequence because its engine stood still under it."""
+        ...
+
     def on_withdrawn(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
         """A sequence was cancelled though neither its client nor anybody else asked for it; its placement is void."""
         ...
@@ -340,8 +344,8 @@ class ExecutorLink:
     def _finish(self, stream: RequestStream, attempt: int, finished: executor_pb2.SequenceFinished) -> None:
         if _is_current(stream, attempt):
             if finished.reason == types_pb2.FINISH_REASON_PREEMPTED:
-                # With an error the engine stood still under it, which counts as if it had died.
-                tell = self._observer.on_withdrawn if finished.error else self._observer.on_preempted
+                # With an error it says that the engine stood still.
+                tell = self._observer.on_stood_still if finished.error else self._observer.on_preempted
                 tell(self, stream, attempt)
                 return
             if finished.reason == types_pb2.FINISH_REASON_CANCELLED and stream.is_wanted:

@@ -1,4 +1,4 @@
-"""A request that kills or stops whatever runs it is tried twice, then refused, and harms nobody else; a link may break."""
+"""A request that kills or stops whatever runs it: tried twice, then refused, and nobody else is harmed."""
 
 from __future__ import annotations
 

@@ -2,12 +2,13 @@
 --
 -- KEYS     the pool's keys, in the order of keys.py; behind them the mailboxes that the caller knows.
 -- ARGV     [1] the calling router; the rest is the script's own.
--- returns  {outcome, events, missing, more, registered}, the same for every script:
+-- returns  {outcome, events, missing, more, registered, now}, the same for every script:
 --            outcome     the script's own answer; {'AGAIN'}: call it again with the same arguments
 --            events      what the caller must know of its own requests, each a flat list of fields and values
 --            missing     live routers whose mailbox is needed and was not passed; what concerns them was left undone
 --            more        1 where `board` stopped at its bound
 --            registered  1 where the pool did not know the caller: what waited in its name may be gone
+--            now         milliseconds of Redis' clock
 --
 -- Records are packed numbers and strings, made and read by functions that compose.py makes of the lines `--@record`: a
 -- tenth of what JSON costs. Executors, tenants and the pool's own state are unpacked once in a call, changed in place,

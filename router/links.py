@@ -22,6 +22,7 @@ from common.errors import Reason, RequestError
 from router.executor_channels import ExecutorChannels
 from router.frames import FrameError, check_description, check_frame
 from router.refusals import taken_over
+from router.silence import Silence
 from router.store.types import Demand
 from router.streams import End, RequestStream
 
@@ -36,6 +37,8 @@ NO_ATTEMPT = 0
 MAX_UNACKED_STEPS = 64
 ACK_EVERY_FRAMES = 8
 DESCRIBE_TIMEOUT_S = 5.0
+# An executor reports at least once a second on every stream, and its lease in the ledger lapses after 5 s.
+MAX_SILENT_S = 4
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
 
@@ -76,6 +79,10 @@ class Observer(Protocol):
 
     def on_preempted(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
         """A sequence gave up its place on the executor; its request is to go on elsewhere."""
+        ...
+
+    def on_stood_still(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """The executor ended a sequence because its engine stood still under it."""
         ...
 
     def on_withdrawn(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
@@ -192,14 +199,22 @@ class ExecutorLink:
         self._wake.set()
         call = stub.Serve()
         writer = asyncio.create_task(self._write(call), name=f"write {self.address}")
+        silence = Silence(MAX_SILENT_S)
+        watch = asyncio.create_task(silence.watch(call.cancel), name=f"watch {self.address}")
         try:
             # The first response is the report that the executor sends when a router joins.
             async for response in call:
+                silence.hear()
                 if not self.is_up and not self._come_up():
                     return
                 check_frame(response, description, self._offered.keys(), self._seated.keys(), self._attaching.keys())
                 self.receive(response)
+        except asyncio.CancelledError:
+            if not silence.is_over:  # gRPC raises it also where the call is cancelled, not the task
+                raise
+            log.warning("executor %s at %s has been silent for %d s", self.executor_id, self.address, MAX_SILENT_S)
         finally:
+            watch.cancel()
             writer.cancel()
             call.cancel()
 
@@ -346,8 +361,8 @@ class ExecutorLink:
         self._mended.discard((stream.request_id, attempt))
         if _is_current(stream, attempt):
             if finished.reason == types_pb2.FINISH_REASON_PREEMPTED:
-                # With an error the engine stood still under it, which counts as if it had died.
-                tell = self._observer.on_withdrawn if finished.error else self._observer.on_preempted
+                # With an error it says that the engine stood still.
+                tell = self._observer.on_stood_still if finished.error else self._observer.on_preempted
                 tell(self, stream, attempt)
                 return
             if finished.reason == types_pb2.FINISH_REASON_CANCELLED and stream.is_wanted:

@@ -60,6 +60,8 @@ class Void(Enum):
     """Its executor is gone or has forgotten it."""
     REJECTED = auto()
     """Its executor has not taken it."""
+    STOOD_STILL = auto()
+    """The engine stood still under it."""
     PREEMPTED = auto()
     """It gave way to another sequence."""
 
@@ -275,6 +277,7 @@ class Placer:
                     preempted=why is Void.PREEMPTED,
                     output_tokens=len(stream.output_ids),
                     progressed=stream.has_progressed,
+                    stood_still=why is Void.STOOD_STILL,
                 )
             except RequestError:
                 await asyncio.sleep(STORE_RETRY_S)

@@ -71,8 +71,10 @@ class ScriptedStore:
         self.before_answer()
         return self._answer()
 
-    async def hand_back(self, request_id: str, attempt: int, max_attempts: int, **how: Any) -> Any:
-        self.hand_backs.append((request_id, attempt, how))
+    async def hand_back(
+        self, request_id: str, attempt: int, max_attempts: int, *, stood_still: bool = False, **how: Any
+    ) -> Any:
+        self.hand_backs.append((request_id, attempt, how | ({"stood_still": True} if stood_still else {})))
         return self._answer()
 
     async def adopt(self, request_id: str) -> Any:

@@ -71,8 +71,9 @@ def _placement(fields: Mapping[str, Any]) -> Placement:
         int(fields["attempt"]),
         fields["executor_id"],
         int(fields["generation"]),
-        int(fields["blocks"]),
-        fields["suspect"] == "1",
+        # What mail of an older router of the same format may lack.
+        int(fields.get("blocks", 0)),
+        fields.get("suspect") == "1",
     )
 
 

@@ -167,6 +167,7 @@ class AdmissionStore:
         preempted: bool = False,
         output_tokens: int = 0,
         progressed: bool = False,
+        stood_still: bool = False,
     ) -> Placement | Queued | Dropped | HandBackRefusal:
         """Returns a placement that came to nothing; the request waits again where it stood, if attempts are left.
 
@@ -174,6 +175,7 @@ class AdmissionStore:
         the attempt does not count. Either way the executor gets nothing new before its next report. `preempted`: it
         gave up its seat for another; that does not count either, nor does it say anything about the executor.
         `progressed`: tokens came of this placement, so it was not the request that ended it; losses count anew.
+        `stood_still`: the executor says that its engine did; that counts though the executor lives.
         """
         args = hand_back_args(
             request_id,
@@ -183,6 +185,7 @@ class AdmissionStore:
             preempted=preempted,
             output_tokens=output_tokens,
             progressed=progressed,
+            stood_still=stood_still,
         )
         operation = self._operate("hand_back", *args, own_id=request_id)
         reply, event = await self._detached(operation)

@@ -35,6 +35,7 @@ from tests.property import ledger_adoption as adoption
 from tests.property.ledger_board import board, place
 from tests.property.ledger_pool import LEASE_MS, NOBODY, Executor, Pool, Request
 from tests.property.ledger_refusals import impossible, refusal_of_waiting
+from tests.property.ledger_strikes import strike
 from tests.property.ledger_tenants import smoothed_share
 
 AUDIT_GRACE_MS = 2000
@@ -106,7 +107,7 @@ class Ledger:
                 known.digest = demand.digest
             known.is_adopted = known.state is RequestState.PLACED
             if known.state is RequestState.LOST:
-                known.strikes = 0 if demand.output_tokens > known.output else known.strikes + 1
+                strike(self.pool, known, progressed=demand.output_tokens > known.output)
                 self._requeue(router_id, known, demand.output_tokens)
                 board(self.pool, router_id)
             return self._own_result(router_id, name)
@@ -231,7 +232,7 @@ class Ledger:
     def hand_back(
         self, router_id: str, one: Attempt, max_attempts: int, why: str, output_tokens: int, progressed: bool
     ) -> Any:
-        """Model of hand_back.lua; `why` is lost, rejected or preempted, or anything with tokens that came."""
+        """Model of hand_back.lua; `why` is one of WHYS."""
         self.register(router_id)
         pool, name = self.pool, one.request_id
         request = pool.requests.get(name)
@@ -244,10 +245,8 @@ class Ledger:
         if not is_waiting:
             if request.state is RequestState.PLACED and why != "preempted" and request.placement:
                 pool.executors[request.placement.executor_id].suspended = True
-            if progressed:
-                request.strikes = 0
-            elif why == "lost":
-                request.strikes += 1
+            if progressed or why in ("lost", "stood still"):
+                strike(pool, request, progressed=progressed, is_proven=why == "stood still")
             if request.strikes >= max_attempts:
                 pool.end(name, was_cancelled=False)
                 board(pool, router_id)

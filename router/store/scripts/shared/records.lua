@@ -22,9 +22,9 @@
 --  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? claim$
 --@record tenant counter weight lines[3] listed[3] active? waiting tokens bytes running max_running output_share \
 --  request_ms token_ms ms_per_token used_ms
---@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ class asked_class deadline_in_ms deadline_ms \
---  order_ms since_ms arrival blocks sequences prompt max output block_size bytes attempt strikes passed estimate \
---  correction charged? adopted? charge rated generation placed_ms reserved preempting
+--@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ struck_executor$ class asked_class deadline_in_ms deadline_ms \
+--  order_ms since_ms arrival blocks sequences prompt max output block_size bytes attempt strikes struck_generation \
+--  struck_ms passed estimate correction charged? adopted? charge rated generation placed_ms reserved preempting
 --@record ending executor_id$ digest$ attempt generation cancelled?
 
 local EXECUTORS = KEYS[1]
@@ -52,6 +52,7 @@ local NUM_POOL_KEYS = 24
 local NUM_CLASSES = 3
 local SILENT_MS = 2000        -- an executor that reported no later gets no new work
 local LEASE_MS = 5000         -- an executor or router silent for longer is gone
+local RELAY_MS = 600          -- routers hold a report back for up to half a second
 local AUDIT_GRACE_MS = 2000   -- how long a placement may take to show up in its executor's reports
 local PATIENCE_MS = 60000     -- in its tenant's line nobody stands behind who comes so much later, whatever the deadlines
 local MAX_HEADS = 32          -- requests that one call deals with

@@ -293,6 +293,11 @@ class Dispatcher:
         if stream.placement is not None and stream.placement.attempt == attempt:
             self._placer.preempted(stream)
 
+    def on_stood_still(self, stream: RequestStream, attempt: int) -> None:
+        """The engine stood still under a sequence, which counts as if it had died."""
+        if stream.placement is not None and stream.placement.attempt == attempt:
+            self._placer.void(stream, Void.STOOD_STILL)
+
     def on_withdrawn(self, stream: RequestStream, attempt: int) -> None:
         """A sequence was cancelled that nobody wanted cancelled: the ledger took its placement for superseded."""
         if stream.placement is not None and stream.placement.attempt == attempt:

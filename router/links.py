@@ -81,6 +81,10 @@ class Observer(Protocol):
         """A sequence gave up its place on the executor; its request is to go on elsewhere."""
         ...
 
+    def on_stood_still(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """The executor ended a sequence because its engine stood still under it."""
+        ...
+
     def on_withdrawn(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
         """A sequence was cancelled though neither its client nor anybody else asked for it; its placement is void."""
         ...
@@ -287,8 +291,7 @@ class ExecutorLink:
         stream = on_answer(attached) if on_answer is not None else None
         if stream is None:
             # Frames name its slot until it is cancelled.
-            stream = RequestStream(Demand(attached.request_id, 1, 1), executor_pb2.Submit(), 0.0)
-            stream.let_go(taken_over())
+            stream = unread_stream(attached.request_id)
             self.cancel(attached.request_id, attached.attempt)
         for slot, (one, _) in self._seated.items():
             if one is stream:
@@ -319,7 +322,6 @@ class ExecutorLink:
                 self._observer.on_detached(self, stream)
         for finished in step.finished:
             stream, attempt = self._seated.pop(finished.slot)
-            self._mended.discard((stream.request_id, attempt))
             self._finish(stream, attempt, finished)
         if step.frame % ACK_EVERY_FRAMES == 0:
             self._outbox.ack.frame = step.frame
@@ -350,10 +352,17 @@ class ExecutorLink:
         self._observer.on_withdrawn(self, stream, attempt)
 
     def _finish(self, stream: RequestStream, attempt: int, finished: executor_pb2.SequenceFinished) -> None:
+        if _is_current(stream, attempt) and not stream.has_ended:
+            if finished.reason == types_pb2.FINISH_REASON_LENGTH and stream.is_short:
+                self._mend(stream, attempt)
+                return
+            if (stream.request_id, attempt) in self._attaching:
+                return  # a token is missing: it comes once more, and the end behind it
+        self._mended.discard((stream.request_id, attempt))
         if _is_current(stream, attempt):
             if finished.reason == types_pb2.FINISH_REASON_PREEMPTED:
-                # With an error the engine stood still under it, which counts as if it had died.
-                tell = self._observer.on_withdrawn if finished.error else self._observer.on_preempted
+                # With an error it says that the engine stood still.
+                tell = self._observer.on_stood_still if finished.error else self._observer.on_preempted
                 tell(self, stream, attempt)
                 return
             if finished.reason == types_pb2.FINISH_REASON_CANCELLED and stream.is_wanted:
@@ -366,6 +375,13 @@ class ExecutorLink:
                 stream.finish(End(finished.reason, stop_token_id))
         if not stream.is_let_go:
             self._observer.on_finished(self, stream, attempt)
+
+
+def unread_stream(request_id: str) -> RequestStream:
+    """Stands for a request that nobody reads here, so that frames can name it."""
+    stream = RequestStream(Demand(request_id, 1, 1), executor_pb2.Submit(), 0.0)
+    stream.let_go(taken_over())
+    return stream
 
 
 def _is_current(stream: RequestStream, attempt: int) -> bool:

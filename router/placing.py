@@ -19,7 +19,7 @@ from typing import Any, cast
 from inflight.v1 import types_pb2
 
 from common.errors import Reason, RequestError
-from router.known_requests import KnownRequests
+from router.known_requests import KnownRequests, digest_of
 from router.ledger_writer import STORE_RETRY_S, LedgerWriter
 from router.links import ExecutorLink
 from router.refusals import duplicate, mismatch, output_lost, refusal, taken_over
@@ -60,6 +60,8 @@ class Void(Enum):
     """Its executor is gone or has forgotten it."""
     REJECTED = auto()
     """Its executor has not taken it."""
+    STOOD_STILL = auto()
+    """The engine stood still under it."""
     PREEMPTED = auto()
     """It gave way to another sequence."""
 
@@ -118,6 +120,8 @@ class Placer:
             outcome = await self._store.submit(demand)
         except RequestError as error:
             return error
+        if stream.error is not None and stream.is_let_go:  # meanwhile: the answer is for who has it now
+            return stream.error
         match outcome:
             case Refused():
                 return refusal(outcome)
@@ -149,7 +153,9 @@ class Placer:
             outcome = refused or outcome
             if not isinstance(outcome, RequestError):
                 return
-            if outcome.reason is Reason.DUPLICATE_REQUEST_ID and stream.attempt:
+            if stream.is_let_go:
+                return
+            if outcome.reason is Reason.DUPLICATE_REQUEST_ID and (stream.attempt or digest_of(stream)):
                 self.taken_over(stream)
                 return
             is_passing = outcome.reason in (Reason.NO_EXECUTOR, Reason.STORE_UNAVAILABLE)
@@ -271,6 +277,7 @@ class Placer:
                     preempted=why is Void.PREEMPTED,
                     output_tokens=len(stream.output_ids),
                     progressed=stream.has_progressed,
+                    stood_still=why is Void.STOOD_STILL,
                 )
             except RequestError:
                 await asyncio.sleep(STORE_RETRY_S)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from inflight.v1 import executor_pb2, types_pb2
 
 from common.errors import RequestError
-from router.frames import FrameError
+from router.frames import FrameError, context_of
 from router.reading import Reading
 from router.refusals import taken_over
 from router.store.types import Demand, Ending, Placement, Queued
@@ -161,6 +161,11 @@ class RequestStream:
         return len(self.output_ids) > self._num_before_placement
 
     @property
+    def is_short(self) -> bool:
+        """Whether fewer tokens have come than an end for want of more allows."""
+        return len(self.output_ids) < self._max_tokens < math.inf
+
+    @property
     def is_complete(self) -> bool:
         """Whether it has all the tokens that it may have."""
         return len(self.output_ids) >= self._max_tokens
@@ -201,6 +206,11 @@ class RequestStream:
             by_itself=by_itself,
             cancelled=self.was_cancelled,
         )
+
+    def is_repeat_of(self, attached: executor_pb2.SequenceAttached) -> bool:
+        """Whether what an executor was told is this request, for all that its digest says. Raises `FrameError`."""
+        digest = b"" if self.reading is None else self.reading.digest
+        return not digest or context_of(attached).digest == digest
 
     def place(self, placement: Placement) -> executor_pb2.Submit:
         """Makes a placement the current one and returns what its executor is to be told."""

@@ -304,7 +304,7 @@ async def test_start_that_claims_more_cached_tokens_than_the_prompt_has_is_no_cr
         router.stores["m"].answers.append(placement())
         await router.pools.find("m").dispatcher.submit(stream)
         link.receive(accepts(1))
-        link.receive(steps(1, cached=2**32 - 1, end=types_pb2.FINISH_REASON_LENGTH))
+        link.receive(steps(1, cached=2**32 - 1, end=types_pb2.FINISH_REASON_STOP_TOKEN))
         await settled()
         (ending,) = router.stores["m"].endings
         assert isinstance(ending, Ending)

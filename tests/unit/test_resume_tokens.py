@@ -24,6 +24,7 @@ from tests.store_pool import SETTINGS
 from tests.unit.test_service_admission import Context
 
 ACME, OTHER = Caller(tenant="acme"), Caller(tenant="other")
+ACME_N = Caller(tenant="acme", models=frozenset({"n"}))
 OPERATOR = Caller(tenant="ops", is_operator=True)
 
 
@@ -52,6 +53,8 @@ def test_token_names_tenant_and_pool(router: ScriptedRouter, caller: Caller) -> 
     [
         (OTHER, {}),
         (ACME, {"model": "m"}),
+        (ACME_N, {"model": "m"}),
+        (ACME_N, {"model": "nowhere"}),
         (ACME, {"request_id": "s"}),
         (ACME, {"resume_token": ""}),
         (ACME, {"resume_token": "", "tenant": "acme"}),
@@ -110,8 +113,10 @@ class _Open:
         return ANYBODY
 
 
-async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(redis_url: str) -> None:
-    redis = connect(redis_url, SETTINGS)
+async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
+    redis_url: str, redis_admin_url: str
+) -> None:
+    redis, admin = connect(redis_url, SETTINGS), connect(redis_admin_url, SETTINGS)
 
     async def learn(own: bytes | None) -> bytes:
         return await learn_secret(redis, SETTINGS, own)
@@ -132,7 +137,7 @@ async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(redis
         # Then what is out stays good
         assert first.read(token, "r") is not None
         # And when nobody was, it is put back
-        await redis.delete(KEY)
+        await admin.delete(KEY)
         second.check_again()
         async with asyncio.timeout(10):
             while await redis.get(KEY) is None:
@@ -142,8 +147,9 @@ async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(redis
         for one in running:
             one.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await redis.delete(KEY)
+        await admin.delete(KEY)
         await redis.aclose()
+        await admin.aclose()
 
 
 async def test_secret_is_learned_when_the_ledger_is_back(monkeypatch: pytest.MonkeyPatch) -> None:

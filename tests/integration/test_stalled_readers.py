@@ -146,7 +146,7 @@ async def test_request_that_nobody_resumes_ends(
         executor.brake.permit(NUM_TOKENS - 10)
         wanted: dict[str, Any] = {"resume_ttl": duration_pb2.Duration()} if wants_none else {}
         await client.begin(**wanted)
-        await until(lambda: all(stream.is_abandoned for stream in dispatcher_of(cluster).streams))
+        await until(lambda: executor.brake.is_waited_for.is_set() and not executor.engine._inbox.empty())
         executor.brake.release()
         await until_empty(cluster)
         assert executor.engine.num_steps < NUM_TOKENS

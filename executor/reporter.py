@@ -34,6 +34,11 @@ class Reporter:
         """Makes a report due although nothing changed: somebody new listens."""
         self._changed.set()
 
+    def send_first(self) -> None:
+        """Sends a report before anything else that comes of the same change."""
+        if self._status is not None:
+            self._report(self._status)
+
     async def run(self) -> None:
         """Sends reports until cancelled."""
         while True:
@@ -42,6 +47,9 @@ class Reporter:
                 await asyncio.wait_for(self._changed.wait(), MAX_INTERVAL_S)
             self._changed.clear()
             if self._status is not None:
-                self._seq += 1
-                self._send(self._seq, self._status)
+                self._report(self._status)
             await asyncio.sleep(MIN_INTERVAL_S)
+
+    def _report(self, status: EngineStatus) -> None:
+        self._seq += 1
+        self._send(self._seq, status)

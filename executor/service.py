@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 OLDEST_PROTOCOL_VERSION = 1
 DEFAULT_MAX_UNACKED_STEPS = 64
 MAX_ROUTER_ID_CHARACTERS = 512
+# A router says hello as soon as it has opened the stream.
+HELLO_TIMEOUT_S = 10.0
 CANCEL_REASONS = {wire: reason for reason, wire in FINISH_REASON_PROTO.items()}
 
 Context = grpc.aio.ServicerContext[executor_pb2.ServeRequest, executor_pb2.ServeResponse]
@@ -50,8 +52,15 @@ class Identity:
 class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     """Serves routers. Build it on the event loop's thread; give `on_output` to the engine as its `publish`."""
 
-    def __init__(self, identity: Identity, engine: Engine, keeping: Keeping | None = None) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        engine: Engine,
+        keeping: Keeping | None = None,
+        hello_timeout_s: float = HELLO_TIMEOUT_S,
+    ) -> None:
         self._identity = identity
+        self._hello_timeout_s = hello_timeout_s
         self._engine = engine
         self._holdings = Holdings(keeping or Keeping(), engine.cancel, time.monotonic)
         self._sessions: set[Session] = set()
@@ -109,7 +118,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         """Refuses new work, hands back who has had no seat yet, and waits at most `timeout_s` for the others."""
         self._is_draining = True
         self._engine.drain()
-        self._reporter.send_now()
+        self._reporter.send_first()
         self._holdings.hand_back_unstarted()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._all_gone.wait(), timeout_s)
@@ -125,7 +134,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         """The engine has work and makes no step, or does again: its sequences go on elsewhere, and nobody is taken
         in."""
         self._stands_still = stands_still
-        self._reporter.send_now()
+        self._reporter.send_first()
         if stands_still:
             self.hand_back("the engine made no step")
 
@@ -158,7 +167,11 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             self._leave(session)
 
     async def _read_hello(self, requests: AsyncIterator[executor_pb2.ServeRequest]) -> executor_pb2.Hello:
-        first = await anext(requests, None)
+        try:
+            async with asyncio.timeout(self._hello_timeout_s):
+                first = await anext(requests, None)
+        except TimeoutError as error:
+            raise invalid(FieldViolation("hello", f"has not come within {self._hello_timeout_s:g} s")) from error
         if first is None or not first.HasField("hello"):
             raise invalid(FieldViolation("hello", "must be the first of a stream"))
         hello = first.hello
@@ -187,6 +200,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
                 self._engine.cancel(cancel.request_id, cancel.attempt, end_reason)
             if request.HasField("ack"):
                 session.acknowledge(request.ack.frame)
+            await session.has_room()
 
     async def _write(self, session: Session, reader: asyncio.Task[None], context: Context) -> None:
         """Writes until one side has closed the stream or the RPC is cancelled."""

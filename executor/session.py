@@ -3,7 +3,8 @@
 What the engine publishes collects in one pending response; a single writer takes it whole whenever the stream can carry
 it. A router that keeps up gets one frame per step; one that does not gets fewer, larger frames, and costs the engine
 nothing but the memory of the token ids. Step frames wait when `max_unacked_steps` of them are unacknowledged;
-acceptances, attachments, refusals and reports never wait. All calls come from the event loop's thread.
+acceptances, attachments, refusals and reports never wait; where too many of them do because the router does not read,
+nothing further is taken from it. All calls come from the event loop's thread.
 
 Within a frame a slot means one sequence: one that came free is given away again only behind the frame that says so.
 """
@@ -43,6 +44,8 @@ ATTACH_VERSION = 2
 # Most tokens in a frame, at 15 bytes each at most: what has collected for a slow reader, or is sent again to one that
 # attaches, must not exceed the largest message.
 MAX_FRAME_TOKENS = 1 << 20
+# Most answers that wait for a router which does not read; each has about 100 bytes.
+MAX_WAITING_ANSWERS = 1 << 16
 
 
 class Session:
@@ -72,6 +75,7 @@ class Session:
         # Slots that have no seat at the end of the pending frame, and had one.
         self._paused_slots: dict[int, None] = {}
         self._wake = asyncio.Event()
+        self._answers_taken = asyncio.Event()
         self._is_closing = False
 
     def accept(self, sequence: Sequence) -> None:
@@ -164,6 +168,17 @@ class Session:
         self._acked_frame = max(self._acked_frame, min(frame, self._frame))
         self._wake.set()
 
+    async def has_room(self) -> None:
+        """Waits until no more answers wait than may."""
+        while self._num_answers >= MAX_WAITING_ANSWERS:
+            self._answers_taken.clear()
+            await self._answers_taken.wait()
+
+    @property
+    def _num_answers(self) -> int:
+        control = self._control
+        return len(control.accepted) + len(control.rejected) + len(control.attached)
+
     def close(self) -> None:
         """Nothing is added any more: the stream ends when what has collected is sent."""
         self._is_closing = True
@@ -184,10 +199,11 @@ class Session:
         """What can be sent now, if anything."""
         may_send_step = self._has_step and self._frame - self._acked_frame < self._max_unacked_steps
         control = self._control
-        has_control = control.accepted or control.rejected or control.attached or control.HasField("report")
+        has_control = self._num_answers or control.HasField("report")
         if not (may_send_step or has_control):
             return None
         response, self._control = control, executor_pb2.ServeResponse()
+        self._answers_taken.set()
         response.generation = self._generation
         if may_send_step:
             self._fill_step(response.step)

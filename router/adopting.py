@@ -14,9 +14,9 @@ from inflight.v1 import executor_pb2
 
 from common.errors import RequestError
 from router.ledger_writer import LedgerWriter
-from router.links import Answer, NotAttached
+from router.links import Answer, NotAttached, unread_stream
 from router.placing import Placer
-from router.refusals import out_of_reach, output_lost
+from router.refusals import mismatch, out_of_reach, output_lost
 from router.store.store import AdmissionStore
 from router.store.types import Adopted, Ending, Placement
 from router.streams import RequestStream
@@ -68,11 +68,19 @@ class Adopter:
     async def attach(self, stream: RequestStream, adopted: Adopted) -> RequestError | None:
         """Goes on with a request whose repeat this router has. Returns why that cannot be."""
 
+        others: list[RequestStream] = []
+
         def on_attached(attached: executor_pb2.SequenceAttached) -> RequestStream:
+            if not stream.is_repeat_of(attached):
+                # The ledger had forgotten whose it is. It goes on for who comes for it with what it was asked for.
+                others.append(unread_stream(attached.request_id))
+                return others[0]
             _take_in(stream, adopted, attached)
             return stream
 
         answer = await self._attach(adopted.placement, on_attached)
+        if others:
+            return mismatch()
         if isinstance(answer, executor_pb2.SequenceAttached):
             if stream.is_abandoned:
                 self._placer.stop(stream)

@@ -24,6 +24,7 @@ from router.adopting import Adopter, OpenAttached
 from router.known_requests import KnownRequests, digest_of
 from router.ledger_writer import LedgerWriter, ledger_report
 from router.links import ExecutorLink
+from router.patience import unattended_s
 from router.placing import Placer, Void
 from router.queue_watch import QueueWatch
 from router.refusals import draining, duplicate, no_executor
@@ -173,27 +174,26 @@ class Dispatcher:
             asyncio.get_running_loop().call_later(UNCLAIMED_S, self.leave, outcome, 0)
         return outcome
 
-    def leave(self, stream: RequestStream, reader: int) -> None:
-        """Its reader is gone: it ends, or goes on for as long as its client asked. Nothing where another reads it."""
+    def leave(self, stream: RequestStream, reader: int, grace_s: float = 0.0) -> None:
+        """Its reader is gone: it ends, or goes on for as long as its client asked, or for `grace_s` seconds where that
+        is longer. Nothing where another reads it."""
         if reader != stream.reader:
             return
         self._queue_watch.unwatch(stream)
-        unattended_s = stream.reading.unattended_s if stream.reading is not None else 0.0
-        if unattended_s is not None:
-            unattended_s = min(unattended_s, self._keep_ended_s)
-        if stream.has_ended or unattended_s == 0:
+        goes_on_s = unattended_s(stream.reading, grace_s, self._keep_ended_s)
+        if stream.has_ended or goes_on_s == 0:
             self.release(stream)
         elif self._placer.streams.get(stream.request_id) is stream:
-            self._spawn(self._go_on_unattended(stream, unattended_s))
+            self._spawn(self._go_on_unattended(stream, goes_on_s))
 
-    async def _go_on_unattended(self, stream: RequestStream, unattended_s: float | None) -> None:
+    async def _go_on_unattended(self, stream: RequestStream, goes_on_s: float | None) -> None:
         """Reads it for nobody, so that stops and deadlines hold."""
         reader = stream.attend()
         try:
-            async with asyncio.timeout(unattended_s):
+            async with asyncio.timeout(goes_on_s):
                 await Relay(stream, None).run()
         except TimeoutError:
-            log.info("%s: no client came back within %g s", stream.request_id, unattended_s)
+            log.info("%s: no client came back within %g s", stream.request_id, goes_on_s)
         except RequestError as error:
             log.debug("%s: without a client: %s", stream.request_id, error.reason.value)
         if reader == stream.reader:
@@ -291,7 +291,12 @@ class Dispatcher:
     def on_preempted(self, stream: RequestStream, attempt: int) -> None:
         """A sequence gave way on its executor: its request goes back to the queue, with its output so far."""
         if stream.placement is not None and stream.placement.attempt == attempt:
-            self._placer.void(stream, Void.PREEMPTED)
+            self._placer.preempted(stream)
+
+    def on_stood_still(self, stream: RequestStream, attempt: int) -> None:
+        """The engine stood still under a sequence, which counts as if it had died."""
+        if stream.placement is not None and stream.placement.attempt == attempt:
+            self._placer.void(stream, Void.STOOD_STILL)
 
     def on_withdrawn(self, stream: RequestStream, attempt: int) -> None:
         """A sequence was cancelled that nobody wanted cancelled: the ledger took its placement for superseded."""

@@ -2,7 +2,8 @@
 
 Owns the channel, the slots of the stream and the credits; what a frame means for a request is told to the `Observer`.
 A link that breaks tells the observer once; every placement that went over it is void then: the executor is dead, or
-leaves it to whichever router comes for it. A token that is missing is asked for once more.
+leaves it to whichever router comes for it. Where a token is missing the placement is attached to anew, once, from that
+token on; where that is in vain, it is given up and goes on elsewhere. What cannot be true breaks the link.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from common.errors import Reason, RequestError
 from router.executor_channels import ExecutorChannels
 from router.frames import FrameError, check_description, check_frame
 from router.refusals import taken_over
+from router.silence import Silence
 from router.store.types import Demand
 from router.streams import End, RequestStream
 
@@ -35,6 +37,8 @@ NO_ATTEMPT = 0
 MAX_UNACKED_STEPS = 64
 ACK_EVERY_FRAMES = 8
 DESCRIBE_TIMEOUT_S = 5.0
+# An executor reports at least once a second on every stream, and its lease in the ledger lapses after 5 s.
+MAX_SILENT_S = 4
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
 
@@ -75,6 +79,10 @@ class Observer(Protocol):
 
     def on_preempted(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
         """A sequence gave up its place on the executor; its request is to go on elsewhere."""
+        ...
+
+    def on_stood_still(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """The executor ended a sequence because its engine stood still under it."""
         ...
 
     def on_withdrawn(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
@@ -191,14 +199,22 @@ class ExecutorLink:
         self._wake.set()
         call = stub.Serve()
         writer = asyncio.create_task(self._write(call), name=f"write {self.address}")
+        silence = Silence(MAX_SILENT_S)
+        watch = asyncio.create_task(silence.watch(call.cancel), name=f"watch {self.address}")
         try:
             # The first response is the report that the executor sends when a router joins.
             async for response in call:
+                silence.hear()
                 if not self.is_up and not self._come_up():
                     return
                 check_frame(response, description, self._offered.keys(), self._seated.keys(), self._attaching.keys())
                 self.receive(response)
+        except asyncio.CancelledError:
+            if not silence.is_over:  # gRPC raises it also where the call is cancelled, not the task
+                raise
+            log.warning("executor %s at %s has been silent for %d s", self.executor_id, self.address, MAX_SILENT_S)
         finally:
+            watch.cancel()
             writer.cancel()
             call.cancel()
 
@@ -240,7 +256,10 @@ class ExecutorLink:
                 return  # the reader sees the same break and tells it
 
     def receive(self, response: executor_pb2.ServeResponse) -> None:
-        """Takes in what the executor sends."""
+        """Takes in what the executor sends. Its report comes first: whether it drains decides what ends mean."""
+        if response.HasField("report"):
+            self.report = response.report
+            self._observer.on_report(self, response.report)
         for accepted in response.accepted:
             self._accept(accepted)
         for rejected in response.rejected:
@@ -249,9 +268,6 @@ class ExecutorLink:
             self._attach(attached)
         if response.HasField("step"):
             self._receive_step(response.step)
-        if response.HasField("report"):
-            self.report = response.report
-            self._observer.on_report(self, response.report)
 
     def _accept(self, accepted: executor_pb2.SequenceAccepted) -> None:
         stream = self._offered.pop((accepted.request_id, accepted.attempt), None)
@@ -275,8 +291,7 @@ class ExecutorLink:
         stream = on_answer(attached) if on_answer is not None else None
         if stream is None:
             # Frames name its slot until it is cancelled.
-            stream = RequestStream(Demand(attached.request_id, 1, 1), executor_pb2.Submit(), 0.0)
-            stream.let_go(taken_over())
+            stream = unread_stream(attached.request_id)
             self.cancel(attached.request_id, attached.attempt)
         for slot, (one, _) in self._seated.items():
             if one is stream:
@@ -307,14 +322,13 @@ class ExecutorLink:
                 self._observer.on_detached(self, stream)
         for finished in step.finished:
             stream, attempt = self._seated.pop(finished.slot)
-            self._mended.discard((stream.request_id, attempt))
             self._finish(stream, attempt, finished)
         if step.frame % ACK_EVERY_FRAMES == 0:
             self._outbox.ack.frame = step.frame
             self._wake.set()
 
     def _mend(self, stream: RequestStream, attempt: int) -> None:
-        """A token is missing: asks for it, and gives the placement up where that was in vain."""
+        """A token is missing: asks for it once, and gives the placement up where that was in vain."""
         key = (stream.request_id, attempt)
         if key in self._attaching:
             return
@@ -338,10 +352,17 @@ class ExecutorLink:
         self._observer.on_withdrawn(self, stream, attempt)
 
     def _finish(self, stream: RequestStream, attempt: int, finished: executor_pb2.SequenceFinished) -> None:
+        if _is_current(stream, attempt) and not stream.has_ended:
+            if finished.reason == types_pb2.FINISH_REASON_LENGTH and stream.is_short:
+                self._mend(stream, attempt)
+                return
+            if (stream.request_id, attempt) in self._attaching:
+                return  # a token is missing: it comes once more, and the end behind it
+        self._mended.discard((stream.request_id, attempt))
         if _is_current(stream, attempt):
             if finished.reason == types_pb2.FINISH_REASON_PREEMPTED:
-                # With an error the engine stood still under it, which counts as if it had died.
-                tell = self._observer.on_withdrawn if finished.error else self._observer.on_preempted
+                # With an error it says that the engine stood still.
+                tell = self._observer.on_stood_still if finished.error else self._observer.on_preempted
                 tell(self, stream, attempt)
                 return
             if finished.reason == types_pb2.FINISH_REASON_CANCELLED and stream.is_wanted:
@@ -354,6 +375,13 @@ class ExecutorLink:
                 stream.finish(End(finished.reason, stop_token_id))
         if not stream.is_let_go:
             self._observer.on_finished(self, stream, attempt)
+
+
+def unread_stream(request_id: str) -> RequestStream:
+    """Stands for a request that nobody reads here, so that frames can name it."""
+    stream = RequestStream(Demand(request_id, 1, 1), executor_pb2.Submit(), 0.0)
+    stream.let_go(taken_over())
+    return stream
 
 
 def _is_current(stream: RequestStream, attempt: int) -> bool:

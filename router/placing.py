@@ -19,7 +19,7 @@ from typing import Any, cast
 from inflight.v1 import types_pb2
 
 from common.errors import Reason, RequestError
-from router.known_requests import KnownRequests
+from router.known_requests import KnownRequests, digest_of
 from router.ledger_writer import STORE_RETRY_S, LedgerWriter
 from router.links import ExecutorLink
 from router.refusals import duplicate, mismatch, output_lost, refusal, taken_over
@@ -45,6 +45,10 @@ from router.streams import End, RequestStream
 
 log = logging.getLogger(__name__)
 
+# How often in a row a request that was preempted before its next token is placed anew at once; then at the pace of
+# reports.
+MAX_FRUITLESS = 3
+
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 AttachTo = Callable[[RequestStream, Adopted], Awaitable[RequestError | None]]
 
@@ -56,6 +60,8 @@ class Void(Enum):
     """Its executor is gone or has forgotten it."""
     REJECTED = auto()
     """Its executor has not taken it."""
+    STOOD_STILL = auto()
+    """The engine stood still under it."""
     PREEMPTED = auto()
     """It gave way to another sequence."""
 
@@ -114,6 +120,8 @@ class Placer:
             outcome = await self._store.submit(demand)
         except RequestError as error:
             return error
+        if stream.error is not None and stream.is_let_go:  # meanwhile: the answer is for who has it now
+            return stream.error
         match outcome:
             case Refused():
                 return refusal(outcome)
@@ -145,7 +153,9 @@ class Placer:
             outcome = refused or outcome
             if not isinstance(outcome, RequestError):
                 return
-            if outcome.reason is Reason.DUPLICATE_REQUEST_ID and stream.attempt:
+            if stream.is_let_go:
+                return
+            if outcome.reason is Reason.DUPLICATE_REQUEST_ID and (stream.attempt or digest_of(stream)):
                 self.taken_over(stream)
                 return
             is_passing = outcome.reason in (Reason.NO_EXECUTOR, Reason.STORE_UNAVAILABLE)
@@ -201,6 +211,9 @@ class Placer:
         stream.displace()
         if stream.is_cancelled:
             stream.finish(End(types_pb2.FINISH_REASON_CANCELLED, None))
+        if stream.is_complete:
+            # Only its end was still to come, and executors refuse what has nothing left to generate.
+            stream.finish(End(types_pb2.FINISH_REASON_LENGTH, None))
         if stream.is_over:
             self.end(stream, output_lost("its executor was lost before it had sent the output again"))
         elif stream.is_abandoned or stream.has_ended:
@@ -208,6 +221,15 @@ class Placer:
         else:
             stream.pause()
             self._spawn(self._hand_back(stream, placement, why))
+
+    def preempted(self, stream: RequestStream) -> None:
+        """Its executor has ended the current placement for others, or because it drains. It gets nothing new before its
+        next report where it drains, and where it has placed and ended the request several times for nothing."""
+        stream.num_fruitless = 0 if stream.has_progressed else stream.num_fruitless + 1
+        link = self.links.get(stream.executor_id)
+        drains = link is not None and link.report is not None and link.report.draining
+        is_refused = drains or stream.num_fruitless > MAX_FRUITLESS
+        self.void(stream, Void.REJECTED if is_refused else Void.PREEMPTED)
 
     def _settle(self, stream: RequestStream, attempt: int) -> None:
         self._ledger.settle(stream.ending(attempt))
@@ -255,6 +277,7 @@ class Placer:
                     preempted=why is Void.PREEMPTED,
                     output_tokens=len(stream.output_ids),
                     progressed=stream.has_progressed,
+                    stood_still=why is Void.STOOD_STILL,
                 )
             except RequestError:
                 await asyncio.sleep(STORE_RETRY_S)

@@ -157,6 +157,10 @@ class Pools:
         """See `Observer`."""
         self._pool_of[link].dispatcher.on_preempted(stream, attempt)
 
+    def on_stood_still(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
+        """See `links.Observer`."""
+        self._pool_of[link].dispatcher.on_stood_still(stream, attempt)
+
     def on_withdrawn(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
         """See `Observer`."""
         self._pool_of[link].dispatcher.on_withdrawn(stream, attempt)

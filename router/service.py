@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc.aio
-from inflight.v1 import executor_pb2, inference_pb2, inference_pb2_grpc, resume_pb2
+from inflight.v1 import executor_pb2, inference_pb2, inference_pb2_grpc
 
 from common.errors import RequestError
 from router.admission_file import AdmissionFile
@@ -36,7 +36,8 @@ from router.callers import Caller, Door, authorize, model_of, sees_model
 from router.capacity import add_capacity, described_model, described_variants
 from router.claims import Claims
 from router.explain import REQUEST_STATE_PROTO, request_standing
-from router.patience import patient
+from router.frames import context_of
+from router.patience import grace_after, patient
 from router.pools import Pool, Pools
 from router.refusals import draining, unknown_request
 from router.relay import Relay, Write
@@ -152,13 +153,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         except asyncio.CancelledError:
             pool.dispatcher.leave(stream, relay.reader)
             raise
+        except RequestError as error:
+            pool.dispatcher.leave(stream, relay.reader, grace_after(error))
+            raise
 
     async def _relay(self, relay: Relay, stream: RequestStream, pool: Pool) -> None:
         """Tells the client what happens, to the end."""
+        grace_s = 0.0
         try:
             await relay.run()
+        except RequestError as error:
+            grace_s = grace_after(error)
+            raise
         finally:
-            pool.dispatcher.leave(stream, relay.reader)
+            pool.dispatcher.leave(stream, relay.reader, grace_s)
 
     def _caller(self, context: Context) -> Caller:
         """Who calls. Raises `RequestError` where the door does not know."""
@@ -205,8 +213,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return patient(write, self._settings.write_timeout_s)
 
     def _open_attached(self, pool: Pool, attached: executor_pb2.SequenceAttached) -> RequestStream:
-        """The stream of a request that another router began."""
-        context = resume_pb2.RouterContext.FromString(attached.submit.router_context)
+        """The stream of a request that another router began. Raises `FrameError` where the executor gives back
+        something else."""
+        context = context_of(attached)
         limits = self._admission.rules.limits_of(context.tenant) or NO_LIMITS
         return restore(attached.submit, context, limits, pool, self._tokens)
 

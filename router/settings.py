@@ -108,7 +108,8 @@ class RouterSettings(ProcessSettings):
         30.0,
         gt=0,
         le=3600,
-        description="seconds that a client may leave its stream unread; then the call ends, ABORTED",
+        description="seconds that a client may leave its stream unread; then the call ends, ABORTED, and can be "
+        "resumed",
     )
     handshake_timeout_s: float = Field(
         20.0, ge=0.1, le=300, description="seconds that a new connection's handshake may take"

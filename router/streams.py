@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from inflight.v1 import executor_pb2, types_pb2
 
 from common.errors import RequestError
+from router.frames import FrameError, context_of
 from router.reading import Reading
 from router.refusals import taken_over
 from router.store.types import Demand, Ending, Placement, Queued
@@ -101,6 +102,8 @@ class RequestStream:
         self.is_over = False
         # An executor died under it before its next token.
         self.is_suspect = False
+        # How often in a row it was preempted before its next token.
+        self.num_fruitless = 0
         # Its stop text came, which executors know nothing of.
         self.has_matched_stop = False
         # Who may call `next`; counts up.
@@ -158,6 +161,16 @@ class RequestStream:
         return len(self.output_ids) > self._num_before_placement
 
     @property
+    def is_short(self) -> bool:
+        """Whether fewer tokens have come than an end for want of more allows."""
+        return len(self.output_ids) < self._max_tokens < math.inf
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all the tokens that it may have."""
+        return len(self.output_ids) >= self._max_tokens
+
+    @property
     def was_cancelled(self) -> bool:
         """Whether it ended by its client or for want of one."""
         if self.has_matched_stop:
@@ -194,6 +207,11 @@ class RequestStream:
             cancelled=self.was_cancelled,
         )
 
+    def is_repeat_of(self, attached: executor_pb2.SequenceAttached) -> bool:
+        """Whether what an executor was told is this request, for all that its digest says. Raises `FrameError`."""
+        digest = b"" if self.reading is None else self.reading.digest
+        return not digest or context_of(attached).digest == digest
+
     def place(self, placement: Placement) -> executor_pb2.Submit:
         """Makes a placement the current one and returns what its executor is to be told."""
         if self.attempt and self.output_ids:
@@ -219,7 +237,7 @@ class RequestStream:
         self.accept()
         if has_started:
             self._has_boarded = self._started = True
-            self.num_cached_tokens = num_cached_tokens
+            self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
 
     def _make_current(self, placement: Placement) -> None:
         self.placement = placement
@@ -263,11 +281,13 @@ class RequestStream:
 
     def token(self, offset: int, token_id: int) -> bool:
         """Takes a token. One that is known, or behind the end, is dropped; returns False where one is missing before
-        it, or it is one more than was asked for."""
+        it. Raises `FrameError` for one more than was asked for: no asking makes that come right."""
         if self.has_ended:
             return True
+        if offset >= self._max_tokens:
+            raise FrameError(f"token {offset} of {self.request_id} is beyond the {self._max_tokens} that it may have")
         expected = len(self.output_ids)
-        if offset > expected or offset >= self._max_tokens:
+        if offset > expected:
             return False
         if offset == expected:
             now = time.monotonic()

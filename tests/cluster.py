@@ -62,6 +62,8 @@ class Brake:
     def __init__(self) -> None:
         self._steps = threading.Semaphore(0)
         self._held = False
+        # While a step waits for its permission: the engine takes nothing in.
+        self.is_waited_for = threading.Event()
 
     def hold(self) -> None:
         """From the next step on, every step needs a permission."""
@@ -80,7 +82,9 @@ class Brake:
     def wait(self) -> None:
         """Called by the device before a step."""
         if self._held:
+            self.is_waited_for.set()
             self._steps.acquire()
+            self.is_waited_for.clear()
 
 
 @dataclass(frozen=True, slots=True)

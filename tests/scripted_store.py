@@ -51,6 +51,7 @@ class ScriptedStore:
     def __init__(self, on_event: Callable[[StoreEvent], None]) -> None:
         self.tell = on_event
         self.answers: deque[Any] = deque()
+        self.before_answer: Callable[[], None] = lambda: None
         self.explanations: dict[str, Explanation] = {}
         self.cancels: dict[str, CancelOutcome] = {}
         self.demands: list[Demand] = []
@@ -67,10 +68,13 @@ class ScriptedStore:
 
     async def submit(self, demand: Demand) -> Any:
         self.demands.append(demand)
+        self.before_answer()
         return self._answer()
 
-    async def hand_back(self, request_id: str, attempt: int, max_attempts: int, **how: Any) -> Any:
-        self.hand_backs.append((request_id, attempt, how))
+    async def hand_back(
+        self, request_id: str, attempt: int, max_attempts: int, *, stood_still: bool = False, **how: Any
+    ) -> Any:
+        self.hand_backs.append((request_id, attempt, how | ({"stood_still": True} if stood_still else {})))
         return self._answer()
 
     async def adopt(self, request_id: str) -> Any:
@@ -188,9 +192,11 @@ def new_stream(
     deadline: float | None = None,
     reading: Reading | None = None,
     request_id: str = "r",
+    max_tokens: int = 0,
 ) -> RequestStream:
-    """Request `r`, unless another is named, whose whole need is 9 blocks."""
+    """Request `r`, unless another is named, whose whole need is 9 blocks; `max_tokens` 0: as many as come."""
     submit = executor_pb2.Submit(request_id=request_id, prompt_ids=[1] * num_prompt_tokens)
+    submit.stopping.max_tokens = max_tokens
     return RequestStream(Demand(request_id, 2, 9, deadline_ms=500), submit, 0.0, deadline, reading=reading)
 
 

@@ -88,9 +88,10 @@ def hand_back_args(
     preempted: bool,
     output_tokens: int,
     progressed: bool = False,
+    stood_still: bool = False,
 ) -> list[Argument]:
     """Of hand_back.lua."""
-    why = "preempted" if preempted else "rejected" if rejected else "lost"
+    why = "preempted" if preempted else "rejected" if rejected else "stood_still" if stood_still else "lost"
     return [request_id, attempt, max_attempts, why, output_tokens, int(progressed)]
 
 

@@ -2,7 +2,7 @@
 
 A pool is a set of executors that serve the same model. All its keys share the hash tag `{pool}`, so that a script may
 use them together on Redis Cluster. Every key is soft state: reports and routers rebuild it. Under
-`inflight:{pool}:` there are, records packed by cmsgpack, times in milliseconds of Redis' clock:
+`inflight:<FORMAT>:{pool}:` there are, records packed, times in milliseconds of Redis' clock:
 
 | key | type | content |
 | --- | --- | --- |
@@ -10,7 +10,7 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 | `room` | zset | executor that may board anybody → −available blocks; one fallen silent may linger |
 | `sizes` | zset | executor → total blocks |
 | `reports` | zset | executor → time of its last report |
-| `requests` | hash | request → owner, tenant, state, class, what it asks for and the digest of it, its order, attempt, strikes, times passed; what its latest placement reserved and charged, and whether it was adopted |
+| `requests` | hash | request → owner, tenant, state, class, what it asks for and the digest of it, its order, attempt, strikes and whom the last one blames, times passed; what its latest placement reserved and charged, and whether it was adopted |
 | `waiting:1` `waiting:2` `waiting:3` | zset by name | lines of a class: `tenant\\0deadline arrival request`; at most a minute ahead counts as deadline |
 | `active:1` `active:2` `active:3` | zset | tenant with work in line that may run more → its virtual counter |
 | `placements` | zset by name | `executor\\0attempt\\0request` of all that are placed, to find an executor's |
@@ -33,6 +33,13 @@ Beside the pools there is `inflight:secret`, which all routers share (`secret`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+FORMAT = 1
+"""How Redis holds a pool. To be raised with whatever a router of the version before would misread: fields of records,
+what a key is called or holds, kinds of mail. Two formats live side by side, each with a ledger of its own."""
+
+FINGERPRINT = "3c168ac2d8eef59b"
+"""Of the records as they are packed in this format; a test compares. It does not see the rest of the above."""
 
 POOL_KEYS = (
     "executors",
@@ -77,7 +84,7 @@ class PoolKeys:
 
     def key(self, name: str) -> str:
         """The key called `name` in the map above."""
-        return f"inflight:{{{self.pool}}}:{name}"
+        return f"inflight:{FORMAT}:{{{self.pool}}}:{name}"
 
     def mailbox(self, router_id: str) -> str:
         """The router's mailbox."""

@@ -44,6 +44,7 @@ class Reply:
     missing: tuple[str, ...]
     more: bool
     registered: bool
+    now_ms: int
 
     @property
     def is_complete(self) -> bool:
@@ -53,10 +54,10 @@ class Reply:
 
 def parse_reply(raw: Sequence[Any]) -> Reply:
     """The reply of any script."""
-    outcome, events, missing, more, registered = raw
+    outcome, events, missing, more, registered, now_ms = raw
     pairs = (dict(zip(fields[::2], fields[1::2], strict=True)) for fields in events)
     parsed = tuple(parse_event(fields) for fields in pairs)
-    return Reply(outcome[0], tuple(outcome[1:]), parsed, tuple(missing), bool(more), bool(registered))
+    return Reply(outcome[0], tuple(outcome[1:]), parsed, tuple(missing), bool(more), bool(registered), now_ms)
 
 
 def parse_event(fields: Mapping[str, Any]) -> StoreEvent:
@@ -70,8 +71,9 @@ def _placement(fields: Mapping[str, Any]) -> Placement:
         int(fields["attempt"]),
         fields["executor_id"],
         int(fields["generation"]),
-        int(fields["blocks"]),
-        fields["suspect"] == "1",
+        # What mail of an older router of the same format may lack.
+        int(fields.get("blocks", 0)),
+        fields.get("suspect") == "1",
     )
 
 
@@ -89,7 +91,7 @@ _EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {
     "cancel": lambda fields: CancelAsked(fields["request_id"], int(fields["attempt"])),
     "preempt": lambda fields: PreemptAsked(fields["request_id"], int(fields["attempt"])),
     "cancelled": lambda fields: Cancelled(fields["request_id"]),
-    "taken_over": lambda fields: TakenOver(fields["request_id"]),
+    "taken_over": lambda fields: TakenOver(fields["request_id"], int(fields["at_ms"])),
     DropReason.EXPIRED.value: _dropped,
     DropReason.NEVER_FITS.value: _dropped,
 }

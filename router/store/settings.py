@@ -29,8 +29,9 @@ class StoreSettings:
     """Connections of one router for calls; the mailbox reader has one more."""
     renew_interval_ms: int = 1_500
     """Between renewals of the router's lease of 5 s."""
-    reap_interval_ms: int = 1_000
-    """Between reaps, on average; each waits half to one and a half of it. A gap of 3 s would start all leases anew."""
+    reap_interval_ms: int = 400
+    """Between reaps, on average; each waits half to one and a half of it, and so late a lapsed lease may be noticed. A
+    gap of 3 s would start all leases anew."""
     mailbox_block_ms: int = 2_000
     """Longest that a read of the empty mailbox blocks."""
     min_backoff_ms: int = 50

@@ -35,6 +35,7 @@ from router.store.replies import (
     parse_submit,
 )
 from router.store.settings import StoreSettings
+from router.store.tenures import StoreClock, Tenures
 from router.store.types import (
     Adopted,
     Attempt,
@@ -62,6 +63,10 @@ T = TypeVar("T")
 
 MAX_ROUNDS = 64
 MAX_SETTLED_PER_CALL = 256
+
+# Scripts that may make a request the caller's, and what they return where it is.
+TAKING = frozenset({"submit", "adopt"})
+OWNED = frozenset({"PLACED", "QUEUED", "ADOPTED"})
 
 OwnEvent = Placement | Dropped
 SubmitOutcome = Placement | Queued | Refused | Duplicate | Dropped | Adopted
@@ -98,6 +103,8 @@ class AdmissionStore:
         self._router_id = router_id
         self._settings = settings
         self._on_event = on_event
+        self._tenures = Tenures(on_event)
+        self._clock = StoreClock()
         self._scripts = scripts or load_scripts()
         self._peers: frozenset[str] = frozenset()
         self._is_registered = False
@@ -110,7 +117,7 @@ class AdmissionStore:
         mailbox = Mailbox(reader, self._keys.mailbox(self._router_id), self._settings)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(mailbox.run(self._on_event))
+                group.create_task(mailbox.run(self._tenures.tell))
                 group.create_task(_repeat(self.renew, self._settings.renew_interval_ms, jitter=0.1))
                 group.create_task(_repeat(self.reap, self._settings.reap_interval_ms, jitter=0.5))
         finally:
@@ -160,6 +167,7 @@ class AdmissionStore:
         preempted: bool = False,
         output_tokens: int = 0,
         progressed: bool = False,
+        stood_still: bool = False,
     ) -> Placement | Queued | Dropped | HandBackRefusal:
         """Returns a placement that came to nothing; the request waits again where it stood, if attempts are left.
 
@@ -167,6 +175,7 @@ class AdmissionStore:
         the attempt does not count. Either way the executor gets nothing new before its next report. `preempted`: it
         gave up its seat for another; that does not count either, nor does it say anything about the executor.
         `progressed`: tokens came of this placement, so it was not the request that ended it; losses count anew.
+        `stood_still`: the executor says that its engine did; that counts though the executor lives.
         """
         args = hand_back_args(
             request_id,
@@ -176,6 +185,7 @@ class AdmissionStore:
             preempted=preempted,
             output_tokens=output_tokens,
             progressed=progressed,
+            stood_still=stood_still,
         )
         operation = self._operate("hand_back", *args, own_id=request_id)
         reply, event = await self._detached(operation)
@@ -189,7 +199,7 @@ class AdmissionStore:
         Where it waits or is lost nothing is changed: only who has its prompt can go on with it, by a submit. ENDED: it
         has ended, and was never placed, or nobody knows where.
         """
-        reply, _ = await self._detached(self._operate("adopt", request_id))
+        reply, _ = await self._detached(self._ask_for("adopt", request_id, [request_id]))
         return parse_adopt(request_id, reply)
 
     async def absolve(self, request_id: str, attempt: int) -> None:
@@ -233,8 +243,16 @@ class AdmissionStore:
         assert demand.blocks > 0
         assert demand.sequences > 0
         args = submit_args(demand, self._settings)
-        reply, event = await self._operate("submit", *args, own_id=demand.request_id)
+        reply, event = await self._ask_for("submit", demand.request_id, args)
         return event or parse_submit(demand.request_id, reply)
+
+    async def _ask_for(self, name: str, request_id: str, args: Sequence[Argument]) -> tuple[Reply, OwnEvent | None]:
+        """Calls a script that may make the request this router's, unless it comes there when nobody waits any more."""
+        with self._tenures.asked(request_id):
+            reply, event = await self._operate(name, *args, own_id=request_id)
+            if reply.status in OWNED:
+                self._tenures.begin(request_id, reply.now_ms)
+        return reply, event
 
     async def _withdraw(self, submit: asyncio.Task[Any], request_id: str) -> None:
         """Undoes a submit whose caller did not wait for it: nothing can have been sent to an executor."""
@@ -270,11 +288,18 @@ class AdmissionStore:
         # What submits rarely needs: it boards others' requests only where there is room for its own.
         operation = _Operation(set() if name == "submit" else set(self._peers), own_id)
         for _ in range(MAX_ROUNDS):
-            reply = await self._call(operation, name, args)
-            if reply.status != "AGAIN":
+            reply = await self._call(operation, name, (*args, *self._waits_until(name)))
+            if reply.status not in ("AGAIN", "LATE"):
                 await self._board(operation, reply)
                 return reply, operation.own_event
         raise unavailable(self._settings, f"{name} found no end")
+
+    def _waits_until(self, name: str) -> tuple[Argument, ...]:
+        """The last argument of scripts that take a request for this router, by Redis' clock."""
+        if name not in TAKING:
+            return ()
+        until_ms = self._clock.in_ms(self._settings.call_timeout_ms)
+        return ("" if until_ms is None else until_ms,)
 
     async def _board(self, operation: _Operation, reply: Reply) -> None:
         """Boards on where a script stopped. What is left undone, the next call boards, whoever makes it."""
@@ -294,6 +319,7 @@ class AdmissionStore:
         except RequestError:
             self._missed_reply = True  # with placements, it may be, or the word that the lease has lapsed
             raise
+        self._clock.observe(reply.now_ms)
         operation.mailboxes.update(reply.missing)
         self._deliver(operation, reply)
         return reply

@@ -314,9 +314,13 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """Another router has adopted the request: its stream here ends, and nothing of it is this router's any more."""
+    """Another router has adopted the request: its stream here ends, and nothing of it is this router's any more.
+
+    `at_ms` is when, by Redis' clock.
+    """
 
     request_id: str
+    at_ms: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inflight.v1 import executor_pb2, types_pb2
+from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 
-from router.frames import FrameError, check_description, check_frame
+from router.frames import FrameError, check_description, check_frame, context_of
 from router.ledger_writer import ledger_report
 from router.links import ExecutorLink
 from router.store.types import Demand, Ending
@@ -26,13 +27,18 @@ HINTS = {
     f"{P}SequenceAccepted.request_id": st.just("r"),
     f"{P}SequenceAccepted.attempt": st.just(1),
     f"{P}SequenceAccepted.slots": st.just([0]),
+    f"{P}SequenceAttached.request_id": st.just("r"),
+    f"{P}SequenceAttached.attempt": st.just(1),
+    f"{P}SequenceAttached.slots": st.lists(SLOT, min_size=1, max_size=1),
     f"{P}SequenceRejected.request_id": st.just("r"),
     f"{P}SequenceRejected.attempt": st.just(1),
     f"{P}SequenceStarted.slot": SLOT,
     f"{P}SequenceFinished.slot": SLOT,
     f"{P}SequenceFinished.reason": st.integers(0, 8),
     f"{P}StepFrame.slots": st.lists(st.just(0), max_size=3),
-    f"{P}StepFrame.offsets": st.integers(0, 3).map(lambda n: list(range(n))),
+    f"{P}StepFrame.offsets": st.tuples(st.sampled_from([0, 0, 2]), st.integers(0, 3)).map(
+        lambda place: list(range(place[0], sum(place)))
+    ),
     f"{P}StepFrame.token_ids": st.lists(st.integers(0, 4), max_size=3),
     f"{P}StepFrame.paused": st.just([0]),
     f"{P}Report.total_blocks": st.just(32),
@@ -43,6 +49,7 @@ HINTS = {
 DESCRIPTION = executor_pb2.DescribeResponse(
     executor_id="e0",
     generation=1,
+    protocol_version=2,
     model="m",
     block_size=4,
     total_blocks=32,
@@ -64,7 +71,8 @@ async def offered() -> tuple[ScriptedRouter, ExecutorLink, RequestStream]:
 
 def take_in(link: ExecutorLink, response: executor_pb2.ServeResponse) -> None:
     """What the link does with each response."""
-    check_frame(response, link.description, link._offered.keys(), link._seated.keys())
+    asked = link._attaching.keys()
+    check_frame(response, link.description, link._offered.keys(), link._seated.keys(), asked)
     link.receive(response)
 
 
@@ -150,10 +158,9 @@ HOSTILE_FRAMES: dict[str, tuple[Callable[[], executor_pb2.ServeResponse], str]] 
     "pause of an unknown slot": (lambda: seated(paused=[3]), "nobody is in slot 3"),
     "end of an unknown slot": (lambda: ends(types_pb2.FINISH_REASON_LENGTH, slot=5), "nobody is in slot 5"),
     "columns of different lengths": (lambda: seated(slots=[0, 0], offsets=[0], token_ids=[1]), "2 slots, 1 offsets"),
-    "gap in the offsets": (lambda: seated(slots=[0], offsets=[8], token_ids=[1]), "token 8 of r does not follow 0"),
     "more tokens than were asked for": (
         lambda: seated(slots=[0] * 21, offsets=range(21), token_ids=[1] * 21),
-        "token 20 of r does not follow 20",
+        "token 20 of r is beyond the 20",
     ),
     "token outside the vocabulary": (lambda: seated(slots=[0], offsets=[0], token_ids=[5]), "not below 5"),
     "end told twice": (lambda: ends(types_pb2.FINISH_REASON_LENGTH, types_pb2.FINISH_REASON_LENGTH), "leaves twice"),
@@ -199,6 +206,74 @@ async def test_frame_that_cannot_be_true_is_refused_with_the_reason(name: str) -
             take_in(link, make_frame())
 
 
+async def run_with_gap(router: ScriptedRouter, link: ExecutorLink, stream: RequestStream) -> None:
+    """Request `r` runs, and its executor leaves out token 2 and those behind it up to 7."""
+    router.stores["m"].answers.append(placement())
+    await router.pools.find("m").dispatcher.submit(stream)
+    take_in(link, executor_pb2.ServeResponse(generation=1, accepted=accepts(1).accepted))
+    take_in(link, seated(slots=[0, 0, 0], offsets=[0, 1, 8], token_ids=[1, 2, 3]))
+
+
+def attached(slot: int) -> executor_pb2.ServeResponse:
+    response = executor_pb2.ServeResponse(generation=1)
+    response.attached.add(request_id="r", attempt=1, slots=[slot], started=True)
+    return response
+
+
+@pytest.mark.parametrize("answer", ["a gap again", "not held"])
+async def test_gap_that_is_not_mended_gives_the_placement_up_and_asks_no_more(answer: str) -> None:
+    router, link, stream = await offered()
+    async with router.running():
+        await run_with_gap(router, link, stream)
+        if answer == "not held":
+            rejected = executor_pb2.SequenceRejected(request_id="r", attempt=1)
+            take_in(link, executor_pb2.ServeResponse(generation=1, rejected=[rejected]))
+        else:
+            take_in(link, attached(1))
+            take_in(link, seated(slots=[1], offsets=[8], token_ids=[3]))
+        # Then it is cancelled there and handed back with what it has, and nothing further is taken from there
+        for _ in range(3):
+            take_in(link, seated(slots=[0], offsets=[8], token_ids=[3]))
+        await settled()
+        assert [(cancel.request_id, cancel.attempt) for cancel in link._outbox.cancels] == [("r", 1)]
+        ((request_id, attempt, how),) = router.stores["m"].hand_backs
+        assert (request_id, attempt, how["output_tokens"]) == ("r", 1, 2)
+        assert len(link._outbox.attaches) == 1
+        assert stream.output_ids == [1, 2]
+
+
+def test_executor_that_knows_no_attach_has_its_gap_given_up_at_once() -> None:
+    router = ScriptedRouter("m")
+    link, stream = router.link("e0", "m"), new_stream()
+    link.description.protocol_version = 1
+    withdrawn: list[int] = []
+    link._observer = SimpleNamespace(on_withdrawn=lambda link, stream, attempt: withdrawn.append(attempt))
+    stream.place(placement())
+    link._seated[0] = (stream, 1)
+    link.receive(steps(1, offset=4))
+    assert withdrawn == [1]
+    assert not link._outbox.attaches
+
+
+@pytest.mark.parametrize(
+    ("router_context", "request_id"),
+    [
+        (b"\xff", "r"),
+        (b"", "r"),
+        (resume_pb2.RouterContext(tenant="other", request_id="r").SerializeToString(), "r"),
+        (resume_pb2.RouterContext(tenant="default", request_id="r").SerializeToString(), "s"),
+    ],
+)
+def test_attachment_with_another_requests_context_is_refused(router_context: bytes, request_id: str) -> None:
+    one = executor_pb2.SequenceAttached(request_id="r")
+    one.submit.request_id, one.submit.router_context = request_id, router_context
+    with pytest.raises(FrameError, match="router_context of r"):
+        context_of(one)
+    fitting = resume_pb2.RouterContext(tenant="default", request_id="r")
+    one.submit.request_id, one.submit.router_context = "r", fitting.SerializeToString()
+    assert context_of(one) == fitting
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -229,7 +304,7 @@ async def test_start_that_claims_more_cached_tokens_than_the_prompt_has_is_no_cr
         router.stores["m"].answers.append(placement())
         await router.pools.find("m").dispatcher.submit(stream)
         link.receive(accepts(1))
-        link.receive(steps(1, cached=2**32 - 1, end=types_pb2.FINISH_REASON_LENGTH))
+        link.receive(steps(1, cached=2**32 - 1, end=types_pb2.FINISH_REASON_STOP_TOKEN))
         await settled()
         (ending,) = router.stores["m"].endings
         assert isinstance(ending, Ending)

@@ -26,7 +26,6 @@ GENERATION = 1
 KINDS = (
     "token of an unknown slot",
     "columns of different lengths",
-    "gap in the offsets",
     "token outside the vocabulary",
     "another generation",
     "speed that is no number",

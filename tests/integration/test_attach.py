@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,7 +11,7 @@ from inflight.v1 import executor_pb2, types_pb2
 from executor.holdings import Keeping
 from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.integration.test_requests import expected_ids
-from tests.router_stream import RouterStream, make_submit, router_stream
+from tests.router_stream import WAIT_S, RouterStream, make_submit, router_stream
 
 LENGTH = 40
 
@@ -117,7 +118,7 @@ async def test_attach_to_what_the_engine_has_not_answered_waits_for_the_answer(e
     executor.brake.hold()
     async with router_stream(executor.address) as first, router_stream(executor.address) as second:
         first.send(submits=[make_submit("busy", [1], LENGTH)])
-        await first.until(lambda: first.of("busy"))
+        assert await asyncio.to_thread(executor.brake.is_waited_for.wait, WAIT_S)
         first.send(submits=[make_submit("a", [2], LENGTH)])
         await first.until(lambda: len(first.reports[-1].held) == 2)
         assert not first.of("a")

@@ -1,23 +1,37 @@
-"""A request that kills whatever runs it: tried twice, then refused, and nobody else is harmed."""
+"""A request that kills or stops whatever runs it: tried twice, then refused, and nobody else is harmed."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 
 import grpc
 import grpc.aio
 import pytest
 from inflight.v1 import inference_pb2
 
+from bench.chaos.proxy import Proxy, Weather
+from client.stack.ports import free_ports
 from executor.launch import PendingStep
 from executor.sequence import StepPlan
 from router.settings import RouterSettings
-from tests.cluster import ExecutorShape, RunningExecutor, run_cluster, token_request
+from tests.cluster import (
+    ExecutorShape,
+    RunningExecutor,
+    RunningRouter,
+    run_cluster,
+    run_router,
+    start_executor,
+    token_request,
+    until_ready,
+)
 from tests.integration.test_requests import collect, expected_ids, ids_of
 
 POISON = [4, 4, 4, 4, 4]
+# Shorter than any test waits, longer than a busy machine delays a step.
+WATCHDOG_S = 0.5
 
 
 def poison(executor: RunningExecutor, deaths: list[RunningExecutor]) -> None:
@@ -62,3 +76,73 @@ async def test_poison_request_kills_two_executors_and_nobody_elses_request(redis
     assert "2 executors died under the request" in (error.value.details() or "")
     assert len(deaths) == 2
     assert [ids_of(events) for events in answers] == [expected_ids(prompt, 20) for prompt in prompts]
+
+
+def paralyse(executor: RunningExecutor, hangs: list[RunningExecutor]) -> None:
+    """Lets the device stop in the step that has the prompt, while the process goes on reporting."""
+    device = executor.device
+    launch: Callable[[StepPlan], PendingStep] = device.launch
+
+    def launch_and_stop(plan: StepPlan) -> PendingStep:
+        if any(sequence.token_ids[: len(POISON)] == POISON for sequence in plan.sequences):
+            hangs.append(executor)
+            executor.brake.hold()
+        return launch(plan)
+
+    device.launch = launch_and_stop  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+async def test_prompt_under_which_two_engines_stand_still_is_refused(redis_url: str, pool: str) -> None:
+    hangs: list[RunningExecutor] = []
+    settings = RouterSettings(no_executor_grace_s=30.0)
+    async with AsyncExitStack() as stack:
+        executors = []
+        for i in range(3):
+            executor = await start_executor(f"executor-{i}", pool, ExecutorShape(), watchdog_s=WATCHDOG_S)
+            stack.push_async_callback(executor.stop)
+            paralyse(executor, hangs)
+            executors.append(executor)
+        addresses = [executor.address for executor in executors]
+        router = await stack.enter_async_context(run_router(f"{pool}-router", pool, redis_url, addresses, settings))
+        await until_ready(router, len(executors))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await collect(router, token_request(POISON, 20))
+        assert ids_of(await collect(router, token_request([1], 20))) == expected_ids([1], 20)
+    assert error.value.code() is grpc.StatusCode.INTERNAL
+    assert len({executor.address for executor in hangs}) == 2
+
+
+async def test_request_whose_link_breaks_again_and_again_goes_on(redis_url: str, pool: str) -> None:
+    settings = RouterSettings(no_executor_grace_s=30.0)
+    async with AsyncExitStack() as stack:
+        executor = await start_executor("executor", pool, ExecutorShape())
+        stack.push_async_callback(executor.stop)
+        proxy = Proxy("network", f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}", executor.address)
+        await proxy.start()
+        stack.push_async_callback(proxy.stop)
+        router = await stack.enter_async_context(
+            run_router(f"{pool}-router", pool, redis_url, [proxy.address], settings)
+        )
+        await until_ready(router, 1)
+        # Given a prompt that takes long
+        executor.brake.hold()
+        asked = asyncio.create_task(collect(router, token_request([1], 20)))
+        for attempt in range(1, 5):
+            await until_placed(router, pool, attempt)
+            # When its link breaks before the first token
+            proxy.set_weather(Weather.CUT)
+            await until_placed(router, pool, None)
+            proxy.set_weather(Weather.FAIR)
+        executor.brake.release()
+        assert ids_of(await asked) == expected_ids([1], 20)
+
+
+async def until_placed(router: RunningRouter, pool: str, attempt: int | None) -> None:
+    """Waits until the router's only request is where its executor has been told of this attempt, or nowhere."""
+    async with asyncio.timeout(20):
+        while True:
+            found = [stream.placement for stream in router.pools.find(pool).dispatcher.streams]
+            if [one and one.attempt for one in found] == [attempt]:
+                return
+            await asyncio.sleep(0.01)

@@ -21,10 +21,11 @@ from common.tls import TlsFiles, TlsPaths
 from executor.door import RouterNames, open_door
 from executor.settings import ExecutorSettings
 from router.executor_channels import ExecutorChannels
-from router.links import ExecutorLink
+from router.links import PROTOCOL_VERSION, ExecutorLink
 from router.settings import RouterSettings
 
 SERVICE = "inflight.v1.ExecutorService"
+NUM_BLOCKS = 8
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -37,11 +38,22 @@ class Executor(executor_pb2_grpc.ExecutorServiceServicer):
 
     async def Describe(self, request: Any, context: Any) -> executor_pb2.DescribeResponse:
         self.num_describes += 1
-        return executor_pb2.DescribeResponse(executor_id="e", generation=1)
+        return executor_pb2.DescribeResponse(
+            executor_id="e",
+            generation=1,
+            protocol_version=PROTOCOL_VERSION,
+            block_size=4,
+            total_blocks=NUM_BLOCKS,
+            max_num_sequences=2,
+            context_length=64,
+            vocabulary_size=5,
+        )
 
     async def Serve(self, requests: Any, context: Any) -> AsyncIterator[executor_pb2.ServeResponse]:
         while True:
-            yield executor_pb2.ServeResponse(report=await self.reports.get())
+            report = await self.reports.get()
+            report.total_blocks = NUM_BLOCKS
+            yield executor_pb2.ServeResponse(generation=1, report=report)
 
 
 class Observer:

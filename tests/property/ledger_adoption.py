@@ -38,9 +38,10 @@ def placement_of(request: Request) -> Placement:
 
 
 def is_adopting(pool: Pool, request: Request, router_id: str, demand: Demand) -> bool:
-    """Whether this is a repeat by another router, which may have the request."""
-    is_free = not (demand.is_served and pool.lives(request.owner_id, router_id))
-    return request.owner_id != router_id and _is_same(request, demand) and is_free
+    """Whether this is a repeat by another router, which may have the request, or by its own of what was lost."""
+    is_own = request.owner_id == router_id
+    is_free = is_own or not (demand.is_served and pool.lives(request.owner_id, router_id))
+    return (not is_own or request.state is RequestState.LOST) and _is_same(request, demand) and is_free
 
 
 def is_own_repeat(request: Request, router_id: str, demand: Demand) -> bool:
@@ -58,14 +59,14 @@ def is_own_repeat(request: Request, router_id: str, demand: Demand) -> bool:
 
 
 def _is_same(request: Request, demand: Demand) -> bool:
-    if not demand.digest or request.digest is None:
-        return bool(demand.digest)
+    if not (demand.digest or demand.is_served) or request.digest is None:
+        return bool(demand.digest or demand.is_served)
     return request.digest == demand.digest and request.demand.tenant in (demand.tenant, "")
 
 
 def repeat_of_ended(end: End | None, demand: Demand) -> Adopted | Duplicate | int:
     """What becomes of a repeat of what has ended; a number is the attempt behind which it starts anew."""
-    is_same = bool(demand.digest) and (end is None or end.digest in (demand.digest, None))
+    is_same = bool(demand.digest or demand.is_served) and (end is None or end.digest in (demand.digest, None))
     if is_same and end and not end.was_cancelled:
         assert end.placement
         return Adopted(end.placement, ended=True)

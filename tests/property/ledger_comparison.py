@@ -31,6 +31,11 @@ def _compare_requests(records: Records, pool: Pool) -> None:
         assert request.state
         assert (record["state"], record["owner"]) == (request.state.value, request.owner_id)
         assert (record["attempt"], record["strikes"]) == (request.attempt, request.strikes)
+        if request.strikes:
+            blamed = request.blamed
+            assert (record["struck_executor"] or None) == (blamed and blamed.executor_id)
+            if blamed:
+                assert (record["struck_generation"], record["struck_ms"]) == (blamed.generation, blamed.at_ms)
         assert record["digest"] == ("?" if request.digest is None else request.digest)
         assert (record["class"], record["output"], record["passed"]) == (
             request.class_,

@@ -35,6 +35,7 @@ from tests.property import ledger_adoption as adoption
 from tests.property.ledger_board import board, place
 from tests.property.ledger_pool import LEASE_MS, NOBODY, Executor, Pool, Request
 from tests.property.ledger_refusals import impossible, refusal_of_waiting
+from tests.property.ledger_strikes import strike
 from tests.property.ledger_tenants import smoothed_share
 
 AUDIT_GRACE_MS = 2000
@@ -102,9 +103,11 @@ class Ledger:
         name = demand.request_id
         if adoption.is_adopting(self.pool, known, router_id, demand):
             adoption.take_over(self.pool, router_id, known)
-            known.digest, known.is_adopted = demand.digest, known.state is RequestState.PLACED
+            if known.digest is not None or known.state is not RequestState.PLACED:
+                known.digest = demand.digest
+            known.is_adopted = known.state is RequestState.PLACED
             if known.state is RequestState.LOST:
-                known.strikes = 0 if demand.output_tokens > known.output else known.strikes + 1
+                strike(self.pool, known, progressed=demand.output_tokens > known.output)
                 self._requeue(router_id, known, demand.output_tokens)
                 board(self.pool, router_id)
             return self._own_result(router_id, name)
@@ -169,7 +172,7 @@ class Ledger:
             request = self.pool.requests.get(one.request_id)
             if request is None:
                 self.pool.end(one.request_id, was_cancelled=False)
-            elif request.attempt == one.attempt and request.state is not RequestState.WAITING:
+            elif self._may_settle(router_id, request, one):
                 if isinstance(one, Ending) and one.request_id not in ended:
                     self._settle_usage(request, one)
                 ended.setdefault(one.request_id, isinstance(one, Ending) and one.cancelled)
@@ -177,6 +180,12 @@ class Ledger:
             self.pool.end(name, was_cancelled=was_cancelled)
         board(self.pool, router_id)
         return len(ended)
+
+    def _may_settle(self, router_id: str, request: Request, one: Attempt | Ending) -> bool:
+        if request.attempt != one.attempt or request.state is RequestState.WAITING:
+            return False
+        is_elsewhere = request.owner_id != router_id and self.pool.lives(request.owner_id, router_id)
+        return not (isinstance(one, Ending) and one.cancelled and is_elsewhere)
 
     def _settle_usage(self, request: Request, ending: Ending) -> None:
         if ending.computed_tokens is None or ending.output_tokens is None:
@@ -223,7 +232,7 @@ class Ledger:
     def hand_back(
         self, router_id: str, one: Attempt, max_attempts: int, why: str, output_tokens: int, progressed: bool
     ) -> Any:
-        """Model of hand_back.lua; `why` is lost, rejected or preempted, or anything with tokens that came."""
+        """Model of hand_back.lua; `why` is one of WHYS."""
         self.register(router_id)
         pool, name = self.pool, one.request_id
         request = pool.requests.get(name)
@@ -236,10 +245,8 @@ class Ledger:
         if not is_waiting:
             if request.state is RequestState.PLACED and why != "preempted" and request.placement:
                 pool.executors[request.placement.executor_id].suspended = True
-            if progressed:
-                request.strikes = 0
-            elif why == "lost":
-                request.strikes += 1
+            if progressed or why in ("lost", "stood still"):
+                strike(pool, request, progressed=progressed, is_proven=why == "stood still")
             if request.strikes >= max_attempts:
                 pool.end(name, was_cancelled=False)
                 board(pool, router_id)

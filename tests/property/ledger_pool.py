@@ -39,6 +39,15 @@ class End:
     was_cancelled: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """An executor said to have died under a request."""
+
+    executor_id: str
+    generation: int
+    at_ms: int
+
+
 @dataclass(slots=True)
 class Request:
     """A request that has not ended. `claim` is the executor kept for it; `placement` says where it is or was last;
@@ -55,6 +64,8 @@ class Request:
     output: int = 0
     state: RequestState | None = None
     strikes: int = 0
+    blamed: Blamed | None = None
+    """Whom the last strike names; None: it stands."""
     is_adopted: bool = False
     """Whether its placement was another router's, or nobody's."""
     placement: Placement | None = None

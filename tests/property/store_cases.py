@@ -42,7 +42,7 @@ pool_settings = st.builds(
     preempt_for_priority=st.sampled_from((True, True, False)),
     remember_ended_ms=st.sampled_from((20_000, 75_000)),
 )
-WHYS = ("lost", "lost", "lost after tokens", "rejected", "preempted")
+WHYS = ("lost", "lost", "stood still", "lost after tokens", "rejected", "preempted")
 whys = st.sampled_from(WHYS)
 
 

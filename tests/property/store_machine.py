@@ -263,6 +263,7 @@ class StoreMachine(RuleBasedStateMachine):
                 preempted=why == "preempted",
                 output_tokens=output,
                 progressed=progressed,
+                stood_still=why == "stood still",
             )
 
         def decide() -> Any:

@@ -9,6 +9,7 @@ import pytest
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
 from router.ledger_writer import ledger_report
+from router.placing import MAX_FRUITLESS
 from router.relay import Relay
 from router.store.types import (
     CancelAsked,
@@ -65,6 +66,44 @@ async def test_preempted_sequence_goes_on_elsewhere_with_its_output() -> None:
         assert news.end is not None
         assert stream.num_migrations == 1
         assert store.endings == [Ending("r", 2, computed_tokens=6, output_tokens=3, by_itself=True)]
+
+
+@pytest.mark.parametrize("in_one", [True, False])
+async def test_sequence_that_a_draining_executor_hands_back_is_not_placed_there_again(in_one: bool) -> None:
+    router = ScriptedRouter("m")
+    link, stream, store = router.link("e0", "m"), new_stream(), router.stores["m"]
+    async with router.running():
+        await placed(router, stream)
+        link.receive(accepts(1))
+        report = executor_pb2.ServeResponse(report=executor_pb2.Report(seq=1, draining=True))
+        end = steps(end=types_pb2.FINISH_REASON_PREEMPTED)
+        if in_one:
+            report.step.CopyFrom(end.step)
+        link.receive(report)
+        if not in_one:
+            link.receive(end)
+        await settled()
+        ((_, attempt, how),) = store.hand_backs
+        # Which has the ledger wait for the executor's next report
+        assert (attempt, how["rejected"], how["preempted"]) == (1, True, False)
+
+
+async def test_sequence_that_is_preempted_again_and_again_for_nothing_waits_for_a_report() -> None:
+    router = ScriptedRouter("m")
+    link, stream, store = router.link("e0", "m"), new_stream(), router.stores["m"]
+    async with router.running():
+        await placed(router, stream)
+        for attempt in range(1, MAX_FRUITLESS + 3):
+            store.answers.append(placement(attempt + 1))
+            link.receive(accepts(attempt))
+            link.receive(steps(end=types_pb2.FINISH_REASON_PREEMPTED))
+            await settled()
+        assert [how["rejected"] for _, _, how in store.hand_backs] == [False] * MAX_FRUITLESS + [True] * 2
+        # A token begins the count again
+        link.receive(accepts(MAX_FRUITLESS + 3))
+        link.receive(steps(1, end=types_pb2.FINISH_REASON_PREEMPTED))
+        await settled()
+        assert not store.hand_backs[-1][2]["rejected"]
 
 
 async def test_sequence_cancelled_though_nobody_asked_for_it_goes_on_elsewhere() -> None:

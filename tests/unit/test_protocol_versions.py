@@ -26,7 +26,7 @@ class Call:
 
     async def __aiter__(self) -> AsyncIterator[executor_pb2.ServeResponse]:
         await self._is_told.wait()
-        yield executor_pb2.ServeResponse()
+        yield executor_pb2.ServeResponse(generation=1)
 
     def cancel(self) -> None:
         pass

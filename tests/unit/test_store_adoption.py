@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
+from router.store.calls import submit_args
+from router.store.replies import parse_reply
+from router.store.tenures import KEPT_MS, Tenures
 from router.store.types import (
     Adopted,
     Attempt,
@@ -16,9 +21,10 @@ from router.store.types import (
     Placement,
     Queued,
     RequestState,
+    StoreEvent,
     TakenOver,
 )
-from tests.store_pool import StorePool
+from tests.store_pool import StorePool, steered_scripts
 
 KEYED = Demand("k", 2, blocks=1, digest="as asked")
 
@@ -168,4 +174,131 @@ async def test_request_of_a_dead_router_can_be_adopted_while_its_lease_lasts(sto
     await b.store.report(store_pool.next_report(sequences=1, held=(HeldSequence("running", 1, 1),)))
     await b.store.settle([Attempt("running", 1)])
 
+    assert await b.store.submit(KEYED) == Adopted(Placement("k", 1, "x", 1), ended=False)
+
+
+async def test_word_of_a_take_over_from_before_the_request_came_back_is_not_told(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report())
+    told: list[StoreEvent] = []
+    tenures = Tenures(told.append)
+    a.store._tenures = tenures
+    placement = await a.place_demand(KEYED)
+    await store_pool.wait(10)
+    assert await b.store.submit(KEYED) == Adopted(placement, ended=False)
+    await store_pool.wait(10)
+    assert await a.store.adopt("k") == Adopted(placement, ended=False)
+
+    (stale,) = await a.told()
+    tenures.tell(stale)
+    assert told == []
+    await store_pool.wait(10)
+    await b.store.adopt("k")
+    (current,) = await a.told()
+    tenures.tell(current)
+    assert told == [TakenOver("k")]
+
+
+def test_word_of_a_take_over_is_held_until_the_answer_says_which_came_first() -> None:
+    told: list[StoreEvent] = []
+    tenures = Tenures(told.append)
+    with tenures.asked("k"):
+        tenures.tell(TakenOver("k", 5))
+        tenures.begin("k", 7)
+        assert told == []
+    with tenures.asked("k"):
+        tenures.begin("k", 8)
+        tenures.tell(TakenOver("k", 9))
+        assert told == []
+    assert told == [TakenOver("k")]
+
+
+async def test_call_that_comes_when_its_caller_has_given_up_takes_nothing(store_pool: StorePool) -> None:
+    a, late = store_pool.router("a"), store_pool.router("late")
+    await late.store.report(store_pool.next_report())
+    placement = await a.place_demand(KEYED)
+    await store_pool.wait(10_000)
+    keys = store_pool.keys.for_script(("a",))
+    for name, args in (("submit", submit_args(KEYED, store_pool.settings)), ("adopt", ["k"])):
+        call = steered_scripts()[name].run(store_pool.redis, keys, ["late", *args, store_pool.now_ms - 1])
+        assert parse_reply(await call).status == "LATE"
+
+    assert await a.told() == []
+    assert await a.store.submit(KEYED) == placement
+    assert await late.store.adopt("k") == Adopted(placement, ended=False)  # its clock was ten seconds behind
+
+
+def test_old_tenures_are_forgotten() -> None:
+    tenures = Tenures(lambda event: None)
+    tenures.begin("old", 1)
+    tenures.begin("new", KEPT_MS + 2)
+    assert list(tenures._since_ms) == ["new"]
+
+
+@pytest.mark.parametrize("digest", ["", "as asked"])
+async def test_router_keeps_what_only_its_executor_remembers_of_it(store_pool: StorePool, digest: str) -> None:
+    """It hung for longer than its lease, or the ledger lost everything; its request has no key, or has one."""
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await b.store.report(store_pool.next_report(held=(HeldSequence("k", 1, 1),)))
+    served = dataclasses.replace(KEYED, digest=digest, deadline_ms=500, last_attempt=1, is_served=True)
+
+    assert await a.store.submit(served) == Adopted(Placement("k", 1, "x", 1), ended=False)
+    assert await a.store.submit(dataclasses.replace(served, deadline_ms=None)) == Adopted(
+        Placement("k", 1, "x", 1), ended=False
+    )
+    if not digest:  # nobody else has it by its id alone
+        assert await b.store.submit(dataclasses.replace(served, is_served=False)) == Duplicate(RequestState.PLACED)
+
+
+@pytest.mark.parametrize("digest", ["", "as asked"])
+async def test_router_that_submits_again_what_it_has_lost_goes_on_with_it(store_pool: StorePool, digest: str) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x"))
+    demand = dataclasses.replace(KEYED, digest=digest)
+    await a.place_demand(demand)
+    await a.store.report(store_pool.next_report("x", generation=2))
+
+    again = dataclasses.replace(demand, last_attempt=1, output_tokens=3, is_served=True)
+    assert await a.store.submit(again) == Placement("k", 2, "x", 2)
+
+
+async def test_repeat_of_what_its_own_router_has_lost_is_no_other_request(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x"))
+    await a.place_demand(KEYED)
+    await a.store.report(store_pool.next_report("x", generation=2))
+
+    assert await a.store.submit(KEYED) == Placement("k", 2, "x", 2, suspect=True)
+
+
+async def test_router_without_a_key_reads_the_end_of_what_it_serves(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report())
+    demand = dataclasses.replace(KEYED, digest="")
+    placement = await a.place_demand(demand)
+    await b.store.settle([Ending("k", 1, 1, 1, by_itself=True)])
+
+    served = dataclasses.replace(demand, last_attempt=1, is_served=True)
+    assert await a.store.submit(served) == Adopted(placement, ended=True)
+    assert await a.store.submit(demand) == Duplicate(RequestState.ENDED)
+
+
+async def test_what_another_living_router_serves_cannot_be_cancelled_by_an_end(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report())
+    placement = await a.place_demand(KEYED)
+    await b.store.submit(KEYED)
+
+    assert await a.store.settle([Ending("k", 1, cancelled=True)]) == 0
+    assert await b.store.submit(KEYED) == Adopted(placement, ended=False)
+    assert await b.store.settle([Ending("k", 1, cancelled=True)]) == 1
+
+
+async def test_claim_on_what_only_its_executor_knows_says_nothing_of_its_digest(store_pool: StorePool) -> None:
+    """Whoever attaches sees whether it is what was asked for; who has the right digest gets it all the same."""
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report(held=(HeldSequence("k", 1, 1),)))
+    other = dataclasses.replace(KEYED, digest="something else")
+
+    assert await a.store.submit(other) == Adopted(Placement("k", 1, "x", 1), ended=False)
     assert await b.store.submit(KEYED) == Adopted(Placement("k", 1, "x", 1), ended=False)

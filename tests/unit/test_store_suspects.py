@@ -7,11 +7,11 @@ from tests.store_pool import RouterSide, StorePool
 
 
 async def suspects(store_pool: StorePool, router: RouterSide, *names: str, reporting: tuple[str, ...] = ("x",)) -> None:
-    """Places these, loses them, and has executors report again that could take all of them."""
+    """Places these, has their engine stand still, and executors report again that could take all of them."""
     for name in names:
         await router.place(name)
     for name in names:
-        assert isinstance(await router.store.hand_back(name, 1, max_attempts=2), Queued)
+        assert isinstance(await router.store.hand_back(name, 1, max_attempts=2, stood_still=True), Queued)
     for executor_id in reporting:
         await router.store.report(store_pool.next_report(executor_id))
 

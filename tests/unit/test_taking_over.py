@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 
 import pytest
-from inflight.v1 import executor_pb2, types_pb2
+from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 
 from common.errors import Reason, RequestError
 from router.dispatch import Dispatcher
 from router.links import ExecutorLink
 from router.store.types import (
     Adopted,
+    Demand,
     Duplicate,
     Ending,
     HandBackRefusal,
@@ -23,7 +24,7 @@ from router.store.types import (
     RequestState,
     TakenOver,
 )
-from router.streams import RequestStream
+from router.streams import End, RequestStream
 from tests.scripted_store import (
     ScriptedRouter,
     ScriptedStore,
@@ -331,6 +332,19 @@ async def test_token_that_stays_missing_sends_the_request_elsewhere(
         assert [cancel.attempt for cancel in scene.link._outbox.cancels] == [1]
 
 
+async def test_placement_that_is_lost_behind_its_last_token_has_ended(scene: Scene) -> None:
+    submit = executor_pb2.Submit(request_id="r", prompt_ids=[1] * 10)
+    submit.stopping.max_tokens = 2
+    scene.stream = RequestStream(Demand("r", 2, 9), submit, 0.0, reading=new_reading())
+    async with scene.router.running():
+        await scene.run_here(1, 2)
+        scene.link._break()
+        await settled()
+        assert scene.stream.end == End(LENGTH, None)
+        assert scene.store.hand_backs == []
+        assert [(ending.request_id, ending.attempt) for ending in scene.store.endings] == [("r", 1)]
+
+
 # --- without an executor
 
 
@@ -352,3 +366,81 @@ async def test_only_requests_without_a_deadline_are_given_up_when_no_executor_co
         assert not patient.has_ended
         await settled()
         assert [stream.request_id for stream in dispatcher.streams] == ["r"]
+
+
+# --- what comes out of order, and what is missing
+
+
+async def test_take_over_that_is_told_before_the_answer_leaves_the_placement_to_the_other(scene: Scene) -> None:
+    async with scene.router.running():
+        asked = asyncio.create_task(scene.dispatcher.submit(scene.stream))
+        scene.store.before_answer = lambda: scene.store.tell(TakenOver("r"))
+        scene.store.answers.append(placement())
+        with pytest.raises(RequestError) as refused:
+            await asked
+        assert refused.value.reason is Reason.TAKEN_OVER
+        await settled()
+        assert scene.store.endings == []
+        assert not scene.link._outbox.submits
+
+
+async def test_end_behind_a_missing_token_waits_for_it(scene: Scene) -> None:
+    async with scene.router.running():
+        await scene.run_here()
+        scene.link.receive(steps(3, offset=2, end=LENGTH))
+        assert not scene.stream.has_ended
+        (attach,) = scene.link._outbox.attaches
+        assert attach.offset == 0
+        scene.link.receive(attached())
+        scene.link.receive(steps(1, 2, 3, slot=3, end=LENGTH))
+        assert (scene.stream.output_ids, scene.stream.has_ended) == ([1, 2, 3], True)
+
+
+@pytest.mark.parametrize("num_answered", [1, 2])
+async def test_length_that_is_not_reached_is_no_end(scene: Scene, num_answered: int) -> None:
+    scene.stream = new_stream(reading=new_reading(), max_tokens=3)
+    async with scene.router.running():
+        await scene.run_here()
+        scene.link.receive(steps(1, end=LENGTH))
+        assert not scene.stream.has_ended
+        scene.link.receive(attached())
+        if num_answered == 1:
+            scene.link.receive(steps(2, 3, offset=1, slot=3, end=LENGTH))
+            assert (scene.stream.output_ids, scene.stream.has_ended) == ([1, 2, 3], True)
+        else:
+            scene.link.receive(steps(slot=3, end=LENGTH))
+            await settled()
+            assert [attempt for _, attempt, _ in scene.store.hand_backs] == [1]
+
+
+async def test_request_that_lacks_only_the_word_of_its_end_has_ended(scene: Scene) -> None:
+    scene.stream = new_stream(reading=new_reading(), max_tokens=2)
+    async with scene.router.running():
+        await scene.run_here(1, 2)
+        scene.dispatcher.on_unlinked(scene.link, [scene.stream])
+        await settled()
+        assert scene.stream.end is not None
+        assert scene.stream.end.reason == LENGTH
+        assert scene.store.hand_backs == []
+        assert [one.request_id for one in scene.store.endings] == ["r"]
+
+
+async def test_key_is_held_against_what_the_executor_was_told(scene: Scene) -> None:
+    scene.stream = new_stream(reading=new_reading(digest=b"as asked"))
+    async with scene.router.running():
+        scene.store.answers.append(Adopted(placement(), ended=False))
+        asked = asyncio.create_task(scene.dispatcher.submit(scene.stream))
+        await settled()
+        answer = attached()
+        told = resume_pb2.RouterContext(tenant="default", request_id="r", digest=b"another")
+        answer.attached[0].submit.MergeFrom(
+            executor_pb2.Submit(request_id="r", router_context=told.SerializeToString())
+        )
+        scene.link.receive(answer)
+        with pytest.raises(RequestError) as refused:
+            await asked
+        assert refused.value.reason is Reason.IDEMPOTENCY_MISMATCH
+        scene.link.receive(steps(1, slot=3, end=LENGTH))
+        await settled()
+        assert not scene.link._outbox.cancels
+        assert scene.store.endings == []

@@ -1,13 +1,17 @@
 -- adopt: makes a request the caller's that has a placement; for a caller without its prompt, to attach to its executor.
 --
 -- KEYS        the pool's keys, mailboxes
--- ARGV        [1] caller, who owns the request from now on  [2] request id
+-- ARGV        [1] caller, who owns the request from now on  [2] request id  [3] until when the caller waits, or ''
 -- returns     {'ADOPTED', attempt, executor, generation, blocks, 1 for a suspect} | {'ADOPTED_ENDED', …}: it has ended,
---             there | {'WAITING'} | {'LOST'} | {'ENDED'}: never placed, or nobody knows where | {'UNKNOWN'} | {'AGAIN'}
+--             there | {'WAITING'} | {'LOST'} | {'ENDED'}: never placed, or nobody knows where | {'UNKNOWN'}
+--             | {'AGAIN'} | {'LATE'}: the caller waits no more
 -- complexity  O(log R) for R routers
 -- Changes nothing but the owner of a placed request; an owner that lives is told. A repeat returns the same.
 local id = ARGV[2]
 
+if is_late(ARGV[3]) then
+  return finish({'LATE'})
+end
 register()
 local request = load_request(id)
 if not request then

@@ -2,8 +2,9 @@
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller, who owns the request from now on  [2] request id  [3] attempt  [4] most attempts
---             [5] 'lost', 'rejected': the executor did not take it, or 'preempted': it gave way; the last two do not count
---             as attempts  [6] output tokens that it has: with some its deadline for waiting is behind it  [7] 1 where
+--             [5] 'lost', 'stood_still': its executor says that its engine did, 'rejected': the executor did not take it,
+--             or 'preempted': it gave way; the last two do not count as attempts, and 'lost' does where the executor has
+--             died, as far as is known when the next one is counted  [6] output tokens that it has: with some its deadline for waiting is behind it  [7] 1 where
 --             tokens came of this placement: that does not count either, nor what was counted before
 -- returns     {'PLACED', attempt, executor, generation, blocks, 1 for a suspect} | {'QUEUED', number ahead, estimated
 --             wait or ''} | {'EXHAUSTED'} | {'STALE'}: it ended, moved on, or is another living router's | {'UNKNOWN'}
@@ -28,8 +29,8 @@ local function return_to_line(request)
     suspend(request.executor_id)
   end
   withdraw(id, request)
-  if why == 'lost' or progressed then
-    strike(request, progressed)
+  if why == 'lost' or why == 'stood_still' or progressed then
+    strike(request, progressed, why == 'stood_still')
   end
   if request.strikes >= max_attempts then
     bury_with_ending(id, request, false)

@@ -6,8 +6,13 @@
 -- returns     {'SETTLED', number of requests that this call ended}
 -- complexity  O(log N) for each, and that of board
 -- A stale attempt is left alone. An id not in the ledger gets a tombstone, so that a report still on its way does
--- not add it. A repeat ends nothing.
+-- not add it. A repeat ends nothing. What another living router serves, nobody else can cancel.
 local num_settled = 0
+
+local function is_served_elsewhere(request)
+  return request.owner ~= CALLER and lives(request.owner)
+end
+
 sweep_tombstones(#ARGV)
 for i = 2, #ARGV, 6 do
   local id, attempt = ARGV[i], tonumber(ARGV[i + 1])
@@ -15,7 +20,8 @@ for i = 2, #ARGV, 6 do
   if not request then
     ended_ms(id) -- an end out of date says nothing of this one
     bury(id)
-  elseif request.attempt == attempt and request.state ~= 'WAITING' then
+  elseif request.attempt == attempt and request.state ~= 'WAITING'
+    and not (ARGV[i + 5] == '1' and is_served_elsewhere(request)) then
     local computed, output = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
     local tenant = load_tenant(request.tenant)
     if computed and output then -- before it may come back to the line and be lifted

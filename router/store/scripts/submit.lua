@@ -4,15 +4,16 @@
 -- ARGV        [1] caller, who owns the request  [2] request id  [3] tenant  [4] numbers, packed big-endian doubles in
 --             the order of calls.py; infinity is no limit and no deadline  [5] names of ever longer beginnings of
 --             the prompt, between spaces  [6] digest of the request or ''  [7] 1 where its router serves it already
+--             [8] until when the caller waits, or ''
 -- returns     {'PLACED', attempt, executor, generation, blocks, 1 for a suspect} | {'QUEUED', number ahead, estimated
 --             wait or ''} | {'ADOPTED', …}: placed before, and its executor may know it | {'ADOPTED_ENDED', …}: it has
 --             ended, there | {'REFUSED', reason, limit, milliseconds until a retry makes sense or ''}, the reason one of
 --             NO_EXECUTOR, NEVER_FITS, QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE | {'DUPLICATE', state}
---             | {'DROPPED'}: as the event says | {'AGAIN'}
+--             | {'DROPPED'}: as the event says | {'AGAIN'} | {'LATE'}: the caller waits no more
 -- complexity  O(log N) for N waiting, and that of board where the request may go at once
 -- A repeat by the owner with the same arguments changes nothing and returns how the request stands. A repeat by another,
 -- known by its digest, makes the request the caller's; one of what was cancelled starts it anew. Where [7] is 1, neither
--- is done to what another living router serves or somebody has cancelled. A request that had an attempt was admitted
+-- is done to what another living router serves or somebody has cancelled, and the id is enough where there is no digest. A request that had an attempt was admitted
 -- before: neither rates nor bounds refuse it. Whoever waits already could not be placed when a seat last opened, so
 -- boarding is tried only where there is room for this request, or an earlier call stopped half-way.
 local id, name, digest, is_served = ARGV[2], ARGV[3], ARGV[6], ARGV[7] == '1'
@@ -22,10 +23,10 @@ local class, deadline_in_ms, blocks, sequences, last_attempt, prompt, max, outpu
   = struct.unpack('<dddddddddddddddddddddddddd', ARGV[4])
 local request_ms, token_ms -- of its tenant, before it came
 
--- Whether the digest says that this is the request asked for.
+-- Whether this is the request asked for: its digest says so, or its router, which has no digest of it.
 local function is_same(known)
-  return digest ~= ''
-    and (known.digest == '?' or known.digest == digest and (known.tenant == name or known.tenant == ''))
+  return known.digest == '?' and (digest ~= '' or is_served)
+    or known.digest == digest and (digest ~= '' or is_served) and (known.tenant == name or known.tenant == '')
 end
 
 -- Whether a request of the caller's own is asked for once more.
@@ -41,7 +42,9 @@ local function adopt(known)
     return {'AGAIN'}
   end
   take_over(id, known)
-  known.digest = digest
+  if known.digest ~= '?' or known.state ~= 'PLACED' then -- else its executor says what it is, to who attaches to it
+    known.digest = digest
+  end
   if known.state ~= 'LOST' then
     known.adopted = known.state == 'PLACED'
     save_request(id, known)
@@ -56,7 +59,8 @@ end
 -- What becomes of a request known already.
 local function repeat_of(known)
   local outcome
-  if known.owner ~= CALLER and is_same(known) and not (is_served and lives(known.owner)) then
+  local is_owner_free = not is_served or known.owner == CALLER or not lives(known.owner)
+  if is_same(known) and is_owner_free and (known.owner ~= CALLER or known.state == 'LOST') then
     outcome = adopt(known)
   elseif not is_own_repeat(known) or known.state == 'LOST' then
     outcome = {'DUPLICATE', known.state}
@@ -77,7 +81,7 @@ end
 -- What becomes of a request that has ended lately: an outcome, or nil and the attempt behind which it starts anew.
 local function repeat_of_ended()
   local ending = load_ending(id)
-  if digest == '' or ending and ending.digest ~= digest and ending.digest ~= '?' then
+  if digest == '' and not is_served or ending and ending.digest ~= digest and ending.digest ~= '?' then
     return {'DUPLICATE', 'ENDED'}
   elseif ending and not ending.cancelled then
     return placed_once(ending)
@@ -169,6 +173,9 @@ local function without_seat(known, request, executor_id)
   return {'QUEUED', ahead, wait_ms or ''}
 end
 
+if is_late(ARGV[8]) then
+  return finish({'LATE'})
+end
 register()
 local known = load_request(id)
 if known then

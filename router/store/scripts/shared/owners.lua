@@ -11,6 +11,12 @@ local function register()
   end
 end
 
+-- Whether the caller has given the call up by now, at `until_ms`; '' is never. Then its client asks elsewhere, and what
+-- comes late from a connection that stood still must not take the request from there.
+local function is_late(until_ms)
+  return NOW > (tonumber(until_ms) or math.huge)
+end
+
 local living = {[CALLER] = true, [''] = false} -- looked up in this call; '' owns what only an executor knew of
 
 local function lives(owner)
@@ -53,7 +59,7 @@ local function tell(kind, id, request)
   local fields = {
     'kind', kind, 'request_id', id, 'attempt', request.attempt,
     'executor_id', request.executor_id, 'generation', request.generation, 'blocks', request.reserved,
-    'suspect', request.strikes > 0 and '1' or '0',
+    'suspect', request.strikes > 0 and '1' or '0', 'at_ms', NOW_TEXT,
   }
   if request.owner == CALLER then
     events[#events + 1] = fields

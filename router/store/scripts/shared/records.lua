@@ -2,12 +2,13 @@
 --
 -- KEYS     the pool's keys, in the order of keys.py; behind them the mailboxes that the caller knows.
 -- ARGV     [1] the calling router; the rest is the script's own.
--- returns  {outcome, events, missing, more, registered}, the same for every script:
+-- returns  {outcome, events, missing, more, registered, now}, the same for every script:
 --            outcome     the script's own answer; {'AGAIN'}: call it again with the same arguments
 --            events      what the caller must know of its own requests, each a flat list of fields and values
 --            missing     live routers whose mailbox is needed and was not passed; what concerns them was left undone
 --            more        1 where `board` stopped at its bound
 --            registered  1 where the pool did not know the caller: what waited in its name may be gone
+--            now         milliseconds of Redis' clock
 --
 -- Records are packed numbers and strings, made and read by functions that compose.py makes of the lines `--@record`: a
 -- tenth of what JSON costs. Executors, tenants and the pool's own state are unpacked once in a call, changed in place,
@@ -21,9 +22,9 @@
 --  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? claim$
 --@record tenant counter weight lines[3] listed[3] active? waiting tokens bytes running max_running output_share \
 --  request_ms token_ms ms_per_token used_ms
---@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ class asked_class deadline_in_ms deadline_ms \
---  order_ms since_ms arrival blocks sequences prompt max output block_size bytes attempt strikes passed estimate \
---  correction charged? adopted? charge rated generation placed_ms reserved preempting
+--@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ struck_executor$ class asked_class deadline_in_ms deadline_ms \
+--  order_ms since_ms arrival blocks sequences prompt max output block_size bytes attempt strikes struck_generation \
+--  struck_ms passed estimate correction charged? adopted? charge rated generation placed_ms reserved preempting
 --@record ending executor_id$ digest$ attempt generation cancelled?
 
 local EXECUTORS = KEYS[1]
@@ -51,6 +52,7 @@ local NUM_POOL_KEYS = 24
 local NUM_CLASSES = 3
 local SILENT_MS = 2000        -- an executor that reported no later gets no new work
 local LEASE_MS = 5000         -- an executor or router silent for longer is gone
+local RELAY_MS = 600          -- routers hold a report back for up to half a second
 local AUDIT_GRACE_MS = 2000   -- how long a placement may take to show up in its executor's reports
 local PATIENCE_MS = 60000     -- in its tenant's line nobody stands behind who comes so much later, whatever the deadlines
 local MAX_HEADS = 32          -- requests that one call deals with

@@ -70,8 +70,8 @@ local function new_request(
     deadline_in_ms = deadline_in_ms, deadline_ms = NOW + deadline_in_ms,
     order_ms = NOW + math.min(deadline_in_ms, PATIENCE_MS), since_ms = NOW, arrival = state.arrivals, blocks = blocks,
     sequences = sequences, prompt = prompt, max = max, output = output, block_size = block_size, bytes = bytes,
-    attempt = attempt, strikes = 0, passed = 0, state = '', executor_id = '', claim = '', estimate = math.huge,
-    correction = 1, charged = false, adopted = false, charge = 0, rated = 0, generation = 0, placed_ms = 0,
+    attempt = attempt, strikes = 0, struck_executor = '', struck_generation = 0, struck_ms = 0, passed = 0, state = '',
+    executor_id = '', claim = '', estimate = math.huge, correction = 1, charged = false, adopted = false, charge = 0, rated = 0, generation = 0, placed_ms = 0,
     reserved = 0, preempting = 0,
   }
 end
@@ -146,9 +146,28 @@ local function seat(id, request, executor_id, attempt, blocks)
   save_request(id, request)
 end
 
--- Counts the loss of a placement against the request, unless tokens came of it: then nothing is held against it.
-local function strike(request, progressed)
-  request.strikes = progressed and 0 or request.strikes + 1
+-- Whether the executor that the last strike names has not died: it was seen again, or given the request again, after
+-- the same start. A report relayed within RELAY_MS may be from before.
+local function is_refuted(request)
+  local name, generation = request.struck_executor, request.struck_generation
+  if name ~= '' and name == request.executor_id and generation == request.generation then
+    return true
+  end
+  local executor = name ~= '' and load_executor(name)
+  return executor and executor.generation == generation and executor.last_report_ms > request.struck_ms + RELAY_MS
+end
+
+-- Counts the loss of a placement against the request, unless tokens came of it: then nothing is held against it. The
+-- strike before it stands or is void from now on; this one is looked at with the next, unless it is `proven`.
+local function strike(request, progressed, proven)
+  if progressed then
+    request.strikes = 0
+    return
+  end
+  local before = request.strikes > 0 and is_refuted(request) and request.strikes - 1 or request.strikes
+  request.strikes = before + 1
+  request.struck_executor = proven and '' or request.executor_id
+  request.struck_generation, request.struck_ms = request.generation, NOW
 end
 
 -- Puts a request that has left its executor in line again, where it stood, in the caller's name.

@@ -119,5 +119,5 @@ local function finish(outcome)
   if text ~= text_of_state then
     redis.call('SET', STATE, text)
   end
-  return {outcome, events, missing, more, registered}
+  return {outcome, events, missing, more, registered, NOW}
 end

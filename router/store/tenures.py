@@ -1,0 +1,73 @@
+"""Since when requests are this router's, and what time Redis has: for what comes late, or out of order.
+
+A mailbox is read on a connection of its own. So the word that another router has a request may come after that router
+has given it back, and before this one knows that it has it again. Times are milliseconds of Redis' clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from router.store.types import StoreEvent, TakenOver
+
+# Longer than any word is on its way: routers that do not read their mailboxes for so long are dead.
+KEPT_MS = 60_000
+
+
+class Tenures:
+    """Hands events on to `on_event`, but for words of a take-over from before the request was taken back."""
+
+    def __init__(self, on_event: Callable[[StoreEvent], None]) -> None:
+        self._on_event = on_event
+        # In the order of their times.
+        self._since_ms: OrderedDict[str, int] = OrderedDict()
+        self._asked: Counter[str] = Counter()
+        self._held: dict[str, TakenOver] = {}
+
+    @contextmanager
+    def asked(self, request_id: str) -> Iterator[None]:
+        """While the ledger is asked for the request; what is told of it meanwhile is judged by the answer."""
+        self._asked[request_id] += 1
+        try:
+            yield
+        finally:
+            self._asked[request_id] -= 1
+            if not self._asked[request_id]:
+                del self._asked[request_id]
+                held = self._held.pop(request_id, None)
+                if held is not None:
+                    self.tell(held)
+
+    def begin(self, request_id: str, now_ms: int) -> None:
+        """The request is this router's."""
+        self._since_ms[request_id] = now_ms
+        self._since_ms.move_to_end(request_id)
+        while now_ms - next(iter(self._since_ms.values())) > KEPT_MS:
+            self._since_ms.popitem(last=False)
+
+    def tell(self, event: StoreEvent) -> None:
+        """Something has come from the mailbox."""
+        if not isinstance(event, TakenOver):
+            self._on_event(event)
+        elif event.request_id in self._asked:
+            self._held[event.request_id] = event
+        elif event.at_ms >= self._since_ms.get(event.request_id, 0):
+            self._on_event(event)
+
+
+class StoreClock:
+    """Redis' clock, as far as its replies show it."""
+
+    def __init__(self) -> None:
+        self._ahead_ms: float | None = None
+
+    def observe(self, now_ms: int) -> None:
+        """A reply that has come now says so."""
+        self._ahead_ms = now_ms - time.monotonic() * 1000
+
+    def in_ms(self, duration_ms: int) -> int | None:
+        """The time after so long; never too late where the clock goes as ours does. None before the first reply."""
+        return None if self._ahead_ms is None else int(time.monotonic() * 1000 + self._ahead_ms) + duration_ms

@@ -1,0 +1,44 @@
+"""What routers of two versions read of each other in one Redis: the number in the keys says which format it is."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from router.store.compose import compose
+from router.store.keys import FINGERPRINT, FORMAT, PoolKeys
+from router.store.lua import shared_source
+from router.store.replies import parse_event
+from router.store.types import Placement
+
+RECORD = re.compile(r"^--@record (\w+) ", re.MULTILINE)
+PACKED = re.compile(r"struct\.pack\(.*\)")
+
+
+def packings() -> str:
+    """How each record is packed: its layout and fields, as the scripts have it."""
+    shared = shared_source()
+    names = RECORD.findall(shared)
+    assert names
+    text = compose(shared, "".join(f"pack_{name}({{}})\n" for name in names))
+    return "\n".join(PACKED.findall(text))
+
+
+def test_records_are_packed_as_their_format_says() -> None:
+    found = hashlib.sha256(packings().encode()).hexdigest()[:16]
+    assert found == FINGERPRINT, (
+        f"records are packed differently than in format {FORMAT}: raise FORMAT in router/store/keys.py, unless it was "
+        f"raised since the last release, and set FINGERPRINT to {found}"
+    )
+
+
+def test_format_is_in_every_key() -> None:
+    assert PoolKeys("model").key("requests") == f"inflight:{FORMAT}:{{model}}:requests"
+
+
+def test_mail_of_an_older_router_may_lack_what_came_later() -> None:
+    mail = {"kind": "placed", "request_id": "r", "attempt": "2", "executor_id": "x", "generation": "7"}
+    event = parse_event(mail)
+    assert isinstance(event, Placement)
+    assert event == Placement("r", 2, "x", 7)
+    assert (event.blocks, event.suspect) == (0, False)

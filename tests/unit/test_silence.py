@@ -1,0 +1,28 @@
+"""A peer that says nothing is given up; one is not blamed for this process standing still."""
+
+from __future__ import annotations
+
+from router.silence import Silence
+
+
+def test_silence_is_over_after_so_many_looks() -> None:
+    silence = Silence(3)
+    assert [silence.look(0.0) for _ in range(3)] == [False, False, True]
+    assert silence.is_over
+
+
+def test_a_word_begins_the_count_anew() -> None:
+    silence = Silence(2)
+    assert not silence.look(0.0)
+    silence.hear()
+    assert not silence.look(0.0)
+    assert not silence.look(0.0)
+    assert silence.look(0.0)
+
+
+def test_a_late_look_begins_the_count_anew() -> None:
+    silence = Silence(2)
+    assert not silence.look(0.0)
+    assert not silence.look(7.0)
+    assert not silence.look(0.0)
+    assert silence.look(0.0)

@@ -1,0 +1,110 @@
+"""What counts against a request: executors that died or stood still under it, not links that broke."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.store.types import Demand, HandBackRefusal, Placement, Queued
+from tests.store_pool import RouterSide, StorePool
+
+RELAY_MS = 600  # a report may come so late
+
+
+async def lose(a: RouterSide, attempt: int, *, stood_still: bool = False, max_attempts: int = 2) -> object:
+    """A placement comes to nothing before its first token; nobody else has room then."""
+    return await a.store.hand_back("r", attempt, max_attempts, stood_still=stood_still)
+
+
+async def test_links_that_break_again_and_again_do_not_count(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report())
+    await a.place("r")
+    for attempt in range(1, 8):
+        assert await lose(a, attempt) == Queued(0)
+        await a.store.report(store_pool.next_report())
+
+
+async def test_executors_seen_again_have_not_died(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x"))
+    await a.place("r")
+    for attempt, (lost, other) in enumerate([("x", "y"), ("y", "x"), ("x", "y"), ("y", "x")], 1):
+        assert await lose(a, attempt) is not HandBackRefusal.EXHAUSTED
+        await a.store.report(store_pool.next_report(other))
+        await store_pool.wait(RELAY_MS + 1)
+        await a.store.report(store_pool.next_report(lost))
+
+
+async def test_report_from_before_the_death_does_not_excuse_it(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report("x", blocks=10))
+    await a.place("r")
+    assert await lose(a, 1) == Queued(0)
+    await a.store.report(store_pool.next_report("y", blocks=20))
+
+    await store_pool.wait(RELAY_MS)
+    await b.store.report(store_pool.next_report("x", blocks=5))  # held back by its router
+    assert await lose(a, 2) is HandBackRefusal.EXHAUSTED
+
+
+async def test_executors_that_start_anew_have_died(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(generation=1))
+    await a.place("r")
+    assert await lose(a, 1) == Queued(0)
+
+    await a.store.report(store_pool.next_report(generation=2))
+    assert await a.told() == [Placement("r", 2, "x", 2)]
+    assert await lose(a, 2) is HandBackRefusal.EXHAUSTED
+
+
+async def test_executors_never_seen_again_have_died(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x"))
+    await a.place("r")
+    assert await lose(a, 1) == Queued(0)
+
+    for _ in range(8):
+        await store_pool.wait(1000)
+        await a.store.report(store_pool.next_report("y"))
+        await a.store.reap()
+    assert await lose(a, 2) is HandBackRefusal.EXHAUSTED
+
+
+async def test_engine_that_stands_still_counts_though_its_executor_lives(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report())
+    await a.place("r")
+    assert await lose(a, 1, stood_still=True) == Queued(0)
+
+    await store_pool.wait(RELAY_MS + 1)
+    await a.store.report(store_pool.next_report())
+    assert await lose(a, 2, stood_still=True) is HandBackRefusal.EXHAUSTED
+
+
+@pytest.mark.parametrize("num_deaths", [1, 2])
+async def test_confirmed_deaths_add_up_past_a_broken_link(store_pool: StorePool, num_deaths: int) -> None:
+    a = store_pool.router("a")
+    generation, attempt = 1, 1
+    await a.store.report(store_pool.next_report(generation=generation))
+    await a.place("r")
+    for _ in range(num_deaths):
+        assert await lose(a, attempt, max_attempts=num_deaths + 1) == Queued(0)
+        generation, attempt = generation + 1, attempt + 1
+        await a.store.report(store_pool.next_report(generation=generation))
+
+    assert await lose(a, attempt, max_attempts=num_deaths + 2) == Queued(0)  # a link only
+    await store_pool.wait(RELAY_MS + 1)
+    await a.store.report(store_pool.next_report(generation=generation))
+    assert await lose(a, attempt + 1, max_attempts=num_deaths + 1) is HandBackRefusal.EXHAUSTED
+
+
+async def test_adopted_request_keeps_what_counts_against_it(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    asked = Demand("r", 2, blocks=1, digest="as asked")
+    await a.store.report(store_pool.next_report(generation=1))
+    await a.place_demand(asked)
+    await b.store.report(store_pool.next_report(generation=2))
+    assert await b.store.submit(asked) == Placement("r", 2, "x", 2)
+
+    assert await lose(b, 2) is HandBackRefusal.EXHAUSTED

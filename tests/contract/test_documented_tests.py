@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.contract.test_imports import REPOSITORY
+from tests.contract.test_imports import REPOSITORY, parsed
 
 DOCS, TESTS = REPOSITORY / "docs", REPOSITORY / "tests"
 # `test_x`, `::test_x`, `folder/test_file.py`, `folder/test_file.py::test_x`; a leading `tests/` may be there or not.
@@ -20,8 +20,7 @@ BY_HAND = "by hand"
 @functools.cache
 def functions_of(path: Path) -> frozenset[str]:
     """The names of a file's functions."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return frozenset(n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    return frozenset(n.name for n in ast.walk(parsed(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def is_there(file: str, function: str) -> bool:

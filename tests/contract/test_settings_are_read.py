@@ -9,7 +9,7 @@ import pytest
 from common.settings import ProcessSettings
 from executor.settings import ExecutorSettings
 from router.settings import RouterSettings
-from tests.contract.test_imports import sources
+from tests.contract.test_imports import parsed, sources
 
 
 def attributes_read_in(*packages: str) -> set[str]:
@@ -18,7 +18,7 @@ def attributes_read_in(*packages: str) -> set[str]:
         node.attr
         for path in sources(*packages)
         if path.name != "settings.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.contract.test_imports import PACKAGES, REPOSITORY, imports_of, sources
+from tests.contract.test_imports import PACKAGES, REPOSITORY, imports_of, parsed, sources
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -19,7 +19,7 @@ GIVEN_NAMES = frozenset({"handler_call_details"})  # gRPC's own, of an intercept
 
 def trees() -> Iterator[tuple[Path, ast.Module]]:
     for path in sources(*PACKAGES, "tests"):
-        yield path.relative_to(REPOSITORY), ast.parse(path.read_text(encoding="utf-8"))
+        yield path.relative_to(REPOSITORY), parsed(path)
 
 
 def names_given(tree: ast.Module) -> Iterator[tuple[str, int]]:

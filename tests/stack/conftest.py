@@ -1,12 +1,15 @@
-"""A real stack for the tests of this folder: two routers, two executors, one Redis, SmolLM2 in float32."""
+"""A real stack for the tests of this folder: two routers, two executors, one Redis, SmolLM2 in float32; and a model
+that is quick to load, for stacks of which the processes matter and not what they say."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from bench.chaos.tiny_model import write_tiny_model
 from client.stack.local import LocalStack
 from client.stack.options import StackOptions
 
@@ -28,3 +31,9 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Local
     options = StackOptions(executors=2, routers=2, executor_args=EXECUTOR_ARGS, run_dir=run_dir)
     async with LocalStack(options) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model of two small layers."""
+    return write_tiny_model(tmp_path_factory.mktemp("model"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ import pytest
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from transformers import LlamaConfig
 
+from client.stack.ports import free_ports
 from client.stack.process import ChildProcess
 from tests.router_stream import RouterStream, make_submit, router_stream
 from tests.tiny_models import save_model, sizes
@@ -40,16 +40,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(config, tmp_path_factory.mktemp("model"))
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 @asynccontextmanager
 async def executor_process(model: Path, folder: Path, *arguments: str) -> AsyncIterator[ChildProcess]:
     """A process that serves."""
-    address = free_address()
+    (port,) = free_ports("127.0.0.1", 1)
+    address = f"127.0.0.1:{port}"
     command = [
         sys.executable,
         "-m",

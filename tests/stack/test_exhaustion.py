@@ -37,11 +37,16 @@ async def until_closed(pid: int, num_files: int) -> None:
 
 
 @pytest.mark.slow
-async def test_processes_serve_on_with_full_disks_and_without_file_descriptors(tmp_path: Path) -> None:
+async def test_processes_serve_on_with_full_disks_and_without_file_descriptors(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     for name in ("executor-0", "router-0"):
         (tmp_path / f"{name}.log").symlink_to("/dev/full")
     options = StackOptions(
-        executor_args=(*EXECUTOR_ARGS, "--log-level", "debug"), router_args=("--log-level", "debug"), run_dir=tmp_path
+        model=str(tiny_model),
+        executor_args=(*EXECUTOR_ARGS, "--log-level", "debug"),
+        router_args=("--log-level", "debug"),
+        run_dir=tmp_path,
     )
     async with LocalStack(options) as stack:
         (router,) = stack.routers

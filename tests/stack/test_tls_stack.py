@@ -14,6 +14,7 @@ from inflight.v1 import executor_pb2, executor_pb2_grpc, inference_pb2, inferenc
 from client.stack.certificates import make_certificates
 from client.stack.local import LocalStack
 from client.stack.options import StackOptions
+from tests.stack.conftest import EXECUTOR_ARGS
 
 REQUEST = inference_pb2.GenerateRequest(
     text="Once upon a time",
@@ -37,8 +38,9 @@ async def is_trusted(address: str, ca: bytes) -> bool:
 
 
 @pytest.mark.slow
-async def test_stack_with_certificates_serves_through_a_change_of_authority(tmp_path: Path) -> None:
-    async with LocalStack(StackOptions(run_dir=tmp_path, tls=True)) as stack:
+async def test_stack_with_certificates_serves_through_a_change_of_authority(tmp_path: Path, tiny_model: Path) -> None:
+    options = StackOptions(model=str(tiny_model), executor_args=EXECUTOR_ARGS, run_dir=tmp_path, tls=True)
+    async with LocalStack(options) as stack:
         made = stack.options.certificates
         assert made is not None
         old_ca = made.ca_file.read_bytes()

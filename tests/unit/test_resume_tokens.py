@@ -148,8 +148,8 @@ async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
             one.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await admin.delete(KEY)
-        await redis.aclose()
         await admin.aclose()
+        await redis.aclose()
 
 
 async def test_secret_is_learned_when_the_ledger_is_back(monkeypatch: pytest.MonkeyPatch) -> None:

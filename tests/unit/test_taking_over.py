@@ -455,3 +455,12 @@ async def test_stop_text_that_does_not_come_is_no_end(scene: Scene) -> None:
         with pytest.raises(RequestError) as refused:
             await Relay(scene.stream, None).run()
         assert refused.value.reason is Reason.OUTPUT_LOST
+
+
+async def test_output_of_what_came_to_its_stop_while_it_was_attached_to_is_kept(scene: Scene) -> None:
+    async with scene.router.running():
+        await scene.run_here(1, 2)
+        scene.stream.stop()
+        scene.stream.attach(placement(), has_started=True, num_cached_tokens=0)
+        assert scene.stream.token(0, 1)
+        assert scene.stream.output_ids == [1, 2]

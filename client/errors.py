@@ -56,6 +56,8 @@ class InflightError(Exception):
                 return "the router's certificate is not trusted or bears another name: see ca_file and server_name"
             if "wrong_version_number" in description or "handshake failed" in description:
                 return "perhaps the router speaks no TLS: see tls and ca_file"
+            if "failing" in description and "socket closed" in description:  # at once, when connecting
+                return "perhaps the router speaks TLS: see tls and ca_file"
         if self.reason == Reason.TAKEN_OVER.value:
             return "a request has one reader, and another has resumed it"
         return ""

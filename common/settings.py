@@ -194,7 +194,10 @@ def _alternatives(field: FieldInfo) -> tuple[Any, ...]:
 
 
 def _help_suffix(name: str, field: FieldInfo) -> str:
-    default = "required" if field.is_required() else f"default {_shown(_default(field))}"
+    default = _default(field)
+    if isinstance(default, SecretStr):  # what the source says is no secret
+        default = default.get_secret_value()
+    default = "required" if field.is_required() else f"default {_shown(default)}"
     return f"({_allowed(field)}; {default}) [{ENV_PREFIX}{name.upper()}]"
 
 

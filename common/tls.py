@@ -7,9 +7,7 @@ before it goes on to be shown. Connections that are open keep what they were ope
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,14 +18,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
+from common.followed import FileVersion, look_again, version_of
 from common.settings import SettingError
 
 log = logging.getLogger(__name__)
 
-LOOK_INTERVAL_S = 1.0
-
-# Modification time, size and inode of every file, links followed: Kubernetes puts another folder behind a link.
-Version = tuple[tuple[int, int, int] | None, ...]
+# Of every file.
+Version = tuple[FileVersion | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +78,9 @@ class TlsFiles:
         """What holds now; another object after every change."""
         return self._material
 
-    async def follow(self, interval_s: float = LOOK_INTERVAL_S) -> None:
-        """Looks at the files every `interval_s` seconds until cancelled; in a thread, so that a slow disk holds up
-        nobody."""
-        while True:
-            await asyncio.sleep(interval_s)
-            await asyncio.to_thread(self.look)
+    async def follow(self) -> None:
+        """Looks at the files again and again until cancelled."""
+        await look_again(self.look)
 
     def look(self) -> None:
         """Reads the files again if one has changed since the last look."""
@@ -136,17 +130,7 @@ def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration
 
 
 def _version(paths: TlsPaths) -> Version:
-    """Taken before reading: what is written in between is seen at the next look."""
-    return tuple(_version_of(path) for path in (paths.cert_file, paths.key_file, paths.ca_file) if path is not None)
-
-
-def _version_of(path: Path) -> tuple[int, int, int] | None:
-    """None for a file that is not there."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return tuple(version_of(path) for path in (paths.cert_file, paths.key_file, paths.ca_file) if path is not None)
 
 
 def _read(paths: TlsPaths) -> TlsMaterial:

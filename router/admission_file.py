@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from router.admission_rules import NO_RULES, AdmissionRules, parse_rules
-from router.followed_file import LOOK_INTERVAL_S, FollowedFile
+from router.followed_file import FollowedFile
 
 
 class AdmissionFile:
@@ -30,10 +30,10 @@ class AdmissionFile:
         """What holds now."""
         return self._rules if self._file is None else self._file.content
 
-    async def follow(self, interval_s: float = LOOK_INTERVAL_S) -> None:
-        """Looks at the file every `interval_s` seconds until cancelled; without one it returns."""
+    async def follow(self) -> None:
+        """Looks at the file again and again until cancelled; without one it returns."""
         if self._file is not None:
-            await self._file.follow(interval_s)
+            await self._file.follow()
 
     def look(self) -> None:
         """Reads the file again if it has changed since the last look."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from inflight.v1 import inference_pb2
 
 from common.errors import FieldViolation, invalid
-from router.callers import Caller, tenant_of
+from router.callers import Caller, sees_model, tenant_of
 from router.pools import Pool, Pools
 from router.refusals import unknown_request
 from router.request_ids import ledger_id
@@ -27,9 +27,12 @@ class Claims:
     def claim(self, request: Named, caller: Caller) -> tuple[str, tuple[Pool, ...]]:
         """The ledger's id of the request, and where it can be. Raises `RequestError`."""
         _check_id(request.request_id)
-        pools = self._pools.find_all(request.model) if request.model else None
+        if request.model and not sees_model(caller, request.model):
+            raise unknown_request()
+        pools = self._pools.find_all(request.model, caller.models) if request.model else None
         if not request.resume_token and caller.is_operator:
-            return ledger_id(tenant_of(caller, request.tenant), request.request_id), pools or self._pools.find_all("")
+            pools = pools or self._pools.find_all("", caller.models)
+            return ledger_id(tenant_of(caller, request.tenant), request.request_id), pools
         named_id, pool = self.claim_by_token(request.request_id, request.resume_token, caller)
         if pools is not None and pool not in pools:
             raise unknown_request()

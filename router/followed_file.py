@@ -1,27 +1,21 @@
 """A file on disk that is read at start, and again whenever it has changed.
 
 A version that cannot be used changes nothing: the one before it goes on to hold, and the log says what is wrong. The
-file is looked at and read in a thread, so that a slow disk holds up no request.
+file is looked at and read in a thread.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from common.followed import FileVersion, look_again, version_of
 from common.settings import SettingError
 from router.file_problems import ContentError
 
 log = logging.getLogger(__name__)
-
-LOOK_INTERVAL_S = 1.0
-
-# Modification time, size and inode: an editor may write into the file or put another one in its place.
-Version = tuple[int, int, int]
 
 T = TypeVar("T")
 
@@ -45,15 +39,13 @@ class FollowedFile(Generic[T]):
         """What holds now."""
         return self._content
 
-    async def follow(self, interval_s: float = LOOK_INTERVAL_S) -> None:
-        """Looks at the file every `interval_s` seconds until cancelled."""
-        while True:
-            await asyncio.sleep(interval_s)
-            await asyncio.to_thread(self.look)
+    async def follow(self) -> None:
+        """Looks at the file again and again until cancelled."""
+        await look_again(self.look)
 
     def look(self) -> None:
         """Reads the file again if it has changed since the last look."""
-        version = _version(self._path)
+        version = version_of(self._path)
         if version == self._version:
             return
         self._version = version  # of a version that cannot be used the log speaks once
@@ -64,8 +56,8 @@ class FollowedFile(Generic[T]):
         else:
             log.info("the %s %s changed and is in force", self._what, self._path)
 
-    def _read(self) -> tuple[Version | None, T]:
-        version = _version(self._path)  # before reading: what is written in between is seen at the next look
+    def _read(self) -> tuple[FileVersion | None, T]:
+        version = version_of(self._path)
         try:
             return version, self._parse(self._path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -78,12 +70,3 @@ class FollowedFile(Generic[T]):
 
 class _Unusable(Exception):
     """The file cannot be used. The text names it, the line and what is allowed."""
-
-
-def _version(path: Path) -> Version | None:
-    """None for a file that is not there."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -61,7 +61,7 @@ def beyond_output(offset: int, num_tokens: int) -> RequestError:
 
 def unknown_request() -> RequestError:
     """Nobody knows the id."""
-    return RequestError(Reason.UNKNOWN_REQUEST, "request_id: no such request waits or runs")
+    return RequestError(Reason.UNKNOWN_REQUEST, "request_id: there is no such request, or this is not its resume_token")
 
 
 def no_executor(text: str) -> RequestError:

@@ -11,6 +11,9 @@ from common.settings import ProcessSettings
 from router.discovery import check_address
 from router.store.redis_url import parse_redis_url
 
+# A token can be tried against guessed secrets without asking a router.
+MIN_SECRET_CHARACTERS = 32
+
 
 class RouterSettings(ProcessSettings):
     """Settings of `inflight router`."""
@@ -83,7 +86,9 @@ class RouterSettings(ProcessSettings):
     jwt_audience: str = Field("", description="audience that a JSON web token must name; needed with jwt_jwks_file")
     jwt_tenant_claim: str = Field("tenant", description="claim of a JSON web token that names the tenant")
     resume_secret: SecretStr | None = Field(
-        None, description="secret of all routers that resume tokens are made with; unset: one is made and kept in Redis"
+        None,
+        description="secret of all routers that resume tokens are made with, 32 random characters or more, best set by "
+        "its variable; unset: one is made and kept in Redis",
     )
     resume_ttl_s: float = Field(
         60.0,
@@ -103,7 +108,8 @@ class RouterSettings(ProcessSettings):
         30.0,
         gt=0,
         le=3600,
-        description="seconds that a client may leave its stream unread; then the call ends, ABORTED, and can be resumed",
+        description="seconds that a client may leave its stream unread; then the call ends, ABORTED, and can be "
+        "resumed",
     )
     handshake_timeout_s: float = Field(
         20.0, ge=0.1, le=300, description="seconds that a new connection's handshake may take"
@@ -126,6 +132,13 @@ class RouterSettings(ProcessSettings):
     def _check_redis_url(cls, url: SecretStr) -> SecretStr:
         parse_redis_url(url.get_secret_value())
         return url
+
+    @field_validator("resume_secret")
+    @classmethod
+    def _check_resume_secret(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None and len(secret.get_secret_value()) < MIN_SECRET_CHARACTERS:
+            raise ValueError(f"must have at least {MIN_SECRET_CHARACTERS} characters, made at random")
+        return secret
 
     @field_validator("executors")
     @classmethod

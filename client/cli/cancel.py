@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from client.catalogue import RequestState
 from client.cli.connection import add_connection_flags, connected
 from client.cli.request_flags import add_request_flags, resume_token_of
 
@@ -20,7 +21,8 @@ def main(argv: Sequence[str]) -> int:
             model=flags.model or "",
             tenant=flags.tenant or "",
         )
-    print(f"{flags.request_id}: ends; it was {state.value}")
+    has_ended = state is RequestState.ENDED
+    print(f"{flags.request_id}: " + ("had ended before" if has_ended else f"ends; it was {state.value}"))
     return 0
 
 

@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from client.requests import PRIORITIES
 
 KEY_BYTES = 32
+MAX_DAYS = 36_500
 PREFIX = "inflight-"  # so that scanners for leaked secrets can know it
 
 
@@ -33,12 +34,14 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="inflight key", description="Makes API keys.")
     new = parser.add_subparsers(required=True, metavar="ACTION").add_parser("new", help="make a key")
-    new.add_argument("--tenant", required=True, help="whose key it is")
+    new.add_argument("--tenant", required=True, type=_tenant, help="whose key it is")
     new.add_argument("--id", help="its name in the file and in logs, no secret; default: the tenant and a random part")
-    new.add_argument("--classes", type=_names, help=f"classes it may ask for, of {','.join(PRIORITIES)}; default: all")
+    new.add_argument(
+        "--classes", type=_classes, help=f"classes it may ask for, of {','.join(PRIORITIES)}; default: all"
+    )
     new.add_argument("--models", type=_names, help="models it may use, comma-separated; default: all")
     new.add_argument("--operator", action="store_true", help="it may act for, and look at, every tenant")
-    new.add_argument("--days", type=int, help="days until it expires; default: never")
+    new.add_argument("--days", type=_days, help="days until it expires; default: never")
     return parser
 
 
@@ -57,6 +60,26 @@ def entry(key: str, flags: argparse.Namespace) -> str:
         expires = datetime.now(UTC) + timedelta(days=flags.days)
         lines.append(f"expires = {expires:%Y-%m-%dT%H:%M:%SZ}")
     return "\n".join(lines)
+
+
+def _tenant(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def _classes(text: str) -> list[str]:
+    names = _names(text)
+    for name in names:
+        if name not in PRIORITIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(PRIORITIES)}")
+    return names
+
+
+def _days(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_DAYS:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {MAX_DAYS}")
+    return int(text)
 
 
 def _names(text: str) -> list[str]:

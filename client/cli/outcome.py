@@ -36,7 +36,8 @@ def errors_in_words(address: str) -> Iterator[None]:
 def in_words(error: InflightError, address: str) -> str:
     """One line about a failed call."""
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
-        return f"no router answers at {address}; `inflight up` starts one ({_first_line(error.description)})"
+        hint = error.hint or "`inflight up` starts one"
+        return f"no router answers at {address}; {hint} ({_first_line(error.description)})"
     return _first_line(str(error))
 
 

@@ -16,7 +16,7 @@ from client.cli.foreground import run_in_foreground
 from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
 from client.cli.stack_display import StackDisplay
 from client.stack.local import LocalStack, StackError, describe_exit, describe_log
-from client.stack.options import StackOptions
+from client.stack.options import DEFAULT_RUN_DIR, StackOptions
 
 # Settings of `inflight executor` that have a flag of their own here; they are passed on as they are.
 EXECUTOR_FLAGS = {
@@ -81,10 +81,12 @@ async def _up(options: StackOptions) -> int:
 
 
 def _greet(console: Console, stack: LocalStack) -> None:
+    run_dir = stack.options.run_dir
+    where = "" if run_dir == DEFAULT_RUN_DIR else f" --run-dir {shlex.quote(str(run_dir))}"
     lines = [
         f"Ready: {', '.join(stack.router_addresses)}",
-        '  inflight generate "Name three fruits."',
-        "  inflight status --watch",
+        f'  inflight generate{where} "Name three fruits."',
+        f"  inflight status{where} --watch",
         f"Ctrl-C ends it. Logs are in {stack.options.run_dir}.",
     ]
     console.print("\n".join(lines))

@@ -36,7 +36,9 @@ HINTS = {
     f"{P}SequenceFinished.slot": SLOT,
     f"{P}SequenceFinished.reason": st.integers(0, 8),
     f"{P}StepFrame.slots": st.lists(st.just(0), max_size=3),
-    f"{P}StepFrame.offsets": st.integers(0, 3).map(lambda n: list(range(n))),
+    f"{P}StepFrame.offsets": st.tuples(st.sampled_from([0, 0, 2]), st.integers(0, 3)).map(
+        lambda place: list(range(place[0], sum(place)))
+    ),
     f"{P}StepFrame.token_ids": st.lists(st.integers(0, 4), max_size=3),
     f"{P}StepFrame.paused": st.just([0]),
     f"{P}Report.total_blocks": st.just(32),

@@ -34,7 +34,8 @@ def shown(name: str) -> tuple[tuple[str, str], ...]:
 
 @asynccontextmanager
 async def locked_cluster(redis_url: str, pool: str, folder: Path) -> AsyncIterator[Cluster]:
-    """A cluster with keys of acme: all, standard only, another model only; of an operator; of a tenant unknown."""
+    """A cluster with keys of acme: all, standard only, another model only; of an operator; of a tenant unknown; of
+    another tenant."""
     keys = {
         "all": {},
         "standard": {"classes": '["standard", "batch"]'},
@@ -42,6 +43,7 @@ async def locked_cluster(redis_url: str, pool: str, folder: Path) -> AsyncIterat
         "other": {"models": '["other"]'},
         "operator": {"operator": "true"},
         "stranger": {"tenant": '"stranger"'},
+        "umbrella": {"tenant": '"umbrella"'},
     }
     entries = []
     for name, fields in keys.items():
@@ -140,6 +142,40 @@ async def test_caller_sees_its_own_models_and_nobodys_name(redis_url: str, pool:
                 await stub.Tokenize(request, metadata=shown("other"))
             assert error.value.code() is grpc.StatusCode.NOT_FOUND
             assert pool not in str(error.value.details())
+
+
+async def test_anothers_request_looks_like_none(redis_url: str, pool: str, tmp_path: Path) -> None:
+    async with locked_cluster(redis_url, pool, tmp_path) as cluster:
+        stub, brake = cluster.routers[0].stub, cluster.executors[0].brake
+
+        async def answer(method: str, who: str, **fields: str) -> tuple[grpc.StatusCode, str | None]:
+            call = getattr(stub, method)(getattr(inference_pb2, f"{method}Request")(**fields), metadata=shown(who))
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await (call.read() if method == "Resume" else call)
+            return error.value.code(), error.value.details()
+
+        # Given a request of acme's that runs
+        brake.hold()
+        call = stub.Generate(token_request([1, 2], 3), metadata=shown("all"))
+        brake.permit(1)
+        accepted = (await call.read()).event.accepted
+        request_id, token = accepted.request_id, accepted.resume_token
+        # Then another tenant with the token, the tenant itself without it, and a name made up are told the same
+        answers = set()
+        for method in ("Cancel", "GetRequest", "Resume"):
+            answers.add(await answer(method, "umbrella", request_id=request_id, resume_token=token))
+            answers.add(await answer(method, "all", request_id=request_id))
+            answers.add(await answer(method, "all", request_id=request_id, resume_token=token[:-2] + "AA"))
+            answers.add(await answer(method, "umbrella", request_id="nobodys"))
+        answers.add(await answer("Cancel", "umbrella", request_id=request_id, tenant="acme"))
+        assert [code for code, _ in answers] == [grpc.StatusCode.NOT_FOUND]
+        # An operator needs no token to look and to end it, but to read what it brings
+        answers.add(await answer("Resume", "operator", request_id=request_id))
+        assert len(answers) == 1
+        whose = {"request_id": request_id, "tenant": "acme"}
+        await stub.GetRequest(inference_pb2.GetRequestRequest(**whose), metadata=shown("operator"))
+        await stub.Cancel(inference_pb2.CancelRequest(**whose), metadata=shown("operator"))
+        brake.release()
 
 
 @pytest.mark.parametrize("credential", [(), (("x-api-key", "inflight-" + "w" * 43),)], ids=["none", "wrong"])

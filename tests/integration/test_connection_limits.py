@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -19,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from client.stack.certificates import make_certificates
 from client.stack.local import ROUTER_SERVICE
+from client.stack.ports import free_ports
 from client.stack.ready import wait_until_serving
 from common.server import (
     KEEPALIVE_TIME_MS,
@@ -39,13 +39,6 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x
 PING = b"\x00\x00\x08\x06\x00\x00\x00\x00\x00" + b"inflight"
 PING_FRAME, GOAWAY_FRAME, ACK_FLAG = 6, 7, 1
 ENHANCE_YOUR_CALM = 11
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @asynccontextmanager
@@ -228,7 +221,8 @@ async def test_idle_client_keeps_its_connection_through_many_pings() -> None:
 @pytest.mark.slow
 async def test_stopped_server_is_noticed_within_keepalive_and_its_timeout() -> None:
     """All times a tenth of the real ones."""
-    address = f"127.0.0.1:{free_port()}"
+    (port,) = free_ports("127.0.0.1", 1)
+    address = f"127.0.0.1:{port}"
     server = await asyncio.create_subprocess_exec(sys.executable, str(FAKE_SERVER), "router", "--listen", address)
     try:
         await wait_until_serving(address, ROUTER_SERVICE, TIMEOUT_S)

@@ -94,7 +94,9 @@ async def test_one_connection_that_opens_5000_streams_keeps_nobody_out(redis_url
         await until(lambda: sum(one.done() for one in ended) >= 4000)
         await until(lambda: not any(stream.is_being_submitted for stream in dispatcher_of(cluster).streams))
         refused = {one.result() for one in ended if one.done()}
-        assert refused <= {("RESOURCE_EXHAUSTED", "QUEUE_FULL"), ("UNAVAILABLE", "STORE_UNAVAILABLE")}
+        # (and where the one loop that all of this shares is late with a report, there is no executor for a moment)
+        unavailable = {("UNAVAILABLE", reason) for reason in ("STORE_UNAVAILABLE", "NO_EXECUTOR")}
+        assert refused <= {("RESOURCE_EXHAUSTED", "QUEUE_FULL"), *unavailable}
         # And when one of them has gone somebody else is served at once: fair shares go by tenant
         calls[0].cancel()
         executor.brake.release()

@@ -160,7 +160,7 @@ async def test_wrong_token_is_as_good_as_none(redis_url: str, pool: str) -> None
             error = await status_of(client.resume(cluster.routers[0], resume_token=token))
             assert (error.code(), error.details()) == (
                 grpc.StatusCode.NOT_FOUND,
-                "request_id: no such request waits or runs",
+                "request_id: there is no such request, or this is not its resume_token",
             )
         call.cancel()
         cluster.executors[0].brake.release()

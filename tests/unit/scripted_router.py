@@ -171,3 +171,13 @@ def seconds(value: float) -> Duration:
     duration = Duration()
     duration.FromNanoseconds(round(value * 1e9))
     return duration
+
+
+def asked(router: ScriptedRouter) -> list[Any]:
+    """The requests that the router was sent since the last look."""
+    requests = []
+    while True:
+        try:
+            requests.append(router.requests.get_nowait())
+        except queue.Empty:
+            return requests

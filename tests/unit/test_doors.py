@@ -203,6 +203,20 @@ def test_new_key_is_printed_once_with_an_entry_that_knows_it(capsys: pytest.Capt
     assert parsed.expires_s is not None
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [(["--tenant", ""], "--tenant"), (["--classes", "gold"], "gold"), (["--days", "0"], "--days")],
+)
+def test_entry_that_would_open_nothing_is_not_made(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["key", "new", "--tenant", "acme", *flags])
+    output = capsys.readouterr()
+    assert named in output.err
+    assert not output.out
+
+
 # JSON web tokens ------------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ from tests.store_pool import SETTINGS
 from tests.unit.test_service_admission import Context
 
 ACME, OTHER = Caller(tenant="acme"), Caller(tenant="other")
+ACME_N = Caller(tenant="acme", models=frozenset({"n"}))
 OPERATOR = Caller(tenant="ops", is_operator=True)
 
 
@@ -52,6 +53,8 @@ def test_token_names_tenant_and_pool(router: ScriptedRouter, caller: Caller) -> 
     [
         (OTHER, {}),
         (ACME, {"model": "m"}),
+        (ACME_N, {"model": "m"}),
+        (ACME_N, {"model": "nowhere"}),
         (ACME, {"request_id": "s"}),
         (ACME, {"resume_token": ""}),
         (ACME, {"resume_token": "", "tenant": "acme"}),
@@ -145,8 +148,8 @@ async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
             one.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await admin.delete(KEY)
-        await admin.aclose()
         await redis.aclose()
+        await admin.aclose()
 
 
 async def test_secret_is_learned_when_the_ledger_is_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common.settings import SettingError, load
-from router.main import run, store_settings_of
+from common.settings import SettingError, describe, load
+from router.main import resume_tokens, run, store_settings_of
+from router.resume_secret import ResumeTokens
 from router.settings import RouterSettings
 from router.store.settings import StoreSettings
 
@@ -36,6 +37,22 @@ def test_admission_settings_reach_the_store() -> None:
 def test_value_out_of_range_is_refused_by_name(flags: list[str]) -> None:
     with pytest.raises(SettingError, match=flags[0]):
         load(RouterSettings, "inflight router", flags)
+
+
+def test_resume_secret_that_could_be_guessed_is_refused_and_never_shown() -> None:
+    with pytest.raises(SettingError, match=r"--resume-secret.*at least 32 characters") as caught:
+        load(RouterSettings, "inflight router", ["--resume-secret", "hunter2"])
+    assert "hunter2" not in str(caught.value)
+    secret = "r4nd0m" * 6
+    settings = load(RouterSettings, "inflight router", ["--resume-secret", secret])
+    assert resume_tokens(settings, _never).make("acme", "m", "r") == ResumeTokens(secret.encode()).make(
+        "acme", "m", "r"
+    )
+    assert secret not in "\n".join(describe(settings))
+
+
+async def _never(own: bytes | None) -> bytes:
+    raise AssertionError("a secret that is set is not asked for")
 
 
 async def test_router_does_not_start_with_an_admission_file_that_is_wrong(tmp_path: Path) -> None:

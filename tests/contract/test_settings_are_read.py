@@ -1,0 +1,28 @@
+"""Every setting of a process is read somewhere: one that nobody reads promises what it does not do."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from common.settings import ProcessSettings
+from executor.settings import ExecutorSettings
+from router.settings import RouterSettings
+from tests.contract.test_imports import sources
+
+
+def attributes_read_in(*packages: str) -> set[str]:
+    """Names of attributes that code reads, but for what a settings class checks about itself."""
+    return {
+        node.attr
+        for path in sources(*packages)
+        if path.name != "settings.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+
+
+@pytest.mark.parametrize(("package", "settings"), [("router", RouterSettings), ("executor", ExecutorSettings)])
+def test_every_setting_is_read(package: str, settings: type[ProcessSettings]) -> None:
+    assert not set(settings.model_fields) - attributes_read_in(package, "common")

@@ -1,0 +1,214 @@
+"""`inflight generate` and `inflight chat`: what they print, what they ask for, and how they fail."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from inflight.v1 import inference_pb2, types_pb2
+
+from client.cli import main as cli
+from client.cli.answer import write_note
+from client.cli.main import main
+from common.errors import FieldViolation, Reason, RequestError, invalid
+from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, asked, delta, serving, speak
+
+# --- generate
+
+
+def test_generate_streams_the_text_and_sums_up_on_standard_error(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "hi", "--address", address]) == 0
+    output = capsys.readouterr()
+    assert output.out == "The capital is Paris.\n"
+    assert output.err.startswith("5 tokens in ")
+    assert output.err.rstrip().endswith("stop token")
+
+
+def test_generate_passes_its_flags_on(address: str, router: ScriptedRouter) -> None:
+    sampling = ["--temperature", "0", "--top-p", "0.5", "--top-k", "3", "--seed", "7"]
+    service = ["--tenant", "acme", "--priority", "batch", "--deadline", "1.5", "--first-token-deadline", "0.5"]
+    sampling += [*service, "--session", "s", "--request-id", "mine"]
+    flags = [*sampling, "--max-tokens", "9", "--stop", "a", "--stop", "b", "--model", "smol"]
+    assert main(["generate", "hi", "--system", "be brief", "--address", address, *flags]) == 0
+    (request,) = asked(router)
+    assert [message.role for message in request.chat.messages] == ["system", "user"]
+    assert request.sampling == types_pb2.SamplingParams(temperature=0, top_p=0.5, top_k=3, seed=7)
+    assert request.stopping == types_pb2.StoppingParams(max_tokens=9, stop=["a", "b"])
+    assert request.model == "smol"
+    assert (request.tenant, request.session_id, request.request_id) == ("acme", "s", "mine")
+    assert request.priority == types_pb2.PRIORITY_CLASS_BATCH
+    assert request.deadlines.total.ToMilliseconds() == 1500
+    assert request.deadlines.first_token.ToMilliseconds() == 500
+
+
+def test_a_prompt_is_chat_where_the_model_has_a_template_and_text_where_not(
+    address: str, router: ScriptedRouter
+) -> None:
+    main(["generate", "hi", "--address", address])
+    main(["generate", "hi", "--raw", "--address", address])
+    router.models[0].has_chat_template = False
+    main(["generate", "hi", "--address", address])
+    main(["generate", "hi", "--chat", "--address", address])
+    assert [request.WhichOneof("prompt") for request in asked(router)] == ["chat", "text", "text", "chat"]
+
+
+def test_a_prompt_may_come_from_standard_input(
+    address: str, router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    assert main(["generate", "--raw", "--address", address]) == 0
+    assert asked(router)[0].text == "from a pipe"
+
+
+def test_generate_json_is_one_object_with_everything(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hi", "--json", "--address", address]) == 0
+    output = capsys.readouterr()
+    result = json.loads(output.out)
+    assert result["text"] == "The capital is Paris."
+    assert result["finish_reason"] == "stop_token"
+    assert result["usage"]["output_tokens"] == 5
+    assert result["timing"]["queue_s"] == 0.25
+    assert output.err == ""
+
+
+def test_a_refusal_is_one_line_that_names_the_field(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Any:
+        raise invalid(FieldViolation("sampling.temperature", "must be at least 0"))
+
+    with serving(ScriptedRouter(script)) as address:
+        assert main(["generate", "hi", "--temperature", "-1", "--address", address]) == 1
+    assert capsys.readouterr().err == "error: INVALID_ARGUMENT: sampling.temperature: must be at least 0\n"
+
+
+def test_a_value_that_cannot_be_sent_is_a_usage_error(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hi", "--max-tokens", "-1", "--address", address]) == 2
+    assert capsys.readouterr().err.startswith("error: max_tokens: -1 is not allowed")
+
+
+@pytest.mark.slow
+def test_nobody_there_is_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--address", "127.0.0.1:1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: no router answers at 127.0.0.1:1; `inflight up` starts one")
+    assert error.count("\n") == 1
+
+
+def test_a_bad_address_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--address", " x:1"]) == 2
+    assert "not an address" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_ends_generate_without_a_traceback(address: str) -> None:
+    folder = Path(cli.__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(folder / "protos" / "gen")))}
+    command = [sys.executable, "-m", "client.cli.main", "generate", "hi", "--address", address]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    with process.stderr as errors:
+        assert "Traceback" not in errors.read()
+    assert process.wait(20) == 1
+
+
+# --- chat
+
+
+class Interrupted(io.StringIO):
+    """A terminal at which somebody presses Ctrl-C when the third piece of text appears."""
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self.getvalue() == "on and on " * 3:
+            # A real signal may reach Python while it collects garbage, which swallows the exception.
+            raise KeyboardInterrupt
+        return written
+
+
+def test_chat_keeps_the_conversation_and_forgets_it_when_told(
+    address: str, router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n\n/what\n/clear\nthree\n/exit\nfour\n"))
+    assert main(["chat", "--system", "be brief", "--address", address]) == 0
+    said = [[message.role for message in request.chat.messages] for request in asked(router)]
+    assert said == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert capsys.readouterr().out.count("The capital is Paris.") == 3
+
+
+def test_chat_outlives_a_refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    refusals = iter([True, False])
+
+    def script(request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Any:
+        if next(refusals):
+            raise invalid(FieldViolation("chat", "too long"))
+        yield from speak(WORDS)
+
+    router = ScriptedRouter(script)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    with serving(router) as address:
+        assert main(["chat", "--address", address]) == 0
+    output = capsys.readouterr()
+    assert "error: INVALID_ARGUMENT: chat: too long" in output.err
+    assert "The capital is Paris." in output.out
+    assert [len(request.chat.messages) for request in asked(router)] == [1, 1]
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Any:
+        if len(request.chat.messages) > 1:
+            yield from speak(WORDS)
+            return
+        yield accepted()
+        for offset in itertools.count():
+            if not context.is_active():
+                return
+            yield delta("on and on ", offset)
+
+    router = ScriptedRouter(script)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    monkeypatch.setattr(sys, "stdout", Interrupted())
+    with serving(router) as address:
+        assert main(["chat", "--address", address]) == 0
+    first, second = asked(router)
+    assert len(first.chat.messages) == 1
+    assert [message.role for message in second.chat.messages] == ["user", "assistant", "user"]
+
+
+def test_a_resumed_answer_is_whole_with_a_note_on_the_side(capsys: pytest.CaptureFixture[str]) -> None:
+    def breaks(request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Any:
+        yield accepted()
+        yield delta(WORDS[0], 0)
+        raise RequestError(Reason.DRAINING, "goes away")
+
+    def resumes(request: inference_pb2.ResumeRequest, context: grpc.ServicerContext) -> Any:
+        yield from itertools.islice(speak(WORDS), 3, None)
+
+    with serving(ScriptedRouter(breaks, resumes)) as address:
+        assert main(["generate", "hi", "--raw", "--address", address]) == 0
+    output = capsys.readouterr()
+    assert output.out == "The capital is Paris.\n"
+    assert output.err.startswith("connection lost; resumed\n5 tokens in ")
+
+
+def test_a_note_is_dim_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    notes = Terminal()
+    write_note(notes, "resumed")
+    assert notes.getvalue() == "\n\x1b[2mresumed\x1b[0m\n"

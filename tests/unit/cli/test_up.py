@@ -1,0 +1,42 @@
+"""`inflight up` and `inflight demo`: the command lines that their flags become."""
+
+from __future__ import annotations
+
+import pytest
+
+from client.cli.main import main
+from client.cli.up import _parser as up_parser
+from client.cli.up import stack_options
+from client.stack.options import executor_command, router_command
+
+
+def test_up_turns_its_flags_into_the_servers_flags() -> None:
+    flags = ["--executors", "2", "--model", "m", "--port", "5000", "--batching", "static", "--max-num-sequences", "4"]
+    options = stack_options(up_parser().parse_args([*flags, "--executor-args", "--num-threads 1"]))
+    assert (options.executors, options.routers, options.port) == (2, 1, 5000)
+    command = executor_command(options, "executor-0", "127.0.0.1:1")
+    assert command[: len(options.program) + 3] == [*options.program, "executor", "--listen", "127.0.0.1:1"]
+    # The user's come last, so that they win over what the stack chooses.
+    assert command[-8:] == [*("--model", "m", "--batching", "static", "--max-num-sequences", "4", "--num-threads", "1")]
+    command = router_command(options, "router-0", "127.0.0.1:2", ("127.0.0.1:1", "127.0.0.1:3"))
+    assert command[command.index("--executors") + 1] == "127.0.0.1:1,127.0.0.1:3"
+
+
+def test_up_passes_the_routers_flags_on() -> None:
+    flags = ["--admission-file", "a.toml", "--max-queue-requests", "7", "--router-args", "--age-s 5"]
+    options = stack_options(up_parser().parse_args(flags))
+    command = router_command(options, "router-0", "127.0.0.1:2", ("127.0.0.1:1",))
+    assert command[-6:] == [*("--admission-file", "a.toml", "--max-queue-requests", "7", "--age-s", "5")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"), [("--executors 0", "executors"), ("--routers -1", "routers"), ("--port 0", "port")]
+)
+def test_up_refuses_a_bad_number_by_name(flags: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", *flags.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {named} must be")
+
+
+def test_demo_refuses_a_bad_number_of_seats(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--seats", "0"]) == 2
+    assert "--seats" in capsys.readouterr().err

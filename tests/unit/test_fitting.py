@@ -1,0 +1,117 @@
+"""How a request's tokens fit into its model, and what may be tokenized and detokenized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from inflight.v1 import inference_pb2, types_pb2
+
+from common.errors import RequestError
+from router.request_spec import FittedRequest, ModelLimits, TextPrompt
+from router.validation import fit_tokens, validate_detokenize, validate_tokenize
+from tests.validated import limits_of, validated
+
+
+def fitted(num_tokens: int, limits: ModelLimits | None = None, **fields: Any) -> FittedRequest:
+    """The fitted request for a prompt of ids 10, 11, ..."""
+    limits = limits or limits_of()
+    return fit_tokens([10 + i for i in range(num_tokens)], validated(limits, **fields), limits)
+
+
+def test_max_tokens_defaults_to_what_the_context_leaves() -> None:
+    assert fitted(30).max_tokens == 70
+    assert fitted(99).max_tokens == 1
+
+
+def test_prompt_and_max_tokens_may_fill_the_context() -> None:
+    assert fitted(30, stopping={"max_tokens": 70}).max_tokens == 70
+
+
+def test_more_than_the_context_is_refused_with_the_numbers() -> None:
+    with pytest.raises(RequestError, match=r"stopping\.max_tokens: is 71, and the prompt has 30 tokens.*100") as caught:
+        fitted(30, stopping={"max_tokens": 71})
+    assert caught.value.violations[0].field == "stopping.max_tokens"
+
+
+@pytest.mark.parametrize("max_tokens", [1_000_000, 2**32 - 1])
+def test_absurd_max_tokens_are_refused_with_what_there_is(max_tokens: int) -> None:
+    with pytest.raises(RequestError, match=rf"stopping\.max_tokens: is {max_tokens}, .* 30 tokens.*100"):
+        fitted(30, stopping={"max_tokens": max_tokens})
+
+
+def test_prompt_that_fills_the_context_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"text: has 100 tokens.*context is 100"):
+        fitted(100)
+
+
+def test_prompt_without_tokens_is_refused() -> None:
+    with pytest.raises(RequestError, match="prompt: is empty"):
+        fitted(0)
+
+
+def test_min_tokens_above_what_the_context_leaves_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"stopping\.min_tokens: is 71; must be at most max_tokens, which is 70"):
+        fitted(30, stopping={"min_tokens": 71})
+
+
+def test_long_prompt_is_cut_from_its_beginning_where_asked() -> None:
+    request = fitted(500, truncate_prompt_tokens=3)
+    assert request.prompt_ids == (507, 508, 509)
+    assert (request.num_truncated_tokens, request.max_tokens) == (497, 97)
+
+
+def test_short_prompt_is_not_cut() -> None:
+    request = fitted(2, truncate_prompt_tokens=3)
+    assert request.prompt_ids == (10, 11)
+    assert request.num_truncated_tokens == 0
+
+
+def test_token_id_outside_the_vocabulary_is_refused_by_place() -> None:
+    spec = validated(token_ids={"ids": [5, 1000]})
+    with pytest.raises(RequestError, match=r"token_ids\.ids\[1\]: token id 1000 is outside .* 1000 ids \(0 to 999\)"):
+        fit_tokens([5, 1000], spec, limits_of())
+
+
+def test_token_that_the_model_lacks_is_refused_for_text_too() -> None:
+    with pytest.raises(RequestError, match=r"text: token id 1000 is outside"):
+        fit_tokens([5, 1000], validated(), limits_of())
+
+
+def test_ending_ids_are_the_requests_and_the_models() -> None:
+    assert fitted(3, stopping={"stop_token_ids": [7]}).ending_token_ids == {2, 3, 7}
+    assert fitted(3, stopping={"stop_token_ids": [7], "ignore_eos": True}).ending_token_ids == {7}
+
+
+def test_stopping_on_the_wire_has_max_tokens_and_no_stop_strings() -> None:
+    sent = fitted(30, stopping={"stop": ["x"], "include_stop": True, "min_tokens": 2}).stopping_proto()
+    assert sent == types_pb2.StoppingParams(max_tokens=70, min_tokens=2)
+
+
+def test_text_to_tokenize_may_be_empty() -> None:
+    prompt = validate_tokenize(inference_pb2.TokenizeRequest(text="", add_special_tokens=False), limits_of())
+    assert prompt == TextPrompt("text", "", add_special_tokens=False)
+    prompt = validate_tokenize(inference_pb2.TokenizeRequest(text="x"), limits_of())
+    assert prompt == TextPrompt("text", "x", add_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "input"),
+        ({"text": "x" * 5_000_000}, "text"),
+        ({"chat": {}}, "chat.messages"),
+    ],
+)
+def test_nothing_to_tokenize_is_refused(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        validate_tokenize(inference_pb2.TokenizeRequest(**fields), limits_of())
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_ids_to_detokenize_are_within_the_vocabulary() -> None:
+    assert validate_detokenize(inference_pb2.DetokenizeRequest(token_ids=[0, 999]), limits_of()) == (0, 999)
+    with pytest.raises(RequestError, match=r"token_ids\[1\]: token id 1000 is outside"):
+        validate_detokenize(inference_pb2.DetokenizeRequest(token_ids=[0, 1000]), limits_of())
+    with pytest.raises(RequestError, match="token_ids: has 17 ids; at most 16"):
+        validate_detokenize(inference_pb2.DetokenizeRequest(token_ids=[0] * 17), limits_of(max_prompt_bytes=16))

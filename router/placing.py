@@ -305,7 +305,7 @@ class Placer:
     async def withdraw(self, stream: RequestStream) -> None:
         """Takes a waiting request out of the queue. Where it has just been placed, `place` settles it."""
         try:
-            outcome = await self._store.cancel(stream.request_id)
+            outcome = await self._store.cancel(stream.request_id, is_own=True)
         except RequestError as error:
             log.warning("%s cannot be withdrawn: %s", stream.request_id, error)
             outcome = CancelOutcome(None)

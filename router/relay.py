@@ -16,7 +16,7 @@ from google.protobuf import duration_pb2
 from inflight.v1 import inference_pb2, types_pb2
 
 from router.reading import BEGINNING, Place
-from router.refusals import beyond_output
+from router.refusals import beyond_output, output_lost
 from router.store.types import Queued
 from router.streams import End, News, RequestStream
 from router.text.output import TextStep
@@ -168,6 +168,9 @@ class Relay:
     async def _tell_end(self, end: End) -> None:
         if self._place.offset > self._text.num_tokens:
             raise beyond_output(self._place.offset, self._text.num_tokens)
+        if end.reason == types_pb2.FINISH_REASON_STOP_STRING:
+            # Another router stopped it there, and its text does not come to that: the executor has not all of it.
+            raise output_lost("the output that is left of the request ends before its stop text")
         finished = inference_pb2.Finished(reason=types_pb2.FinishReason.Name(end.reason))
         if end.stop_token_id is not None:
             finished.stop_token_id = end.stop_token_id

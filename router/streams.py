@@ -232,7 +232,8 @@ class RequestStream:
         on."""
         self._make_current(placement)
         self._num_before_placement = 0
-        self.output_ids.clear()
+        if not self.has_ended:  # what comes behind the end is dropped
+            self.output_ids.clear()
         self._has_unknown_past = has_started
         self.accept()
         if has_started:

@@ -91,7 +91,7 @@ class ScriptedStore:
         self.reports.append(report)
         return ReportOutcome(taken=True)
 
-    async def cancel(self, request_id: str) -> CancelOutcome:
+    async def cancel(self, request_id: str, *, is_own: bool = False) -> CancelOutcome:
         return self.cancels.get(request_id, CancelOutcome(None))
 
     async def explain(self, request_id: str) -> Explanation | None:

@@ -149,12 +149,13 @@ class AdmissionStore:
         """Ends placements and returns their reservations. Stale ones are left alone. How many it ended."""
         return await self._detached(self._settle(endings))
 
-    async def cancel(self, request_id: str) -> CancelOutcome:
+    async def cancel(self, request_id: str, *, is_own: bool = False) -> CancelOutcome:
         """Ends a request that waits, whoever owns it; has the owner of one that runs asked to cancel it.
 
-        The owner uses it too, when its client goes away.
+        The owner uses it too, when its client goes away: with `is_own` one that another living router has by now, to
+        which that client went, is as good as unknown.
         """
-        reply, _ = await self._detached(self._operate("cancel", request_id))
+        reply, _ = await self._detached(self._operate("cancel", request_id, int(is_own)))
         return parse_cancel(request_id, reply)
 
     async def hand_back(
@@ -260,7 +261,7 @@ class AdmissionStore:
         if isinstance(result, Placement):
             await self._settle([Ending(request_id, result.attempt, cancelled=True)])
         elif isinstance(result, Queued):
-            outcome = parse_cancel(request_id, (await self._operate("cancel", request_id))[0])
+            outcome = parse_cancel(request_id, (await self._operate("cancel", request_id, 1))[0])
             if outcome.placement:
                 await self._settle([Ending(request_id, outcome.placement.attempt, cancelled=True)])
 

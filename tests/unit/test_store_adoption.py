@@ -12,6 +12,7 @@ from router.store.tenures import KEPT_MS, Tenures
 from router.store.types import (
     Adopted,
     Attempt,
+    CancelOutcome,
     Demand,
     Duplicate,
     Ending,
@@ -302,3 +303,16 @@ async def test_claim_on_what_only_its_executor_knows_says_nothing_of_its_digest(
 
     assert await a.store.submit(other) == Adopted(Placement("k", 1, "x", 1), ended=False)
     assert await b.store.submit(KEYED) == Adopted(Placement("k", 1, "x", 1), ended=False)
+
+
+async def test_router_that_lets_a_request_go_leaves_it_to_another_that_has_it(store_pool: StorePool) -> None:
+    """It hung while its client went elsewhere, and learns only now that the client is gone."""
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report(sequences=1))
+    await a.place("running")
+    await a.queue(KEYED)
+    assert await b.store.submit(KEYED) == Queued(0)
+
+    assert await a.store.cancel("k", is_own=True) == CancelOutcome(None)
+    assert await b.told() == []
+    assert (await b.store.cancel("k", is_own=True)).state is RequestState.WAITING

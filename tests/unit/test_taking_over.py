@@ -12,6 +12,7 @@ from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 from common.errors import Reason, RequestError
 from router.dispatch import Dispatcher
 from router.links import ExecutorLink
+from router.relay import Relay
 from router.store.types import (
     Adopted,
     Demand,
@@ -444,3 +445,22 @@ async def test_key_is_held_against_what_the_executor_was_told(scene: Scene) -> N
         await settled()
         assert not scene.link._outbox.cancels
         assert scene.store.endings == []
+
+
+async def test_stop_text_that_does_not_come_is_no_end(scene: Scene) -> None:
+    """The router that found it has told the executor, which has less of the output than that router had."""
+    async with scene.router.running():
+        await scene.run_here(1)
+        scene.link.receive(steps(end=types_pb2.FINISH_REASON_STOP_STRING))
+        with pytest.raises(RequestError) as refused:
+            await Relay(scene.stream, None).run()
+        assert refused.value.reason is Reason.OUTPUT_LOST
+
+
+async def test_output_of_what_came_to_its_stop_while_it_was_attached_to_is_kept(scene: Scene) -> None:
+    async with scene.router.running():
+        await scene.run_here(1, 2)
+        scene.stream.stop()
+        scene.stream.attach(placement(), has_started=True, num_cached_tokens=0)
+        assert scene.stream.token(0, 1)
+        assert scene.stream.output_ids == [1, 2]

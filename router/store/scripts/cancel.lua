@@ -1,7 +1,7 @@
 -- cancel: takes a request that has no executor out for good, and asks the owner of one that has to cancel it there.
 --
 -- KEYS        the pool's keys, mailboxes
--- ARGV        [1] caller  [2] request id
+-- ARGV        [1] caller  [2] request id  [3] 1 where only a request of the caller's is meant, not another router's
 -- returns     {state, attempt, executor, generation, owner, 1 where another router was told} with state WAITING,
 --             PLACED or LOST as it was found | {'ENDED'} | {'UNKNOWN'} | {'AGAIN'}
 -- complexity  O(log N), and that of board
@@ -10,6 +10,9 @@ local id = ARGV[2]
 local request = load_request(id)
 if not request then
   return finish({ended_ms(id) and 'ENDED' or 'UNKNOWN'})
+end
+if ARGV[3] == '1' and request.owner ~= CALLER and lives(request.owner) then
+  return finish({'UNKNOWN'})
 end
 if not reachable(request.owner) then
   return finish({'AGAIN'})

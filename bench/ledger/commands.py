@@ -91,7 +91,8 @@ class Commands:
 
 async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> Commands:
     """Registers the routers and records what they send."""
-    settings = StoreSettings(max_queue_requests=10**9, age_ms=AGE_NEVER_MS)
+    # A submit says until when it is waited for, and these are sent again and again.
+    settings = StoreSettings(max_queue_requests=10**9, age_ms=AGE_NEVER_MS, call_timeout_ms=AGE_NEVER_MS)
     ageing = replace(settings, age_ms=AGE_AT_ONCE_MS)
     redis = connect(url, settings)
     try:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import dataclasses
 import random
 from math import ceil
+from typing import Any
 
 from hypothesis import strategies as st
 
 from router.store.settings import StoreSettings
-from router.store.types import NO_LIMITS, Demand, TenantLimits
+from router.store.types import (
+    NO_LIMITS,
+    Adopted,
+    Attempt,
+    Demand,
+    ExecutorReport,
+    HeldSequence,
+    Placement,
+    TenantLimits,
+)
 
 ROUTERS = ("a", "b", "c")
 EXECUTORS = ("x", "y", "z")
@@ -80,8 +90,32 @@ def repeated(rng: random.Random, demand: Demand) -> Demand:
     )
 
 
+def random_report(
+    rng: random.Random,
+    executor_id: str,
+    last: ExecutorReport | None,
+    placed: tuple[HeldSequence, ...],
+    other: Attempt,
+) -> ExecutorReport:
+    """Of a new generation now and then, holding some of what is placed there, and another."""
+    generation, seq = (last.generation, last.seq + 1) if last else (5, 1)
+    held = {one.request_id: one for one in placed if rng.random() < 0.7}
+    held[other.request_id] = HeldSequence(other.request_id, max(1, other.attempt), rng.randint(1, 4))
+    generation += rng.choice((0, 0, 0, 0, 1, -1))
+    accepting, quantile = rng.random() < 0.9, rng.choice((1.0, 0.5))
+    return ExecutorReport(
+        executor_id, generation, seq, 9, rng.randint(7, 11), 3, accepting, tuple(held.values()), quantile
+    )
+
+
 demands = st.builds(
     lambda seed, request_id: random_demand(random.Random(seed), request_id),
     st.integers(0, 2**32),
     st.sampled_from(REQUESTS),
 )
+
+
+def is_suspect(result: Any) -> bool:
+    """What equality of placements leaves out."""
+    placement = result.placement if isinstance(result, Adopted) and not result.ended else result
+    return isinstance(placement, Placement) and placement.suspect

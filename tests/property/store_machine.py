@@ -23,7 +23,7 @@ from router.store.keys import PoolKeys
 from router.store.mailbox import Mailbox
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
-from router.store.types import Adopted, Attempt, Demand, Ending, ExecutorReport, HeldSequence, Placement, StoreEvent
+from router.store.types import Attempt, Demand, Ending, ExecutorReport, HeldSequence, StoreEvent
 from tests.property.ledger_comparison import compare
 from tests.property.ledger_explain import explain
 from tests.property.ledger_model import Ledger
@@ -33,8 +33,10 @@ from tests.property.store_cases import (
     ROUTERS,
     WHYS,
     demands,
+    is_suspect,
     pool_settings,
     random_demand,
+    random_report,
     repeated,
     whys,
 )
@@ -109,6 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
             lambda rng, router_id, executor_id: self._absolve(router_id, self._something(rng)): 2,
             self._submit_something_again: 4,
             self._report_something: 4,
+            self._lose_and_see: 5,
         }
 
     def _submit_something(self, rng: random.Random, router_id: str, executor_id: str) -> None:
@@ -124,16 +127,17 @@ class StoreMachine(RuleBasedStateMachine):
     def _report_something(self, rng: random.Random, router_id: str, executor_id: str) -> None:
         """Of a new generation now and then, not holding all that is placed there, and holding what is not."""
         last = self.model.pool.executors.get(executor_id)
-        generation, seq = (last.report.generation, last.report.seq + 1) if last else (5, 1)
-        held = {one.request_id: one for one in self._placed_on(executor_id) if rng.random() < 0.7}
-        other = self._something(rng)
-        held[other.request_id] = HeldSequence(other.request_id, max(1, other.attempt), rng.randint(1, 4))
-        generation += rng.choice((0, 0, 0, 0, 1, -1))
-        accepting, quantile = rng.random() < 0.9, rng.choice((1.0, 0.5))
-        report = ExecutorReport(
-            executor_id, generation, seq, 9, rng.randint(7, 11), 3, accepting, tuple(held.values()), quantile
-        )
-        self._report(router_id, report)
+        placed, other = self._placed_on(executor_id), self._something(rng)
+        self._report(router_id, random_report(rng, executor_id, last.report if last else None, placed, other))
+
+    def _lose_and_see(self, rng: random.Random, router_id: str, executor_id: str) -> None:
+        """A link breaks, and its executor reports again about as late as that may be from before."""
+        for held in self._placed_on(executor_id)[:1]:
+            owner_id = self.model.pool.requests[held.request_id].owner_id or router_id
+            self._hand_back(owner_id, Attempt(held.request_id, held.attempt), 4, "lost")
+            self.report_as_usual(router_id, rng.choice(EXECUTORS))
+            self.time_passes(rng.choice((1, 300, 600, 601)))
+            self.report_as_usual(router_id, executor_id)
 
     def _something(self, rng: random.Random) -> Attempt:
         """An attempt, mostly of a request that there is, mostly the current one."""
@@ -377,7 +381,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.told[router_id].clear()
             self.model.pool.told.pop(router_id, None)
         result, expected = self.runner.run(call()), decide()
-        assert (result, _is_suspect(result)) == (expected, _is_suspect(expected))
+        assert (result, is_suspect(result)) == (expected, is_suspect(expected))
         self._compare_told()
 
     def _compare_told(self) -> None:
@@ -392,9 +396,3 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def redis_holds_what_the_model_holds(self) -> None:
         compare(self.runner.run(read_records(self.redis, self.keys)), self.model.pool)
-
-
-def _is_suspect(result: Any) -> bool:
-    """What equality of placements leaves out."""
-    placement = result.placement if isinstance(result, Adopted) and not result.ended else result
-    return isinstance(placement, Placement) and placement.suspect

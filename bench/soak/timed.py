@@ -101,7 +101,7 @@ async def soak(options: SoakOptions, console: Console) -> int:
         async with (
             LocalStack(_stack(options, model)) as stack,
             Client(*stack.router_addresses) as client,
-            Readings(_pids(stack), stack.redis_url, client) as readings,
+            Readings(_pids(stack), stack.redis_admin_url, client) as readings,
         ):
             outcome = await _soak(options, console, stack, client, readings, model)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ async def _soak(
     try:
         await _loaded(options, console, load, readings)
         seconds = time.monotonic() - began_s
-        leak = await leak_of(client, stack.redis_url, found.name, LEFT_TIMEOUT_S)
+        leak = await leak_of(client, stack.redis_admin_url, found.name, LEFT_TIMEOUT_S)
         left = {"blocks held": leak.used_blocks, "blocks promised": leak.reserved_blocks, "requests": leak.num_requests}
     except asyncio.CancelledError:
         running = asyncio.current_task()

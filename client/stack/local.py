@@ -88,6 +88,11 @@ class LocalStack:
         self.routers: list[ChildProcess] = []
 
     @property
+    def redis_admin_url(self) -> str:
+        """Redis for who may do more than a router; of one that is not ours, as it was given."""
+        return self.redis_url if self._redis is None else self._redis.admin_url
+
+    @property
     def address(self) -> str:
         """The first router's address."""
         return self.routers[0].address

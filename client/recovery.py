@@ -7,6 +7,7 @@ Told what happened and what time it is, answers with what to do; sends nothing a
     a resume token is known                  Resume behind what came
     Resume: nobody holds the output          the same Generate with what came as `prior_output`
     that: it has ended, and is lost          the same under another key, with the seed of the first
+    taken over, soon after a call began      as above, once: the taker may be an earlier try of ours, long given up
     the request was refused, or taken over   the error
 
 A repeated Generate bears the same idempotency key, which makes it the same request: it attaches to the first where that
@@ -41,6 +42,10 @@ ANSWERED_S = (KEEPALIVE_TIME_MS + CHANNEL_KEEPALIVE_TIMEOUT_MS) / 1000
 # A request whose client vanishes is cancelled. Who resumes it sees that at once; a cancel that comes later is
 # somebody's wish.
 VANISHED_S = 5.0
+# gRPC repeats a call on another router by itself, while the first may still be waiting for its ledger.
+LATE_TRY_S = 10.0
+# A call that is answered sooner was not repeated: the first try would have failed only after a router's timeout.
+UNREPEATED_S = 0.5
 
 _OUTPUT_LOST = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.UNIMPLEMENTED})
 # Without a reason of ours these come from gRPC itself or a proxy: a reset stream or connection.
@@ -99,6 +104,8 @@ class Recovery:
         self._has_ended = False
         self._is_lost = False
         self._is_continuing = False
+        self._has_retaken = False
+        self._call_answered_s: float | None = None
         # Since the last progress: when it first broke, how often, and with what.
         self._broke_s: float | None = None
         self._num_breaks = 0
@@ -151,7 +158,7 @@ class Recovery:
 
     def call(self, now_s: float) -> Call:
         """The call to make now."""
-        self._call_began_s = now_s
+        self._call_began_s, self._call_answered_s = now_s, None
         timeout_s = None if self._deadline_s is None else max(0.0, self._deadline_s - now_s)
         if self._token is not None:
             self._method = "Resume"
@@ -169,6 +176,8 @@ class Recovery:
             InflightError: output is missing, or is not a continuation of what came.
         """
         events: list[Event] = []
+        if self._call_answered_s is None:
+            self._call_answered_s = now_s
         new = self._new_of(wire, now_s)
         if self._is_continuing and not self._is_lost:
             self._is_continuing = False
@@ -192,7 +201,7 @@ class Recovery:
         if self._new_key is not None and _refuses_key(error):
             self._drop_key()
             return Again(0.0)
-        if not self._is_recoverable(error):
+        if not self._is_recoverable(error, now_s):
             raise self._told(error)
         if self._says_lost(error):
             self._start_anew()
@@ -223,7 +232,7 @@ class Recovery:
             raise self._told(error)
         return Again(delay_s)
 
-    def _is_recoverable(self, error: InflightError) -> bool:
+    def _is_recoverable(self, error: InflightError, now_s: float) -> bool:
         if not self._policy.resume or not (self._has_begun or self._policy.repeats_submit):
             return False
         if self._says_lost(error):
@@ -232,11 +241,21 @@ class Recovery:
             case grpc.StatusCode.UNAVAILABLE:
                 return True
             case grpc.StatusCode.ABORTED:
-                return error.reason != Reason.TAKEN_OVER.value
+                return error.reason != Reason.TAKEN_OVER.value or self._may_retake(now_s)
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return self._has_begun and error.retry_after_s is not None
             case code:
                 return code in _BROKEN_UNLESS_OURS and not error.reason
+
+    def _may_retake(self, now_s: float) -> bool:
+        """Whether what has taken the stream over may be a late try of ours. Once: two clients of one request must not
+        take it from each other for ever."""
+        is_soon = now_s - self._call_began_s < LATE_TRY_S
+        answered_s = now_s if self._call_answered_s is None else self._call_answered_s
+        has_tried_before = self._num_breaks > 0 or answered_s - self._call_began_s > UNREPEATED_S
+        may = is_soon and has_tried_before and not self._has_retaken
+        self._has_retaken = True
+        return may
 
     def _says_lost(self, error: InflightError) -> bool:
         """Whether the server's copy of the output is gone."""

@@ -438,3 +438,30 @@ def test_a_running_request_whose_output_is_lost_cannot_go_on() -> None:
     recovery.call(0.0)
     with pytest.raises(InflightError, match="DATA_LOSS"):
         recovery.broken(LOST, 0.0)
+
+
+# --- taken over
+
+
+TAKEN = InflightError(Status.ABORTED, "another reads", Reason.TAKEN_OVER.value)
+
+
+def test_a_stream_that_a_late_try_of_its_own_may_have_taken_is_taken_back_once() -> None:
+    world = World(request())
+    world.now_s += 2.5  # the first try fails at one router, gRPC's second is answered by another
+    begun(world)
+    world.now_s += 1.0
+    world.break_off(TAKEN)
+    assert world.resume_request().offsets == [2]
+    begun(world)
+    with pytest.raises(InflightError, match="another reads"):
+        world.recovery.broken(TAKEN, world.now_s)
+
+
+def test_a_stream_taken_long_after_its_call_is_somebody_elses() -> None:
+    world = World(request())
+    world.now_s += 2.5
+    begun(world)
+    world.now_s += 30.0
+    with pytest.raises(InflightError, match="another reads"):
+        world.recovery.broken(TAKEN, world.now_s)

@@ -80,7 +80,7 @@ class RequestError(Exception):
     """A refusal with everything its gRPC status needs.
 
     `violations` becomes `BadRequest`, `retry_after_ms` `RetryInfo`, `quota` (the subject that is exhausted)
-    `QuotaFailure`, `context` the metadata of `ErrorInfo`.
+    `QuotaFailure`, `context` the metadata of `ErrorInfo`. `cause` is for the log alone.
     """
 
     reason: Reason
@@ -89,9 +89,10 @@ class RequestError(Exception):
     retry_after_ms: int | None = None
     quota: str | None = None
     context: dict[str, str] = field(default_factory=dict)
+    cause: str = ""
 
     def __str__(self) -> str:
-        return self.description
+        return f"{self.description} ({self.cause})" if self.cause else self.description
 
     @property
     def code(self) -> grpc.StatusCode:

@@ -84,9 +84,12 @@ def _pack(status: status_pb2.Status, detail: message.Message) -> None:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
-    """Ends the RPC with the error's status."""
+    """Ends the RPC with the error's status, or as a cancelled one where nobody is left who could be told."""
     status = to_rpc_status(error)
-    await context.abort(error.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    try:
+        await context.abort(error.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError from gone
     raise AssertionError("abort returned")
 
 
@@ -144,9 +147,7 @@ async def _answer(context: grpc.aio.ServicerContext[Any, Any], error: Exception)
         await abort(context, _malformed())
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if isinstance(
-        error, grpc.aio.InternalError
-    ):  # of a write: the connection is gone, and with it who could be answered
+    if isinstance(error, grpc.aio.InternalError):  # of a write: the connection is gone
         raise asyncio.CancelledError from error
     log.exception("a handler failed", exc_info=error)
     await abort(context, RequestError(Reason.INTERNAL, "internal error"))

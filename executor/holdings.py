@@ -44,7 +44,7 @@ class Keeping:
 @dataclass(slots=True, eq=False)
 class Holding:
     """A placement that waits or runs. `attaching` are routers that wait for the engine's answer to it, with the offset
-    that each wants."""
+    that each wants, in the order in which they asked last."""
 
     sequence: Sequence
     placed: Placed
@@ -55,7 +55,7 @@ class Holding:
     is_paused: bool = False
     cached_tokens: int = 0
     orphaned_s: float = 0.0
-    attaching: list[tuple[Session, int]] = field(default_factory=list)
+    attaching: dict[Session, int] = field(default_factory=dict)
 
     def output(self, offset: int) -> list[int]:
         """Output tokens `[offset, num_published)`."""
@@ -148,7 +148,8 @@ class Holdings:
             if holding.is_accepted:
                 self._hand_over(holding, session, attach.offset)
             else:
-                holding.attaching.append((session, attach.offset))
+                holding.attaching.pop(session, None)
+                holding.attaching[session] = attach.offset
             return
         ended = self.ended.find(attach.request_id)
         if ended is not None and ended.placed.submit.attempt == attach.attempt:
@@ -198,8 +199,8 @@ class Holdings:
         holding.is_accepted = True
         if holding.reader is not None:
             holding.reader.accept(sequence)
-        attaching, holding.attaching = holding.attaching, []
-        for session, offset in attaching:
+        attaching, holding.attaching = holding.attaching, {}
+        for session, offset in attaching.items():
             self._hand_over(holding, session, offset)
 
     def _reject(self, sequence: Sequence, refusal: Refusal) -> None:
@@ -256,7 +257,7 @@ class Holdings:
         request_id, attempt = holding.sequence.request_id, holding.sequence.attempt
         if holding.reader is not None:
             holding.reader.reject(request_id, attempt, reason, detail)
-        for session, _ in holding.attaching:
+        for session in holding.attaching:
             session.reject(request_id, attempt, executor_pb2.REJECT_REASON_NOT_HELD, f"refused: {detail}")
 
     def _take_from_newest(self, holding: Holding) -> bool:
@@ -274,7 +275,7 @@ class Holdings:
         of Attach says too little with its submits for another to go on, so what it read is cancelled."""
         left = [holding for holding in self._held.values() if holding.reader is session]
         for holding in self._held.values():
-            holding.attaching = [waiting for waiting in holding.attaching if waiting[0] is not session]
+            holding.attaching.pop(session, None)
         for holding in left:
             holding.reader = None
             holding.orphaned_s = self._clock()

@@ -191,16 +191,17 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         async for request in requests:
             if request.HasField("hello"):
                 raise invalid(FieldViolation("hello", "must be only the first of a stream"))
+            if request.HasField("ack"):
+                session.acknowledge(request.ack.frame)
             for submit in request.submits:
+                await session.has_room()
                 self._submit(submit, session)
             for attach in request.attaches:
+                await session.has_room()
                 self._attach(attach, session)
             for cancel in request.cancels:
                 end_reason = CANCEL_REASONS.get(cancel.reason, FinishReason.CANCELLED)
                 self._engine.cancel(cancel.request_id, cancel.attempt, end_reason)
-            if request.HasField("ack"):
-                session.acknowledge(request.ack.frame)
-            await session.has_room()
 
     async def _write(self, session: Session, reader: asyncio.Task[None], context: Context) -> None:
         """Writes until one side has closed the stream or the RPC is cancelled."""

@@ -4,7 +4,8 @@ What the engine publishes collects in one pending response; a single writer take
 it. A router that keeps up gets one frame per step; one that does not gets fewer, larger frames, and costs the engine
 nothing but the memory of the token ids. Step frames wait when `max_unacked_steps` of them are unacknowledged;
 acceptances, attachments, refusals and reports never wait; where too many of them do because the router does not read,
-nothing further is taken from it. All calls come from the event loop's thread.
+nothing further is taken from it. Nor from one that lets too many tokens collect; where it acknowledges none, its stream
+ends. All calls come from the event loop's thread.
 
 Within a frame a slot means one sequence: one that came free is given away again only behind the frame that says so.
 """
@@ -17,6 +18,7 @@ from collections.abc import Sequence as ReadOnlyList
 
 from inflight.v1 import executor_pb2, types_pb2
 
+from common.errors import Reason, RequestError
 from executor.admission import Refusal
 from executor.ended import Ended
 from executor.sequence import FinishEvent, FinishReason, Sequence
@@ -46,6 +48,8 @@ ATTACH_VERSION = 2
 MAX_FRAME_TOKENS = 1 << 20
 # Most answers that wait for a router which does not read; each has about 100 bytes.
 MAX_WAITING_ANSWERS = 1 << 16
+# Most tokens that wait when it may ask for more, some 400 MiB: a router that attaches has them sent again each time.
+MAX_WAITING_TOKENS = 4 * MAX_FRAME_TOKENS
 
 
 class Session:
@@ -75,7 +79,7 @@ class Session:
         # Slots that have no seat at the end of the pending frame, and had one.
         self._paused_slots: dict[int, None] = {}
         self._wake = asyncio.Event()
-        self._answers_taken = asyncio.Event()
+        self._taken = asyncio.Event()
         self._is_closing = False
 
     def accept(self, sequence: Sequence) -> None:
@@ -169,10 +173,23 @@ class Session:
         self._wake.set()
 
     async def has_room(self) -> None:
-        """Waits until no more answers wait than may."""
-        while self._num_answers >= MAX_WAITING_ANSWERS:
-            self._answers_taken.clear()
-            await self._answers_taken.wait()
+        """Waits until no more waits to be sent than may. Raises `RequestError` STALLED where that would wait for
+        acknowledgements, which come behind what is taken next."""
+        while self._num_answers >= MAX_WAITING_ANSWERS or self._has_too_many_tokens:
+            if self._has_too_many_tokens and not self._may_send_step:
+                text = f"{self._frame - self._acked_frame} frames are not acknowledged, and too much waits behind them"
+                raise RequestError(Reason.STALLED, text)
+            self._taken.clear()
+            await self._taken.wait()
+
+    @property
+    def _has_too_many_tokens(self) -> bool:
+        """A slot that is given back counts as a token."""
+        return len(self._token_ids) + len(self._ended_slots) >= MAX_WAITING_TOKENS
+
+    @property
+    def _may_send_step(self) -> bool:
+        return self._frame - self._acked_frame < self._max_unacked_steps
 
     @property
     def _num_answers(self) -> int:
@@ -197,13 +214,13 @@ class Session:
 
     def take(self) -> executor_pb2.ServeResponse | None:
         """What can be sent now, if anything."""
-        may_send_step = self._has_step and self._frame - self._acked_frame < self._max_unacked_steps
+        may_send_step = self._has_step and self._may_send_step
         control = self._control
         has_control = self._num_answers or control.HasField("report")
         if not (may_send_step or has_control):
             return None
         response, self._control = control, executor_pb2.ServeResponse()
-        self._answers_taken.set()
+        self._taken.set()
         response.generation = self._generation
         if may_send_step:
             self._fill_step(response.step)

@@ -87,7 +87,7 @@ class ExecutorSettings(ProcessSettings):
     )
     retain_ended_s: float = Field(60.0, ge=0, le=3600, description="seconds that the ids of an ended sequence are kept")
     watchdog_s: float = Field(
-        30.0, ge=1, le=3600, description="seconds with work and without a step until it reports itself unhealthy"
+        30.0, ge=1, le=3600, description="seconds with work and without a step until it hands it back, unhealthy"
     )
     drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running sequences get to end on SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")

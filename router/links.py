@@ -210,7 +210,8 @@ class ExecutorLink:
                 check_frame(response, description, self._offered.keys(), self._seated.keys(), self._attaching.keys())
                 self.receive(response)
         except asyncio.CancelledError:
-            if not silence.is_over:  # gRPC raises it also where the call is cancelled, not the task
+            # gRPC raises it also where the call is cancelled, not the task; or both are.
+            if not silence.is_over or _is_cancelled():
                 raise
             log.warning("executor %s at %s has been silent for %d s", self.executor_id, self.address, MAX_SILENT_S)
         finally:
@@ -382,6 +383,12 @@ def unread_stream(request_id: str) -> RequestStream:
     stream = RequestStream(Demand(request_id, 1, 1), executor_pb2.Submit(), 0.0)
     stream.let_go(taken_over())
     return stream
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody wants this task to end."""
+    current = asyncio.current_task()
+    return current is not None and current.cancelling() > 0
 
 
 def _is_current(stream: RequestStream, attempt: int) -> bool:

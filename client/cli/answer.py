@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from typing import TextIO
 
-from client.events import Delta, Resumed
+from client.cli.request_flags import RESUME_TOKEN_VARIABLE
+from client.events import Accepted, Delta, Resumed
 from client.sync import Stream
 
 # Of ANSI's terminals.
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def print_answer(stream: Stream, out: TextIO, notes: TextIO) -> str:
+def print_answer(stream: Stream, out: TextIO, notes: TextIO, *, shows_token: bool = False) -> str:
     """Writes the stream's text to `out` as it comes and returns one line about tokens and times.
 
-    What happened on the way goes to `notes`.
+    What happened on the way goes to `notes`, and with `shows_token` how to ask about the request.
 
     Raises:
         InflightError: the request was refused, or broke off.
@@ -29,7 +31,16 @@ def print_answer(stream: Stream, out: TextIO, notes: TextIO) -> str:
             out.flush()
         elif isinstance(event, Resumed):
             write_note(notes, "connection lost; resumed")
+        elif isinstance(event, Accepted) and shows_token:
+            write_note(
+                notes, f"{RESUME_TOKEN_VARIABLE}={event.resume_token} inflight explain {_quoted(event.request_id)}"
+            )
     return describe_answer(stream, first_s, time.monotonic() - began_s)
+
+
+def _quoted(request_id: str) -> str:
+    """As an argument for a shell."""
+    return f"{'-- ' if request_id.startswith('-') else ''}{shlex.quote(request_id)}"
 
 
 def write_note(notes: TextIO, text: str) -> None:

@@ -24,17 +24,19 @@ def main(argv: Sequence[str]) -> int:
     with connected(flags) as client:
         stream = _send(client, prompt, flags)
         if flags.json:
-            print(as_json(stream.result()))
+            result = stream.result()
+            print(as_json(result, stream.resume_token if flags.show_token else None))
             return 0
-        summary = print_answer(stream, sys.stdout, sys.stderr)
+        summary = print_answer(stream, sys.stdout, sys.stderr, shows_token=flags.show_token)
         print()
         print(summary, file=sys.stderr)
     return 0
 
 
-def as_json(result: Completion) -> str:
-    """The whole result as one JSON object on one line."""
+def as_json(result: Completion, resume_token: str | None = None) -> str:
+    """The whole result as one JSON object on one line, with the request's token where that is given."""
     reason = result.finish_reason
+    shown = {} if resume_token is None else {"resume_token": resume_token}
     return json.dumps(
         {
             "request_id": result.request_id,
@@ -42,6 +44,7 @@ def as_json(result: Completion) -> str:
             "finish_reason": None if reason is None else reason.value,
             "usage": asdict(result.usage),
             "timing": asdict(result.timing),
+            **shown,
         },
         ensure_ascii=False,
     )
@@ -86,6 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", metavar="TEXT", help="system message before the chat message")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead")
     parser.add_argument("--request-id", metavar="ID", help="id to ask about it with `inflight explain`")
+    parser.add_argument(
+        "--show-token",
+        action="store_true",
+        help="say on standard error how to ask about it, with the token that `inflight explain` and `inflight cancel` "
+        "need where the router identifies its callers; with --json it is part of the object",
+    )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the request after this long")
     add_sampling_flags(parser)
     add_connection_flags(parser)

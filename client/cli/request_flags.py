@@ -15,8 +15,8 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume-token",
         metavar="TOKEN",
-        help=f"token that came with it [{RESUME_TOKEN_VARIABLE}]; needed where the router identifies its callers, "
-        "unless the caller is an operator",
+        help=f"token that came with it, see `inflight generate --show-token` [{RESUME_TOKEN_VARIABLE}]; needed where "
+        "the router identifies its callers, unless the caller is an operator",
     )
     parser.add_argument("--tenant", metavar="NAME", help="whose request it is; default: the caller's own")
 

@@ -80,11 +80,12 @@ async def answered(call: Awaitable[T], settings: StoreSettings) -> T:
 
 
 def unavailable(settings: StoreSettings, cause: str) -> RequestError:
-    """The refusal while the store does not answer."""
+    """The refusal while the store does not answer. The cause, which may name its address, is not for clients."""
     return RequestError(
         Reason.STORE_UNAVAILABLE,
-        f"the admission store does not answer ({cause})",
+        "the admission store does not answer",
         retry_after_ms=settings.retry_after_ms,
+        cause=cause,
     )
 
 

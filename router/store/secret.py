@@ -30,7 +30,10 @@ async def restore(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes
     found = await answered(redis.get(KEY), settings)
     if found is None:
         raise unavailable(settings, f"{KEY} vanished")
-    return bytes.fromhex(str(found))
+    try:
+        return bytes.fromhex(str(found))
+    except ValueError as error:
+        raise unavailable(settings, f"{KEY} is not what a router puts there") from error
 
 
 async def learn_secret(redis: Redis, settings: StoreSettings, own: bytes | None) -> bytes:

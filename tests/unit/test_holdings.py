@@ -131,6 +131,22 @@ def test_refusal_reaches_also_who_wanted_to_attach(world: World) -> None:
     assert world.holdings.num_held == 0
 
 
+def test_who_asked_last_reads_and_each_is_answered_once(world: World) -> None:
+    first, second = router(), router()
+    sequence = world.offer(router(), "a")
+    attach = executor_pb2.Attach(request_id="a", attempt=1)
+    for session in (first, second, first):
+        world.holdings.attach(attach, session)
+
+    world.accept(sequence)
+
+    assert len(take(first).attached) == 1
+    second_response = take(second)
+    assert len(second_response.attached) == len(second_response.step.detached) == 1
+    world.step(sequence)
+    assert list(take(first).step.token_ids) == [7]
+
+
 def test_router_that_leaves_before_the_engine_answers_leaves_an_orphan(world: World) -> None:
     first, second = router(), router()
     sequence = world.offer(first, "a")

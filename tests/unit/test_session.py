@@ -7,6 +7,8 @@ import asyncio
 import pytest
 from inflight.v1 import executor_pb2, types_pb2
 
+from common.errors import Reason, RequestError
+from executor import session as sessions
 from executor.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping
 from executor.session import Session
 
@@ -70,6 +72,43 @@ async def test_slow_reader_gets_the_held_back_tokens_in_one_frame_and_control_at
     response = await take(session)
     assert list(response.step.token_ids) == [11, 12, 13, 14]
     assert list(response.step.offsets) == [1, 2, 3, 4]
+
+
+def attach(session: Session, request_id: str, num_tokens: int) -> None:
+    attached = executor_pb2.SequenceAttached(request_id=request_id, attempt=1)
+    session.attach(make_sequence(request_id), attached, 0, list(range(num_tokens)))
+
+
+async def test_router_that_attaches_again_and_again_waits_for_its_tokens_to_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_WAITING_TOKENS", 5)
+    session = Session("router", 1, 2)
+    attach(session, "a", 5)
+    waiting = asyncio.create_task(session.has_room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+
+    await take(session)
+
+    await asyncio.wait_for(waiting, 5)
+
+
+async def test_router_that_attaches_again_and_again_and_acknowledges_nothing_loses_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_WAITING_TOKENS", 5)
+    session = Session("router", 1, 1)
+    attach(session, "a", 3)
+    await take(session)
+    attach(session, "b", 4)
+    await asyncio.wait_for(session.has_room(), 5)
+    attach(session, "c", 3)
+
+    with pytest.raises(RequestError, match="1 frames are not acknowledged") as refused:
+        await asyncio.wait_for(session.has_room(), 5)
+
+    assert refused.value.reason is Reason.STALLED
 
 
 async def test_slot_is_reused_only_after_the_frame_with_its_end_has_left() -> None:

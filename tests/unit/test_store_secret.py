@@ -30,6 +30,17 @@ async def test_secret_that_redis_lost_is_put_back_unless_there_is_a_new_one(stor
     assert await restore(store_pool.redis, SETTINGS, old) == new
 
 
+async def test_anything_else_in_its_place_is_a_refusal(store_pool: StorePool) -> None:
+    secret = await shared_secret(store_pool.redis, SETTINGS)
+    await store_pool.redis.set(KEY, "no secret")
+    try:
+        with pytest.raises(RequestError) as refusal:
+            await shared_secret(store_pool.redis, SETTINGS)
+    finally:
+        await store_pool.redis.set(KEY, secret.hex())
+    assert refusal.value.reason is Reason.STORE_UNAVAILABLE
+
+
 async def test_absent_redis_is_a_refusal() -> None:
     redis = connect("redis://127.0.0.1:1", SETTINGS)
     try:

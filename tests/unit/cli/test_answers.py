@@ -34,6 +34,15 @@ def test_generate_streams_the_text_and_sums_up_on_standard_error(
     assert output.err.rstrip().endswith("stop token")
 
 
+def test_generate_shows_how_to_ask_about_the_request_when_told(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "hi", "--show-token", "--address", address]) == 0
+    assert capsys.readouterr().err.startswith("INFLIGHT_RESUME_TOKEN=secret inflight explain r1\n5 tokens in ")
+    assert main(["generate", "hi", "--show-token", "--json", "--address", address]) == 0
+    assert json.loads(capsys.readouterr().out)["resume_token"] == "secret"
+
+
 def test_generate_passes_its_flags_on(address: str, router: ScriptedRouter) -> None:
     sampling = ["--temperature", "0", "--top-p", "0.5", "--top-k", "3", "--seed", "7"]
     service = ["--tenant", "acme", "--priority", "batch", "--deadline", "1.5", "--first-token-deadline", "0.5"]

@@ -79,7 +79,8 @@ class ExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops taking new work. Answers when nothing runs any more or the time is over.
+        """Stops taking new work and hands back what has had no seat yet. Answers when nothing runs any more or the time is
+        over; what still runs then is handed back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

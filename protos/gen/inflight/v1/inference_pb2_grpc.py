@@ -107,7 +107,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a request. NOT_FOUND where no such request waits or runs, it is another tenant's, or the token is wrong.
+        """Ends a request; of one that ended lately it says so. NOT_FOUND where there is no such request, it is another
+        tenant's, or the token is wrong.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

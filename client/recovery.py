@@ -39,8 +39,8 @@ MAX_BACKOFF_S = 2.0
 SUBMIT_TIMEOUT_S = 10.0
 # A call that stayed open for longer was with a router: keepalive would have ended it else.
 ANSWERED_S = (KEEPALIVE_TIME_MS + CHANNEL_KEEPALIVE_TIMEOUT_MS) / 1000
-# A request whose client vanishes is cancelled. Who resumes it sees that at once; a cancel that comes later is
-# somebody's wish.
+# A request whose client vanishes is cancelled. Who resumes or repeats it sees that with the first events, however long
+# the router needs to find it; a cancel that comes later is somebody's wish.
 VANISHED_S = 5.0
 # gRPC repeats a call on another router by itself, while the first may still be waiting for its ledger.
 LATE_TRY_S = 10.0
@@ -100,12 +100,14 @@ class Recovery:
         self._received: list[Received] = [Received()]
         self._method: Literal["Generate", "Resume"] = "Generate"
         self._has_asked = False
+        # The call now under way asks for what an earlier one may have begun; when its first event came.
+        self._is_repeat = False
+        self._answered_s: float | None = None
         self._has_begun = False
         self._has_ended = False
         self._is_lost = False
         self._is_continuing = False
         self._has_retaken = False
-        self._call_answered_s: float | None = None
         # Since the last progress: when it first broke, how often, and with what.
         self._broke_s: float | None = None
         self._num_breaks = 0
@@ -158,8 +160,9 @@ class Recovery:
 
     def call(self, now_s: float) -> Call:
         """The call to make now."""
-        self._call_began_s, self._call_answered_s = now_s, None
+        self._call_began_s, self._answered_s = now_s, None
         timeout_s = None if self._deadline_s is None else max(0.0, self._deadline_s - now_s)
+        self._is_repeat = self._has_asked or self._token is not None
         if self._token is not None:
             self._method = "Resume"
             return Call("Resume", self._resume_request(), timeout_s)
@@ -176,8 +179,7 @@ class Recovery:
             InflightError: output is missing, or is not a continuation of what came.
         """
         events: list[Event] = []
-        if self._call_answered_s is None:
-            self._call_answered_s = now_s
+        self._answered_s = now_s if self._answered_s is None else self._answered_s
         new = self._new_of(wire, now_s)
         if self._is_continuing and not self._is_lost:
             self._is_continuing = False
@@ -251,7 +253,7 @@ class Recovery:
         """Whether what has taken the stream over may be a late try of ours. Once: two clients of one request must not
         take it from each other for ever."""
         is_soon = now_s - self._call_began_s < LATE_TRY_S
-        answered_s = now_s if self._call_answered_s is None else self._call_answered_s
+        answered_s = now_s if self._answered_s is None else self._answered_s
         has_tried_before = self._num_breaks > 0 or answered_s - self._call_began_s > UNREPEATED_S
         may = is_soon and has_tried_before and not self._has_retaken
         self._has_retaken = True
@@ -374,7 +376,8 @@ class Recovery:
 
     def _was_cancelled_for_us(self, now_s: float) -> bool:
         """Whether a cancelled end is that of the connection which broke."""
-        return self._method == "Resume" and now_s - self._call_began_s < VANISHED_S and self._can_start_anew()
+        assert self._answered_s is not None
+        return self._is_repeat and now_s - self._answered_s < VANISHED_S and self._can_start_anew()
 
     def _note_progress(self) -> None:
         self._broke_s, self._num_breaks, self._first_error = None, 0, None

@@ -76,6 +76,7 @@ class Adopter:
                 others.append(unread_stream(attached.request_id))
                 return others[0]
             _take_in(stream, adopted, attached)
+            stream.is_uncancelled = adopted.ended  # what was cancelled, the ledger starts anew
             return stream
 
         answer = await self._attach(adopted.placement, on_attached)

@@ -37,7 +37,6 @@ from router.store.types import (
     CancelAsked,
     Cancelled,
     Dropped,
-    Ending,
     Explanation,
     LeaseLapsed,
     Lost,
@@ -149,9 +148,9 @@ class Dispatcher:
         that of another one."""
         return await self._known.find_repeated(stream)
 
-    def find(self, ledger_id: str) -> RequestStream | None:
-        """A request that is served or kept here."""
-        return self._known.find(ledger_id)
+    async def find(self, ledger_id: str) -> RequestStream | None:
+        """A request that is served or kept here, for a client that comes back to it. Raises `RequestError`."""
+        return await self._known.find(ledger_id)
 
     async def resume(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream:
         """Goes on here with a request that another router began. Raises `RequestError` where that cannot be.
@@ -318,13 +317,12 @@ class Dispatcher:
             log.warning("%s stays under suspicion: %s", ledger_id, error)
 
     def on_finished(self, stream: RequestStream, attempt: int) -> None:
-        """A sequence ended: its reservation is free."""
+        """A sequence ended: its reservation is free. That of a former placement is returned by its hand-back, and only
+        by that: settled, the request would have ended with it."""
         if stream.placement is not None and stream.placement.attempt == attempt:
             if not stream.is_over:
                 self._ledger.settle(stream.ending(attempt))
             self._placer.forget(stream)
-        else:
-            self._ledger.settle(Ending(stream.request_id, attempt))
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
         """An executor says how it stands; the newest report is the one that counts."""

@@ -8,11 +8,11 @@ from contextlib import suppress
 
 from common.errors import Reason
 from router.ended_streams import EndedStreams
-from router.refusals import duplicate, mismatch
+from router.refusals import being_cancelled, duplicate, mismatch
 from router.request_ids import client_id
 from router.streams import RequestStream
 
-# How long a repeat waits for the end of the first, which is being cancelled.
+# How long a client that comes back waits for the end of its request, which is being cancelled.
 CANCEL_WAIT_S = 5.0
 # What a request failed with for good, so that it is told again; of anything else a client may try anew.
 LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
@@ -25,18 +25,18 @@ class KnownRequests:
         self.served: dict[str, RequestStream] = {}
         self._ended = EndedStreams(keep_ended_s)
 
-    def find(self, ledger_id: str) -> RequestStream | None:
-        """A request that is served or kept here."""
-        return self.served.get(ledger_id) or self._ended.find(ledger_id, time.monotonic())
+    async def find(self, ledger_id: str) -> RequestStream | None:
+        """A request that is served or kept here. One that ended here for want of a client may go on at another router:
+        the ledger knows that. Raises `RequestError` where it is being cancelled for so long."""
+        served = await self._wanted(ledger_id)
+        if served is not None:
+            return served
+        kept = self._ended.find(ledger_id, time.monotonic())
+        return None if kept is not None and kept.was_cancelled and not kept.is_cancelled else kept
 
     async def find_repeated(self, stream: RequestStream) -> RequestStream | None:
         """The request that this one repeats. Raises `RequestError` where the id is that of another one."""
-        known = self.served.get(stream.request_id)
-        if known is not None and known.is_abandoned and not known.has_ended:
-            # Its client went away; a repeat starts it anew.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(known.forgotten.wait(), CANCEL_WAIT_S)
-            known = self.served.get(stream.request_id)
+        known = await self._wanted(stream.request_id)
         if known is None:
             known = self._ended.find(stream.request_id, time.monotonic())
             if known is None or known.was_cancelled or known.error is not None:
@@ -46,6 +46,19 @@ class KnownRequests:
             raise duplicate(client_id(stream.request_id))
         if digest != digest_of(known):
             raise mismatch()
+        return known
+
+    async def _wanted(self, ledger_id: str) -> RequestStream | None:
+        """A request that is served here. Where its client went away, its cancelled end is waited for: that is nobody
+        else's."""
+        known = self.served.get(ledger_id)
+        if known is None or not known.is_abandoned or known.has_ended:
+            return known
+        with suppress(TimeoutError):
+            await asyncio.wait_for(known.forgotten.wait(), CANCEL_WAIT_S)
+        known = self.served.get(ledger_id)
+        if known is not None and known.is_abandoned and not known.has_ended:
+            raise being_cancelled()
         return known
 
     def forget(self, stream: RequestStream) -> None:

@@ -366,7 +366,7 @@ class ExecutorLink:
                 tell = self._observer.on_stood_still if finished.error else self._observer.on_preempted
                 tell(self, stream, attempt)
                 return
-            if finished.reason == types_pb2.FINISH_REASON_CANCELLED and stream.is_wanted:
+            if finished.reason == types_pb2.FINISH_REASON_CANCELLED and (stream.is_wanted or stream.is_uncancelled):
                 self._observer.on_withdrawn(self, stream, attempt)
                 return
             if finished.error:

@@ -196,7 +196,8 @@ class Placer:
         placement = Placement(lost.request_id, lost.attempt, lost.executor_id, lost.generation)
         if stream is None or stream.is_abandoned or stream.has_ended:
             if lost.request_id not in self._left:
-                self._ledger.settle(Ending(lost.request_id, lost.attempt, cancelled=stream is None))
+                was_cancelled = stream is None or stream.was_cancelled
+                self._ledger.settle(Ending(lost.request_id, lost.attempt, cancelled=was_cancelled))
         elif stream.placement is not None and stream.placement.attempt == lost.attempt:
             self.cancel_on_link(stream.placement)
             self.void(stream)
@@ -215,7 +216,7 @@ class Placer:
             # Only its end was still to come, and executors refuse what has nothing left to generate.
             stream.finish(End(types_pb2.FINISH_REASON_LENGTH, None))
         if stream.is_over:
-            self.end(stream, output_lost("its executor was lost before it had sent the output again"))
+            self.end(stream, output_lost("its executor did not send the output again to its end"))
         elif stream.is_abandoned or stream.has_ended:
             self._settle(stream, placement.attempt)
         else:
@@ -303,7 +304,10 @@ class Placer:
         self.forget(stream)
 
     async def withdraw(self, stream: RequestStream) -> None:
-        """Takes a waiting request out of the queue. Where it has just been placed, `place` settles it."""
+        """Takes a waiting request out of the queue. Where it has just been placed, `place` settles it. Nothing where a
+        repeat waits here under its id by now."""
+        if self.streams.get(stream.request_id, stream) is not stream:
+            return
         try:
             outcome = await self._store.cancel(stream.request_id, is_own=True)
         except RequestError as error:

@@ -48,6 +48,12 @@ def out_of_reach() -> RequestError:
     return RequestError(Reason.EXECUTOR_LOST, text, retry_after_ms=RETRY_AFTER_MS)
 
 
+def being_cancelled() -> RequestError:
+    """The request's client had gone; what becomes of it is known when its executor or the ledger has answered."""
+    text = "the request is being cancelled for want of a client; come again when that is done"
+    return RequestError(Reason.EXECUTOR_LOST, text, retry_after_ms=RETRY_AFTER_MS)
+
+
 def draining(text: str, *, is_resumable: bool = False) -> RequestError:
     """This router goes away; another does it."""
     context = {"resumable": "true"} if is_resumable else {}

@@ -197,7 +197,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         named_id, pool = self._claims.claim_by_token(request.request_id, request.resume_token, self._caller(context))
         place = resumed_place(request)
         with self._serving():
-            stream = pool.dispatcher.find(named_id)
+            stream = await pool.dispatcher.find(named_id)
             if stream is None:
                 stream = await pool.dispatcher.resume(named_id, functools.partial(self._open_attached, pool))
             check_place(place, stream)

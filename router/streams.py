@@ -100,6 +100,8 @@ class RequestStream:
         self.is_being_submitted = False
         # It has ended on its executor, which sends it once more.
         self.is_over = False
+        # For all that the ledger knows, it ended otherwise than by a cancel.
+        self.is_uncancelled = False
         # An executor died under it before its next token.
         self.is_suspect = False
         # How often in a row it was preempted before its next token.

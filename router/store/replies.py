@@ -90,7 +90,7 @@ _EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {
     "lost": _lost,
     "cancel": lambda fields: CancelAsked(fields["request_id"], int(fields["attempt"])),
     "preempt": lambda fields: PreemptAsked(fields["request_id"], int(fields["attempt"])),
-    "cancelled": lambda fields: Cancelled(fields["request_id"]),
+    "cancelled": lambda fields: Cancelled(fields["request_id"], int(fields["at_ms"]) if "at_ms" in fields else None),
     "taken_over": lambda fields: TakenOver(fields["request_id"], int(fields["at_ms"])),
     DropReason.EXPIRED.value: _dropped,
     DropReason.NEVER_FITS.value: _dropped,

@@ -64,8 +64,9 @@ T = TypeVar("T")
 MAX_ROUNDS = 64
 MAX_SETTLED_PER_CALL = 256
 
-# Scripts that may make a request the caller's, and what they return where it is.
-TAKING = frozenset({"submit", "adopt"})
+# Scripts that do harm where they come late: the request may have gone elsewhere, or come back. The first two may make
+# it the caller's; what they return where it is.
+TIMELY = frozenset({"submit", "adopt", "cancel"})
 OWNED = frozenset({"PLACED", "QUEUED", "ADOPTED"})
 
 OwnEvent = Placement | Dropped
@@ -296,8 +297,8 @@ class AdmissionStore:
         raise unavailable(self._settings, f"{name} found no end")
 
     def _waits_until(self, name: str) -> tuple[Argument, ...]:
-        """The last argument of scripts that take a request for this router, by Redis' clock."""
-        if name not in TAKING:
+        """The last argument of scripts that must not come late, by Redis' clock."""
+        if name not in TIMELY:
             return ()
         until_ms = self._clock.in_ms(self._settings.call_timeout_ms)
         return ("" if until_ms is None else until_ms,)

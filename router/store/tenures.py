@@ -1,31 +1,32 @@
 """Since when requests are this router's, and what time Redis has: for what comes late, or out of order.
 
 A mailbox is read on a connection of its own. So the word that another router has a request may come after that router
-has given it back, and before this one knows that it has it again. Times are milliseconds of Redis' clock.
+has given it back, and before this one knows that it has it again. As may the word that one was cancelled, when a repeat
+has begun anew under its id. Times are milliseconds of Redis' clock.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from router.store.types import StoreEvent, TakenOver
+from router.store.types import Cancelled, StoreEvent, TakenOver
 
 # Longer than any word is on its way: routers that do not read their mailboxes for so long are dead.
 KEPT_MS = 60_000
 
 
 class Tenures:
-    """Hands events on to `on_event`, but for words of a take-over from before the request was taken back."""
+    """Hands events on to `on_event`, but for words that a request is gone from before it was (again) this router's."""
 
     def __init__(self, on_event: Callable[[StoreEvent], None]) -> None:
         self._on_event = on_event
         # In the order of their times.
         self._since_ms: OrderedDict[str, int] = OrderedDict()
         self._asked: Counter[str] = Counter()
-        self._held: dict[str, TakenOver] = {}
+        self._held: defaultdict[str, list[TakenOver | Cancelled]] = defaultdict(list)
 
     @contextmanager
     def asked(self, request_id: str) -> Iterator[None]:
@@ -37,9 +38,8 @@ class Tenures:
             self._asked[request_id] -= 1
             if not self._asked[request_id]:
                 del self._asked[request_id]
-                held = self._held.pop(request_id, None)
-                if held is not None:
-                    self.tell(held)
+                for event in self._held.pop(request_id, ()):
+                    self.tell(event)
 
     def begin(self, request_id: str, now_ms: int) -> None:
         """The request is this router's."""
@@ -50,11 +50,11 @@ class Tenures:
 
     def tell(self, event: StoreEvent) -> None:
         """Something has come from the mailbox."""
-        if not isinstance(event, TakenOver):
+        if not isinstance(event, TakenOver | Cancelled):
             self._on_event(event)
         elif event.request_id in self._asked:
-            self._held[event.request_id] = event
-        elif event.at_ms >= self._since_ms.get(event.request_id, 0):
+            self._held[event.request_id].append(event)
+        elif event.at_ms is None or event.at_ms >= self._since_ms.get(event.request_id, 0):
             self._on_event(event)
 
 

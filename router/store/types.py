@@ -307,9 +307,13 @@ class PreemptAsked:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Another router cancelled the request, which had no executor."""
+    """Another router cancelled the request, which had no executor.
+
+    `at_ms` is when, by Redis' clock; None where a router of an earlier version tells it.
+    """
 
     request_id: str
+    at_ms: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

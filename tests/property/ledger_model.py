@@ -200,13 +200,15 @@ class Ledger:
         if ending.by_itself and self.pool.overcommits and demand.max_tokens:
             self.pool.lengths.learn(demand.tenant, demand.max_tokens, ending.output_tokens)
 
-    def cancel(self, router_id: str, name: str) -> CancelOutcome:
+    def cancel(self, router_id: str, name: str, is_own: bool = False) -> CancelOutcome:
         """Model of cancel.lua."""
         pool = self.pool
         request = pool.requests.get(name)
         if request is None:
             return CancelOutcome(RequestState.ENDED if pool.is_tombstoned(name) else None)
         told = request.owner_id != router_id and pool.lives(request.owner_id, router_id)
+        if is_own and told:
+            return CancelOutcome(None)
         is_placed = request.state is RequestState.PLACED
         if told:
             pool.tell(request.owner_id, CancelAsked(name, request.attempt) if is_placed else Cancelled(name))

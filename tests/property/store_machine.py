@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import random
 from collections import Counter
@@ -101,7 +102,8 @@ class StoreMachine(RuleBasedStateMachine):
             lambda rng, router_id, executor_id: self.reap(router_id): 2,
             lambda rng, router_id, executor_id: self.renew(router_id): 1,
             lambda rng, router_id, executor_id: self.forget_who_else_is_there(router_id): 1,
-            lambda rng, router_id, executor_id: self.cancel(router_id, self._something(rng).request_id): 2,
+            lambda rng, router_id, executor_id: self.cancel(router_id, self._something(rng).request_id, False): 2,
+            lambda rng, router_id, executor_id: self.cancel(router_id, self._something(rng).request_id, True): 2,
             lambda rng, router_id, executor_id: self.explain(router_id, self._something(rng).request_id): 1,
             lambda rng, router_id, executor_id: self._settle(router_id, [self._something(rng)]): 2,
             lambda rng, router_id, executor_id: self._hand_back(
@@ -219,12 +221,11 @@ class StoreMachine(RuleBasedStateMachine):
         store, model = self.stores[router_id], self.model
         self._do(router_id, lambda: store.settle(endings), lambda: model.settle(router_id, endings), is_reply_lost)
 
-    @rule(router_id=router_ids, request_id=request_ids, is_reply_lost=st.booleans())
-    def cancel(self, router_id: str, request_id: str, is_reply_lost: bool = False) -> None:
+    @rule(router_id=router_ids, name=request_ids, is_own=st.booleans(), is_reply_lost=st.booleans())
+    def cancel(self, router_id: str, name: str, is_own: bool, is_reply_lost: bool = False) -> None:
         store, model = self.stores[router_id], self.model
-        self._do(
-            router_id, lambda: store.cancel(request_id), lambda: model.cancel(router_id, request_id), is_reply_lost
-        )
+        decide = functools.partial(model.cancel, router_id, name, is_own)
+        self._do(router_id, lambda: store.cancel(name, is_own=is_own), decide, is_reply_lost)
 
     @rule(router_id=router_ids, request_id=request_ids)
     def explain(self, router_id: str, request_id: str) -> None:

@@ -72,8 +72,12 @@ def request(**fields: Any) -> inference_pb2.GenerateRequest:
 
 def begun(world: World, num_tokens: int = 2) -> World:
     """A stream that has brought so many tokens of one two-byte character each."""
-    world.hear(accepted(), started(), *(delta("é", offset) for offset in range(num_tokens)))
+    world.hear(*begun_events(num_tokens))
     return world
+
+
+def begun_events(num_tokens: int = 2) -> list[inference_pb2.StreamEvent]:
+    return [accepted(), started(), *(delta("é", offset) for offset in range(num_tokens))]
 
 
 def cancelled() -> inference_pb2.StreamEvent:
@@ -212,6 +216,17 @@ def test_a_cancel_for_want_of_the_broken_connection_is_no_end() -> None:
     world.hear(accepted(), delta("x", 2), cancelled(), *list(ending(3))[1:])
     world.break_off(None)
     assert list(world.generate_request().prior_output.output_ids) == [100, 101, 102]
+    assert world.recovery.transcript.choices[0].finish_reason is None
+
+
+def test_a_repeat_may_meet_the_cancel_of_the_broken_connection_too() -> None:
+    world = World(request())
+    world.break_off()
+    assert world.generate_request().idempotency_key == "key"
+    world.now_s += VANISHED_S  # until the router has found it
+    world.hear(*begun_events(), cancelled(), *list(ending(2))[1:])
+    world.break_off(None)
+    assert list(world.generate_request().prior_output.output_ids) == [100, 101]
     assert world.recovery.transcript.choices[0].finish_reason is None
 
 

@@ -12,6 +12,7 @@ from router.store.tenures import KEPT_MS, Tenures
 from router.store.types import (
     Adopted,
     Attempt,
+    Cancelled,
     CancelOutcome,
     Demand,
     Duplicate,
@@ -214,13 +215,37 @@ def test_word_of_a_take_over_is_held_until_the_answer_says_which_came_first() ->
     assert told == [TakenOver("k")]
 
 
+async def test_word_of_a_cancel_says_nothing_of_a_repeat_that_began_behind_it(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report(sequences=1))
+    told: list[StoreEvent] = []
+    tenures = Tenures(told.append)
+    a.store._tenures = tenures
+    await a.place("running")
+    await a.queue(KEYED)
+    await store_pool.wait(10)
+    await b.store.cancel("k")
+    await store_pool.wait(10)
+    await a.queue(KEYED)
+    await store_pool.wait(10)
+
+    (stale,) = await a.told()
+    tenures.tell(stale)
+    assert (stale, told) == (Cancelled("k"), [])
+    await b.store.cancel("k")
+    (current,) = await a.told()
+    tenures.tell(current)
+    assert told == [Cancelled("k")]
+
+
 async def test_call_that_comes_when_its_caller_has_given_up_takes_nothing(store_pool: StorePool) -> None:
     a, late = store_pool.router("a"), store_pool.router("late")
     await late.store.report(store_pool.next_report())
     placement = await a.place_demand(KEYED)
     await store_pool.wait(10_000)
     keys = store_pool.keys.for_script(("a",))
-    for name, args in (("submit", submit_args(KEYED, store_pool.settings)), ("adopt", ["k"])):
+    submit = submit_args(KEYED, store_pool.settings)
+    for name, args in (("submit", submit), ("adopt", ["k"]), ("cancel", ["k", 1]), ("cancel", ["k", 0])):
         call = steered_scripts()[name].run(store_pool.redis, keys, ["late", *args, store_pool.now_ms - 1])
         assert parse_reply(await call).status == "LATE"
 

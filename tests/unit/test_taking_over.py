@@ -106,7 +106,7 @@ async def test_request_that_is_taken_over_is_neither_settled_nor_cancelled(scene
         assert (scene.store.endings, scene.store.hand_backs) == ([], [])
         assert not scene.link._outbox.cancels
         assert scene.stream.output_ids == [1, 2]
-        assert scene.dispatcher.find("r") is None
+        assert await scene.dispatcher.find("r") is None
 
 
 async def test_slot_of_a_request_that_was_taken_over_is_used_again(scene: Scene) -> None:
@@ -153,7 +153,7 @@ async def test_adopted_request_goes_on_as_any_other(scene: Scene) -> None:
         scene.link.receive(steps(3, offset=2, slot=3, end=LENGTH))
         await settled()
         assert scene.store.endings == [Ending("r", 1, computed_tokens=6, output_tokens=3, by_itself=True)]
-        assert scene.dispatcher.find("r") is stream
+        assert await scene.dispatcher.find("r") is stream
 
 
 async def test_adopted_request_whose_executor_is_lost_then_goes_on_elsewhere(scene: Scene) -> None:

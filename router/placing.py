@@ -269,8 +269,8 @@ class Placer:
         self, stream: RequestStream, placement: Placement, why: Void
     ) -> Placement | Queued | Dropped | HandBackRefusal:
         while True:
-            try:
-                return await self._store.hand_back(
+            with suppress(RequestError):  # the store is away
+                outcome = await self._store.hand_back(
                     placement.request_id,
                     placement.attempt,
                     self._max_attempts,
@@ -280,8 +280,9 @@ class Placer:
                     progressed=stream.has_progressed,
                     stood_still=why is Void.STOOD_STILL,
                 )
-            except RequestError:
-                await asyncio.sleep(STORE_RETRY_S)
+                if outcome is not HandBackRefusal.UNDECIDED:
+                    return outcome
+            await asyncio.sleep(STORE_RETRY_S)
 
     def stop(self, stream: RequestStream) -> None:
         """Ends a request wherever it is. The executor learns why, for whoever reads it there again."""

@@ -248,13 +248,17 @@ class Dispatch:
             output_tokens=len(stream.output),
         )
 
+        def ask_again() -> None:
+            self._timeline.after(RETRY_US, self._process.run, ask)
+
+        def answered(outcome: HandBackOutcome) -> None:
+            if outcome is HandBackRefusal.UNDECIDED:
+                ask_again()
+            else:
+                self._handed_back(stream, outcome)
+
         def ask() -> None:
-            self.ledger.hand_back(
-                stream.request.request_id,
-                args,
-                lambda outcome: self._handed_back(stream, outcome),
-                lambda: self._timeline.after(RETRY_US, self._process.run, ask),
-            )
+            self.ledger.hand_back(stream.request.request_id, args, answered, ask_again)
 
         ask()
 
@@ -270,7 +274,7 @@ class Dispatch:
                 # Where it has moved on it is placed again by now, or this asks how it stands.
                 if stream.placement is None and not stream.has_ended:
                     self._submit_again(stream)
-            case _:
+            case Placement() | Queued() | Dropped():
                 self._take_standing(stream, outcome)
 
     def _stop(self, stream: SimStream) -> None:

@@ -10,7 +10,7 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 | `room` | zset | executor that may board anybody → −available blocks; one fallen silent may linger |
 | `sizes` | zset | executor → total blocks |
 | `reports` | zset | executor → time of its last report |
-| `requests` | hash | request → owner, tenant, state, class, what it asks for and the digest of it, its order, attempt, strikes and whom the last one blames, times passed; what its latest placement reserved and charged, and whether it was adopted |
+| `requests` | hash | request → owner, tenant, state, class, what it asks for and the digest of it, its order, attempt, strikes and whom those blame that are undecided, times passed; what its latest placement reserved and charged, and whether it was adopted |
 | `waiting:1` `waiting:2` `waiting:3` | zset by name | lines of a class: `tenant\\0deadline arrival request`; at most a minute ahead counts as deadline |
 | `active:1` `active:2` `active:3` | zset | tenant with work in line that may run more → its virtual counter |
 | `placements` | zset by name | `executor\\0attempt\\0request` of all that are placed, to find an executor's |
@@ -38,7 +38,7 @@ FORMAT = 1
 """How Redis holds a pool. To be raised with whatever a router of the version before would misread: fields of records,
 what a key is called or holds, kinds of mail. Two formats live side by side, each with a ledger of its own."""
 
-FINGERPRINT = "3c168ac2d8eef59b"
+FINGERPRINT = "3e2c28fc1768c481"
 """Of the records as they are packed in this format; a test compares. It does not see the rest of the above."""
 
 POOL_KEYS = (

@@ -177,7 +177,8 @@ class AdmissionStore:
         the attempt does not count. Either way the executor gets nothing new before its next report. `preempted`: it
         gave up its seat for another; that does not count either, nor does it say anything about the executor.
         `progressed`: tokens came of this placement, so it was not the request that ended it; losses count anew.
-        `stood_still`: the executor says that its engine did; that counts though the executor lives.
+        `stood_still`: the executor says that its engine did; that counts though the executor lives. UNDECIDED: whether
+        attempts are left depends on whether executors have died, which shows within seconds; to be called again.
         """
         args = hand_back_args(
             request_id,

@@ -251,6 +251,8 @@ class HandBackRefusal(Enum):
 
     EXHAUSTED = "EXHAUSTED"
     """It has had its attempts and is gone from the ledger."""
+    UNDECIDED = "UNDECIDED"
+    """It has had them if the executors that were lost have died, which is not known yet: hand it back again soon."""
     STALE = "STALE"
     """It ended, has a newer attempt, or another router has adopted it; nothing was changed."""
     UNKNOWN = "UNKNOWN"

@@ -53,6 +53,7 @@ def poison(executor: RunningExecutor, deaths: list[RunningExecutor]) -> None:
     device.launch = launch_or_die  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 async def test_poison_request_kills_two_executors_and_nobody_elses_request(redis_url: str, pool: str) -> None:
     deaths: list[RunningExecutor] = []
     shape = ExecutorShape(max_num_sequences=8, num_blocks=64)

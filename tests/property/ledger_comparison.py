@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.store.types import RequestState
-from tests.property.ledger_pool import SILENT_MS, Pool
+from tests.property.ledger_pool import SILENT_MS, Blamed, Pool
 from tests.property.store_records import Records
 
 CLASSES = (1, 2, 3)
@@ -31,11 +31,8 @@ def _compare_requests(records: Records, pool: Pool) -> None:
         assert request.state
         assert (record["state"], record["owner"]) == (request.state.value, request.owner_id)
         assert (record["attempt"], record["strikes"]) == (request.attempt, request.strikes)
-        if request.strikes:
-            blamed = request.blamed
-            assert (record["struck_executor"] or None) == (blamed and blamed.executor_id)
-            if blamed:
-                assert (record["struck_generation"], record["struck_ms"]) == (blamed.generation, blamed.at_ms)
+        assert record["counted"] == request.counted
+        assert [Blamed(**one) for one in record["blamed"] or ()] == request.blamed
         assert record["digest"] == ("?" if request.digest is None else request.digest)
         assert (record["class"], record["output"], record["passed"]) == (
             request.class_,

@@ -35,7 +35,7 @@ from tests.property import ledger_adoption as adoption
 from tests.property.ledger_board import board, place
 from tests.property.ledger_pool import LEASE_MS, NOBODY, Executor, Pool, Request
 from tests.property.ledger_refusals import impossible, refusal_of_waiting
-from tests.property.ledger_strikes import strike
+from tests.property.ledger_strikes import forgive, judge, strike
 from tests.property.ledger_tenants import smoothed_share
 
 AUDIT_GRACE_MS = 2000
@@ -102,12 +102,14 @@ class Ledger:
     def _repeat(self, known: Request, router_id: str, demand: Demand) -> Any:
         name = demand.request_id
         if adoption.is_adopting(self.pool, known, router_id, demand):
+            was_told = known.owner_id != router_id or demand.last_attempt >= known.attempt
             adoption.take_over(self.pool, router_id, known)
             if known.digest is not None or known.state is not RequestState.PLACED:
                 known.digest = demand.digest
             known.is_adopted = known.state is RequestState.PLACED
             if known.state is RequestState.LOST:
-                strike(self.pool, known, progressed=demand.output_tokens > known.output)
+                if was_told:
+                    strike(self.pool, known, progressed=demand.output_tokens > known.output)
                 self._requeue(router_id, known, demand.output_tokens)
                 board(self.pool, router_id)
             return self._own_result(router_id, name)
@@ -228,7 +230,7 @@ class Ledger:
         """Model of absolve.lua."""
         request = self.pool.requests.get(one.request_id)
         if request and request.state is RequestState.PLACED and request.attempt == one.attempt and request.strikes:
-            request.strikes = 0
+            forgive(request)
             board(self.pool, router_id)
 
     def hand_back(
@@ -249,13 +251,24 @@ class Ledger:
                 pool.executors[request.placement.executor_id].suspended = True
             if progressed or why in ("lost", "stood still"):
                 strike(pool, request, progressed=progressed, is_proven=why == "stood still")
-            if request.strikes >= max_attempts:
-                pool.end(name, was_cancelled=False)
-                board(pool, router_id)
-                return HandBackRefusal.EXHAUSTED
+                refused = self._judge(router_id, name, max_attempts)
+                if refused:
+                    board(pool, router_id)
+                    return refused
             self._requeue(router_id, request, output_tokens)
         board(pool, router_id)
         return self._own_result(router_id, name)
+
+    def _judge(self, router_id: str, name: str, max_attempts: int) -> HandBackRefusal | None:
+        pool, request = self.pool, self.pool.requests[name]
+        judge(pool, request)
+        if request.strikes - len(request.blamed) >= max_attempts:
+            pool.end(name, was_cancelled=False)
+            return HandBackRefusal.EXHAUSTED
+        if request.strikes >= max_attempts:
+            request.owner_id, request.state, request.lost_ms = router_id, RequestState.LOST, pool.now_ms
+            return HandBackRefusal.UNDECIDED
+        return None
 
     def _requeue(self, router_id: str, request: Request, output_tokens: int) -> None:
         request.owner_id, request.placement, request.reserved = router_id, None, None
@@ -297,7 +310,7 @@ class Ledger:
             if (name, request.attempt) in held:
                 matched.add(name)
             elif pool.now_ms - request.placed_ms > AUDIT_GRACE_MS:
-                pool.lose(name, caller_id)
+                pool.lose(name, caller_id, executor_lives=True)
         superseded = []
         for one in report.held:
             known = pool.requests.get(one.request_id)
@@ -311,7 +324,7 @@ class Ledger:
             else:
                 if not known:
                     self._take_in(one.request_id, one.blocks)
-                pool.requests[one.request_id].strikes = 0  # it lost earlier attempts than this one
+                forgive(pool.requests[one.request_id])  # it lost earlier attempts than this one
                 pool.seat(one.request_id, report.executor_id, one.attempt, one.blocks)
         return superseded
 

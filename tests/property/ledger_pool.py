@@ -64,8 +64,10 @@ class Request:
     output: int = 0
     state: RequestState | None = None
     strikes: int = 0
-    blamed: Blamed | None = None
-    """Whom the last strike names; None: it stands."""
+    blamed: list[Blamed] = field(default_factory=list)
+    """Whom the strikes name that are undecided."""
+    counted: int = 0
+    """The last attempt whose loss needs no more counting."""
     is_adopted: bool = False
     """Whether its placement was another router's, or nobody's."""
     placement: Placement | None = None
@@ -350,13 +352,15 @@ class Pool:
         request.may_be_asked = self.settings.preempt_for_priority and request.class_ > 1
         self.update_active()
 
-    def lose(self, name: str, caller_id: str) -> None:
+    def lose(self, name: str, caller_id: str, *, executor_lives: bool = False) -> None:
         """Takes a placement back; what follows is for its owner to say, if there is one."""
         request = self.requests[name]
         assert request.placement
         self.tenant(request.demand.tenant)
         if self.lives(request.owner_id, caller_id):
             request.state, request.lost_ms = RequestState.LOST, self.now_ms
+            if executor_lives:
+                request.counted = request.attempt
             was = request.placement
             self.tell(request.owner_id, Lost(name, was.attempt, was.executor_id, was.generation))
         else:

@@ -8,26 +8,36 @@ RELAY_MS = 600  # a report may come so late
 
 
 def strike(pool: Pool, request: Request, *, progressed: bool, is_proven: bool = False) -> None:
-    """A placement came to nothing. The strike before is looked at once more; a token clears all."""
+    """A placement came to nothing: counted once. Who had the request again had not died; a token clears all."""
     if progressed:
-        request.strikes = 0
+        forgive(request)
         return
-    if request.strikes and _has_not_died(pool, request):
-        request.strikes -= 1
-    request.strikes += 1
+    if request.counted == request.attempt:
+        return
     was = request.placement
     assert was
-    request.blamed = None if is_proven else Blamed(was.executor_id, was.generation, pool.now_ms)
+    blamed = Blamed(was.executor_id, was.generation, pool.now_ms)
+    others = [one for one in request.blamed if (one.executor_id, one.generation) != (was.executor_id, was.generation)]
+    request.strikes += 1 - (len(request.blamed) - len(others))
+    request.blamed = others if is_proven else [*others, blamed]
+    request.counted = request.attempt
 
 
-def _has_not_died(pool: Pool, request: Request) -> bool:
-    """Whether that start of the executor was at work after the strike: it reported, or had the request again."""
-    blamed, last = request.blamed, request.placement
-    if blamed is None:
-        return False
-    if last and (last.executor_id, last.generation) == (blamed.executor_id, blamed.generation):
-        return True
+def forgive(request: Request) -> None:
+    """Nothing is held against it any more."""
+    request.strikes, request.blamed = 0, []
+
+
+def judge(pool: Pool, request: Request) -> None:
+    """Decides what can be decided; who has died is blamed no more, and the strike stands."""
+    verdicts = [(one, _has_died(pool, one)) for one in request.blamed]
+    request.strikes -= sum(verdict is False for _, verdict in verdicts)
+    request.blamed = [one for one, verdict in verdicts if verdict is None]
+
+
+def _has_died(pool: Pool, blamed: Blamed) -> bool | None:
+    """Whether that start of the executor is over; None while it was not heard of since."""
     executor = pool.executors.get(blamed.executor_id)
     if executor is None or executor.report.generation != blamed.generation:
-        return False
-    return executor.last_report_ms > blamed.at_ms + RELAY_MS
+        return True
+    return False if executor.last_report_ms > blamed.at_ms + RELAY_MS else None

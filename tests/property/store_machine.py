@@ -133,13 +133,15 @@ class StoreMachine(RuleBasedStateMachine):
         self._report(router_id, random_report(rng, executor_id, last.report if last else None, placed, other))
 
     def _lose_and_see(self, rng: random.Random, router_id: str, executor_id: str) -> None:
-        """A link breaks, and its executor reports again about as late as that may be from before."""
+        """A link breaks, its executor reports about as late as that may be from before, and its router asks again."""
         for held in self._placed_on(executor_id)[:1]:
             owner_id = self.model.pool.requests[held.request_id].owner_id or router_id
-            self._hand_back(owner_id, Attempt(held.request_id, held.attempt), 4, "lost")
+            one, most = Attempt(held.request_id, held.attempt), rng.choice((1, 2, 4))
+            self._hand_back(owner_id, one, most, "lost")
             self.report_as_usual(router_id, rng.choice(EXECUTORS))
             self.time_passes(rng.choice((1, 300, 600, 601)))
             self.report_as_usual(router_id, executor_id)
+            self._hand_back(owner_id, one, most, "lost")
 
     def _something(self, rng: random.Random) -> Attempt:
         """An attempt, mostly of a request that there is, mostly the current one."""

@@ -38,7 +38,11 @@ for i, name in ipairs(ARGV) do
   elseif type_of_key == 'hash' then
     local flat = redis.call('HGETALL', KEYS[i])
     for j = 1, #flat, 2 do
-      content[flat[j]] = unpacked[name] and plain(unpacked[name](flat[j + 1])) or flat[j + 1]
+      local record = unpacked[name] and plain(unpacked[name](flat[j + 1])) or flat[j + 1]
+      if name == 'requests' then
+        record.blamed = record.blamed ~= '' and cmsgpack.unpack(record.blamed) or {}
+      end
+      content[flat[j]] = record
     end
   end
   found[name] = content

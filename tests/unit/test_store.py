@@ -291,6 +291,8 @@ async def test_attempts_run_out_but_for_those_rejected(store_pool: StorePool) ->
         assert await a.store.hand_back("r", attempt, max_attempts=2, rejected=rejected) == Queued(0)
         await a.store.report(store_pool.next_report(generation=attempt))
 
+    assert await a.store.hand_back("r", 4, max_attempts=2) is HandBackRefusal.UNDECIDED
+    await a.store.report(store_pool.next_report(generation=4))
     assert await a.store.hand_back("r", 4, max_attempts=2) is HandBackRefusal.EXHAUSTED
     assert await store_pool.reserved_blocks() == {"x": 0}
     assert await a.store.hand_back("r", 4, max_attempts=2) is HandBackRefusal.STALE

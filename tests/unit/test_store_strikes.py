@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from router.store.types import Demand, HandBackRefusal, Placement, Queued
+from router.store.types import (
+    CancelOutcome,
+    Demand,
+    HandBackRefusal,
+    Lost,
+    Placement,
+    Queued,
+    RequestState,
+)
 from tests.store_pool import RouterSide, StorePool
 
 RELAY_MS = 600  # a report may come so late
@@ -44,7 +52,10 @@ async def test_report_from_before_the_death_does_not_excuse_it(store_pool: Store
 
     await store_pool.wait(RELAY_MS)
     await b.store.report(store_pool.next_report("x", blocks=5))  # held back by its router
-    assert await lose(a, 2) is HandBackRefusal.EXHAUSTED
+    assert await lose(a, 2, stood_still=True) is HandBackRefusal.UNDECIDED
+    await store_pool.wait(1)
+    await b.store.report(store_pool.next_report("x", blocks=5))  # it lives after all
+    assert await lose(a, 2, stood_still=True) == Placement("r", 3, "x", 1)
 
 
 async def test_executors_that_start_anew_have_died(store_pool: StorePool) -> None:
@@ -55,6 +66,8 @@ async def test_executors_that_start_anew_have_died(store_pool: StorePool) -> Non
 
     await a.store.report(store_pool.next_report(generation=2))
     assert await a.told() == [Placement("r", 2, "x", 2)]
+    assert await lose(a, 2) is HandBackRefusal.UNDECIDED
+    await a.store.report(store_pool.next_report(generation=3))
     assert await lose(a, 2) is HandBackRefusal.EXHAUSTED
 
 
@@ -64,10 +77,14 @@ async def test_executors_never_seen_again_have_died(store_pool: StorePool) -> No
     await a.place("r")
     assert await lose(a, 1) == Queued(0)
 
-    for _ in range(8):
+    await a.store.report(store_pool.next_report("y"))
+    assert await lose(a, 2) is HandBackRefusal.UNDECIDED
+    for _ in range(6):
         await store_pool.wait(1000)
-        await a.store.report(store_pool.next_report("y"))
         await a.store.reap()
+        assert await lose(a, 2) is HandBackRefusal.UNDECIDED
+    await store_pool.wait(1000)
+    await a.store.reap()
     assert await lose(a, 2) is HandBackRefusal.EXHAUSTED
 
 
@@ -96,6 +113,8 @@ async def test_confirmed_deaths_add_up_past_a_broken_link(store_pool: StorePool,
     assert await lose(a, attempt, max_attempts=num_deaths + 2) == Queued(0)  # a link only
     await store_pool.wait(RELAY_MS + 1)
     await a.store.report(store_pool.next_report(generation=generation))
+    assert await lose(a, attempt + 1, max_attempts=num_deaths + 1) is HandBackRefusal.UNDECIDED
+    await a.store.report(store_pool.next_report(generation=generation + 1))
     assert await lose(a, attempt + 1, max_attempts=num_deaths + 1) is HandBackRefusal.EXHAUSTED
 
 
@@ -107,4 +126,81 @@ async def test_adopted_request_keeps_what_counts_against_it(store_pool: StorePoo
     await b.store.report(store_pool.next_report(generation=2))
     assert await b.store.submit(asked) == Placement("r", 2, "x", 2)
 
+    assert await lose(b, 2) is HandBackRefusal.UNDECIDED
+    await b.store.report(store_pool.next_report(generation=3))
     assert await lose(b, 2) is HandBackRefusal.EXHAUSTED
+
+
+async def test_links_to_two_executors_that_break_at_once_convict_nobody(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x"))
+    await a.place("r")
+    await a.store.report(store_pool.next_report("y"))
+    assert await lose(a, 1) == Placement("r", 2, "y", 1)
+    assert await lose(a, 2) is HandBackRefusal.UNDECIDED
+
+    await store_pool.wait(RELAY_MS + 1)
+    await a.store.report(store_pool.next_report("y"))
+    await a.store.report(store_pool.next_report("x"))
+    assert await lose(a, 2) == Placement("r", 3, "x", 1)
+
+
+async def test_one_death_and_one_broken_link_convict_nobody(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x"))
+    await a.place("r")
+    await a.store.report(store_pool.next_report("y"))
+    assert await lose(a, 1) == Placement("r", 2, "y", 1)
+    await a.store.report(store_pool.next_report("x", generation=2))
+    assert await lose(a, 2) is HandBackRefusal.UNDECIDED
+
+    await store_pool.wait(RELAY_MS + 1)
+    await a.store.report(store_pool.next_report("y"))
+    assert isinstance(await lose(a, 2), Placement)
+
+
+async def test_undecided_request_can_be_cancelled(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report())
+    await a.place("r")
+    assert await lose(a, 1, max_attempts=1) is HandBackRefusal.UNDECIDED
+    assert await a.store.cancel("r", is_own=True) == CancelOutcome(RequestState.LOST, owner_id="a")
+    assert await lose(a, 1, max_attempts=1) is HandBackRefusal.STALE
+
+
+async def test_undecided_request_goes_on_for_a_router_that_is_asked_for_it(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    asked = Demand("r", 2, blocks=1, digest="as asked")
+    await a.store.report(store_pool.next_report())
+    await a.place_demand(asked)
+    assert await lose(a, 1, max_attempts=1) is HandBackRefusal.UNDECIDED
+
+    assert await b.store.submit(asked) == Queued(0)
+    assert await lose(a, 1, max_attempts=1) is HandBackRefusal.STALE
+    await b.store.report(store_pool.next_report(generation=2))
+    assert await b.told() == [Placement("r", 2, "x", 2)]
+
+
+async def test_placement_that_its_executor_was_never_told_of_is_no_strike(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report())
+    await a.place("r")  # and the reply is lost
+    for _ in range(3):
+        await store_pool.wait(1000)
+        await b.store.report(store_pool.next_report())
+
+    assert await a.told() == [Lost("r", 1, "x", 1)]
+    placement = await lose(a, 1, max_attempts=1)
+    assert isinstance(placement, Placement)
+    assert not placement.suspect
+
+
+async def test_owner_that_asks_for_a_place_again_was_not_told_of_the_lost_one(store_pool: StorePool) -> None:
+    a, b = store_pool.router("a"), store_pool.router("b")
+    await a.store.report(store_pool.next_report(generation=1))
+    await a.place("r")  # and the reply is lost
+    await b.store.report(store_pool.next_report(generation=2))
+
+    placement = await a.store.submit(Demand("r", 2, blocks=1, is_served=True))
+    assert isinstance(placement, Placement)
+    assert (placement.attempt, placement.suspect) == (2, False)

@@ -13,7 +13,7 @@ end
 local executor = load_executor(request.executor_id)
 executor.has_suspect = false
 save_executor(request.executor_id, executor)
-request.strikes = 0
+forgive(request)
 save_request(id, request)
 board()
 return finish({'ABSOLVED'})

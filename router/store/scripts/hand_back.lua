@@ -4,13 +4,14 @@
 -- ARGV        [1] caller, who owns the request from now on  [2] request id  [3] attempt  [4] most attempts
 --             [5] 'lost', 'stood_still': its executor says that its engine did, 'rejected': the executor did not take it,
 --             or 'preempted': it gave way; the last two do not count as attempts, and 'lost' does where the executor has
---             died, as far as is known when the next one is counted  [6] output tokens that it has: with some its deadline for waiting is behind it  [7] 1 where
---             tokens came of this placement: that does not count either, nor what was counted before
+--             died  [6] output tokens that it has: with some its deadline for waiting is behind it  [7] 1 where tokens
+--             came of this placement: that does not count either, nor what was counted before
 -- returns     {'PLACED', attempt, executor, generation, blocks, 1 for a suspect} | {'QUEUED', number ahead, estimated
---             wait or ''} | {'EXHAUSTED'} | {'STALE'}: it ended, moved on, or is another living router's | {'UNKNOWN'}
+--             wait or ''} | {'EXHAUSTED'} | {'UNDECIDED'}: not known yet whether it has had its attempts; to be
+--             asked again soon | {'STALE'}: it ended, moved on, or is another living router's | {'UNKNOWN'}
 --             | {'AGAIN'} | {'DROPPED'}: as the event says
 -- complexity  O(log N), and that of board
--- A repeat finds the request in line, or is stale. Unless it was preempted, the executor gets nothing new before its
+-- A repeat finds the request in line or undecided, or is stale. Unless it was preempted, the executor gets nothing new before its
 -- next report: it has rejected, or its link has broken, and the ledger does not know yet what it will find.
 local id, attempt, max_attempts = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local why, output, progressed = ARGV[5], tonumber(ARGV[6]), ARGV[7] == '1'
@@ -23,7 +24,7 @@ local function suspend(executor_id)
   end
 end
 
--- Puts the request back in line. False where it has had its attempts.
+-- What becomes of the request: nil where it is back in line, else why it is not.
 local function return_to_line(request)
   if request.state == 'PLACED' and why ~= 'preempted' then
     suspend(request.executor_id)
@@ -31,14 +32,19 @@ local function return_to_line(request)
   withdraw(id, request)
   if why == 'lost' or why == 'stood_still' or progressed then
     strike(request, progressed, why == 'stood_still')
-  end
-  if request.strikes >= max_attempts then
-    bury_with_ending(id, request, false)
-    sweep_tombstones(2)
-    return false
+    local num_undecided = judge(request)
+    if request.strikes - num_undecided >= max_attempts then
+      bury_with_ending(id, request, false)
+      sweep_tombstones(2)
+      return 'EXHAUSTED'
+    elseif request.strikes >= max_attempts then
+      request.owner = CALLER
+      set_lost(id, request)
+      return 'UNDECIDED'
+    end
   end
   requeue(id, request, output)
-  return true
+  return nil
 end
 
 register()
@@ -50,10 +56,10 @@ local is_anothers = request.owner ~= CALLER and (request.state == 'WAITING' or l
 if request.attempt ~= attempt or is_anothers then
   return finish({'STALE'})
 end
-local waits = request.state == 'WAITING' or return_to_line(request)
+local refused = request.state ~= 'WAITING' and return_to_line(request) or nil
 board()
-if not waits then
-  return finish({'EXHAUSTED'})
+if refused then
+  return finish({refused})
 end
 request = load_request(id)
 if request and request.state == 'WAITING' and #missing > 0 then

@@ -32,7 +32,7 @@ local function lose_placements(spared)
       if not request then
         redis.call('ZREM', PLACEMENTS, member)
       elseif not spared or NOW - request.placed_ms > AUDIT_GRACE_MS then
-        complete = lose(request_id, request) and complete
+        complete = lose(request_id, request, spared ~= nil) and complete
       end
     end
   end
@@ -47,7 +47,7 @@ local function account_for(request_id, attempt, blocks)
   end
   if request then -- the ledger has lost this placement: the executor knows better
     withdraw(request_id, request)
-    request.strikes = 0 -- of attempts before this one; and the executor may have a suspect
+    forgive(request) -- its attempts before this one; and the executor may have a suspect
     seat(request_id, request, id, attempt, blocks)
     return false
   end

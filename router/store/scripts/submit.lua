@@ -36,11 +36,13 @@ local function is_own_repeat(known)
     and known.blocks == blocks and known.sequences == sequences)
 end
 
--- Makes the request the caller's, as it stands; one that has just lost its executor goes back in line first.
+-- Makes the request the caller's, as it stands; one that has just lost its executor goes back in line first. That is no
+-- strike where the caller, its owner, never knew of the placement, and so has not told its executor.
 local function adopt(known)
   if not reachable(known.owner) then
     return {'AGAIN'}
   end
+  local was_told = known.owner ~= CALLER or last_attempt >= known.attempt
   take_over(id, known)
   if known.digest ~= '?' or known.state ~= 'PLACED' then -- else its executor says what it is, to who attaches to it
     known.digest = digest
@@ -51,7 +53,9 @@ local function adopt(known)
     return standing(id, known)
   end
   withdraw(id, known)
-  strike(known, output > known.output)
+  if was_told then
+    strike(known, output > known.output)
+  end
   requeue(id, known, output)
   return nil
 end

@@ -22,9 +22,9 @@
 --  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? claim$
 --@record tenant counter weight lines[3] listed[3] active? waiting tokens bytes running max_running output_share \
 --  request_ms token_ms ms_per_token used_ms
---@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ struck_executor$ class asked_class deadline_in_ms deadline_ms \
---  order_ms since_ms arrival blocks sequences prompt max output block_size bytes attempt strikes struck_generation \
---  struck_ms passed estimate correction charged? adopted? charge rated generation placed_ms reserved preempting
+--@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ blamed$ class asked_class deadline_in_ms deadline_ms \
+--  order_ms since_ms arrival blocks sequences prompt max output block_size bytes attempt strikes counted \
+--  passed estimate correction charged? adopted? charge rated generation placed_ms reserved preempting
 --@record ending executor_id$ digest$ attempt generation cancelled?
 
 local EXECUTORS = KEYS[1]

@@ -4,6 +4,8 @@
 --   LOST     taken back from an executor; its owner was told and hands it back or settles it: in `lost`
 -- It ends by leaving `requests`, for a tombstone in `ended`; of what was placed `endings` knows where, to be attached to.
 -- One whose executor was lost before it brought a token has a strike and is a suspect: an executor seats one at a time.
+-- `blamed` has the strikes of which it is not known yet whether their executor died, `counted` the last attempt whose
+-- loss needs no more counting.
 --
 -- Lines are ordered by name: tenant, then deadline (at most PATIENCE_MS away), then arrival. A tenant's line is a range.
 
@@ -70,7 +72,7 @@ local function new_request(
     deadline_in_ms = deadline_in_ms, deadline_ms = NOW + deadline_in_ms,
     order_ms = NOW + math.min(deadline_in_ms, PATIENCE_MS), since_ms = NOW, arrival = state.arrivals, blocks = blocks,
     sequences = sequences, prompt = prompt, max = max, output = output, block_size = block_size, bytes = bytes,
-    attempt = attempt, strikes = 0, struck_executor = '', struck_generation = 0, struck_ms = 0, passed = 0, state = '',
+    attempt = attempt, strikes = 0, blamed = '', counted = 0, passed = 0, state = '',
     executor_id = '', claim = '', estimate = math.huge, correction = 1, charged = false, adopted = false, charge = 0, rated = 0, generation = 0, placed_ms = 0,
     reserved = 0, preempting = 0,
   }
@@ -146,28 +148,60 @@ local function seat(id, request, executor_id, attempt, blocks)
   save_request(id, request)
 end
 
--- Whether the executor that the last strike names has not died: it was seen again, or given the request again, after
--- the same start. A report relayed within RELAY_MS may be from before.
-local function is_refuted(request)
-  local name, generation = request.struck_executor, request.struck_generation
-  if name ~= '' and name == request.executor_id and generation == request.generation then
+-- Whether an executor has died that a strike names; nil while nobody can say. It has where it started anew or its lease
+-- lapsed, and has not where it was seen again after the same start. A report relayed within RELAY_MS may be from before.
+local function has_died(blame)
+  local executor = load_executor(blame.executor_id)
+  if not executor or executor.generation ~= blame.generation then
     return true
+  elseif executor.last_report_ms > blame.at_ms + RELAY_MS then
+    return false
   end
-  local executor = name ~= '' and load_executor(name)
-  return executor and executor.generation == generation and executor.last_report_ms > request.struck_ms + RELAY_MS
+  return nil
 end
 
--- Counts the loss of a placement against the request, unless tokens came of it: then nothing is held against it. The
--- strike before it stands or is void from now on; this one is looked at with the next, unless it is `proven`.
+local function forgive(request)
+  request.strikes, request.blamed = 0, ''
+end
+
+-- Decides what can be decided of the strikes: one whose executor died stands from now on, one whose executor lives is
+-- void. Returns how many are undecided.
+local function judge(request)
+  local undecided = {}
+  for _, blame in ipairs(request.blamed ~= '' and cmsgpack.unpack(request.blamed) or {}) do
+    local died = has_died(blame)
+    if died == nil then
+      undecided[#undecided + 1] = blame
+    elseif not died then
+      request.strikes = request.strikes - 1
+    end
+  end
+  request.blamed = #undecided > 0 and cmsgpack.pack(undecided) or ''
+  return #undecided
+end
+
+-- Counts the loss of a placement against the request, once, unless tokens came of it: then nothing is held against it.
+-- An executor that was given the request again after the same start has not died before. One `proven` is not judged.
 local function strike(request, progressed, proven)
   if progressed then
-    request.strikes = 0
+    forgive(request)
+    return
+  elseif request.counted == request.attempt then
     return
   end
-  local before = request.strikes > 0 and is_refuted(request) and request.strikes - 1 or request.strikes
-  request.strikes = before + 1
-  request.struck_executor = proven and '' or request.executor_id
-  request.struck_generation, request.struck_ms = request.generation, NOW
+  local blamed = {}
+  for _, blame in ipairs(request.blamed ~= '' and cmsgpack.unpack(request.blamed) or {}) do
+    if blame.executor_id == request.executor_id and blame.generation == request.generation then
+      request.strikes = request.strikes - 1
+    else
+      blamed[#blamed + 1] = blame
+    end
+  end
+  if not proven then
+    blamed[#blamed + 1] = {executor_id = request.executor_id, generation = request.generation, at_ms = NOW}
+  end
+  request.strikes, request.counted = request.strikes + 1, request.attempt
+  request.blamed = #blamed > 0 and cmsgpack.pack(blamed) or ''
 end
 
 -- Puts a request that has left its executor in line again, where it stood, in the caller's name.
@@ -186,17 +220,26 @@ local function take_over(id, request)
   end
 end
 
--- Takes a placement back and leaves it to its owner what follows. An owner that is gone is not waited for. False,
--- and nothing done, where the owner cannot be told.
-local function lose(id, request)
+-- Leaves a request that was withdrawn to its owner.
+local function set_lost(id, request)
+  request.state = 'LOST'
+  save_request(id, request)
+  redis.call('ZADD', LOST, NOW_TEXT, id)
+end
+
+-- Takes a placement back and leaves it to its owner what follows. An owner that is gone is not waited for. Where the
+-- executor lives, and only does not hold the request, that is no strike. False, and nothing done, where the owner
+-- cannot be told.
+local function lose(id, request, executor_lives)
   if not reachable(request.owner) then
     return false
   end
   withdraw(id, request)
   if lives(request.owner) then
-    request.state = 'LOST'
-    save_request(id, request)
-    redis.call('ZADD', LOST, NOW_TEXT, id)
+    if executor_lives then
+      request.counted = request.attempt
+    end
+    set_lost(id, request)
     tell('lost', id, request)
   else
     redis.call('HDEL', REQUESTS, id)

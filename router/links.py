@@ -319,6 +319,7 @@ class ExecutorLink:
                 stream.pause()
         for slot in step.detached:
             stream, attempt = self._seated.pop(slot)
+            self._mended.discard((stream.request_id, attempt))
             if _is_current(stream, attempt):
                 self._observer.on_detached(self, stream)
         for finished in step.finished:

@@ -112,7 +112,8 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
 
     readiness.cancel()
     await server.set_serving(False)
-    await service.drain(settings.drain_timeout_s)
+    # Where the work has failed nothing can end any more: its streams are resumed elsewhere.
+    await service.drain(settings.drain_timeout_s if drain.done() else 0.0)
     await server.stop(grace_s=1.0)  # what is left are watches of health, which never end by themselves
     await pools.close()
     drain.cancel()

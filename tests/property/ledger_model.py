@@ -267,6 +267,7 @@ class Ledger:
             return HandBackRefusal.EXHAUSTED
         if request.strikes >= max_attempts:
             request.owner_id, request.state, request.lost_ms = router_id, RequestState.LOST, pool.now_ms
+            pool.update_active()
             return HandBackRefusal.UNDECIDED
         return None
 

@@ -15,6 +15,7 @@ import grpc.aio
 import pytest
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
+from client.channel import client_options
 from client.stack.local import LocalStack
 from client.stack.options import StackOptions
 from tests.credentials import AUDIENCE, ISSUER, Signer, ec_key, key_entry, public_jwk, write_jwks
@@ -118,6 +119,11 @@ async def many_failures(stub: Any, token: str) -> None:
         await malformed(b"\x0a\x40" + PROMPT.encode() + b"\xff", metadata=bearer(KEY)).read()
 
 
+def routers_of(stack: LocalStack) -> grpc.aio.Channel:
+    """A channel that, as clients' do, tries again while the ledger has not heard of the executor yet."""
+    return grpc.aio.insecure_channel(stack.address, client_options((stack.address,), retries=True))
+
+
 def stub_of_bytes(stub: Any) -> Any:
     """`Generate` with bytes for a request."""
     channel: grpc.aio.Channel = stub.channel
@@ -130,7 +136,7 @@ async def test_no_prompt_output_or_credential_is_in_any_log(tmp_path: Path, monk
     options = StackOptions(router_args=settings_of(tmp_path), executor_args=EXECUTOR_ARGS, run_dir=tmp_path / "run")
     token = Signer(ec_key(), "ES256").token(sub="subject-Zyx77344")
     # Given requests that succeed, fail, and are cancelled
-    async with LocalStack(options) as stack, grpc.aio.insecure_channel(stack.address) as channel:
+    async with LocalStack(options) as stack, routers_of(stack) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         stub.channel = channel
         streams = [await events_of(stub, request(), credential) for credential in (KEY, token)]

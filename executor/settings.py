@@ -82,6 +82,10 @@ class ExecutorSettings(ProcessSettings):
     health_listen: str = Field(
         "", description="another address host:port, in the clear, for health checks alone; empty: none"
     )
+    http_listen: str = Field("", description="address host:port for metrics (/metrics), in the clear; empty: none")
+    otlp_endpoint: str = Field(
+        "", description="OpenTelemetry collector that traces go to by OTLP over gRPC, http://host:4317; empty: none"
+    )
     orphan_grace_s: float = Field(
         15.0, ge=0, le=3600, description="seconds that sequences go on whose router is gone, for another to take over"
     )
@@ -91,3 +95,4 @@ class ExecutorSettings(ProcessSettings):
     )
     drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running sequences get to end on SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
+    log_format: Literal["text", "json"] = Field("text", description="json: every line of the log is one JSON object")

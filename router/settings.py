@@ -117,6 +117,13 @@ class RouterSettings(ProcessSettings):
     health_listen: str = Field(
         "", description="another address host:port, in the clear, for health checks alone; empty: none"
     )
+    http_listen: str = Field(
+        "", description="address host:port for metrics (/metrics) and the live board (/), in the clear; empty: none"
+    )
+    board: bool = Field(True, description="serve the live board on http_listen")
+    otlp_endpoint: str = Field(
+        "", description="OpenTelemetry collector that traces go to by OTLP over gRPC, http://host:4317; empty: none"
+    )
     no_executor_grace_s: float = Field(
         10.0,
         ge=0,
@@ -126,6 +133,7 @@ class RouterSettings(ProcessSettings):
     resolve_interval_s: float = Field(5.0, gt=0, description="seconds between look-ups of executor names")
     drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running streams get to end on SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
+    log_format: Literal["text", "json"] = Field("text", description="json: every line of the log is one JSON object")
 
     @field_validator("redis_url")
     @classmethod

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("router", "executor", "common", "client", "bench")
+PACKAGES = ("router", "executor", "common", "client", "gateway", "bench")
 # And whatever of ours they import.
 PURE = ("executor.sequence", "executor.blocks", "executor.scheduler", "executor.standby", "executor.deadlines")
 # The standard library without clocks, randomness and I/O.
@@ -70,6 +70,13 @@ def importers(imported: str, *packages: str) -> set[str]:
         ("common", "client"),
         ("router", "client"),
         ("executor", "client"),
+        # The gateway is a client of the router like any other.
+        ("gateway", "router"),
+        ("gateway", "executor"),
+        ("router", "gateway"),
+        ("executor", "gateway"),
+        ("common", "gateway"),
+        ("client", "gateway"),
         *((package, "tests") for package in PACKAGES),
     ],
 )

@@ -22,58 +22,63 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from inflight.v1 import stats_pb2 as inflight_dot_v1_dot_stats__pb2
 from inflight.v1 import types_pb2 as inflight_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ainflight/v1/executor.proto\x12\x0binflight.v1\x1a\x17inflight/v1/types.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xa1\x04\n\x10\x44\x65scribeResponse\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\x16\n\x0emodel_revision\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x19\n\x11max_num_sequences\x18\x08 \x01(\r\x12\x1d\n\x15num_standby_sequences\x18\t \x01(\r\x12\x16\n\x0emax_num_tokens\x18\n \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x0b \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x0c \x01(\r\x12\x15\n\reos_token_ids\x18\r \x03(\r\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\x0e \x01(\x0b\x32\x1b.inflight.v1.SamplingParams\x12+\n\x08\x62\x61tching\x18\x0f \x01(\x0e\x32\x19.inflight.v1.BatchingMode\x12\x0f\n\x07\x62\x61\x63kend\x18\x10 \x01(\t\x12\r\n\x05\x64type\x18\x11 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x12 \x01(\t\x12\x36\n\x10scheduler_policy\x18\x13 \x01(\x0e\x32\x1c.inflight.v1.SchedulerPolicy\x12\x13\n\x0bhost_blocks\x18\x14 \x01(\r\"\xcb\x01\n\x0cServeRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x12.inflight.v1.Hello\x12$\n\x07submits\x18\x02 \x03(\x0b\x32\x13.inflight.v1.Submit\x12,\n\x07\x63\x61ncels\x18\x03 \x03(\x0b\x32\x1b.inflight.v1.CancelSequence\x12%\n\x08\x61ttaches\x18\x04 \x03(\x0b\x32\x13.inflight.v1.Attach\x12\x1d\n\x03\x61\x63k\x18\x05 \x01(\x0b\x32\x10.inflight.v1.Ack\"c\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x19\n\x11max_unacked_steps\x18\x04 \x01(\r\"\xb5\x03\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x18\n\x10prior_output_ids\x18\x04 \x03(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.inflight.v1.SamplingParams\x12-\n\x08stopping\x18\x06 \x01(\x0b\x32\x1b.inflight.v1.StoppingParams\x12\x17\n\x0freserved_blocks\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x14\n\x0c\x63\x61\x63he_bypass\x18\t \x01(\x08\x12,\n\x08priority\x18\n \x01(\x0e\x32\x1a.inflight.v1.PriorityClass\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0bnum_choices\x18\x0c \x01(\r\x12\x1d\n\x10num_top_logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x12\x16\n\x0erouter_context\x18\x0e \x01(\x0c\x42\x0e\n\x0c_deadline_msB\x13\n\x11_num_top_logprobs\"`\n\x0e\x43\x61ncelSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x06reason\x18\x03 \x01(\x0e\x32\x19.inflight.v1.FinishReason\"=\n\x06\x41ttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\"\x14\n\x03\x41\x63k\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\"\x81\x02\n\rServeResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12/\n\x08\x61\x63\x63\x65pted\x18\x02 \x03(\x0b\x32\x1d.inflight.v1.SequenceAccepted\x12/\n\x08rejected\x18\x03 \x03(\x0b\x32\x1d.inflight.v1.SequenceRejected\x12$\n\x04step\x18\x04 \x01(\x0b\x32\x16.inflight.v1.StepFrame\x12#\n\x06report\x18\x05 \x01(\x0b\x32\x13.inflight.v1.Report\x12/\n\x08\x61ttached\x18\x06 \x03(\x0b\x32\x1d.inflight.v1.SequenceAttached\"\x93\x01\n\x10SequenceAttached\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x03(\r\x12#\n\x06submit\x18\x04 \x01(\x0b\x32\x13.inflight.v1.Submit\x12\x0f\n\x07started\x18\x05 \x01(\x08\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"F\n\x10SequenceAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x03(\r\"r\n\x10SequenceRejected\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x06reason\x18\x03 \x01(\x0e\x32\x19.inflight.v1.RejectReason\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"\x8e\x02\n\tStepFrame\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x03(\r\x12\x0f\n\x07offsets\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12-\n\x07started\x18\x06 \x03(\x0b\x32\x1c.inflight.v1.SequenceStarted\x12/\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1d.inflight.v1.SequenceFinished\x12/\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1d.inflight.v1.SequenceLogprobs\x12\x0e\n\x06paused\x18\t \x03(\r\x12\x10\n\x08\x64\x65tached\x18\n \x03(\r\"6\n\x0fSequenceStarted\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"\x88\x01\n\x10SequenceFinished\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.inflight.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\tB\x10\n\x0e_stop_token_id\"_\n\x10SequenceLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12-\n\x06values\x18\x03 \x01(\x0b\x32\x1d.inflight.v1.PositionLogprobs\"\xb9\x06\n\x06Report\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x15\n\rbudget_blocks\x18\x02 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\r\x12\x13\n\x0bused_blocks\x18\x04 \x01(\r\x12\x15\n\rcached_blocks\x18\x05 \x01(\r\x12\x18\n\x10\x62udget_sequences\x18\x06 \x01(\r\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12\x1e\n\x16waiting_prefill_tokens\x18\t \x01(\x04\x12\'\n\x04held\x18\n \x03(\x0b\x32\x19.inflight.v1.HeldSequence\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x0f\n\x07step_ms\x18\x0c \x01(\x02\x12\x1b\n\x13output_tokens_per_s\x18\r \x01(\x02\x12\x1c\n\x14prefill_tokens_per_s\x18\x0e \x01(\x02\x12\x11\n\tnum_steps\x18\x0f \x01(\x04\x12\x1c\n\x0f\x65xposed_host_ms\x18\x10 \x01(\x02H\x00\x88\x01\x01\x12!\n\x14\x64\x65vice_busy_fraction\x18\x11 \x01(\x02H\x01\x88\x01\x01\x12\x1a\n\rdevice_busy_s\x18\x12 \x01(\x01H\x02\x88\x01\x01\x12\x16\n\telapsed_s\x18\x13 \x01(\x01H\x03\x88\x01\x01\x12\x1d\n\x10reserve_quantile\x18\x14 \x01(\x02H\x04\x88\x01\x01\x12\x17\n\x0fnum_preemptions\x18\x15 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x16 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x17 \x01(\x04\x12\x15\n\rnum_preempted\x18\x18 \x01(\r\x12\x18\n\x10used_host_blocks\x18\x19 \x01(\r\x12/\n\nconstraint\x18\x1a \x01(\x0e\x32\x1b.inflight.v1.StepConstraint\x12&\n\x06\x62ounds\x18\x1b \x03(\x0b\x32\x16.inflight.v1.StepBoundB\x12\n\x10_exposed_host_msB\x17\n\x15_device_busy_fractionB\x10\n\x0e_device_busy_sB\x0c\n\n_elapsed_sB\x13\n\x11_reserve_quantile\"L\n\x0cHeldSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x03 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\r\"!\n\rDrainResponse\x12\x10\n\x08num_held\x18\x01 \x01(\r*\xdf\x01\n\x0cRejectReason\x12\x1d\n\x19REJECT_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19REJECT_REASON_NO_CAPACITY\x10\x01\x12\x1f\n\x1bREJECT_REASON_STALE_ATTEMPT\x10\x02\x12\x1a\n\x16REJECT_REASON_DRAINING\x10\x03\x12\x1d\n\x19REJECT_REASON_UNSUPPORTED\x10\x04\x12\x19\n\x15REJECT_REASON_INVALID\x10\x05\x12\x1a\n\x16REJECT_REASON_NOT_HELD\x10\x06\x32\xde\x01\n\x0f\x45xecutorService\x12G\n\x08\x44\x65scribe\x12\x1c.inflight.v1.DescribeRequest\x1a\x1d.inflight.v1.DescribeResponse\x12\x42\n\x05Serve\x12\x19.inflight.v1.ServeRequest\x1a\x1a.inflight.v1.ServeResponse(\x01\x30\x01\x12>\n\x05\x44rain\x12\x19.inflight.v1.DrainRequest\x1a\x1a.inflight.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ainflight/v1/executor.proto\x12\x0binflight.v1\x1a\x17inflight/v1/stats.proto\x1a\x17inflight/v1/types.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xa1\x04\n\x10\x44\x65scribeResponse\x12\x13\n\x0b\x65xecutor_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\x16\n\x0emodel_revision\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x19\n\x11max_num_sequences\x18\x08 \x01(\r\x12\x1d\n\x15num_standby_sequences\x18\t \x01(\r\x12\x16\n\x0emax_num_tokens\x18\n \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x0b \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x0c \x01(\r\x12\x15\n\reos_token_ids\x18\r \x03(\r\x12\x35\n\x10\x64\x65\x66\x61ult_sampling\x18\x0e \x01(\x0b\x32\x1b.inflight.v1.SamplingParams\x12+\n\x08\x62\x61tching\x18\x0f \x01(\x0e\x32\x19.inflight.v1.BatchingMode\x12\x0f\n\x07\x62\x61\x63kend\x18\x10 \x01(\t\x12\r\n\x05\x64type\x18\x11 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x12 \x01(\t\x12\x36\n\x10scheduler_policy\x18\x13 \x01(\x0e\x32\x1c.inflight.v1.SchedulerPolicy\x12\x13\n\x0bhost_blocks\x18\x14 \x01(\r\"\xcb\x01\n\x0cServeRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x12.inflight.v1.Hello\x12$\n\x07submits\x18\x02 \x03(\x0b\x32\x13.inflight.v1.Submit\x12,\n\x07\x63\x61ncels\x18\x03 \x03(\x0b\x32\x1b.inflight.v1.CancelSequence\x12%\n\x08\x61ttaches\x18\x04 \x03(\x0b\x32\x13.inflight.v1.Attach\x12\x1d\n\x03\x61\x63k\x18\x05 \x01(\x0b\x32\x10.inflight.v1.Ack\"c\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x19\n\x11max_unacked_steps\x18\x04 \x01(\r\"\xca\x03\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x18\n\x10prior_output_ids\x18\x04 \x03(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.inflight.v1.SamplingParams\x12-\n\x08stopping\x18\x06 \x01(\x0b\x32\x1b.inflight.v1.StoppingParams\x12\x17\n\x0freserved_blocks\x18\x07 \x01(\r\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x14\n\x0c\x63\x61\x63he_bypass\x18\t \x01(\x08\x12,\n\x08priority\x18\n \x01(\x0e\x32\x1a.inflight.v1.PriorityClass\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0bnum_choices\x18\x0c \x01(\r\x12\x1d\n\x10num_top_logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x12\x16\n\x0erouter_context\x18\x0e \x01(\x0c\x12\x13\n\x0btraceparent\x18\x0f \x01(\tB\x0e\n\x0c_deadline_msB\x13\n\x11_num_top_logprobs\"`\n\x0e\x43\x61ncelSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x06reason\x18\x03 \x01(\x0e\x32\x19.inflight.v1.FinishReason\"=\n\x06\x41ttach\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\r\"\x14\n\x03\x41\x63k\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\"\x81\x02\n\rServeResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12/\n\x08\x61\x63\x63\x65pted\x18\x02 \x03(\x0b\x32\x1d.inflight.v1.SequenceAccepted\x12/\n\x08rejected\x18\x03 \x03(\x0b\x32\x1d.inflight.v1.SequenceRejected\x12$\n\x04step\x18\x04 \x01(\x0b\x32\x16.inflight.v1.StepFrame\x12#\n\x06report\x18\x05 \x01(\x0b\x32\x13.inflight.v1.Report\x12/\n\x08\x61ttached\x18\x06 \x03(\x0b\x32\x1d.inflight.v1.SequenceAttached\"\x93\x01\n\x10SequenceAttached\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x03(\r\x12#\n\x06submit\x18\x04 \x01(\x0b\x32\x13.inflight.v1.Submit\x12\x0f\n\x07started\x18\x05 \x01(\x08\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"F\n\x10SequenceAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05slots\x18\x03 \x03(\r\"r\n\x10SequenceRejected\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12)\n\x06reason\x18\x03 \x01(\x0e\x32\x19.inflight.v1.RejectReason\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"\x8e\x02\n\tStepFrame\x12\r\n\x05\x66rame\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x03(\r\x12\x0f\n\x07offsets\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12-\n\x07started\x18\x06 \x03(\x0b\x32\x1c.inflight.v1.SequenceStarted\x12/\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1d.inflight.v1.SequenceFinished\x12/\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1d.inflight.v1.SequenceLogprobs\x12\x0e\n\x06paused\x18\t \x03(\r\x12\x10\n\x08\x64\x65tached\x18\n \x03(\r\"6\n\x0fSequenceStarted\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"\x88\x01\n\x10SequenceFinished\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.inflight.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x04 \x01(\tB\x10\n\x0e_stop_token_id\"_\n\x10SequenceLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12-\n\x06values\x18\x03 \x01(\x0b\x32\x1d.inflight.v1.PositionLogprobs\"\xb9\x06\n\x06Report\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x15\n\rbudget_blocks\x18\x02 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x03 \x01(\r\x12\x13\n\x0bused_blocks\x18\x04 \x01(\r\x12\x15\n\rcached_blocks\x18\x05 \x01(\r\x12\x18\n\x10\x62udget_sequences\x18\x06 \x01(\r\x12\x13\n\x0bnum_running\x18\x07 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x08 \x01(\r\x12\x1e\n\x16waiting_prefill_tokens\x18\t \x01(\x04\x12\'\n\x04held\x18\n \x03(\x0b\x32\x19.inflight.v1.HeldSequence\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x0f\n\x07step_ms\x18\x0c \x01(\x02\x12\x1b\n\x13output_tokens_per_s\x18\r \x01(\x02\x12\x1c\n\x14prefill_tokens_per_s\x18\x0e \x01(\x02\x12\x11\n\tnum_steps\x18\x0f \x01(\x04\x12\x1c\n\x0f\x65xposed_host_ms\x18\x10 \x01(\x02H\x00\x88\x01\x01\x12!\n\x14\x64\x65vice_busy_fraction\x18\x11 \x01(\x02H\x01\x88\x01\x01\x12\x1a\n\rdevice_busy_s\x18\x12 \x01(\x01H\x02\x88\x01\x01\x12\x16\n\telapsed_s\x18\x13 \x01(\x01H\x03\x88\x01\x01\x12\x1d\n\x10reserve_quantile\x18\x14 \x01(\x02H\x04\x88\x01\x01\x12\x17\n\x0fnum_preemptions\x18\x15 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x16 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x17 \x01(\x04\x12\x15\n\rnum_preempted\x18\x18 \x01(\r\x12\x18\n\x10used_host_blocks\x18\x19 \x01(\r\x12/\n\nconstraint\x18\x1a \x01(\x0e\x32\x1b.inflight.v1.StepConstraint\x12&\n\x06\x62ounds\x18\x1b \x03(\x0b\x32\x16.inflight.v1.StepBoundB\x12\n\x10_exposed_host_msB\x17\n\x15_device_busy_fractionB\x10\n\x0e_device_busy_sB\x0c\n\n_elapsed_sB\x13\n\x11_reserve_quantile\"L\n\x0cHeldSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x03 \x01(\r\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\r\"!\n\rDrainResponse\x12\x10\n\x08num_held\x18\x01 \x01(\r\"U\n\x11WatchStepsRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0ewant_sequences\x18\x02 \x01(\x08\x42\x0e\n\x0c_interval_ms\"\x88\x01\n\x12WatchStepsResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12/\n\niterations\x18\x02 \x03(\x0b\x32\x1b.inflight.v1.IterationStats\x12-\n\tsequences\x18\x03 \x03(\x0b\x32\x1a.inflight.v1.SequenceStats*\xdf\x01\n\x0cRejectReason\x12\x1d\n\x19REJECT_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19REJECT_REASON_NO_CAPACITY\x10\x01\x12\x1f\n\x1bREJECT_REASON_STALE_ATTEMPT\x10\x02\x12\x1a\n\x16REJECT_REASON_DRAINING\x10\x03\x12\x1d\n\x19REJECT_REASON_UNSUPPORTED\x10\x04\x12\x19\n\x15REJECT_REASON_INVALID\x10\x05\x12\x1a\n\x16REJECT_REASON_NOT_HELD\x10\x06\x32\xaf\x02\n\x0f\x45xecutorService\x12G\n\x08\x44\x65scribe\x12\x1c.inflight.v1.DescribeRequest\x1a\x1d.inflight.v1.DescribeResponse\x12\x42\n\x05Serve\x12\x19.inflight.v1.ServeRequest\x1a\x1a.inflight.v1.ServeResponse(\x01\x30\x01\x12>\n\x05\x44rain\x12\x19.inflight.v1.DrainRequest\x1a\x1a.inflight.v1.DrainResponse\x12O\n\nWatchSteps\x12\x1e.inflight.v1.WatchStepsRequest\x1a\x1f.inflight.v1.WatchStepsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'inflight.v1.executor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REJECTREASON']._serialized_start=3705
-  _globals['_REJECTREASON']._serialized_end=3928
-  _globals['_DESCRIBEREQUEST']._serialized_start=68
-  _globals['_DESCRIBEREQUEST']._serialized_end=85
-  _globals['_DESCRIBERESPONSE']._serialized_start=88
-  _globals['_DESCRIBERESPONSE']._serialized_end=633
-  _globals['_SERVEREQUEST']._serialized_start=636
-  _globals['_SERVEREQUEST']._serialized_end=839
-  _globals['_HELLO']._serialized_start=841
-  _globals['_HELLO']._serialized_end=940
-  _globals['_SUBMIT']._serialized_start=943
-  _globals['_SUBMIT']._serialized_end=1380
-  _globals['_CANCELSEQUENCE']._serialized_start=1382
-  _globals['_CANCELSEQUENCE']._serialized_end=1478
-  _globals['_ATTACH']._serialized_start=1480
-  _globals['_ATTACH']._serialized_end=1541
-  _globals['_ACK']._serialized_start=1543
-  _globals['_ACK']._serialized_end=1563
-  _globals['_SERVERESPONSE']._serialized_start=1566
-  _globals['_SERVERESPONSE']._serialized_end=1823
-  _globals['_SEQUENCEATTACHED']._serialized_start=1826
-  _globals['_SEQUENCEATTACHED']._serialized_end=1973
-  _globals['_SEQUENCEACCEPTED']._serialized_start=1975
-  _globals['_SEQUENCEACCEPTED']._serialized_end=2045
-  _globals['_SEQUENCEREJECTED']._serialized_start=2047
-  _globals['_SEQUENCEREJECTED']._serialized_end=2161
-  _globals['_STEPFRAME']._serialized_start=2164
-  _globals['_STEPFRAME']._serialized_end=2434
-  _globals['_SEQUENCESTARTED']._serialized_start=2436
-  _globals['_SEQUENCESTARTED']._serialized_end=2490
-  _globals['_SEQUENCEFINISHED']._serialized_start=2493
-  _globals['_SEQUENCEFINISHED']._serialized_end=2629
-  _globals['_SEQUENCELOGPROBS']._serialized_start=2631
-  _globals['_SEQUENCELOGPROBS']._serialized_end=2726
-  _globals['_REPORT']._serialized_start=2729
-  _globals['_REPORT']._serialized_end=3554
-  _globals['_HELDSEQUENCE']._serialized_start=3556
-  _globals['_HELDSEQUENCE']._serialized_end=3632
-  _globals['_DRAINREQUEST']._serialized_start=3634
-  _globals['_DRAINREQUEST']._serialized_end=3667
-  _globals['_DRAINRESPONSE']._serialized_start=3669
-  _globals['_DRAINRESPONSE']._serialized_end=3702
-  _globals['_EXECUTORSERVICE']._serialized_start=3931
-  _globals['_EXECUTORSERVICE']._serialized_end=4153
+  _globals['_REJECTREASON']._serialized_start=3977
+  _globals['_REJECTREASON']._serialized_end=4200
+  _globals['_DESCRIBEREQUEST']._serialized_start=93
+  _globals['_DESCRIBEREQUEST']._serialized_end=110
+  _globals['_DESCRIBERESPONSE']._serialized_start=113
+  _globals['_DESCRIBERESPONSE']._serialized_end=658
+  _globals['_SERVEREQUEST']._serialized_start=661
+  _globals['_SERVEREQUEST']._serialized_end=864
+  _globals['_HELLO']._serialized_start=866
+  _globals['_HELLO']._serialized_end=965
+  _globals['_SUBMIT']._serialized_start=968
+  _globals['_SUBMIT']._serialized_end=1426
+  _globals['_CANCELSEQUENCE']._serialized_start=1428
+  _globals['_CANCELSEQUENCE']._serialized_end=1524
+  _globals['_ATTACH']._serialized_start=1526
+  _globals['_ATTACH']._serialized_end=1587
+  _globals['_ACK']._serialized_start=1589
+  _globals['_ACK']._serialized_end=1609
+  _globals['_SERVERESPONSE']._serialized_start=1612
+  _globals['_SERVERESPONSE']._serialized_end=1869
+  _globals['_SEQUENCEATTACHED']._serialized_start=1872
+  _globals['_SEQUENCEATTACHED']._serialized_end=2019
+  _globals['_SEQUENCEACCEPTED']._serialized_start=2021
+  _globals['_SEQUENCEACCEPTED']._serialized_end=2091
+  _globals['_SEQUENCEREJECTED']._serialized_start=2093
+  _globals['_SEQUENCEREJECTED']._serialized_end=2207
+  _globals['_STEPFRAME']._serialized_start=2210
+  _globals['_STEPFRAME']._serialized_end=2480
+  _globals['_SEQUENCESTARTED']._serialized_start=2482
+  _globals['_SEQUENCESTARTED']._serialized_end=2536
+  _globals['_SEQUENCEFINISHED']._serialized_start=2539
+  _globals['_SEQUENCEFINISHED']._serialized_end=2675
+  _globals['_SEQUENCELOGPROBS']._serialized_start=2677
+  _globals['_SEQUENCELOGPROBS']._serialized_end=2772
+  _globals['_REPORT']._serialized_start=2775
+  _globals['_REPORT']._serialized_end=3600
+  _globals['_HELDSEQUENCE']._serialized_start=3602
+  _globals['_HELDSEQUENCE']._serialized_end=3678
+  _globals['_DRAINREQUEST']._serialized_start=3680
+  _globals['_DRAINREQUEST']._serialized_end=3713
+  _globals['_DRAINRESPONSE']._serialized_start=3715
+  _globals['_DRAINRESPONSE']._serialized_end=3748
+  _globals['_WATCHSTEPSREQUEST']._serialized_start=3750
+  _globals['_WATCHSTEPSREQUEST']._serialized_end=3835
+  _globals['_WATCHSTEPSRESPONSE']._serialized_start=3838
+  _globals['_WATCHSTEPSRESPONSE']._serialized_end=3974
+  _globals['_EXECUTORSERVICE']._serialized_start=4203
+  _globals['_EXECUTORSERVICE']._serialized_end=4506
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from inflight.v1 import stats_pb2 as _stats_pb2
 from inflight.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -100,7 +101,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., generation: _Optional[int] = ..., max_unacked_steps: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context")
+    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +116,7 @@ class Submit(_message.Message):
     NUM_CHOICES_FIELD_NUMBER: _ClassVar[int]
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ROUTER_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -129,7 +131,8 @@ class Submit(_message.Message):
     num_choices: int
     num_top_logprobs: int
     router_context: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class CancelSequence(_message.Message):
     __slots__ = ("request_id", "attempt", "reason")
@@ -344,3 +347,21 @@ class DrainResponse(_message.Message):
     NUM_HELD_FIELD_NUMBER: _ClassVar[int]
     num_held: int
     def __init__(self, num_held: _Optional[int] = ...) -> None: ...
+
+class WatchStepsRequest(_message.Message):
+    __slots__ = ("interval_ms", "want_sequences")
+    INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    WANT_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    interval_ms: int
+    want_sequences: bool
+    def __init__(self, interval_ms: _Optional[int] = ..., want_sequences: _Optional[bool] = ...) -> None: ...
+
+class WatchStepsResponse(_message.Message):
+    __slots__ = ("generation", "iterations", "sequences")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    iterations: _containers.RepeatedCompositeFieldContainer[_stats_pb2.IterationStats]
+    sequences: _containers.RepeatedCompositeFieldContainer[_stats_pb2.SequenceStats]
+    def __init__(self, generation: _Optional[int] = ..., iterations: _Optional[_Iterable[_Union[_stats_pb2.IterationStats, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[_stats_pb2.SequenceStats, _Mapping]]] = ...) -> None: ...

@@ -54,6 +54,11 @@ class ExecutorServiceStub:
                 request_serializer=inflight_dot_v1_dot_executor__pb2.DrainRequest.SerializeToString,
                 response_deserializer=inflight_dot_v1_dot_executor__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.WatchSteps = channel.unary_stream(
+                '/inflight.v1.ExecutorService/WatchSteps',
+                request_serializer=inflight_dot_v1_dot_executor__pb2.WatchStepsRequest.SerializeToString,
+                response_deserializer=inflight_dot_v1_dot_executor__pb2.WatchStepsResponse.FromString,
+                _registered_method=True)
 
 
 class ExecutorServiceServicer:
@@ -86,6 +91,13 @@ class ExecutorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchSteps(self, request, context):
+        """Tells what the steps do, for as long as somebody watches. Costs the loop nothing while nobody does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExecutorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -103,6 +115,11 @@ def add_ExecutorServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=inflight_dot_v1_dot_executor__pb2.DrainRequest.FromString,
                     response_serializer=inflight_dot_v1_dot_executor__pb2.DrainResponse.SerializeToString,
+            ),
+            'WatchSteps': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchSteps,
+                    request_deserializer=inflight_dot_v1_dot_executor__pb2.WatchStepsRequest.FromString,
+                    response_serializer=inflight_dot_v1_dot_executor__pb2.WatchStepsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -191,6 +208,33 @@ class ExecutorService:
             '/inflight.v1.ExecutorService/Drain',
             inflight_dot_v1_dot_executor__pb2.DrainRequest.SerializeToString,
             inflight_dot_v1_dot_executor__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/inflight.v1.ExecutorService/WatchSteps',
+            inflight_dot_v1_dot_executor__pb2.WatchStepsRequest.SerializeToString,
+            inflight_dot_v1_dot_executor__pb2.WatchStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,6 +2,7 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import struct_pb2 as _struct_pb2
+from inflight.v1 import stats_pb2 as _stats_pb2
 from inflight.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -578,3 +579,75 @@ class GetCapacityResponse(_message.Message):
     variants: _containers.RepeatedCompositeFieldContainer[VariantCapacity]
     estimates: _containers.RepeatedCompositeFieldContainer[EstimateQuality]
     def __init__(self, executors: _Optional[_Iterable[_Union[ExecutorCapacity, _Mapping]]] = ..., queues: _Optional[_Iterable[_Union[QueueDepth, _Mapping]]] = ..., variants: _Optional[_Iterable[_Union[VariantCapacity, _Mapping]]] = ..., estimates: _Optional[_Iterable[_Union[EstimateQuality, _Mapping]]] = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ("model", "interval_ms", "want_iterations", "want_sequences")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    WANT_ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    WANT_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    interval_ms: int
+    want_iterations: bool
+    want_sequences: bool
+    def __init__(self, model: _Optional[str] = ..., interval_ms: _Optional[int] = ..., want_iterations: _Optional[bool] = ..., want_sequences: _Optional[bool] = ...) -> None: ...
+
+class ExecutorStats(_message.Message):
+    __slots__ = ("capacity", "iterations", "sequences")
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    ITERATIONS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    capacity: ExecutorCapacity
+    iterations: _containers.RepeatedCompositeFieldContainer[_stats_pb2.IterationStats]
+    sequences: _containers.RepeatedCompositeFieldContainer[_stats_pb2.SequenceStats]
+    def __init__(self, capacity: _Optional[_Union[ExecutorCapacity, _Mapping]] = ..., iterations: _Optional[_Iterable[_Union[_stats_pb2.IterationStats, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[_stats_pb2.SequenceStats, _Mapping]]] = ...) -> None: ...
+
+class TenantQueue(_message.Message):
+    __slots__ = ("model", "tenant", "priority", "num_requests", "num_tokens", "longest_wait_ms")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    tenant: str
+    priority: _types_pb2.PriorityClass
+    num_requests: int
+    num_tokens: int
+    longest_wait_ms: int
+    def __init__(self, model: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., num_requests: _Optional[int] = ..., num_tokens: _Optional[int] = ..., longest_wait_ms: _Optional[int] = ...) -> None: ...
+
+class ModelLatency(_message.Message):
+    __slots__ = ("model", "num_ended", "num_refused", "output_tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "inter_token_p50_ms", "inter_token_p99_ms")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P50_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P99_MS_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKEN_P50_MS_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKEN_P99_MS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    num_ended: int
+    num_refused: int
+    output_tokens_per_s: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    inter_token_p50_ms: float
+    inter_token_p99_ms: float
+    def __init__(self, model: _Optional[str] = ..., num_ended: _Optional[int] = ..., num_refused: _Optional[int] = ..., output_tokens_per_s: _Optional[float] = ..., ttft_p50_ms: _Optional[float] = ..., ttft_p99_ms: _Optional[float] = ..., inter_token_p50_ms: _Optional[float] = ..., inter_token_p99_ms: _Optional[float] = ...) -> None: ...
+
+class GetStatsResponse(_message.Message):
+    __slots__ = ("router_id", "timestamp_ms", "executors", "queues", "latencies")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMESTAMP_MS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTORS_FIELD_NUMBER: _ClassVar[int]
+    QUEUES_FIELD_NUMBER: _ClassVar[int]
+    LATENCIES_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    timestamp_ms: int
+    executors: _containers.RepeatedCompositeFieldContainer[ExecutorStats]
+    queues: _containers.RepeatedCompositeFieldContainer[TenantQueue]
+    latencies: _containers.RepeatedCompositeFieldContainer[ModelLatency]
+    def __init__(self, router_id: _Optional[str] = ..., timestamp_ms: _Optional[int] = ..., executors: _Optional[_Iterable[_Union[ExecutorStats, _Mapping]]] = ..., queues: _Optional[_Iterable[_Union[TenantQueue, _Mapping]]] = ..., latencies: _Optional[_Iterable[_Union[ModelLatency, _Mapping]]] = ...) -> None: ...

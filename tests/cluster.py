@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import grpc.aio
+from inflight.kserve import grpc_service_pb2_grpc
 from inflight.v1 import (
     executor_pb2,
     executor_pb2_grpc,
@@ -41,6 +42,7 @@ from executor.watchdog import watch
 from router.admission_file import AdmissionFile
 from router.dispatch import Dispatcher
 from router.doors import Doors
+from router.kserve import service as kserve
 from router.main import resume_tokens, store_settings_of
 from router.pools import Pool, Pools
 from router.resume_secret import ResumeTokens
@@ -293,9 +295,12 @@ async def run_router(
         tokens.check_again,
     )
     pools = Pools([Pool(model, TextModel(tiny_tokenizer()), dispatcher)], name, lambda: admission.rules.variants)
-    server = GrpcServer(["inflight.v1.InferenceService"])
-    service = InferenceService(pools, settings, admission, Doors(settings).door, tokens)
+    server = GrpcServer(["inflight.v1.InferenceService", kserve.SERVICE_NAME])
+    door = Doors(settings).door
+    service = InferenceService(pools, settings, admission, door, tokens)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
+    kserve_service = kserve.KServeService(pools, door, service, settings)
+    grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve_service, server.grpc)
     address = await server.start("127.0.0.1:0")
     work = asyncio.create_task(_work(pools, tokens, addresses))
     async with grpc.aio.insecure_channel(address) as channel:

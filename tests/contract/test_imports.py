@@ -93,6 +93,17 @@ def test_redis_is_imported_only_by_the_store_and_the_local_stack() -> None:
     assert not {path for path in importers("redis", *PACKAGES) if not path.startswith(allowed)}
 
 
+def test_kserve_is_imported_only_by_the_router() -> None:
+    """Its generated code registers the names that tritonclient's does, and a user's process may hold that."""
+    importing = {
+        str(path.relative_to(REPOSITORY))
+        for path in sources(*PACKAGES)
+        if any(name.startswith("inflight.kserve") for name in imports_of(path))
+    }
+    assert importing
+    assert not {path for path in importing if not path.startswith("router/")}
+
+
 def test_scheduler_and_blocks_import_nothing_with_effects() -> None:
     seen: set[str] = set()
     waiting = list(PURE)

@@ -1,0 +1,69 @@
+"""One `ModelStreamInfer` call: several requests side by side on one stream.
+
+Each request runs as a call of its own would and ends by itself; one that is refused is answered with an error message,
+and the stream goes on, unless its client asked for statuses. When the call goes away all its requests do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from inflight.kserve import grpc_service_pb2
+
+from common.errors import Reason, RequestError
+from router.kserve.responses import error_response
+
+Write = Callable[[grpc_service_pb2.ModelStreamInferResponse], Awaitable[None]]
+Serve = Callable[
+    [grpc_service_pb2.ModelInferRequest, Callable[[grpc_service_pb2.ModelInferResponse], Awaitable[None]]],
+    Awaitable[None],
+]
+
+
+class InferStream:
+    """Serves the requests of one call. `is_strict`: the first refusal ends the call with its status."""
+
+    def __init__(self, serve: Serve, write: Write, max_requests: int, *, is_strict: bool) -> None:
+        self._serve = serve
+        self._unordered_write = write
+        self._is_strict = is_strict
+        # A call takes one write at a time.
+        self._writing = asyncio.Lock()
+        # Once so many run the next is not read, and gRPC holds the client up.
+        self._room = asyncio.Semaphore(max_requests)
+
+    async def run(self, requests: AsyncIterator[grpc_service_pb2.ModelInferRequest]) -> None:
+        """Serves until the client has sent its last request and all have ended. Raises `RequestError`."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._room.acquire()
+                async for request in requests:
+                    tasks.create_task(self._serve_one(request))
+                    await self._room.acquire()
+        except BaseExceptionGroup as group:
+            raise _told(group) from group
+
+    async def _serve_one(self, request: grpc_service_pb2.ModelInferRequest) -> None:
+        async def send(response: grpc_service_pb2.ModelInferResponse) -> None:
+            await self._write(grpc_service_pb2.ModelStreamInferResponse(infer_response=response))
+
+        try:
+            await self._serve(request, send)
+        except RequestError as error:
+            # Who does not read would not read the message either.
+            if self._is_strict or error.reason is Reason.STALLED:
+                raise
+            await self._write(error_response(request, error))
+        finally:
+            self._room.release()
+
+    async def _write(self, response: grpc_service_pb2.ModelStreamInferResponse) -> None:
+        async with self._writing:
+            await self._unordered_write(response)
+
+
+def _told(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What the call ends with: a refusal, where there is one among what several requests came to."""
+    refusals, others = group.split(RequestError)
+    return (refusals or others or group).exceptions[0]

@@ -1,0 +1,188 @@
+"""`GRPCInferenceService`: KServe v2 with Triton's streaming, for clients that speak it already.
+
+Translates, and serves what it is asked by the same path as `InferenceService.Generate`: the same door, limits, queue,
+deadlines and drain. docs/kserve.md says what is understood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import grpc.aio
+from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
+from inflight.v1 import inference_pb2
+
+from common.errors import Reason, RequestError
+from router.callers import Caller, Door, model_of, sees_model
+from router.kserve.infer_stream import InferStream
+from router.kserve.models import model_config, model_metadata
+from router.kserve.responses import FINAL_RESPONSE, Responder, Send
+from router.kserve.translation import VERSION, Inference, check_version, in_client_words, translate
+from router.patience import patient
+from router.pools import Pool, Pools
+from router.relay import Write
+from router.settings import RouterSettings
+
+SERVICE_NAME = "inference.GRPCInferenceService"
+
+# Metadata by which a client asks for a status, which ends its stream, instead of error messages.
+STATUS_KEY = "triton_grpc_error"
+
+# In Triton's own words, which clients look for.
+ONE_RESPONSE = (
+    "ModelInfer RPC doesn't support models with decoupled transaction policy where `stream` is true: "
+    "call ModelStreamInfer"
+)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Generator(Protocol):
+    """Who serves requests."""
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether there are to be no new ones."""
+        ...
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, caller: Caller, write: Write, remaining_s: float | None
+    ) -> None:
+        """Serves one and tells its events. Raises `RequestError`."""
+        ...
+
+
+class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Serves clients of KServe v2. Stateless."""
+
+    def __init__(self, pools: Pools, door: Door, generator: Generator, settings: RouterSettings) -> None:
+        self._pools = pools
+        self._door = door
+        self._generator = generator
+        self._settings = settings
+
+    async def ServerLive(
+        self, request: grpc_service_pb2.ServerLiveRequest, context: Context
+    ) -> grpc_service_pb2.ServerLiveResponse:
+        """Says that it answers; to anybody, like health."""
+        return grpc_service_pb2.ServerLiveResponse(live=True)
+
+    async def ServerReady(
+        self, request: grpc_service_pb2.ServerReadyRequest, context: Context
+    ) -> grpc_service_pb2.ServerReadyResponse:
+        """Says whether it takes requests; to anybody, like health."""
+        return grpc_service_pb2.ServerReadyResponse(ready=self._is_ready(*self._pools.by_name.values()))
+
+    async def ModelReady(
+        self, request: grpc_service_pb2.ModelReadyRequest, context: Context
+    ) -> grpc_service_pb2.ModelReadyResponse:
+        """Says whether a model takes requests. One that is not the caller's to see is as one that is not there."""
+        caller = self._caller(context)
+        if request.version not in ("", VERSION):
+            return grpc_service_pb2.ModelReadyResponse(ready=False)
+        try:
+            pools = self._pools_of(request.name, caller)
+        except RequestError:
+            return grpc_service_pb2.ModelReadyResponse(ready=False)
+        return grpc_service_pb2.ModelReadyResponse(ready=self._is_ready(*pools))
+
+    async def ServerMetadata(
+        self, request: grpc_service_pb2.ServerMetadataRequest, context: Context
+    ) -> grpc_service_pb2.ServerMetadataResponse:
+        """Says what the server is."""
+        self._caller(context)
+        extensions = ("model_repository", "model_configuration", "parameters", "schedule_policy")
+        return grpc_service_pb2.ServerMetadataResponse(
+            name="inflight", version=version("inflight"), extensions=extensions
+        )
+
+    async def ModelMetadata(
+        self, request: grpc_service_pb2.ModelMetadataRequest, context: Context
+    ) -> grpc_service_pb2.ModelMetadataResponse:
+        """Tells a model's tensors."""
+        check_version("version", request.version)
+        (pool, *_) = self._pools_of(request.name, self._caller(context))
+        return model_metadata(request.name or pool.name)
+
+    async def ModelConfig(
+        self, request: grpc_service_pb2.ModelConfigRequest, context: Context
+    ) -> grpc_service_pb2.ModelConfigResponse:
+        """Tells a model's configuration; limits are told while it has an executor."""
+        check_version("version", request.version)
+        pools = self._pools_of(request.name, self._caller(context))
+        lengths = [pool.describe().context_length for pool in pools if pool.links]
+        values = {"context_length": str(min(lengths))} if lengths else {}
+        return model_config(request.name or pools[0].name, values)
+
+    async def RepositoryIndex(
+        self, request: grpc_service_pb2.RepositoryIndexRequest, context: Context
+    ) -> grpc_service_pb2.RepositoryIndexResponse:
+        """Lists the models that the caller can ask for."""
+        caller = self._caller(context)
+        response = grpc_service_pb2.RepositoryIndexResponse()
+        for name in sorted({*self._pools.by_name, *self._pools.variants}):
+            if not sees_model(caller, name):
+                continue
+            if self._is_ready(*self._pools.find_all(name)):
+                response.models.add(name=name, version=VERSION, state="READY")
+            elif not request.ready:
+                response.models.add(name=name, version=VERSION, state="UNAVAILABLE", reason="it has no executor")
+        return response
+
+    async def ModelInfer(
+        self, request: grpc_service_pb2.ModelInferRequest, context: Context
+    ) -> grpc_service_pb2.ModelInferResponse:
+        """Serves one request and gives all of its output at once."""
+        caller, inference = self._caller(context), translate(request)
+        if inference.wanted.is_streamed:
+            raise RequestError(Reason.NOT_IMPLEMENTED, ONE_RESPONSE)
+        collected: list[grpc_service_pb2.ModelInferResponse] = []
+
+        async def send(response: grpc_service_pb2.ModelInferResponse) -> None:
+            collected.append(response)
+
+        await self._infer(inference, caller, send, context.time_remaining())
+        (response,) = collected
+        del response.parameters[FINAL_RESPONSE]
+        return response
+
+    async def ModelStreamInfer(
+        self, requests: AsyncIterator[grpc_service_pb2.ModelInferRequest], context: Context
+    ) -> None:
+        """Serves requests as they come, side by side."""
+        self._caller(context)
+
+        async def serve(request: grpc_service_pb2.ModelInferRequest, send: Send) -> None:
+            # Who calls is asked again for each: credentials expire while a stream lasts.
+            await self._infer(translate(request), self._caller(context), send, context.time_remaining())
+
+        write = patient(context.write, self._settings.write_timeout_s)
+        is_strict = _metadata(context).get(STATUS_KEY) == "true"
+        stream = InferStream(serve, write, self._settings.max_streams_per_connection, is_strict=is_strict)
+        await stream.run(requests)
+
+    async def _infer(self, inference: Inference, caller: Caller, send: Send, remaining_s: float | None) -> None:
+        responder = Responder(inference.wanted, send)
+        try:
+            await self._generator.generate(inference.generate, caller, responder.write, remaining_s)
+        except RequestError as error:
+            raise in_client_words(error, inference.client_names) from error
+
+    def _caller(self, context: Context) -> Caller:
+        return self._door.identify(tuple(context.invocation_metadata() or ()))
+
+    def _pools_of(self, model: str, caller: Caller) -> tuple[Pool, ...]:
+        """Every pool that a name can mean, at least one. Raises `RequestError`."""
+        try:
+            return self._pools.find_all(model_of(caller, model), caller.models)
+        except RequestError as error:
+            raise in_client_words(error, {"model": "name"}) from error
+
+    def _is_ready(self, *pools: Pool) -> bool:
+        return not self._generator.is_draining and any(pool.links for pool in pools)
+
+
+def _metadata(context: Context) -> dict[str, str | bytes]:
+    return dict(context.invocation_metadata() or ())

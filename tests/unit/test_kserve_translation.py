@@ -1,0 +1,288 @@
+"""Inference requests of Triton's clients as GenerateRequests: every name, and no wish passed over."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from inflight.kserve import grpc_service_pb2
+from inflight.v1 import inference_pb2, types_pb2
+
+from common.errors import FieldViolation, Reason, RequestError, invalid
+from router.kserve.models import INPUTS, OUTPUTS, model_config, model_metadata
+from router.kserve.options import OPTIONS, Kind
+from router.kserve.responses import Responder
+from router.kserve.tensors import BYTES, Tensor, decode_inputs, encode_elements
+from router.kserve.translation import Inference, in_client_words, translate
+from tests.unit.test_kserve_tensors import tensors
+
+PROMPT = Tensor("text_input", BYTES, (1,), (b"hello",))
+VALUES: dict[Kind, Any] = {Kind.BOOL: True, Kind.INT: 1, Kind.FLOAT: 0.5, Kind.TEXTS: b"x", Kind.INTS: 1}
+
+
+def inference_request(
+    *inputs: Tensor, outputs: tuple[str, ...] = (), parameters: dict[str, Any] | None = None, **fields: Any
+) -> grpc_service_pb2.ModelInferRequest:
+    request = grpc_service_pb2.ModelInferRequest(**fields)
+    for tensor in inputs:
+        request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        request.raw_input_contents.append(encode_elements(tensor.datatype, tensor.elements))
+    for name in outputs:
+        request.outputs.add(name=name)
+    for key, value in (parameters or {}).items():
+        kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+        setattr(request.parameters[key], kinds[type(value)], value)
+    return request
+
+
+def one(name: str, datatype: str, *elements: Any) -> Tensor:
+    return Tensor(name, datatype, (len(elements),), elements)
+
+
+def vllm(**values: Any) -> Tensor:
+    return one("sampling_parameters", BYTES, json.dumps(values).encode())
+
+
+def translated(*inputs: Tensor, **fields: Any) -> Inference:
+    return translate(inference_request(PROMPT, *inputs, **fields))
+
+
+def generated(*inputs: Tensor, **fields: Any) -> inference_pb2.GenerateRequest:
+    return translated(*inputs, **fields).generate
+
+
+def refusal(*inputs: Tensor, **fields: Any) -> str:
+    with pytest.raises(RequestError) as error:
+        translate(inference_request(*inputs, **fields))
+    return error.value.description
+
+
+def translated_or_refused(request: grpc_service_pb2.ModelInferRequest) -> Inference | RequestError:
+    try:
+        return translate(request)
+    except RequestError as error:
+        return error
+
+
+def test_tensors_of_tensorrt_llm() -> None:
+    request = generated(
+        Tensor("max_tokens", "INT32", (1, 1), (20,)),
+        one("min_length", "UINT32", 2),
+        one("runtime_top_k", "INT32", 40),
+        one("top_p", "FP32", 0.5),
+        one("temperature", "FP32", 0.25),
+        one("random_seed", "UINT64", 2**63),
+        one("stop_words", BYTES, b"\n", b"", b"END"),
+        one("end_id", "INT32", 2),
+        one("pad_id", "INT32", 2),
+        one("beam_width", "INT32", 1),
+        one("len_penalty", "FP32", 1.0),
+        one("bad_words", BYTES, b""),
+        model_name="m",
+        id="7",
+    )
+    expected = inference_pb2.GenerateRequest(
+        model="m",
+        text_bytes=b"hello",
+        sampling=types_pb2.SamplingParams(temperature=0.25, top_k=40, top_p=0.5, seed=2**63),
+        stopping=types_pb2.StoppingParams(
+            max_tokens=20, min_tokens=2, stop=["\n", "END"], stop_token_ids=[2], ignore_eos=True
+        ),
+        output=inference_pb2.OutputOptions(text=True),
+        metadata={"triton_request_id": "7"},
+    )
+    assert request == expected
+
+
+def test_parameters_of_vllm_as_json_and_as_request_parameters_even_as_text() -> None:
+    expected = generated(vllm(temperature=0.25, top_k=-1, max_tokens=9, stop="END", ignore_eos=True, seed=None))
+    assert expected.sampling.top_k == 0
+    assert expected.stopping == types_pb2.StoppingParams(max_tokens=9, stop=["END"], ignore_eos=True)
+    parameters = {"temperature": "0.25", "top_k": "-1", "max_tokens": 9, "stop": "END", "ignore_eos": True}
+    assert generated(parameters=parameters) == expected
+    # vLLM's own sample sends both.
+    assert generated(vllm(**parameters), parameters=parameters) == expected
+
+
+def test_prompt_of_ids_is_cut_to_its_length_and_answered_with_ids() -> None:
+    ids = Tensor("input_ids", "INT32", (1, 4), (5, 6, 7, 0))
+    inference = translate(
+        inference_request(ids, one("input_lengths", "INT32", 3), one("request_output_len", "INT32", 2))
+    )
+    assert list(inference.generate.token_ids.ids) == [5, 6, 7]
+    assert inference.generate.output.token_ids
+    assert inference.wanted.outputs == {"text_output", "output_ids", "sequence_length"}
+
+
+def test_end_id_stands_in_the_place_of_the_models_own() -> None:
+    assert generated(one("end_id", "INT32", -1)).stopping == types_pb2.StoppingParams(ignore_eos=True)
+
+
+def test_priority_and_timeout_are_class_and_deadline() -> None:
+    request = generated(parameters={"priority": 3, "timeout": 1_500_000})
+    assert request.priority == types_pb2.PRIORITY_CLASS_BATCH
+    assert request.deadlines.total.ToMilliseconds() == 1500
+
+
+def test_answer_is_what_outputs_and_flags_ask_for() -> None:
+    assert translated(one("return_finish_reason", "BOOL", True)).wanted.outputs == {"text_output", "finish_reason"}
+    asked = translated(outputs=("output_ids",)).wanted
+    assert asked.outputs == {"output_ids"}
+    assert not translated(outputs=("output_ids",)).generate.output.text
+
+
+@pytest.mark.parametrize(
+    ("inputs", "fields", "text"),
+    [
+        ((), {}, "inputs[text_input]: has 0 texts; a request holds one prompt"),
+        ((one("text_input", BYTES, b"a", b"b"),), {}, "inputs[text_input]: has 2 texts"),
+        ((PROMPT, one("input_ids", "INT32", 1)), {}, "inputs[input_ids]: is there beside text_input"),
+        ((one("input_ids", "INT32", -1),), {}, "inputs[input_ids]: is out of range"),
+        ((one("input_ids", "INT32", 1), one("input_lengths", "INT32", 2)), {}, "is 2, and input_ids has 1 ids"),
+        ((PROMPT, one("input_lengths", "INT32", 2)), {}, "inputs[input_lengths]: belongs to input_ids"),
+        ((PROMPT, one("lora_task_id", "UINT64", 1)), {}, "inputs[lora_task_id]: there is no such tensor"),
+        ((PROMPT, one("max_tokens", "INT32", -5)), {}, "inputs[max_tokens]: is out of range"),
+        ((PROMPT, one("max_tokens", "FP32", 1.5)), {}, "inputs[max_tokens]: must be a whole number"),
+        ((PROMPT, one("max_tokens", BYTES, b"1")), {}, "inputs[max_tokens]: is of type BYTES"),
+        ((PROMPT, one("max_tokens", "INT32", 1, 2)), {}, "inputs[max_tokens]: has 2 elements"),
+        ((PROMPT, one("stream", "INT32", 1)), {}, "inputs[stream]: must be true or false"),
+        ((PROMPT, one("stop_words", BYTES, b"\xff")), {}, "inputs[stop_words]: is not UTF-8"),
+        ((PROMPT, one("beam_width", "INT32", 2)), {}, "inputs[beam_width]: beam search is not implemented"),
+        ((PROMPT, vllm(logprobs=3)), {}, "inputs[sampling_parameters].logprobs: there is no such parameter"),
+        ((PROMPT, vllm(temperature=[])), {}, "inputs[sampling_parameters].temperature: must be a number"),
+        ((PROMPT, vllm(skip_special_tokens=False)), {}, "text with special tokens is not implemented"),
+        ((PROMPT, one("sampling_parameters", BYTES, b"[" * 100_000)), {}, "is no JSON"),
+        ((PROMPT, one("sampling_parameters", BYTES, b"[]")), {}, "must be a JSON object"),
+        (
+            (PROMPT, vllm(max_tokens=3), one("max_tokens", "INT32", 4)),
+            {},
+            "inputs[max_tokens]: contradicts inputs[sampling_parameters].max_tokens",
+        ),
+        ((PROMPT,), {"parameters": {"stream": True}}, "parameters[stream]: there is no such parameter"),
+        ((PROMPT,), {"parameters": {"priority": 4}}, "parameters[priority]: must be 0, or 1"),
+        ((PROMPT,), {"parameters": {"timeout": -1}}, "parameters[timeout]: must be a whole number"),
+        ((PROMPT,), {"parameters": {"sequence_id": 1}}, "parameters[sequence_id]: requests that form a sequence"),
+        ((PROMPT,), {"outputs": ("cum_log_probs",)}, "outputs[cum_log_probs]: there is no such tensor"),
+        ((PROMPT,), {"model_version": "2"}, "model_version: is '2'"),
+        ((PROMPT,), {"id": "x" * 300}, "id: has 300 characters"),
+        (
+            (PROMPT, one("stream", "BOOL", True), one("exclude_input_in_output", "BOOL", False)),
+            {},
+            "inputs[exclude_input_in_output]: must be true for a streamed request",
+        ),
+    ],
+)
+def test_refusal_names_what_the_client_sent(inputs: tuple[Tensor, ...], fields: dict[str, Any], text: str) -> None:
+    assert text in refusal(*inputs, **fields)
+
+
+@pytest.mark.parametrize("name", [name for option in OPTIONS for name in option.names])
+def test_every_name_is_read(name: str) -> None:
+    """It changes what is asked for, or is refused by its name, or its own value says that there is nothing to do."""
+    option = next(option for option in OPTIONS if name in option.names)
+    value = VALUES[option.kind]
+    sent = [one(name, option.datatype, value)]
+    if option.names[0] == "input_lengths":
+        sent.append(one("input_ids", "INT32", 1, 2))
+    elif option.names[0] not in ("text_input", "input_ids"):
+        sent.append(PROMPT)
+    without_effect = {"pad_id", "beam_width", "length_penalty", "early_stopping", "skip_special_tokens"}
+    without_effect.add("exclude_input_in_output")
+    inference = translated_or_refused(inference_request(*sent))
+    if isinstance(inference, RequestError):
+        assert inference.reason is Reason.NOT_IMPLEMENTED
+        assert inference.description.startswith(f"inputs[{name}]: ")
+        return
+    plain = translate(inference_request(PROMPT))
+    is_same = (inference.generate, inference.wanted) == (plain.generate, plain.wanted)
+    assert is_same is (option.names[0] in without_effect)
+
+
+@given(st.lists(st.sampled_from(INPUTS), max_size=5, unique_by=lambda kind: kind.name), st.data())
+def test_any_values_are_translated_or_refused(kinds: list[Any], drawn: st.DataObject) -> None:
+    """Nothing else is raised, and a refusal says which value is meant."""
+    inputs = [drawn.draw(tensors(kind.name, (kind.datatype, "INT64", "FP64", BYTES))) for kind in kinds]
+    inference = translated_or_refused(inference_request(*inputs))
+    assert isinstance(inference, Inference) or inference.violations
+
+
+def test_refusal_of_a_field_is_told_in_the_clients_words() -> None:
+    inference = translated(one("runtime_top_p", "FP32", 2.0), vllm(max_tokens=0))
+    error = invalid(
+        FieldViolation("sampling.top_p", "is 2; must be at most 1"),
+        FieldViolation("stopping.max_tokens", "is 0; must be at least 1"),
+        FieldViolation("text_bytes", "has 9 bytes"),
+    )
+    told = in_client_words(error, inference.client_names)
+    assert told.description == (
+        "inputs[runtime_top_p]: is 2; must be at most 1; "
+        "inputs[sampling_parameters].max_tokens: is 0; must be at least 1; inputs[text_input]: has 9 bytes"
+    )
+    assert [violation.field for violation in told.violations] == [
+        "inputs[runtime_top_p]",
+        "inputs[sampling_parameters].max_tokens",
+        "inputs[text_input]",
+    ]
+
+
+async def responses_of(inference: Inference, *events: inference_pb2.StreamEvent) -> list[dict[str, Any]]:
+    sent: list[dict[str, Any]] = []
+
+    async def send(response: grpc_service_pb2.ModelInferResponse) -> None:
+        request = grpc_service_pb2.ModelInferRequest(raw_input_contents=response.raw_output_contents)
+        for output in response.outputs:
+            request.inputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
+        tensors_of = {name: list(tensor.elements) for name, tensor in decode_inputs(request).items()}
+        sent.append({**tensors_of, "final": response.parameters["triton_final_response"].bool_param})
+
+    responder = Responder(inference.wanted, send)
+    for event in events:
+        await responder.write(event)
+    return sent
+
+
+EVENTS = (
+    inference_pb2.StreamEvent(accepted=inference_pb2.Accepted(prompt_tokens=3)),
+    inference_pb2.StreamEvent(delta=inference_pb2.Delta(num_tokens=2, text="ab", token_ids=[1, 2])),
+    inference_pb2.StreamEvent(delta=inference_pb2.Delta(num_tokens=1, text="c", token_ids=[3])),
+    inference_pb2.StreamEvent(finished=inference_pb2.Finished(reason=types_pb2.FINISH_REASON_STOP_STRING)),
+    inference_pb2.StreamEvent(done=inference_pb2.Done()),
+)
+
+
+async def test_streamed_answer_comes_in_pieces_and_ends_with_a_final_response() -> None:
+    stream = one("stream", "BOOL", True)
+    plain = await responses_of(translated(stream), *EVENTS)
+    assert plain == [
+        {"text_output": [b"ab"], "final": False},
+        {"text_output": [b"c"], "final": False},
+        {"text_output": [b""], "final": True},
+    ]
+    ends_empty = translated(stream, parameters={"triton_enable_empty_final_response": True})
+    assert (await responses_of(ends_empty, *EVENTS))[-1] == {"final": True}
+    flags = [one(f"return_{name}", "BOOL", True) for name in ("finish_reason", "num_output_tokens", "num_input_tokens")]
+    told = await responses_of(translated(stream, *flags), *EVENTS)
+    assert [response["finish_reason"] for response in told] == [[b"None"], [b"None"], [b"stop"]]
+    assert [response["num_output_tokens"] for response in told] == [[2], [1], [0]]
+    assert told[0]["num_input_tokens"] == [3]
+
+
+async def test_whole_answer_is_one_response_with_the_prompt_where_it_is_wanted() -> None:
+    inference = translated(one("exclude_input_in_output", "BOOL", False))
+    assert await responses_of(inference, *EVENTS) == [{"text_output": [b"helloabc"], "final": True}]
+    by_ids = translate(inference_request(one("input_ids", "INT32", 1)))
+    assert await responses_of(by_ids, *EVENTS) == [
+        {"text_output": [b"abc"], "output_ids": [1, 2, 3], "sequence_length": [3], "final": True}
+    ]
+
+
+def test_metadata_and_configuration_list_every_tensor() -> None:
+    metadata, config = model_metadata("m"), model_config("m", {"context_length": "9"}).config
+    assert [tensor.name for tensor in metadata.inputs] == [tensor.name for tensor in config.input]
+    assert {tensor.name for tensor in metadata.inputs} == {kind.name for kind in INPUTS}
+    assert len(metadata.outputs) == len(config.output) == len(OUTPUTS)
+    assert config.model_transaction_policy.decoupled
+    assert config.parameters["context_length"].string_value == "9"

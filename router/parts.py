@@ -20,6 +20,9 @@ from router.dispatch import Dispatcher
 from router.doors import Doors
 from router.executor_channels import ExecutorChannels
 from router.http_app import http_app
+from router.looked_up import LookedUpMetrics
+from router.metrics import RouterMetrics
+from router.observing import Listeners
 from router.pools import Pool, Pools
 from router.resume_secret import Learn, ResumeTokens
 from router.service import InferenceService
@@ -53,11 +56,14 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     tls, channels = open_tls(settings), ExecutorChannels.of(settings)
     doors = Doors(settings)
     router_id = settings.router_id or _default_router_id(settings.listen)
-    ledgers = Ledgers(settings.redis_url.get_secret_value(), router_id, store_settings_of(settings))
+    metrics = RouterMetrics(registry, texts)
+    listeners = Listeners([metrics])
+    redis_url = settings.redis_url.get_secret_value()
+    ledgers = Ledgers(redis_url, router_id, store_settings_of(settings), metrics.store_called)
     tokens = resume_tokens(settings, ledgers.learn_secret)
-    models = [Pool(name, text, _dispatcher(name, ledgers, settings, tokens)) for name, text in texts.items()]
+    models = [Pool(name, text, _dispatcher(name, ledgers, settings, tokens), listeners) for name, text in texts.items()]
     pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
-    service = InferenceService(pools, settings, admission, doors.door, tokens)
+    service = InferenceService(pools, settings, admission, doors.door, tokens, listeners)
     server = GrpcServer([SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     return RouterParts(
@@ -70,7 +76,9 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         pools=pools,
         service=service,
         server=server,
-        http=HttpPort(http_app(registry, ())) if settings.http_listen else None,
+        http=HttpPort(http_app(registry, (), LookedUpMetrics(registry, models).refresh))
+        if settings.http_listen
+        else None,
     )
 
 

@@ -32,11 +32,12 @@ from router.admit import (
     seed_chooser,
     tenant_limits,
 )
-from router.callers import Caller, Door, authorize, model_of, sees_model
+from router.callers import Caller, Door, Metadata, authorize, model_of, sees_model
 from router.capacity import add_capacity, described_model, described_variants
 from router.claims import Claims
 from router.explain import REQUEST_STATE_PROTO, request_standing
 from router.frames import context_of
+from router.observing import NOBODY, Listeners, class_name
 from router.patience import grace_after, patient
 from router.pools import Pool, Pools
 from router.refusals import draining, unknown_request
@@ -44,7 +45,7 @@ from router.relay import Relay, Write
 from router.resume_secret import ResumeTokens
 from router.resumed_places import check_place, resumed_place
 from router.settings import RouterSettings
-from router.store.types import NO_LIMITS, Queued, RequestState
+from router.store.types import NO_LIMITS, Adopted, Queued, RequestState
 from router.streams import RequestStream
 from router.validation import (
     fit_tokens,
@@ -59,13 +60,34 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclasses.dataclass(slots=True)
+class Arrival:
+    """A request as far as it has come: when it began, whose model it is, and its request's stream."""
+
+    at: float
+    model: str = ""
+    stream: RequestStream | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether an error now is a refusal: the ledger never had the request."""
+        return self.stream is None or not self.stream.record.is_admitted
+
+
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients. Stateless but for the requests that run."""
 
     def __init__(
-        self, pools: Pools, settings: RouterSettings, admission: AdmissionFile, door: Door, tokens: ResumeTokens
+        self,
+        pools: Pools,
+        settings: RouterSettings,
+        admission: AdmissionFile,
+        door: Door,
+        tokens: ResumeTokens,
+        listeners: Listeners = NOBODY,
     ) -> None:
         self._pools = pools
+        self._listeners = listeners
         self._door = door
         self._settings = settings
         self._admission = admission
@@ -97,7 +119,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
         write = writer(context, inference_pb2.GenerateResponse)
-        await self.generate(request, self._caller(context), write, context.time_remaining())
+        metadata = tuple(context.invocation_metadata() or ())
+        await self.generate(request, metadata, write, context.time_remaining())
 
     @property
     def is_draining(self) -> bool:
@@ -105,23 +128,38 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return self._is_draining
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, caller: Caller, write: Write, remaining_s: float | None
+        self, request: inference_pb2.GenerateRequest, metadata: Metadata, write: Write, remaining_s: float | None
     ) -> None:
-        """Serves one request, whatever protocol it came in. `remaining_s` is what is left until its call's deadline."""
-        authorize(request, caller)
-        with self._serving():
-            await self._generate(request, caller, self._patient(write), remaining_s)
+        """Serves one request, whatever protocol it came in, and tells its events. `metadata` is its call's, `remaining_s`
+        what is left until its call's deadline."""
+        arrival = Arrival(time.monotonic())
+        try:
+            caller = self._door.identify(metadata)
+            authorize(request, caller)
+            with self._serving():
+                await self._generate(request, caller, self._patient(write), remaining_s, arrival)
+        except RequestError as error:
+            if arrival.is_refused:
+                self._listeners.refused(arrival.model, class_name(request.priority), error.reason)
+            raise
 
     async def _generate(
-        self, request: inference_pb2.GenerateRequest, caller: Caller, write: Write, remaining_s: float | None
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        write: Write,
+        remaining_s: float | None,
+        arrival: Arrival,
     ) -> None:
-        arrived = time.monotonic()
         pool = self._pools.find(request.model, sticky_key(request), caller.models)
+        arrival.model = pool.name
         meter = self._meters.meter(request.model, pool.name)
         meter.arrive()
         try:
-            admitted = await self._admit(request, pool, arrived, remaining_s)
+            admitted = await self._admit(request, pool, arrival.at, remaining_s)
+            arrival.stream = admitted.stream
             relay, stream = await self._begin(admitted, pool, write)
+            arrival.stream = stream
         except RequestError:
             meter.refuse()
             raise
@@ -152,8 +190,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         known = await dispatcher.find_repeated(stream)
         if known is not None:
             known.attend()
+            known.record.resumed()
             return Relay(known, write, place), known
         outcome = await dispatcher.submit(stream)
+        if isinstance(outcome, Adopted):
+            stream.record.resumed()
         relay = Relay(stream, write, place)
         if isinstance(outcome, Queued) and spec.want_queue_events:
             dispatcher.watch_queue(stream, outcome)
@@ -215,6 +256,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 stream = await pool.dispatcher.resume(named_id, functools.partial(self._open_attached, pool))
             check_place(place, stream)
             stream.attend()
+            stream.record.resumed()
             relay = Relay(stream, self._patient(writer(context, inference_pb2.ResumeResponse)), place)
             await self._relay(relay, stream, pool)
             log.info("request %s, resumed, %s", stream.request_id, relay.summary)

@@ -15,7 +15,7 @@ from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 from inflight.v1 import inference_pb2
 
 from common.errors import Reason, RequestError
-from router.callers import Caller, Door, model_of, sees_model
+from router.callers import Caller, Door, Metadata, model_of, sees_model
 from router.kserve.infer_stream import InferStream
 from router.kserve.models import model_config, model_metadata
 from router.kserve.responses import FINAL_RESPONSE, Responder, Send
@@ -48,9 +48,9 @@ class Generator(Protocol):
         ...
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, caller: Caller, write: Write, remaining_s: float | None
+        self, request: inference_pb2.GenerateRequest, metadata: Metadata, write: Write, remaining_s: float | None
     ) -> None:
-        """Serves one and tells its events. Raises `RequestError`."""
+        """Serves one and tells its events; who calls is in the metadata. Raises `RequestError`."""
         ...
 
 
@@ -135,7 +135,8 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: grpc_service_pb2.ModelInferRequest, context: Context
     ) -> grpc_service_pb2.ModelInferResponse:
         """Serves one request and gives all of its output at once."""
-        caller, inference = self._caller(context), translate(request)
+        self._caller(context)
+        inference = translate(request)
         if inference.wanted.is_streamed:
             raise RequestError(Reason.NOT_IMPLEMENTED, ONE_RESPONSE)
         collected: list[grpc_service_pb2.ModelInferResponse] = []
@@ -143,7 +144,7 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         async def send(response: grpc_service_pb2.ModelInferResponse) -> None:
             collected.append(response)
 
-        await self._infer(inference, caller, send, context.time_remaining())
+        await self._infer(inference, send, context)
         (response,) = collected
         del response.parameters[FINAL_RESPONSE]
         return response
@@ -155,23 +156,23 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         self._caller(context)
 
         async def serve(request: grpc_service_pb2.ModelInferRequest, send: Send) -> None:
-            # Who calls is asked again for each: credentials expire while a stream lasts.
-            await self._infer(translate(request), self._caller(context), send, context.time_remaining())
+            # Who calls is asked again for each request: credentials expire while a stream lasts.
+            await self._infer(translate(request), send, context)
 
         write = patient(context.write, self._settings.write_timeout_s)
-        is_strict = _metadata(context).get(STATUS_KEY) == "true"
+        is_strict = (STATUS_KEY, "true") in _metadata(context)
         stream = InferStream(serve, write, self._settings.max_streams_per_connection, is_strict=is_strict)
         await stream.run(requests)
 
-    async def _infer(self, inference: Inference, caller: Caller, send: Send, remaining_s: float | None) -> None:
-        responder = Responder(inference.wanted, send)
+    async def _infer(self, inference: Inference, send: Send, context: Context) -> None:
+        responder, metadata = Responder(inference.wanted, send), _metadata(context)
         try:
-            await self._generator.generate(inference.generate, caller, responder.write, remaining_s)
+            await self._generator.generate(inference.generate, metadata, responder.write, context.time_remaining())
         except RequestError as error:
             raise in_client_words(error, inference.client_names) from error
 
     def _caller(self, context: Context) -> Caller:
-        return self._door.identify(tuple(context.invocation_metadata() or ()))
+        return self._door.identify(_metadata(context))
 
     def _pools_of(self, model: str, caller: Caller) -> tuple[Pool, ...]:
         """Every pool that a name can mean, at least one. Raises `RequestError`."""
@@ -184,5 +185,6 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         return not self._generator.is_draining and any(pool.links for pool in pools)
 
 
-def _metadata(context: Context) -> dict[str, str | bytes]:
-    return dict(context.invocation_metadata() or ())
+def _metadata(context: Context) -> Metadata:
+    """As (key, value) pairs, which a door compares and this module looks into."""
+    return [(key, value) for key, value in context.invocation_metadata() or ()]

@@ -14,6 +14,7 @@ import queue
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,8 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 
 def tensor(name: str, values: Any, datatype: str, grpcclient: Any = blocking) -> Any:
     """An input as clients make it: BYTES of text, or numbers."""
-    kinds = {"BYTES": np.object_, "BOOL": bool, "INT32": np.int32, "FP32": np.float32, "UINT64": np.uint64}
-    array = np.array(values, dtype=kinds[datatype])
+    kinds: dict[str, Any] = {"BYTES": object, "BOOL": bool, "INT32": "i4", "FP32": "f4", "UINT64": "u8"}
+    array: Any = np.array(values, dtype=kinds[datatype])
     made = grpcclient.InferInput(name, list(array.shape), datatype)
     made.set_data_from_numpy(array)
     return made
@@ -158,7 +159,7 @@ def refusals(client: Any, model: str) -> Any:
         "streamed": tensor("stream", [True], "BOOL"),
         "batch": tensor("max_tokens", [1, 2], "INT32"),
     }
-    refused = {name: refusal(lambda one=one: client.infer(model, [prompt, one])) for name, one in tensors.items()}
+    refused = {name: refusal(partial(client.infer, model, [prompt, one])) for name, one in tensors.items()}
     refused["model"] = refusal(lambda: client.infer("nobody", [prompt]))
     refused["parameter"] = refusal(lambda: client.infer(model, [prompt], parameters={"colour": "blue"}))
     refused["sequence"] = refusal(lambda: client.infer(model, [prompt], sequence_id=3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,8 +23,6 @@ from router.kserve.tensors import (
     encode_output,
 )
 
-RANGES = {"INT": lambda bits: (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1), "UINT": lambda bits: (0, 2**bits - 1)}
-
 
 def elements_of(datatype: str) -> st.SearchStrategy[Element]:
     if datatype == BYTES:
@@ -32,8 +31,8 @@ def elements_of(datatype: str) -> st.SearchStrategy[Element]:
         return st.booleans()
     if datatype.startswith("FP"):
         return st.floats(width=int(datatype[2:]), allow_nan=False)  # type: ignore[arg-type]
-    kind = datatype.rstrip("0123456789")
-    return st.integers(*RANGES[kind](int(datatype.removeprefix(kind))))
+    limits = np.iinfo(NUMPY_TYPES[datatype])
+    return st.integers(int(limits.min), int(limits.max))
 
 
 @st.composite

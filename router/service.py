@@ -130,8 +130,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def generate(
         self, request: inference_pb2.GenerateRequest, metadata: Metadata, write: Write, remaining_s: float | None
     ) -> None:
-        """Serves one request, whatever protocol it came in, and tells its events. `metadata` is its call's, `remaining_s`
-        what is left until its call's deadline."""
+        """Serves one request, whatever protocol it came in, and tells its events. `metadata` is its call's, and
+        `remaining_s` what is left until the call's deadline."""
         arrival = Arrival(time.monotonic())
         try:
             caller = self._door.identify(metadata)

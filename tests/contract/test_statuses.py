@@ -10,7 +10,7 @@ from tests.fuzz.statuses import COMMON, NO_REASON, documented
 
 def test_every_rpc_has_its_statuses() -> None:
     rpcs = {rpc.name for rpc in inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods}
-    assert set(documented()) == {COMMON, "ExecutorService", *rpcs}
+    assert set(documented()) == {COMMON, "ExecutorService", "GRPCInferenceService", *rpcs}
 
 
 def test_every_reason_has_the_status_that_the_page_says() -> None:

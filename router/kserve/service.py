@@ -7,7 +7,7 @@ deadlines and drain. docs/kserve.md says what is understood.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import grpc.aio
@@ -26,6 +26,9 @@ from router.relay import Write
 from router.settings import RouterSettings
 
 SERVICE_NAME = "inference.GRPCInferenceService"
+
+# Of Triton's, those that are here in full; schedule_policy is `priority` and `timeout`.
+EXTENSIONS = ("model_configuration", "parameters", "schedule_policy")
 
 # Metadata by which a client asks for a status, which ends its stream, instead of error messages.
 STATUS_KEY = "triton_grpc_error"
@@ -93,10 +96,7 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> grpc_service_pb2.ServerMetadataResponse:
         """Says what the server is."""
         self._caller(context)
-        extensions = ("model_repository", "model_configuration", "parameters", "schedule_policy")
-        return grpc_service_pb2.ServerMetadataResponse(
-            name="inflight", version=version("inflight"), extensions=extensions
-        )
+        return grpc_service_pb2.ServerMetadataResponse(name="inflight", version=_version(), extensions=EXTENSIONS)
 
     async def ModelMetadata(
         self, request: grpc_service_pb2.ModelMetadataRequest, context: Context
@@ -188,3 +188,10 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
 def _metadata(context: Context) -> Metadata:
     """As (key, value) pairs, which a door compares and this module looks into."""
     return [(key, value) for key, value in context.invocation_metadata() or ()]
+
+
+def _version() -> str:
+    try:
+        return version("inflight")
+    except PackageNotFoundError:  # it runs from a folder of sources
+        return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,6 +103,13 @@ def test_kserve_is_imported_only_by_the_router() -> None:
     }
     assert importing
     assert not {path for path in importing if not path.startswith("router/")}
+
+
+def test_client_loads_no_kserve_messages() -> None:
+    program = "import sys, client.aio, client.sync; sys.exit(any('kserve' in name for name in sys.modules))"
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "protos" / "gen")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, env=environment, check=True, timeout=60)
 
 
 def test_scheduler_and_blocks_import_nothing_with_effects() -> None:

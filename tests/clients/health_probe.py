@@ -9,6 +9,7 @@ field 1 of the answer the status, of which 1 is SERVING.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import grpc
 
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> int:
             grpc.channel_ready_future(channel).result(timeout=CONNECT_TIMEOUT_S)
         except grpc.FutureTimeoutError:
             return EXIT_NO_CONNECTION
-        check = channel.unary_unary(CHECK)
+        check: Any = channel.unary_unary(CHECK)
         request = bytes([0x0A, len(service)]) + service if service else b""
         try:
             answer = check(request, timeout=RPC_TIMEOUT_S)

@@ -68,7 +68,8 @@ class ReflectingClient:
         parse = GetMessageClass(method.output_type).FromString
         path, serialized = f"/{service}/{rpc}", [message.SerializeToString()]
         # By the most general kind of call: on the wire they are all the same.
-        answers = self._channel.stream_stream(path, response_deserializer=parse)(iter(serialized), timeout=60)
+        stream: Any = self._channel.stream_stream(path, response_deserializer=parse)
+        answers = stream(iter(serialized), timeout=60)
         return [
             json_format.MessageToDict(answer, preserving_proto_field_name=True, descriptor_pool=self._pool)
             for answer in answers

@@ -116,6 +116,22 @@ async def test_a_stack_comes_up_writes_its_state_and_leaves_nothing(tmp_path: Pa
     assert sorted(ready) == sorted(process.name for process in state.processes)
 
 
+async def test_gateways_are_started_shown_and_ended_like_everything_else(tmp_path: Path) -> None:
+    async with LocalStack(options(tmp_path, gateways=2)) as stack:
+        state = read_state(tmp_path)
+        assert state is not None
+        by_name = {process.name: process for process in state.processes}
+        assert [name for name in by_name if name.startswith("gateway")] == ["gateway-0", "gateway-1"]
+        assert stack.gateway_addresses == (by_name["gateway-0"].address, by_name["gateway-1"].address)
+        assert not any(is_gone(process.pid) for process in state.processes)
+        # What speaks HTTP is told where; Redis does not.
+        assert [process.http_address for process in state.processes].count("") == 1
+        assert "--http-listen\0" + by_name["router-0"].http_address in about(by_name["router-0"].pid, "cmdline")
+        assert "--http-listen\0" + by_name["executor-0"].http_address in about(by_name["executor-0"].pid, "cmdline")
+        assert stack.redis_url not in about(by_name["gateway-0"].pid, "environ")
+    assert all(is_gone(process.pid) for process in state.processes)
+
+
 async def test_the_password_of_redis_is_in_no_command_line_and_in_no_readable_file(tmp_path: Path) -> None:
     async with LocalStack(options(tmp_path)) as stack:
         password = stack.redis_url.partition("@")[0].rpartition(":")[2]

@@ -219,10 +219,8 @@ class Client:
         health: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
             answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
-        except grpc.aio.AioRpcError as error:
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                return False
-            raise from_rpc_error(error) from None
+        except grpc.aio.AioRpcError:
+            return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def capacity(self, *, model: str = "", timeout: float = UNARY_TIMEOUT_S) -> Capacity:

@@ -58,6 +58,20 @@ class Chunks:
         """The tokens counted, sent last where they are asked for."""
         return self._chunk([]) | {"usage": usage_of(usages, self.ask.n)}
 
+    def with_running_usage(
+        self, chunk: dict[str, Any], prompt_tokens: Sequence[int], output_tokens: int
+    ) -> dict[str, Any]:
+        """A chunk with the tokens counted so far, where they are asked for. `prompt_tokens` of each choice."""
+        if not self.ask.includes_running_usage or chunk["usage"] is not None:
+            return chunk
+        prompts = sum(prompt_tokens[:: self.ask.n])
+        running = {
+            "prompt_tokens": prompts,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompts + output_tokens,
+        }
+        return chunk | {"usage": running}
+
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {
             "id": self.answer.name,

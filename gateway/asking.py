@@ -46,6 +46,7 @@ class Ask:
     n: int
     is_stream: bool
     include_usage: bool
+    includes_running_usage: bool = False
     renamed: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -105,7 +106,8 @@ def _ask(
     choices = tuple(_choices(requests, n, key))
     options = body.stream_options
     include_usage = options is not None and options.include_usage
-    return Ask(kind, body.model, choices, n, bool(body.stream), include_usage, renamed)
+    is_running = options is not None and options.continuous_usage_stats
+    return Ask(kind, body.model, choices, n, bool(body.stream), include_usage, is_running, renamed)
 
 
 def _check_count(num_choices: int, defaults: Defaults) -> None:

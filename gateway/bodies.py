@@ -32,6 +32,7 @@ class StreamOptions(_Body):
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool = False
 
 
 class Common(_Body):
@@ -68,6 +69,9 @@ class Common(_Body):
     def _check_stream_options(self) -> Common:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: is allowed only with stream")
+        options = self.stream_options
+        if options is not None and options.continuous_usage_stats and not options.include_usage:
+            raise ValueError("stream_options.continuous_usage_stats: is allowed only with include_usage")
         return self
 
     @field_validator("logit_bias")

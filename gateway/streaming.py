@@ -71,6 +71,7 @@ class EventStream:
         self._metrics = metrics
         self._news: asyncio.Queue[News] = asyncio.Queue(MAX_WAITING_EVENTS)
         self._usages: dict[int, Usage] = {}
+        self._prompt_tokens = [0] * len(places)
         self._has_opened = [bool(place.resume_token) for place in places]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,6 +148,7 @@ class EventStream:
                 yield f": queued, {queued.position} ahead\n\n".encode()
             case Accepted() as accepted:
                 self._name(place, accepted)
+                self._prompt_tokens[index] = accepted.prompt_tokens
                 yield from self._opening(index)
             case Delta() as delta:
                 place.num_tokens = delta.offset + delta.num_tokens
@@ -178,8 +180,10 @@ class EventStream:
         counted = self._event(self._chunks.usage(usages)) if self._chunks.ask.include_usage else b""
         return counted + DONE
 
-    def _event(self, chunk: Mapping[str, Any]) -> bytes:
-        return _event(chunk, event_id(self._chunks.answer, self._places))
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        output_tokens = sum(place.num_tokens for place in self._places)
+        told = self._chunks.with_running_usage(chunk, self._prompt_tokens, output_tokens)
+        return _event(told, event_id(self._chunks.answer, self._places))
 
     def _error(self, error: InflightError) -> ApiError:
         ask = self._chunks.ask

@@ -37,6 +37,7 @@ from client.stack.ready import wait_until_http_ready, wait_until_serving
 from client.stack.redis_server import PrivateRedis, RedisStartError
 from client.stack.state import ProcessState, RunFolderLock, StackState, read_state, remove_state, write_state
 from common.process import EXIT_BAD_SETTING, EXIT_CANNOT_LISTEN
+from common.server import ListenError, check_listen
 
 REDIS = "redis"
 EXECUTOR_SERVICE = "inflight.v1.ExecutorService"
@@ -133,6 +134,7 @@ class LocalStack:
         self._began_s = time.monotonic()
         self._lock = _lock_run_folder(self.options)
         try:
+            self._check_chosen_ports()
             self._make_certificates()
             await self._start_redis()
             await self._start_servers()
@@ -164,6 +166,21 @@ class LocalStack:
             if child in children:
                 children.remove(child)
         return child
+
+    def _check_chosen_ports(self) -> None:
+        """Whoever has such a port would be taken for our process: it answers sooner."""
+        options = self.options
+        chosen = (
+            (options.host, options.port),
+            (LOOPBACK_HOST, options.http_port),
+            (LOOPBACK_HOST, options.gateway_port),
+        )
+        for host, port in chosen:
+            try:
+                if port is not None:
+                    check_listen(f"{host}:{port}")
+            except ListenError as error:
+                raise StackError(str(error), is_setting=True) from None
 
     def _make_certificates(self) -> None:
         made = self.options.certificates

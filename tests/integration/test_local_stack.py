@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -178,6 +179,17 @@ async def test_a_port_asked_for_is_used_and_not_replaced(tmp_path: Path) -> None
     with pytest.raises(StackError, match="the port is in use") as caught:
         await LocalStack(options(tmp_path, router_args=("--behave", f"port-taken={marker}"), port=50999)).start()
     assert "127.0.0.1:50999" in str(caught.value)
+
+
+async def test_a_port_asked_for_that_another_server_has_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        news: list[Progress] = []
+        with pytest.raises(StackError, match="cannot listen on 127") as caught:
+            await LocalStack(options(tmp_path, gateways=1, gateway_port=other.getsockname()[1]), news.append).start()
+        assert caught.value.is_setting
+        assert not news
 
 
 async def test_a_second_stack_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:

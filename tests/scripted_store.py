@@ -97,7 +97,7 @@ class ScriptedStore:
     async def explain(self, request_id: str) -> Explanation | None:
         return self.explanations.get(request_id)
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self, max_lines: int = 0) -> Snapshot:
         return Snapshot((), ())
 
     def _answer(self) -> Any:

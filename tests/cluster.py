@@ -41,7 +41,7 @@ from executor.watchdog import watch
 from router.admission_file import AdmissionFile
 from router.dispatch import Dispatcher
 from router.doors import Doors
-from router.main import resume_tokens, store_settings_of
+from router.parts import resume_tokens, store_settings_of
 from router.pools import Pool, Pools
 from router.resume_secret import ResumeTokens
 from router.service import InferenceService

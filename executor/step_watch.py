@@ -66,6 +66,8 @@ class StepWatch:
         """How it is now, and then again and again what was since. Raises `RequestError`."""
         interval_s = interval_ms_of(request) / 1000
         step = self._history.newest_step
+        if request.HasField("after_iter"):
+            step = min(step, request.after_iter)
         self.num_watchers += 1
         try:
             while not self._closing.is_set():

@@ -20,10 +20,13 @@ from router.dispatch import Dispatcher
 from router.doors import Doors
 from router.executor_channels import ExecutorChannels
 from router.http_app import http_app
+from router.latencies import Latencies
+from router.observing import Listeners
 from router.pools import Pool, Pools
 from router.resume_secret import Learn, ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
+from router.stats import StatsSource
 from router.store.ledgers import Ledgers
 from router.store.settings import StoreSettings
 from router.text.tokenizer import TextModel
@@ -42,6 +45,7 @@ class RouterParts:
     ledgers: Ledgers
     tokens: ResumeTokens
     pools: Pools
+    stats: StatsSource
     service: InferenceService
     server: GrpcServer
     http: HttpPort | None
@@ -55,9 +59,12 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     router_id = settings.router_id or _default_router_id(settings.listen)
     ledgers = Ledgers(settings.redis_url.get_secret_value(), router_id, store_settings_of(settings))
     tokens = resume_tokens(settings, ledgers.learn_secret)
-    models = [Pool(name, text, _dispatcher(name, ledgers, settings, tokens)) for name, text in texts.items()]
+    latencies = Latencies(texts)
+    listeners = Listeners([latencies])
+    models = [Pool(name, text, _dispatcher(name, ledgers, settings, tokens), listeners) for name, text in texts.items()]
     pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
-    service = InferenceService(pools, settings, admission, doors.door, tokens)
+    stats = StatsSource(pools, router_id, latencies)
+    service = InferenceService(pools, settings, admission, doors.door, tokens, stats, listeners)
     server = GrpcServer([SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     return RouterParts(
@@ -68,6 +75,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         ledgers=ledgers,
         tokens=tokens,
         pools=pools,
+        stats=stats,
         service=service,
         server=server,
         http=HttpPort(http_app(registry, ())) if settings.http_listen else None,

@@ -41,11 +41,14 @@ from executor.watchdog import watch
 from router.admission_file import AdmissionFile
 from router.dispatch import Dispatcher
 from router.doors import Doors
+from router.latencies import Latencies
+from router.observing import Listeners
 from router.parts import resume_tokens, store_settings_of
 from router.pools import Pool, Pools
 from router.resume_secret import ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
+from router.stats import StatsSource
 from router.store.connection import connect
 from router.store.secret import learn_secret
 from router.store.store import AdmissionStore
@@ -164,6 +167,7 @@ class RunningRouter:
     pools: Pools
     server: GrpcServer
     service: InferenceService
+    stats: StatsSource
     tokens: ResumeTokens
     work: asyncio.Task[None]
 
@@ -292,16 +296,19 @@ async def run_router(
         settings.resume_ttl_s,
         tokens.check_again,
     )
-    pools = Pools([Pool(model, TextModel(tiny_tokenizer()), dispatcher)], name, lambda: admission.rules.variants)
+    latencies = Latencies([model])
+    pool = Pool(model, TextModel(tiny_tokenizer()), dispatcher, Listeners([latencies]))
+    pools = Pools([pool], name, lambda: admission.rules.variants)
+    stats = StatsSource(pools, name, latencies)
     server = GrpcServer(["inflight.v1.InferenceService"])
-    service = InferenceService(pools, settings, admission, Doors(settings).door, tokens)
+    service = InferenceService(pools, settings, admission, Doors(settings).door, tokens, stats, pool.listeners)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     address = await server.start("127.0.0.1:0")
     work = asyncio.create_task(_work(pools, tokens, addresses))
     async with grpc.aio.insecure_channel(address) as channel:
         try:
             yield RunningRouter(
-                address, inference_pb2_grpc.InferenceServiceStub(channel), pools, server, service, tokens, work
+                address, inference_pb2_grpc.InferenceServiceStub(channel), pools, server, service, stats, tokens, work
             )
         finally:
             await server.grpc.stop(None)

@@ -8,22 +8,25 @@ from router.store.connection import connect
 from router.store.secret import learn_secret
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
-from router.store.types import StoreEvent
+from router.store.types import StoreCall, StoreEvent
 
 OnEvent = Callable[[StoreEvent], None]
+OnCall = Callable[[StoreCall], None]
 
 
 class Ledgers:
-    """Connects at the first call. `router_id` is new at every start of the router."""
+    """Connects at the first call. `router_id` is new at every start of the router. `on_call` is told of every call of a
+    script."""
 
-    def __init__(self, url: str, router_id: str, settings: StoreSettings) -> None:
+    def __init__(self, url: str, router_id: str, settings: StoreSettings, on_call: OnCall = lambda call: None) -> None:
         self._redis = connect(url, settings)
         self._router_id = router_id
         self._settings = settings
+        self._on_call = on_call
 
     def open(self, pool: str, on_event: OnEvent) -> AdmissionStore:
         """The store of a pool."""
-        return AdmissionStore(self._redis, pool, self._router_id, self._settings, on_event)
+        return AdmissionStore(self._redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call)
 
     async def learn_secret(self, own: bytes | None) -> bytes:
         """See `router.store.secret`."""

@@ -21,6 +21,7 @@ from router.dispatch import Dispatcher
 from router.doors import Doors
 from router.executor_channels import ExecutorChannels
 from router.http_app import http_app
+from router.latencies import Latencies
 from router.looked_up import LookedUpMetrics
 from router.metrics import RouterMetrics
 from router.observing import Listeners
@@ -28,6 +29,7 @@ from router.pools import Pool, Pools
 from router.resume_secret import Learn, ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
+from router.stats import StatsSource
 from router.store.ledgers import Ledgers
 from router.store.settings import StoreSettings
 from router.store.types import StoreCall
@@ -48,6 +50,7 @@ class RouterParts:
     ledgers: Ledgers
     tokens: ResumeTokens
     pools: Pools
+    stats: StatsSource
     service: InferenceService
     server: GrpcServer
     tracing: Tracing
@@ -61,8 +64,8 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     doors = Doors(settings)
     router_id = settings.router_id or _default_router_id(settings.listen)
     tracing = open_tracing("router", router_id, settings.otlp_endpoint)
-    metrics = RouterMetrics(registry, texts)
-    listeners = Listeners([metrics], RequestTracer(tracing.tracer) if tracing.is_on else None)
+    metrics, latencies = RouterMetrics(registry, texts), Latencies(texts)
+    listeners = Listeners([metrics, latencies], RequestTracer(tracing.tracer) if tracing.is_on else None)
 
     def store_called(call: StoreCall) -> None:
         metrics.store_called(call)
@@ -73,7 +76,8 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     tokens = resume_tokens(settings, ledgers.learn_secret)
     models = [Pool(name, text, _dispatcher(name, ledgers, settings, tokens), listeners) for name, text in texts.items()]
     pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
-    service = InferenceService(pools, settings, admission, doors.door, tokens, listeners, tracing.tracer)
+    stats = StatsSource(pools, router_id, latencies)
+    service = InferenceService(pools, settings, admission, doors.door, tokens, stats, listeners, tracing.tracer)
     server = GrpcServer([SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     return RouterParts(
@@ -84,6 +88,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         ledgers=ledgers,
         tokens=tokens,
         pools=pools,
+        stats=stats,
         service=service,
         server=server,
         tracing=tracing,

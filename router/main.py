@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_with_settings(argv: Sequence[str]) -> int:
     settings = load(RouterSettings, "inflight router", argv)
-    start_logging("router", settings.log_level)
+    start_logging("router", settings.log_level, settings.log_format)
     for line in describe(settings):
         log.info("setting %s", line)
     for listen in (settings.listen, settings.health_listen, settings.http_listen):
@@ -84,6 +84,7 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     await router.ledgers.aclose()
     if router.http is not None:
         await router.http.stop()
+    await router.tracing.aclose()
     if not work.cancelled() and work.exception() is not None:
         log.error("the router failed", exc_info=work.exception())
         return EXIT_FAILED

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from common.http_port import HttpPort
 from common.server import GrpcServer
 from common.tls import TlsFiles
+from common.tracing import Tracing, open_tracing
 from router.admission_file import AdmissionFile
 from router.client_port import connection_limits_of, open_tls
 from router.dispatch import Dispatcher
@@ -22,6 +23,7 @@ from router.doors import Doors
 from router.executor_channels import ExecutorChannels
 from router.http_app import http_app
 from router.kserve import service as kserve
+from router.latencies import Latencies
 from router.looked_up import LookedUpMetrics
 from router.metrics import RouterMetrics
 from router.observing import Listeners
@@ -29,9 +31,12 @@ from router.pools import Pool, Pools
 from router.resume_secret import Learn, ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
+from router.stats import StatsSource
 from router.store.ledgers import Ledgers
 from router.store.settings import StoreSettings
+from router.store.types import StoreCall
 from router.text.tokenizer import TextModel
+from router.tracing import RequestTracer, trace_store_calls
 
 SERVICE_NAME = "inflight.v1.InferenceService"
 
@@ -47,8 +52,10 @@ class RouterParts:
     ledgers: Ledgers
     tokens: ResumeTokens
     pools: Pools
+    stats: StatsSource
     service: InferenceService
     server: GrpcServer
+    tracing: Tracing
     http: HttpPort | None
 
 
@@ -58,14 +65,21 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     tls, channels = open_tls(settings), ExecutorChannels.of(settings)
     doors = Doors(settings)
     router_id = settings.router_id or _default_router_id(settings.listen)
-    metrics = RouterMetrics(registry, texts)
-    listeners = Listeners([metrics])
+    tracing = open_tracing("router", router_id, settings.otlp_endpoint)
+    metrics, latencies = RouterMetrics(registry, texts), Latencies(texts)
+    listeners = Listeners([metrics, latencies], RequestTracer(tracing.tracer) if tracing.is_on else None)
+
+    def store_called(call: StoreCall) -> None:
+        metrics.store_called(call)
+        trace_store_calls(tracing.tracer, call)
+
     redis_url = settings.redis_url.get_secret_value()
-    ledgers = Ledgers(redis_url, router_id, store_settings_of(settings), metrics.store_called)
+    ledgers = Ledgers(redis_url, router_id, store_settings_of(settings), store_called)
     tokens = resume_tokens(settings, ledgers.learn_secret)
     models = [Pool(name, text, _dispatcher(name, ledgers, settings, tokens), listeners) for name, text in texts.items()]
     pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
-    service = InferenceService(pools, settings, admission, doors.door, tokens, listeners)
+    stats = StatsSource(pools, router_id, latencies)
+    service = InferenceService(pools, settings, admission, doors.door, tokens, stats, listeners, tracing.tracer)
     server = GrpcServer([SERVICE_NAME, kserve.SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     kserve_service = kserve.KServeService(pools, doors.door, service, settings)
@@ -78,8 +92,10 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         ledgers=ledgers,
         tokens=tokens,
         pools=pools,
+        stats=stats,
         service=service,
         server=server,
+        tracing=tracing,
         http=HttpPort(http_app(registry, (), LookedUpMetrics(registry, models).refresh))
         if settings.http_listen
         else None,

@@ -13,13 +13,14 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any
 
 import grpc.aio
 from inflight.v1 import executor_pb2, inference_pb2, inference_pb2_grpc
+from opentelemetry.trace import NoOpTracer, Span, Tracer
 
-from common.errors import RequestError
+from common.errors import Reason, RequestError
 from router.admission_file import AdmissionFile
 from router.admit import (
     AdmittedRequest,
@@ -45,8 +46,10 @@ from router.relay import Relay, Write
 from router.resume_secret import ResumeTokens
 from router.resumed_places import check_place, resumed_place
 from router.settings import RouterSettings
+from router.stats import StatsSource
 from router.store.types import NO_LIMITS, Adopted, Queued, RequestState
 from router.streams import RequestStream
+from router.tracing import call_span
 from router.validation import (
     fit_tokens,
     validate_detokenize,
@@ -84,10 +87,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         admission: AdmissionFile,
         door: Door,
         tokens: ResumeTokens,
+        stats: StatsSource,
         listeners: Listeners = NOBODY,
+        tracer: Tracer | None = None,
     ) -> None:
         self._pools = pools
         self._listeners = listeners
+        self._stats = stats
+        self._tracer = tracer or NoOpTracer()
         self._door = door
         self._settings = settings
         self._admission = admission
@@ -115,12 +122,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             log.warning("drain: %d streams still run; they are left to other routers", self._num_streams)
         for dispatcher in dispatchers:
             dispatcher.leave_running()
+        self._stats.close()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
         write = writer(context, inference_pb2.GenerateResponse)
-        metadata = tuple(context.invocation_metadata() or ())
-        await self.generate(request, metadata, write, context.time_remaining())
+        await self.generate(request, metadata_of(context), write, context.time_remaining())
 
     @property
     def is_draining(self) -> bool:
@@ -136,7 +143,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             caller = self._door.identify(metadata)
             authorize(request, caller)
-            with self._serving():
+            with self._serving(), self._span("generate", metadata):
                 await self._generate(request, caller, self._patient(write), remaining_s, arrival)
         except RequestError as error:
             if arrival.is_refused:
@@ -177,7 +184,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         spec = validate_generate(request, limits, seed_chooser(request))
         names = names_of(request)
         allowed = tenant_limits(names.tenant, self._admission.rules)
-        fitted = fit_tokens(await encode(pool.text, spec.prompt), spec, limits)
+        with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
+            prompt_ids = await encode(pool.text, spec.prompt)
+        fitted = fit_tokens(prompt_ids, spec, limits)
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
         return admit(fitted, names, request.model, allowed, deadlines, arrived, pool, self._tokens)
 
@@ -222,15 +231,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             pool.dispatcher.leave(stream, relay.reader, grace_s)
 
+    def _span(self, call: str, metadata: Metadata) -> AbstractContextManager[Span]:
+        return call_span(self._tracer, f"inflight.{call}", metadata)
+
     def _caller(self, context: Context) -> Caller:
         """Who calls. Raises `RequestError` where the door does not know."""
-        return self._door.identify(tuple(context.invocation_metadata() or ()))
+        return self._door.identify(metadata_of(context))
 
     def _pool_of(self, model: str, caller: Caller) -> Pool:
         return self._pools.find(model_of(caller, model), seen=caller.models)
-
-    def _seen_by(self, caller: Caller) -> list[str]:
-        return [name for name in (*self._pools.by_name, *self._pools.variants) if sees_model(caller, name)]
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
@@ -250,7 +259,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Continues the stream of a request of any router."""
         named_id, pool = self._claims.claim_by_token(request.request_id, request.resume_token, self._caller(context))
         place = resumed_place(request)
-        with self._serving():
+        with self._serving(), self._span("resume", metadata_of(context)):
             stream = await pool.dispatcher.find(named_id)
             if stream is None:
                 stream = await pool.dispatcher.resume(named_id, functools.partial(self._open_attached, pool))
@@ -332,21 +341,35 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetCapacityResponse:
         """Says what every executor of the caller's models holds and what waits; never whose it is."""
         caller = self._caller(context)
-        wanted = [model_of(caller, request.model)] if request.model else self._seen_by(caller)
-        pools = {pool.name: pool for name in wanted for pool in self._pools.find_all(name, caller.models)}
         response = inference_pb2.GetCapacityResponse()
-        for _, pool in sorted(pools.items()):
+        for pool in self._pools.seen_by(caller, request.model):
             add_capacity(response, pool, await pool.dispatcher.snapshot())
+        names = self._pools.names_seen_by(caller, request.model)
         for name, variants in sorted(self._pools.variants.items()):
-            if name in wanted:
+            if name in names:
                 response.variants.extend(self._meters.to_proto(name, variants))
         return response
+
+    async def GetStats(self, request: inference_pb2.GetStatsRequest, context: Context) -> None:
+        """Tells again and again how everything stands, until the caller goes, is let in no longer, or the router
+        stops."""
+        caller = self._caller(context)
+        async with aclosing(self._stats.watch(request, caller)) as stats:
+            async for response in stats:
+                if self._caller(context) != caller:
+                    raise RequestError(Reason.UNAUTHENTICATED, "what the caller may see has changed; call again")
+                await context.write(response)
 
 
 def sticky_key(request: inference_pb2.GenerateRequest) -> str:
     """By what a request keeps to one of several models: its session, else its tenant, else itself."""
     own = request.idempotency_key or request.request_id
     return request.session_id or request.tenant or own or secrets.token_hex(8)
+
+
+def metadata_of(context: Context) -> Metadata:
+    """The metadata of a call."""
+    return tuple(context.invocation_metadata() or ())
 
 
 def writer(

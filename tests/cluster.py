@@ -27,6 +27,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from common.server import GrpcServer
+from common.tracing import NO_TRACING, Tracing
 from executor.blocks import BlockPool
 from executor.engine import Engine
 from executor.engine_output import EngineOutput
@@ -44,6 +45,7 @@ from router.pools import Pools
 from router.resume_secret import ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
+from router.stats import StatsSource
 from router.text.tokenizer import TextModel
 from tests.fake_device import VOCABULARY_SIZE, FakeDevice
 
@@ -176,6 +178,11 @@ class RunningRouter:
         return self.parts.server
 
     @property
+    def stats(self) -> StatsSource:
+        """How everything stands."""
+        return self.parts.stats
+
+    @property
     def tokens(self) -> ResumeTokens:
         """Its resume tokens."""
         return self.parts.tokens
@@ -204,6 +211,7 @@ async def start_executor(
     *,
     keeping: Keeping | None = None,
     watchdog_s: float | None = None,
+    tracing: Tracing = NO_TRACING,
 ) -> RunningExecutor:
     """Starts an executor on a free port, or on the port given; without `watchdog_s` it may stand still."""
     loop = asyncio.get_running_loop()
@@ -228,7 +236,7 @@ async def start_executor(
     device = BrakedDevice(FakeDevice(pool), brake)
     engine = Engine(scheduler, device, publish, lambda error: None, overlap=shape.overlap)
     identity = _identity(name, model, shape, generation, limits)
-    service = ExecutorService(identity, engine, keeping)
+    service = ExecutorService(identity, engine, keeping, tracing=tracing)
     server = GrpcServer(["inflight.v1.ExecutorService"])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(f"127.0.0.1:{port}")

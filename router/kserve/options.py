@@ -19,6 +19,7 @@ from common.errors import FieldViolation, RequestError, invalid
 from router.kserve.tensors import BYTES, Tensor
 
 SAMPLING_PARAMETERS = "sampling_parameters"
+MAX_JSON_BYTES = 2**20
 
 Value = bool | int | float | tuple[int, ...] | tuple[bytes, ...]
 
@@ -183,6 +184,8 @@ def wrong(called: str, text: str) -> RequestError:
 def _parsed(tensor: Tensor, called: str) -> Iterator[tuple[str, Any]]:
     """The keys and values of vLLM's JSON. Its null says that a value is not given."""
     (text,) = _texts(tensor, called) or (b"{}",)
+    if len(text) > MAX_JSON_BYTES:
+        raise wrong(called, f"has {len(text)} bytes; at most {MAX_JSON_BYTES} are allowed")
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -211,6 +214,9 @@ def _of_tensor(kind: Kind, tensor: Tensor, called: str) -> Value:
     """A tensor's value: one element, or all of them where there can be several."""
     if (kind is Kind.TEXTS) is not (tensor.datatype == BYTES):
         raise wrong(called, f"is of type {tensor.datatype}; must be {'BYTES' if kind is Kind.TEXTS else 'of numbers'}")
+    if kind is Kind.INTS and "INT" in tensor.datatype:
+        # There can be a million of them.
+        return tuple(one for one in tensor.elements if isinstance(one, int))
     if kind in (Kind.TEXTS, Kind.INTS):
         return _of_anything(kind, list(tensor.elements), called)
     if len(tensor.elements) != 1:

@@ -54,6 +54,9 @@ CONTENTS_FIELDS = {
 
 LENGTH = struct.Struct("<I")
 
+# Of one tensor: more than any model's context, and few enough to be read within a moment: everybody waits meanwhile.
+MAX_ELEMENTS = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -117,13 +120,16 @@ def _contents(sent: grpc_service_pb2.ModelInferRequest.InferInputTensor) -> tupl
     others = sorted(field.name for field, _ in sent.contents.ListFields() if field.name != own)
     if others:
         raise _wrong(sent.name, f"is of type {sent.datatype}, and its elements are in {', '.join(others)}")
-    return () if own is None else tuple(getattr(sent.contents, own))
+    elements = () if own is None else getattr(sent.contents, own)
+    _check_count(sent.name, len(elements))
+    return tuple(elements)
 
 
 def _numbers(name: str, datatype: str, raw: bytes) -> tuple[Element, ...]:
     kind = np.dtype(NUMPY_TYPES[datatype])
     if len(raw) % kind.itemsize:
         raise _wrong(name, f"has {len(raw)} bytes, and an element of type {datatype} takes {kind.itemsize}")
+    _check_count(name, len(raw) // kind.itemsize)
     return tuple(np.frombuffer(raw, dtype=kind).tolist())
 
 
@@ -139,7 +145,13 @@ def _split(name: str, raw: bytes) -> tuple[Element, ...]:
             raise _wrong(name, f"has an element of {length} bytes, of which {len(raw) - begin} are there")
         elements.append(raw[begin : begin + length])
         begin += length
+        _check_count(name, len(elements))
     return tuple(elements)
+
+
+def _check_count(name: str, num_elements: int) -> None:
+    if num_elements > MAX_ELEMENTS:
+        raise _wrong(name, f"has too many elements; at most {MAX_ELEMENTS} are allowed")
 
 
 def _wrong(name: str, text: str) -> Exception:

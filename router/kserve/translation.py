@@ -17,7 +17,7 @@ from inflight.kserve import grpc_service_pb2
 from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import FieldViolation, RequestError, not_implemented
-from router.kserve.options import OPTIONS, Given, Kind, parameter_values, read_options, wrong
+from router.kserve.options import OPTION_OF, OPTIONS, Given, Kind, parameter_values, read_options, wrong
 from router.kserve.tensors import decode_inputs
 
 MAX_ID_CHARACTERS = 256
@@ -77,11 +77,19 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """One request: what is generated and how it is answered. `client_names` are of the fields of `generate`."""
+    """One request: what is generated, how it is answered, and what its client gave."""
 
     generate: inference_pb2.GenerateRequest
     wanted: Wanted
-    client_names: Mapping[str, str]
+    given: Given
+
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        """What the client calls the fields of `generate`."""
+        called = self.given.name_of
+        names = {option.field: called(option.names[0]) for option in OPTIONS if option.field}
+        others = ("stopping.stop", "stop_words"), ("sampling.bad_words", "bad_words"), ("sampling.top_k", "top_k")
+        return {**names, **{field: called(own) for field, own in others}, **OWN_NAMES}
 
 
 def translate(request: grpc_service_pb2.ModelInferRequest) -> Inference:
@@ -110,7 +118,7 @@ def translate(request: grpc_service_pb2.ModelInferRequest) -> Inference:
     )
     generate.output.text = TEXT_OUTPUT in wanted.outputs
     generate.output.token_ids = OUTPUT_IDS in wanted.outputs
-    return Inference(generate, wanted, _client_names(given))
+    return Inference(generate, wanted, given)
 
 
 def check_version(called: str, version: str) -> None:
@@ -137,14 +145,6 @@ def _renamed(path: str, client_names: Mapping[str, str]) -> str:
         if path == field or path.startswith(f"{field}["):
             return name + path.removeprefix(field)
     return path
-
-
-def _client_names(given: Given) -> dict[str, str]:
-    names = {option.field: given.name_of(option.names[0]) for option in OPTIONS if option.field}
-    names["stopping.stop"] = given.name_of("stop_words")
-    names["sampling.bad_words"] = given.name_of("bad_words")
-    names["sampling.top_k"] = given.name_of("top_k")
-    return {**names, **OWN_NAMES}
 
 
 def _read_protocol_parameters(parameters: dict[str, Any], generate: inference_pb2.GenerateRequest) -> bool:
@@ -194,9 +194,9 @@ def _set_prompt(given: Given, generate: inference_pb2.GenerateRequest) -> None:
 
 def _set_fields(given: Given, generate: inference_pb2.GenerateRequest) -> None:
     """The options whose values a GenerateRequest takes as they are."""
-    for option in OPTIONS:
-        own = option.names[0]
-        if not option.field or own not in given.values:
+    for own in given.values:
+        option = OPTION_OF[own]
+        if not option.field:
             continue
         path, _, name = option.field.rpartition(".")
         parent = attrgetter(path)(generate) if path else generate

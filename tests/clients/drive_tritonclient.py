@@ -228,7 +228,7 @@ def cancelled_call(client: Any, model: str) -> Any:
 
 def timed_out(client: Any, model: str) -> Any:
     """Triton's timeout, in microseconds, ends a request."""
-    return response(client.infer(model, text_inputs(PROMPTS[0], 900, stream=False), timeout=20_000))
+    return response(client.infer(model, text_inputs(PROMPTS[0], 900, stream=False), timeout=100_000))
 
 
 def asynchronously(address: str, model: str) -> Any:

@@ -15,6 +15,7 @@ from common.errors import RequestError
 from router.kserve.tensors import (
     BYTES,
     CONTENTS_FIELDS,
+    MAX_ELEMENTS,
     NUMPY_TYPES,
     Element,
     Tensor,
@@ -128,3 +129,14 @@ def test_what_does_not_fit_is_said() -> None:
     request = by_raw(one)
     request.inputs[0].parameters["shared_memory_region"].string_param = "r"
     assert "has parameters (shared_memory_region)" in refusal(request)
+
+
+def test_tensor_of_too_many_elements_is_refused_before_it_is_read() -> None:
+    for datatype, size in (("INT8", 1), ("BYTES", 4)):
+        request = grpc_service_pb2.ModelInferRequest(raw_input_contents=[bytes(size * (MAX_ELEMENTS + 1))])
+        request.inputs.add(name="x", datatype=datatype, shape=[MAX_ELEMENTS + 1])
+        assert refusal(request) == f"inputs[x]: has too many elements; at most {MAX_ELEMENTS} are allowed"
+    request = grpc_service_pb2.ModelInferRequest()
+    sent = request.inputs.add(name="x", datatype="BOOL", shape=[MAX_ELEMENTS + 1])
+    sent.contents.bool_contents.extend([True] * (MAX_ELEMENTS + 1))
+    assert "too many elements" in refusal(request)

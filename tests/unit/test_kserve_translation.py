@@ -156,6 +156,7 @@ def test_answer_is_what_outputs_and_flags_ask_for() -> None:
         ((PROMPT, vllm(skip_special_tokens=False)), {}, "text with special tokens is not implemented"),
         ((PROMPT, one("sampling_parameters", BYTES, b"[" * 100_000)), {}, "is no JSON"),
         ((PROMPT, one("sampling_parameters", BYTES, b"[]")), {}, "must be a JSON object"),
+        ((PROMPT, one("sampling_parameters", BYTES, b" " * 2**21)), {}, "has 2097152 bytes"),
         (
             (PROMPT, vllm(max_tokens=3), one("max_tokens", "INT32", 4)),
             {},

@@ -77,7 +77,7 @@ def test_every_alert_has_a_runbook_that_is_there() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning")
 
 
-def test_panels_lie_beside_each_other_and_use_the_chosen_data_source() -> None:
+def test_panels_lie_beside_each_other_and_read_from_the_chosen_source() -> None:
     places = [panel["gridPos"] for panel in panels()]
     cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
     assert len(set(cells)) == len(cells)

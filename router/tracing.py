@@ -19,7 +19,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer
 
 from common.errors import Reason, RequestError
-from common.tracing import context_in, traceparent_of, unix_ns
+from common.trace_context import context_in, traceparent_of, unix_ns
 from router.metrics import PROVIDER
 from router.observing import PlacedAt, RequestEnd, RequestFacts
 from router.store.types import StoreCall

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from client.aio import Client
 from client.errors import InflightError
 from common.errors import Reason
 from common.settings import SettingError
-from common.tracing import Tracing, open_tracing, traceparent_of
+from common.trace_context import traceparent_of
+from common.tracing import Tracing, open_tracing
 from router.settings import RouterSettings
 from tests.cluster import ExecutorShape, run_router, start_executor, until_ready
 from tests.collector import CollectedSpan, Collector, run_collector
@@ -139,3 +142,14 @@ def test_without_an_endpoint_nothing_is_recorded() -> None:
     tracing = open_tracing("router", "r", "")
     assert not tracing.is_on
     assert traceparent_of(tracing.tracer.start_span("x")) == ""
+
+
+def test_without_the_sdk_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(SettingError, match=r"--otlp-endpoint .* pip install 'inflight\[otel\]'"):
+        open_tracing("router", "r", "http://127.0.0.1:4317")
+
+
+def test_client_library_loads_no_more_than_the_api() -> None:
+    program = "import sys, client.aio; sys.exit(any(m.startswith('opentelemetry.sdk') for m in sys.modules))"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

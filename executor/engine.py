@@ -237,7 +237,7 @@ class Engine:
         if not (plan.swaps_out or plan.swaps_in):
             # What copies take would pass for what the rows take.
             self._step_time.observe(StepLoad.of(plan), seconds)
-        return self._scheduler.update(StepResult(plan, sampled_ids))
+        return self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs()))
 
     def _status(self) -> EngineStatus:
         scheduler = self._scheduler

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from inflight.v1 import executor_pb2
 
-from executor.sequence import FinishReason
+from executor.sequence import FinishReason, TokenLogprobs
 
 # A hundred ends per second for nearly three minutes. More come only of cancels that storm, and nobody comes back for
 # those.
@@ -26,6 +27,9 @@ MAX_ENDED_BYTES = 128 << 20
 RECORD_BYTES = 1750
 PROMPT_TOKEN_BYTES = 7
 OUTPUT_TOKEN_BYTES = 4
+# Of a token's log probabilities, and of each of the likeliest tokens in it: an id, a float, and their places in tuples.
+LOGPROBS_BYTES = 250
+TOP_LOGPROB_BYTES = 72
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +66,15 @@ class Ended:
     stop_token_id: int | None
     error: str
     ended_s: float
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """About what it takes."""
         submit = self.placed.submit
         token_bytes = PROMPT_TOKEN_BYTES * len(submit.prompt_ids) + OUTPUT_TOKEN_BYTES * len(self.output_ids)
-        return RECORD_BYTES + token_bytes + len(submit.router_context)
+        logprobs_bytes = len(self.logprobs) * (LOGPROBS_BYTES + TOP_LOGPROB_BYTES * submit.num_top_logprobs)
+        return RECORD_BYTES + token_bytes + logprobs_bytes + len(submit.router_context)
 
 
 class EndedSequences:

@@ -257,7 +257,7 @@ class Engine:
         if not (plan.swaps_out or plan.swaps_in):
             # What copies take would pass for what the rows take.
             self._step_time.observe(StepLoad.of(plan), times.busy_s)
-        return self._scheduler.update(StepResult(plan, sampled_ids)), times
+        return self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs())), times
 
     def _read(self, step: PendingStep) -> tuple[int, ...]:
         try:

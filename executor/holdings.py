@@ -75,6 +75,7 @@ class Holding:
             stop_token_id=event.stop_token_id,
             error=event.error,
             ended_s=now_s,
+            logprobs=self.sequence.logprobs,
         )
 
 

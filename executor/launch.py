@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
-from executor.sequence import StepPlan
+from executor.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 
 
 class PendingStep(Protocol):
@@ -28,6 +29,10 @@ class PendingStep(Protocol):
         """
         ...
 
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """Log probabilities of the rows that report them, by number of the row that samples; behind `result`."""
+        ...
+
 
 class FailedStep:
     """A step that could not be launched."""
@@ -39,6 +44,10 @@ class FailedStep:
     def result(self) -> tuple[int, ...]:
         """Raises."""
         raise self._error
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """None: nothing was computed."""
+        return NO_LOGPROBS
 
 
 class StepRunner(Protocol):

@@ -25,6 +25,7 @@ from executor.attention.cpu import CpuAttention
 from executor.batch import StepBatch
 from executor.decoder_weights import DecoderWeights, read_decoder
 from executor.gguf_import import import_gguf
+from executor.logprobs import StepLogprobs, step_logprobs
 from executor.model_files import check_weights, read_generation_defaults
 from executor.model_support import check_configuration, check_network
 from executor.native.decoder import NativeDecoder, form_of, why_not
@@ -168,11 +169,17 @@ class PagedModel:
             ).logits
             return logits[0].float()
 
-    def step(self, batch: StepBatch, sampling: SamplingBatch) -> Tensor:
-        """Computes the batch and chooses the next tokens; returns their ids `[R]` int64, on the model's device."""
-        if self.native is not None and sampling.is_greedy:
-            return self.native.greedy(batch, self._kv)
+    def step(self, batch: StepBatch, sampling: SamplingBatch) -> tuple[Tensor, StepLogprobs | None]:
+        """Computes the batch and chooses the next tokens; returns their ids `[R]` int64, on the model's device, and the
+        log probabilities that rows report."""
+        if self.native is not None and sampling.is_greedy and not sampling.reporting:
+            return self.native.greedy(batch, self._kv), None
         logits = self.forward(batch)
+        sampled_ids = self._choose(logits, sampling)
+        logprobs = step_logprobs(logits, sampled_ids, sampling.reporting) if sampling.reporting else None
+        return sampled_ids, logprobs
+
+    def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
         if sampling.is_greedy:
             return logits.argmax(-1)
         if self._sampler is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,9 +19,10 @@ from executor.batch import StepBatch, StepPacker
 from executor.host_tier import open_host_tier
 from executor.launch import PendingStep
 from executor.limits import SchedulerLimits
+from executor.logprobs import StepLogprobs
 from executor.model import PagedModel
 from executor.sampling_batch import SamplingBatch, SamplingColumns
-from executor.sequence import StepPlan
+from executor.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 
 
 class LaunchedStep:
@@ -34,6 +36,7 @@ class LaunchedStep:
         self.began_s = 0.0
         self.ended_s = 0.0
         self.marks: GpuMarks | None = None
+        self.reported: StepLogprobs | None = None
         self._outcome: queue.SimpleQueue[Tensor | BaseException] = queue.SimpleQueue()
 
     def settle(self, outcome: Tensor | BaseException) -> None:
@@ -48,6 +51,10 @@ class LaunchedStep:
         if self.marks is not None:
             self.began_s, self.ended_s = self.marks.wait()
         return tuple(outcome.tolist())
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """See `PendingStep`."""
+        return NO_LOGPROBS if self.reported is None else self.reported.read()
 
 
 class GpuMarks:
@@ -133,6 +140,8 @@ class ModelRunner:
         sampled_ids = self._compute(step, sampled_before)
         on_host = torch.empty(sampled_ids.shape, dtype=sampled_ids.dtype, pin_memory=True)
         on_host.copy_(sampled_ids, non_blocking=True)
+        if step.reported is not None:
+            step.reported = step.reported.start_copy()
         marks.end()
         step.settle(on_host)
         return sampled_ids, marks
@@ -144,4 +153,5 @@ class ModelRunner:
             batch.resolve(sampled_before)
         if self._host_tier is not None:
             self._host_tier.swap(step.swaps_out, step.swaps_in)
-        return self._model.step(batch, step.sampling)
+        sampled_ids, step.reported = self._model.step(batch, step.sampling)
+        return sampled_ids

@@ -24,7 +24,8 @@ class SamplingBatch:
     """Columns of the R rows that sample, as our C++ sampler wants them: each is contiguous.
 
     The ids that cannot come out of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that
-    every row takes its largest logit and nothing is banned.
+    every row takes its largest logit and nothing is banned. `reporting` are the rows that report log probabilities,
+    each with the number of likeliest tokens that it wants.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -35,6 +36,7 @@ class SamplingBatch:
     banned_starts: npt.NDArray[np.int32]  # [R + 1]
     banned_ids: npt.NDArray[np.int32]
     is_greedy: bool
+    reporting: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[SampleRow]) -> SamplingBatch:
@@ -80,6 +82,8 @@ class SamplingColumns:
         self._prompt_length = np.zeros(num_seats, np.int64)
         # Seats that may not stop yet when they board. Most never are in here.
         self._restrained: dict[int, Sequence] = {}
+        # Seats that report log probabilities, and how many of the likeliest tokens.
+        self._reporting: dict[int, int] = {}
 
     def select(self, plan: StepPlan, batch: StepBatch) -> SamplingBatch:
         """The columns of the rows that sample. Plans come in the order in which they are made."""
@@ -99,6 +103,7 @@ class SamplingColumns:
             banned_starts=banned_starts,
             banned_ids=banned_ids,
             is_greedy=len(banned_ids) == 0 and not temperature.any(),
+            reporting=self._reporting_rows(seats),
         )
 
     def _board(self, sequence: Sequence) -> None:
@@ -112,6 +117,15 @@ class SamplingColumns:
         self._restrained.pop(seat, None)
         if sequence.stopping.min_tokens > 1 and sequence.stopping.stop_token_ids:
             self._restrained[seat] = sequence
+        self._reporting.pop(seat, None)
+        if sequence.num_top_logprobs is not None:
+            self._reporting[seat] = sequence.num_top_logprobs
+
+    def _reporting_rows(self, seats: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
+        if not self._reporting:
+            return ()
+        rows = ((row, self._reporting.get(seat)) for row, seat in enumerate(seats.tolist()))
+        return tuple((row, num_top) for row, num_top in rows if num_top is not None)
 
     def _banned(
         self, seats: npt.NDArray[np.int32], output_index: npt.NDArray[np.int64]

@@ -145,6 +145,7 @@ class Scheduler:
     def update(self, result: StepResult) -> StepOutcome:
         """Retires the oldest plan: appends the sampled tokens, publishes full blocks, decides who gets off."""
         plan = self._land(result.plan)
+        result.keep_logprobs()
         num_sampling = sum(plan.samples)
         assert len(result.sampled_ids) == num_sampling, f"{len(result.sampled_ids)} tokens for {num_sampling} rows"
         sampled_ids = iter(result.sampled_ids)

@@ -8,9 +8,10 @@ retired hundreds of times per second. Nothing here knows of time, devices or gRP
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from executor.step_bounds import StepConstraint
@@ -48,6 +49,18 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely a token was, as a natural logarithm, and the likeliest tokens in its place, likeliest first."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+NO_LOGPROBS: Mapping[int, TokenLogprobs] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
 class HostCopy:
     """The KV of a preempted sequence in host memory: `host_blocks[i]` holds what block `first_index + i` of its table
     held. Together with the blocks before, of which others hold a reference, that is the KV of `num_computed` tokens."""
@@ -71,6 +84,9 @@ class Sequence:
     `arrival` counts who came in. The rest is of who was preempted: `num_lost_tokens` had their KV when that happened
     last, `host_copy` is what is left of it, and it has been away for `num_steps_away`. For `num_twin_steps` it waited
     for the prefix that another computes.
+
+    With `num_top_logprobs` the likeliest so many tokens are reported with each token that is sampled here, by offset in
+    `logprobs`. None reports nothing.
     """
 
     request_id: str
@@ -97,6 +113,8 @@ class Sequence:
     num_steps_away: int = 0
     host_copy: HostCopy | None = None
     num_twin_steps: int = 0
+    num_top_logprobs: int | None = None
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -184,10 +202,20 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the device returned: the sampled token ids of the rows that sample, in the order of the plan's rows."""
+    """What the device returned: the sampled token ids of the rows that sample, in the order of the plan's rows, and by
+    number of such a row the log probabilities of those that report them."""
 
     plan: StepPlan
     sampled_ids: tuple[int, ...]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+
+    def keep_logprobs(self) -> None:
+        """Leaves them with their sequences, which do not have the tokens yet."""
+        if not self.logprobs:
+            return
+        sampling = [s for s, samples in zip(self.plan.sequences, self.plan.samples, strict=True) if samples]
+        for row, values in self.logprobs.items():
+            sampling[row].logprobs[sampling[row].num_output_tokens] = values
 
 
 @dataclass(slots=True)

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 
 from inflight.v1 import executor_pb2, types_pb2
@@ -21,7 +23,7 @@ from inflight.v1 import executor_pb2, types_pb2
 from common.errors import Reason, RequestError
 from executor.admission import Refusal
 from executor.ended import Ended
-from executor.sequence import FinishEvent, FinishReason, Sequence
+from executor.sequence import FinishEvent, FinishReason, Sequence, TokenLogprobs
 
 FINISH_REASON_PROTO: dict[FinishReason, types_pb2.FinishReason] = {
     FinishReason.STOP_TOKEN: types_pb2.FINISH_REASON_STOP_TOKEN,
@@ -50,6 +52,8 @@ MAX_FRAME_TOKENS = 1 << 20
 MAX_WAITING_ANSWERS = 1 << 16
 # Most tokens that wait when it may ask for more, some 400 MiB: a router that attaches has them sent again each time.
 MAX_WAITING_TOKENS = 4 * MAX_FRAME_TOKENS
+# What the log probabilities of a token take, with all the tokens that may be asked for, in tokens.
+LOGPROBS_TOKENS = 20
 
 
 class Session:
@@ -76,6 +80,8 @@ class Session:
         self._token_slots: list[int] = []
         self._token_offsets: list[int] = []
         self._token_ids: list[int] = []
+        # Of those among them that report any, in their order.
+        self._logprobs: deque[executor_pb2.SequenceLogprobs] = deque()
         # Slots that have no seat at the end of the pending frame, and had one.
         self._paused_slots: dict[int, None] = {}
         self._wake = asyncio.Event()
@@ -94,20 +100,29 @@ class Session:
     ) -> None:
         """Tells the router that it reads a sequence from now on, in a slot of its own; `output_ids` begin at
         `offset`."""
-        self._slots[sequence] = self._attach(attached, offset, output_ids)
+        self._slots[sequence] = self._attach(attached, offset, output_ids, sequence.logprobs)
 
     def replay(self, attached: executor_pb2.SequenceAttached, offset: int, ended: Ended) -> None:
         """Tells the router all there is of a sequence that has ended, from an offset on."""
-        slot = self._attach(attached, offset, ended.output_ids[offset:])
+        slot = self._attach(attached, offset, ended.output_ids[offset:], ended.logprobs)
         self._end_slot(slot, ended.reason, ended.stop_token_id, ended.error)
 
-    def _attach(self, attached: executor_pb2.SequenceAttached, offset: int, output_ids: ReadOnlyList[int]) -> int:
+    def _attach(
+        self,
+        attached: executor_pb2.SequenceAttached,
+        offset: int,
+        output_ids: ReadOnlyList[int],
+        logprobs: Mapping[int, TokenLogprobs],
+    ) -> int:
         slot = self._take_slot()
         attached.slots.append(slot)
         self._control.attached.append(attached)
         self._token_slots += [slot] * len(output_ids)
         self._token_offsets += range(offset, offset + len(output_ids))
         self._token_ids += output_ids
+        if logprobs:
+            for each, token_id in enumerate(output_ids, start=offset):
+                self._report_logprobs(slot, each, token_id, logprobs.get(each))
         self._wake.set()
         return slot
 
@@ -150,7 +165,15 @@ class Session:
         self._token_slots.append(self._slots[sequence])
         self._token_offsets.append(offset)
         self._token_ids.append(token_id)
+        if sequence.num_top_logprobs is not None:
+            self._report_logprobs(self._slots[sequence], offset, token_id, sequence.logprobs.get(offset))
         self._wake.set()
+
+    def _report_logprobs(self, slot: int, offset: int, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Output of earlier placements has none here."""
+        if logprobs is not None:
+            values = _position_logprobs(token_id, logprobs)
+            self._logprobs.append(executor_pb2.SequenceLogprobs(slot=slot, offset=offset, values=values))
 
     def finish(self, event: FinishEvent) -> None:
         """Adds the end of a sequence to the pending frame."""
@@ -184,8 +207,9 @@ class Session:
 
     @property
     def _has_too_many_tokens(self) -> bool:
-        """A slot that is given back counts as a token."""
-        return len(self._token_ids) + len(self._ended_slots) >= MAX_WAITING_TOKENS
+        """A slot that is given back counts as a token, log probabilities as what they take."""
+        num_tokens = len(self._token_ids) + len(self._ended_slots)
+        return num_tokens + LOGPROBS_TOKENS * len(self._logprobs) >= MAX_WAITING_TOKENS
 
     @property
     def _may_send_step(self) -> bool:
@@ -233,12 +257,13 @@ class Session:
 
     def _fill_step(self, step: executor_pb2.StepFrame) -> None:
         self._frame += 1
-        if len(self._token_ids) > MAX_FRAME_TOKENS:
-            self._fill_part(step)
+        count = self._num_tokens_of_frame()
+        if count < len(self._token_ids):
+            self._fill_part(step, count)
             return
         self._step.frame = self._frame
         step.CopyFrom(self._step)
-        self._add_tokens(step, len(self._token_ids))
+        self._add_tokens(step, count)
         step.paused.extend(self._paused_slots)
         self._paused_slots = {}
         self._step = executor_pb2.StepFrame()
@@ -246,17 +271,27 @@ class Session:
             heapq.heappush(self._free_slots, slot)
         self._ended_slots.clear()
 
-    def _fill_part(self, step: executor_pb2.StepFrame) -> None:
+    def _num_tokens_of_frame(self) -> int:
+        """Log probabilities leave with their tokens."""
+        if LOGPROBS_TOKENS * len(self._logprobs) > MAX_FRAME_TOKENS:
+            return min(len(self._token_ids), MAX_FRAME_TOKENS // LOGPROBS_TOKENS)
+        return min(len(self._token_ids), MAX_FRAME_TOKENS)
+
+    def _fill_part(self, step: executor_pb2.StepFrame, count: int) -> None:
         """The first of the tokens; ends come with the last of them."""
         step.frame, step.step = self._frame, self._step.step
         step.started.extend(self._step.started)
         del self._step.started[:]
-        self._add_tokens(step, MAX_FRAME_TOKENS)
+        self._add_tokens(step, count)
 
     def _add_tokens(self, step: executor_pb2.StepFrame, count: int) -> None:
         step.slots.extend(self._token_slots[:count])
         step.offsets.extend(self._token_offsets[:count])
         step.token_ids.extend(self._token_ids[:count])
+        if self._logprobs:
+            taken = set(zip(step.slots, step.offsets, strict=True))
+            while self._logprobs and (self._logprobs[0].slot, self._logprobs[0].offset) in taken:
+                step.logprobs.append(self._logprobs.popleft())
         del self._token_slots[:count], self._token_offsets[:count], self._token_ids[:count]
 
     def _take_slot(self) -> int:
@@ -264,3 +299,11 @@ class Session:
             return heapq.heappop(self._free_slots)
         self._num_slots += 1
         return self._num_slots - 1
+
+
+def _position_logprobs(token_id: int, logprobs: TokenLogprobs) -> types_pb2.PositionLogprobs:
+    top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+    return types_pb2.PositionLogprobs(
+        chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=logprobs.logprob),
+        top=[types_pb2.TokenLogprob(token_id=one, logprob=logprob) for one, logprob in top],
+    )

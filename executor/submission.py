@@ -19,6 +19,9 @@ PRIORITIES: dict[int, int] = {
 # A tenant's name, a slash and the client's own id, with room to spare.
 MAX_REQUEST_ID_CHARACTERS = 512
 
+# As OpenAI's API.
+MAX_TOP_LOGPROBS = 20
+
 # What is not built yet must be left at the value that changes nothing.
 NEUTRAL_SAMPLING = {
     "min_p": 0.0,
@@ -74,7 +77,16 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         num_reserved_blocks=submit.reserved_blocks,
         cache_salt=None if submit.cache_bypass else submit.cache_salt,
         priority=PRIORITIES.get(submit.priority, 0),
+        num_top_logprobs=_num_top_logprobs(submit),
     )
+
+
+def _num_top_logprobs(submit: executor_pb2.Submit) -> int | None:
+    if not submit.HasField("num_top_logprobs"):
+        return None
+    if submit.num_top_logprobs > MAX_TOP_LOGPROBS:
+        raise _invalid(f"num_top_logprobs must be at most {MAX_TOP_LOGPROBS}")
+    return submit.num_top_logprobs
 
 
 def _sampling(submit: executor_pb2.Submit) -> Sampling:
@@ -91,8 +103,6 @@ def _sampling(submit: executor_pb2.Submit) -> Sampling:
 def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
     if submit.num_choices > 1:
         raise _unsupported("num_choices above 1")
-    if submit.HasField("num_top_logprobs"):
-        raise _unsupported("num_top_logprobs")
     for name, neutral in NEUTRAL_SAMPLING.items():
         if submit.sampling.HasField(name) and getattr(submit.sampling, name) != neutral:
             raise _unsupported(f"sampling.{name}")

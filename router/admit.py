@@ -172,6 +172,7 @@ def open_stream(
         new_text=functools.partial(_new_text, pool.text, context, submit.stopping.min_tokens),
         wants_text=context.wants_text,
         wants_token_ids=context.wants_token_ids,
+        wants_logprobs=submit.HasField("num_top_logprobs"),
         deadlines=deadlines,
         unattended_s=None if context.detach else _ttl_s(context) or 0.0,
         kept_s=_ttl_s(context),
@@ -283,5 +284,6 @@ def _submit(fitted: FittedRequest, names: Names, context: resume_pb2.RouterConte
         cache_bypass=spec.cache_bypass,
         priority=types_pb2.PriorityClass.Name(spec.priority),
         num_choices=1,
+        num_top_logprobs=spec.output.num_top_logprobs,
         router_context=context.SerializeToString(),
     )

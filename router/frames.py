@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 
 from router.request_ids import ledger_id
+from router.request_spec import MAX_TOP_LOGPROBS
 
 # The scripts of the ledger count in doubles, which are exact up to here.
 MAX_COUNT = 2**53
@@ -133,10 +134,26 @@ def _check_step(step: executor_pb2.StepFrame, slots: Collection[int], vocabulary
     for one in step.finished:
         if one.reason not in FINISH_REASONS:
             raise FrameError(f"a sequence ends for the reason {one.reason}")
-    named = {*step.slots, *step.paused, *left, *(one.slot for one in step.started)}
+    for reported in step.logprobs:
+        _check_logprobs(reported.values, vocabulary_size)
+    named = {
+        *(one.slot for one in step.logprobs),
+        *step.slots,
+        *step.paused,
+        *left,
+        *(one.slot for one in step.started),
+    }
     unknown = [slot for slot in named if slot not in slots]
     if unknown:
         raise FrameError(f"nobody is in slot {min(unknown)}")
+
+
+def _check_logprobs(values: types_pb2.PositionLogprobs, vocabulary_size: int) -> None:
+    if len(values.top) > MAX_TOP_LOGPROBS:
+        raise FrameError(f"{len(values.top)} tokens are the likeliest at one place")
+    for one in (values.chosen, *values.top):
+        if one.token_id >= vocabulary_size or not one.logprob <= 1e-3:
+            raise FrameError(f"token {one.token_id} has the log probability {one.logprob}")
 
 
 def _check_name(what: str, name: str) -> None:

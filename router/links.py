@@ -316,6 +316,10 @@ class ExecutorLink:
             elif stream.is_suspect:
                 stream.is_suspect = False
                 self._observer.on_absolved(self, stream, attempt)
+        for one in step.logprobs:
+            stream, attempt = self._seated[one.slot]
+            if _is_current(stream, attempt):
+                stream.logprobs(one.offset, one.values)
         for slot in step.paused:
             stream, attempt = self._seated[slot]
             if _is_current(stream, attempt):

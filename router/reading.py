@@ -37,6 +37,7 @@ class Reading:
     wants_text: bool
     wants_token_ids: bool
     deadlines: Deadlines
+    wants_logprobs: bool = False
     unattended_s: float | None = 0.0
     kept_s: float | None = None
     digest: bytes = b""

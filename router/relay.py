@@ -21,6 +21,8 @@ from router.store.types import Queued
 from router.streams import End, News, RequestStream
 from router.text.output import TextStep
 
+UNKNOWN_LOGPROBS = types_pb2.PositionLogprobs()
+
 Write = Callable[[inference_pb2.StreamEvent], Awaitable[None]]
 
 
@@ -144,6 +146,9 @@ class Relay:
                 delta.text = text
             if self._reading.wants_token_ids:
                 delta.token_ids.extend(new_ids[: step.num_tokens])
+            if self._reading.wants_logprobs:
+                known_logprobs = (news.logprobs.get(offset + i, UNKNOWN_LOGPROBS) for i in range(step.num_tokens))
+                delta.logprobs.extend(known_logprobs)
             await self._send(inference_pb2.StreamEvent(delta=delta))
             if step.num_tokens and self._write is not None:
                 self._stream.record.sent(

@@ -89,12 +89,17 @@ class ResolvedStopping:
     ignore_eos: bool
 
 
+# As OpenAI's API; executors take no more either.
+MAX_TOP_LOGPROBS = 20
+
+
 @dataclass(frozen=True, slots=True)
 class OutputFlags:
-    """What the stream carries."""
+    """What the stream carries. `num_top_logprobs` None: no log probabilities."""
 
     text: bool
     token_ids: bool
+    num_top_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

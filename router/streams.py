@@ -29,6 +29,9 @@ OWN_ENDS = frozenset({types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASO
 # Of a list of ints, and of the objects around it.
 BYTES_PER_TOKEN = 8
 FIXED_BYTES = 4096
+# Of a token's log probabilities, and of each of the likeliest tokens in it.
+FIXED_LOGPROBS_BYTES = 250
+TOP_LOGPROB_BYTES = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class End:
 
 @dataclass(slots=True)
 class News:
-    """What is new since the consumer last asked. `token_ids` begin at `offset`."""
+    """What is new since the consumer last asked. `token_ids` begin at `offset`; `logprobs` are all that are known, by
+    offset."""
 
     accepted: bool
     started: bool
@@ -49,6 +53,7 @@ class News:
     queued: Queued | None
     offset: int
     token_ids: list[int]
+    logprobs: dict[int, types_pb2.PositionLogprobs]
     end: End | None
     error: RequestError | None
 
@@ -87,6 +92,7 @@ class RequestStream:
         self._submit = submit
         self._max_tokens = submit.stopping.max_tokens or math.inf
         self.output_ids: list[int] = list(prior_ids)
+        self._logprobs: dict[int, types_pb2.PositionLogprobs] = {}
         self.placement: Placement | None = None
         # Of the newest placement, the current or the last; 0 and empty before the first.
         self.attempt = 0
@@ -185,7 +191,10 @@ class RequestStream:
     @property
     def num_bytes(self) -> int:
         """About what it takes of memory."""
-        return self._submit.ByteSize() + BYTES_PER_TOKEN * len(self.output_ids) + FIXED_BYTES
+        logprobs_bytes = len(self._logprobs) * (
+            FIXED_LOGPROBS_BYTES + TOP_LOGPROB_BYTES * self._submit.num_top_logprobs
+        )
+        return self._submit.ByteSize() + BYTES_PER_TOKEN * len(self.output_ids) + logprobs_bytes + FIXED_BYTES
 
     def demand(self) -> Demand:
         """What the ledger is asked for: after earlier placements with the last attempt that is known, and after the
@@ -307,6 +316,11 @@ class RequestStream:
             self._changed.set()
         return True
 
+    def logprobs(self, offset: int, values: types_pb2.PositionLogprobs) -> None:
+        """Takes the log probabilities of a token that came before."""
+        if offset < len(self.output_ids):
+            self._logprobs.setdefault(offset, values)
+
     def pause(self) -> None:
         """It gave up its seat and waits for another. Of one that had none there is nothing to tell."""
         if self._has_been_accepted and not self._is_paused:
@@ -364,6 +378,7 @@ class RequestStream:
             self._queued,
             self._num_taken,
             self.output_ids[self._num_taken :],
+            self._logprobs,
             self._end,
             self._error,
         )

@@ -18,6 +18,7 @@ from inflight.v1 import inference_pb2, types_pb2
 from common.errors import FieldViolation, invalid
 from router.reading import Place
 from router.request_spec import (
+    MAX_TOP_LOGPROBS,
     ChatPrompt,
     FittedRequest,
     GenerateSpec,
@@ -54,6 +55,7 @@ def validate_generate(
         *_name_violations(request),
         *_prompt_violations(request, limits),
         *_sampling_violations(request.sampling),
+        *_output_violations(request.output),
         *_stopping_violations(request.stopping, limits),
         *_constraint_violations(request),
         *_service_violations(request),
@@ -71,9 +73,7 @@ def validate_generate(
         truncate_prompt_tokens=request.truncate_prompt_tokens or None,
         sampling=_resolve_sampling(request.sampling, limits.default_sampling, choose_seed),
         stopping=_resolve_stopping(request.stopping),
-        output=OutputFlags(
-            text=request.output.text if request.output.HasField("text") else True, token_ids=request.output.token_ids
-        ),
+        output=_output_flags(request.output),
         priority=request.priority or types_pb2.PRIORITY_CLASS_STANDARD,
         first_token_deadline_s=_deadline_s(request.deadlines, "first_token"),
         total_deadline_s=_deadline_s(request.deadlines, "total"),
@@ -87,6 +87,14 @@ def validate_generate(
         prior_ids=tuple(request.prior_output.output_ids),
         place=_place(request.prior_output),
         metadata=tuple(sorted(request.metadata.items())),
+    )
+
+
+def _output_flags(output: inference_pb2.OutputOptions) -> OutputFlags:
+    return OutputFlags(
+        text=output.text if output.HasField("text") else True,
+        token_ids=output.token_ids,
+        num_top_logprobs=output.top_logprobs if output.logprobs or output.top_logprobs else None,
     )
 
 
@@ -230,6 +238,11 @@ def _sampling_violations(sampling: types_pb2.SamplingParams) -> Violations:
         yield FieldViolation("sampling.top_k", f"is {sampling.top_k}; must be at least 0 (0 keeps all tokens)")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         yield FieldViolation("sampling.top_p", f"is {sampling.top_p:g}; must be above 0 and at most 1")
+
+
+def _output_violations(output: inference_pb2.OutputOptions) -> Violations:
+    if output.top_logprobs > MAX_TOP_LOGPROBS:
+        yield FieldViolation("output.top_logprobs", f"is {output.top_logprobs}; at most {MAX_TOP_LOGPROBS} are allowed")
 
 
 def _stopping_violations(stopping: types_pb2.StoppingParams, limits: ModelLimits) -> Violations:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -35,7 +35,7 @@ from executor.holdings import Keeping
 from executor.launch import PendingStep
 from executor.report import policy_proto
 from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.sequence import StepPlan
+from executor.sequence import StepPlan, TokenLogprobs
 from executor.service import ExecutorService, Identity
 from executor.session import PROTOCOL_VERSION
 from executor.submission import SubmissionLimits
@@ -111,6 +111,10 @@ class BrakedStep:
         """See `PendingStep`."""
         self._brake.wait()
         return self._step.result()
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """See `PendingStep`."""
+        return self._step.logprobs()
 
 
 class BrakedDevice:
@@ -357,11 +361,11 @@ def token_request(
     prompt_ids: list[int], max_tokens: int, *, request_id: str = "", **fields: object
 ) -> inference_pb2.GenerateRequest:
     """A request by token ids that wants token ids back."""
+    fields = {"output": inference_pb2.OutputOptions(token_ids=True), **fields}
     return inference_pb2.GenerateRequest(
         request_id=request_id,
         token_ids=inference_pb2.TokenIds(ids=prompt_ids),
         sampling=types_pb2.SamplingParams(temperature=0),
         stopping=types_pb2.StoppingParams(max_tokens=max_tokens, ignore_eos=True),
-        output=inference_pb2.OutputOptions(token_ids=True),
         **fields,  # type: ignore[arg-type]
     )

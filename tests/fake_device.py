@@ -7,11 +7,12 @@ before it is written therefore shows, at the latest as a wrong token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 
 from executor.blocks import BlockPool
 from executor.launch import PendingStep
-from executor.sequence import FinishReason, PlanRow, Sequence, StepPlan, Stopping
+from executor.sequence import NO_LOGPROBS, FinishReason, PlanRow, Sequence, StepPlan, Stopping, TokenLogprobs
 
 VOCABULARY_SIZE = 5
 
@@ -33,18 +34,38 @@ def sampled_id(content: int) -> int:
     return content % VOCABULARY_SIZE
 
 
+def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    """What is reported of a token: that it was the likeliest, before the ids that follow it."""
+    top_ids = tuple((token_id + i) % VOCABULARY_SIZE for i in range(num_top))
+    return TokenLogprobs(-token_id / 8, top_ids, tuple(-(token_id + i) / 8 for i in range(num_top)))
+
+
+def _logprobs(plan: StepPlan, sampled_ids: tuple[int, ...]) -> dict[int, TokenLogprobs]:
+    sampling = [row.sequence for row in plan.rows if row.samples]
+    return {
+        row: token_logprobs(token_id, sequence.num_top_logprobs)
+        for row, (sequence, token_id) in enumerate(zip(sampling, sampled_ids, strict=True))
+        if sequence.num_top_logprobs is not None
+    }
+
+
 class RunStep:
     """A step that is through."""
 
     began_s = 0.0
     ended_s = 0.0
 
-    def __init__(self, sampled_ids: tuple[int, ...]) -> None:
+    def __init__(self, sampled_ids: tuple[int, ...], logprobs: Mapping[int, TokenLogprobs] = NO_LOGPROBS) -> None:
         self._sampled_ids = sampled_ids
+        self._logprobs = logprobs
 
     def result(self) -> tuple[int, ...]:
         """See `PendingStep`."""
         return self._sampled_ids
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """See `PendingStep`."""
+        return self._logprobs
 
 
 class FakeDevice:
@@ -60,7 +81,8 @@ class FakeDevice:
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """See `StepRunner`. The device is infinitely fast."""
-        return RunStep(self.run(plan))
+        sampled_ids = self.run(plan)
+        return RunStep(sampled_ids, _logprobs(plan, sampled_ids))
 
     def close(self) -> None:
         """See `StepRunner`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from executor.blocks import BlockPool
@@ -10,7 +11,7 @@ from executor.engine import Engine
 from executor.engine_output import EngineOutput
 from executor.launch import PendingStep
 from executor.scheduler import Scheduler, SchedulerLimits
-from executor.sequence import Sequence, StepPlan
+from executor.sequence import NO_LOGPROBS, Sequence, StepPlan, TokenLogprobs
 from executor.step_time import StepLoad
 
 BLOCK_SIZE = 16
@@ -32,6 +33,10 @@ class ModelledStep:
     def result(self) -> tuple[int, ...]:
         """See `PendingStep`."""
         return (1,) * self.num_sampled
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """None: nobody asks for them here."""
+        return NO_LOGPROBS
 
 
 @dataclass(slots=True)

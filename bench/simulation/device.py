@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from bench.simulation.timeline import US_PER_S
 from executor.launch import PendingStep
-from executor.sequence import StepPlan
+from executor.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 from executor.step_time import StepLoad
 
 
@@ -56,6 +56,10 @@ class _Step:
         """See `PendingStep`."""
         self.device.read_us = round(self.ended_s * US_PER_S)
         return self.sampled_ids
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """None: nobody asks for them here."""
+        return NO_LOGPROBS
 
 
 class ModelledDevice:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from executor.logprobs import StepLogprobs
+from executor.sequence import NO_LOGPROBS, TokenLogprobs
 
 
 class ReadBack:
@@ -64,7 +68,13 @@ class LaunchedStep:
     """See `executor.launch.PendingStep`. Steps are read in the order of their launch; `before` is the one before."""
 
     def __init__(
-        self, timer: StepTimer, read_back: ReadBack, on_host: Tensor, num_ids: int, before: LaunchedStep | None
+        self,
+        timer: StepTimer,
+        read_back: ReadBack,
+        on_host: Tensor,
+        num_ids: int,
+        before: LaunchedStep | None,
+        reported: StepLogprobs | None = None,
     ) -> None:
         self.began_s = timer.began_s
         self.ended_s = timer.began_s
@@ -73,6 +83,7 @@ class LaunchedStep:
         self._on_host = on_host
         self._num_ids = num_ids
         self._before = before
+        self._reported = reported
 
     def result(self) -> tuple[int, ...]:
         """Waits for the ids; called once."""
@@ -82,3 +93,7 @@ class LaunchedStep:
             return tuple(self._on_host[: self._num_ids].tolist())
         finally:
             self._read_back.give_back(self._on_host)
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """See `PendingStep`."""
+        return NO_LOGPROBS if self._reported is None else self._reported.read()

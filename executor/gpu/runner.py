@@ -27,6 +27,7 @@ from executor.gpu.step_layout import StepLayout, has_room
 from executor.gpu.table_entries import NO_ENTRIES, TableFollower
 from executor.launch import PendingStep
 from executor.limits import SchedulerLimits
+from executor.logprobs import StepLogprobs, step_logprobs
 from executor.sampling import sample
 from executor.sampling_batch import SamplingBatch, SamplingColumns
 from executor.sequence import StepPlan
@@ -93,9 +94,10 @@ class GpuRunner:
             self._buffers.upload(layout, batch, sampling, entries)
             self._compute(layout, bucket, batch.num_decodes)
             self._draw_crowded(sampling)
+            reported = self._report(sampling)
             on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
         timer.stop()
-        self._newest = LaunchedStep(timer, self._read_back, on_host, sampling.num_rows, self._newest)
+        self._newest = LaunchedStep(timer, self._read_back, on_host, sampling.num_rows, self._newest, reported)
         return self._newest
 
     def repeat_decodes(self, bucket: int) -> None:
@@ -130,6 +132,14 @@ class GpuRunner:
             rows = sampling.rows()
             token_ids = sample(self._step.logits[chosen].float(), [rows[i] for i in chosen])
             self._buffers.sampled_ids[chosen] = token_ids.to(torch.int32)
+
+    def _report(self, sampling: SamplingBatch) -> StepLogprobs | None:
+        """The log probabilities that rows report, on their way to the host."""
+        if not sampling.reporting:
+            return None
+        num_rows = sampling.num_rows
+        drawn = step_logprobs(self._step.logits[:num_rows], self._buffers.sampled_ids[:num_rows], sampling.reporting)
+        return drawn.start_copy()
 
     def _compute_decodes(self, bucket: int) -> None:
         """Computes padding rows alone, or captures what any rows of the bucket need."""

@@ -19,7 +19,7 @@ PURE = ("executor.sequence", "executor.blocks", "executor.scheduler", "executor.
 # The standard library without clocks, randomness and I/O.
 PURE_LIBRARY = frozenset(
     {"__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"}
-    | {"math", "operator", "struct", "typing"}
+    | {"math", "operator", "struct", "types", "typing"}
 )
 
 

@@ -92,7 +92,7 @@ def outputs(runner: StepRunner, sequences: list[Sequence]) -> list[list[int]]:
             launched.append((plan, runner.launch(plan)))
         if len(launched) > (1 if plan.sequences else 0):
             done, pending = launched.popleft()
-            scheduler.update(StepResult(done, pending.result()))
+            scheduler.update(StepResult(done, pending.result(), pending.logprobs()))
     runner.close()
     return [some.token_ids[some.num_prompt_tokens :] for some in sequences]
 
@@ -132,6 +132,15 @@ def test_steps_after_those_that_cannot_be_launched_are_right(folder: Path, monke
 
 @pytest.mark.slow
 def test_tokens_are_those_of_the_generic_runner(folder: Path) -> None:
-    expected = outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), requests())
-    assert outputs(gpu_runner(folder), requests()) == expected
+    generic, ours = requests(), requests()
+    for some in (*generic[1:4], *ours[1:4]):
+        some.num_top_logprobs = 3
+    expected = outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), generic)
+    assert outputs(gpu_runner(folder), ours) == expected
     assert all(expected)
+    for one, other in zip(generic, ours, strict=True):
+        assert sorted(one.logprobs) == (list(range(one.num_output_tokens)) if one.num_top_logprobs else [])
+        for offset, values in one.logprobs.items():
+            assert other.logprobs[offset].top_ids == values.top_ids
+            assert other.logprobs[offset].top_logprobs == pytest.approx(values.top_logprobs, abs=1e-4)
+            assert other.logprobs[offset].logprob == pytest.approx(values.logprob, abs=1e-4)

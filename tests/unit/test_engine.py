@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -16,7 +16,15 @@ from executor.engine_output import EngineOutput, EngineStatus
 from executor.garbage import GarbageCollection
 from executor.launch import PendingStep
 from executor.scheduler import Scheduler
-from executor.sequence import FinishReason, Sequence, StepOutcome, StepPlan, StepResult
+from executor.sequence import (
+    NO_LOGPROBS,
+    FinishReason,
+    Sequence,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from tests.fake_device import FakeDevice, solo_output
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence
 
@@ -39,6 +47,10 @@ class WatchedStep:
         if self.error is not None:
             raise self.error
         return self.sampled_ids
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """None: nobody asks for them here."""
+        return NO_LOGPROBS
 
 
 class WatchedDevice:

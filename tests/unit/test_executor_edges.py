@@ -73,6 +73,7 @@ def test_bypassed_cache_keeps_the_sequence_out_of_it() -> None:
         {"sampling": types_pb2.SamplingParams(temperature=-1.0)},
         {"sampling": types_pb2.SamplingParams(top_p=0.0)},
         {"sampling": types_pb2.SamplingParams(top_k=-1)},
+        {"num_top_logprobs": 21},
     ],
 )
 def test_impossible_submit_is_invalid(changes: dict[str, object]) -> None:
@@ -85,7 +86,6 @@ def test_impossible_submit_is_invalid(changes: dict[str, object]) -> None:
     "changes",
     [
         {"num_choices": 2},
-        {"num_top_logprobs": 0},
         {"sampling": types_pb2.SamplingParams(min_p=0.1)},
         {"sampling": types_pb2.SamplingParams(repetition_penalty=1.2)},
         {"sampling": types_pb2.SamplingParams(logit_bias={1: 2.0})},

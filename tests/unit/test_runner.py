@@ -29,12 +29,12 @@ class AddingModel:
         self.steps: list[tuple[StepBatch, SamplingBatch]] = []
         self.failing: set[int] = set()
 
-    def step(self, batch: StepBatch, sampling: SamplingBatch) -> Tensor:
+    def step(self, batch: StepBatch, sampling: SamplingBatch) -> tuple[Tensor, None]:
         """See `PagedModel`."""
         self.steps.append((batch, sampling))
         if len(self.steps) - 1 in self.failing:
             raise RuntimeError("the device is gone")
-        return (batch.token_ids + batch.positions)[batch.logit_rows]
+        return (batch.token_ids + batch.positions)[batch.logit_rows], None
 
 
 @pytest.fixture

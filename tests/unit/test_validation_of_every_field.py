@@ -54,6 +54,8 @@ SUPPORTED = frozenset(
         "stopping.ignore_eos",
         "output.text",
         "output.token_ids",
+        "output.logprobs",
+        "output.top_logprobs",
         "priority",
         "tenant",
         "deadlines.first_token",

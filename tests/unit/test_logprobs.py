@@ -1,0 +1,130 @@
+"""Log probabilities are the model's own, whatever the sampling, and only of the rows that report them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from common.model_source import resolve_model
+from executor.blocks import BlockPool
+from executor.launch import PendingStep
+from executor.logprobs import step_logprobs
+from executor.model import PagedModel
+from executor.runner import ModelRunner
+from executor.scheduler import Scheduler
+from executor.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping
+from tests.scheduling import LIMITS
+from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.torch_threads import torch_threads
+
+NUM_BLOCKS, BLOCK_SIZE = 40, 16
+
+
+def test_values_are_those_of_a_log_softmax() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3)) * 5
+    sampled_ids = torch.tensor([7, 0, 49, 3])
+
+    read = step_logprobs(logits, sampled_ids, [(1, 2), (3, 5)]).read()
+
+    assert sorted(read) == [1, 3]
+    for row, num_top in ((1, 2), (3, 5)):
+        expected = logits[row].log_softmax(0)
+        assert read[row].logprob == pytest.approx(float(expected[sampled_ids[row]]), abs=1e-5)
+        assert read[row].top_ids == tuple(expected.topk(num_top).indices.tolist())
+        assert read[row].top_logprobs == pytest.approx(expected.topk(num_top).values.tolist(), abs=1e-5)
+
+
+def test_more_tokens_than_there_are_and_none_at_all() -> None:
+    logits = torch.zeros(2, 3)
+    read = step_logprobs(logits, torch.tensor([0, 1]), [(0, 20), (1, 0)]).read()
+    assert len(read[0].top_ids) == 3
+    assert read[1].top_ids == ()
+
+
+def test_logits_that_are_no_numbers_are_reported_as_impossible() -> None:
+    read = step_logprobs(torch.full((1, 4), math.nan), torch.tensor([2]), [(0, 1)]).read()
+    assert read[0].logprob == -math.inf
+    assert read[0].top_logprobs == (-math.inf,)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path_factory.mktemp("model") / "tiny")
+
+
+def sequences() -> list[Sequence]:
+    """Greedy and random ones, of which the first and the last report nothing."""
+    samplings = [Sampling(0.0, 0, 1.0, 0), Sampling(0.0, 0, 1.0, 0), Sampling(0.7, 5, 1.0, 7), Sampling(1.0, 0, 1.0, 3)]
+    prompts = [[(11 * number + 5 * i) % VOCABULARY_SIZE for i in range(12)] for number in range(4)]
+    return [
+        Sequence(
+            f"r{number}",
+            1,
+            list(prompt),
+            len(prompt),
+            sampling,
+            Stopping(6, 0, frozenset()),
+            2,
+            b"salt",
+            num_top_logprobs=(None, 4, 2, None)[number],
+        )
+        for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+
+
+def run(model: PagedModel, offered: list[Sequence]) -> None:
+    """To the end, each step launched before the one before is read."""
+    runner, scheduler = ModelRunner(model, LIMITS, BLOCK_SIZE), Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
+    for sequence in offered:
+        assert scheduler.offer(sequence) is None
+    launched: deque[tuple[StepPlan, PendingStep]] = deque()
+    while launched or not scheduler.is_idle:
+        plan = scheduler.schedule()
+        if plan.sequences:
+            launched.append((plan, runner.launch(plan)))
+        if len(launched) > (1 if plan.sequences else 0):
+            done, step = launched.popleft()
+            scheduler.update(StepResult(done, step.result(), step.logprobs()))
+    runner.close()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_values_of_a_model_are_those_of_transformers(folder: Path, backend: str) -> None:
+    offered = sequences()
+    with torch_threads(1):
+        model = PagedModel.load(
+            resolve_model(str(folder)), dtype_name="float32", backend_name=backend, device_name="cpu"
+        )
+        model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+        run(model, offered)
+        network = AutoModelForCausalLM.from_pretrained(str(folder))
+        for sequence in offered:
+            if sequence.num_top_logprobs is None:
+                assert sequence.logprobs == {}
+                continue
+            with torch.inference_mode():
+                logprobs = network(torch.tensor([sequence.token_ids])).logits[0].log_softmax(-1)
+            assert sorted(sequence.logprobs) == list(range(6))
+            for offset, values in sequence.logprobs.items():
+                position = sequence.num_prompt_tokens + offset
+                expected = logprobs[position - 1]
+                assert values.logprob == pytest.approx(float(expected[sequence.token_ids[position]]), abs=1e-3)
+                top = expected.topk(sequence.num_top_logprobs).values.tolist()
+                assert values.top_logprobs == pytest.approx(top, abs=1e-3)
+
+
+def test_reporting_changes_no_token(folder: Path) -> None:
+    with torch_threads(1):
+        model = PagedModel.load(resolve_model(str(folder)), dtype_name="float32", backend_name="cpu", device_name="cpu")
+        model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+        silent, reporting = sequences(), sequences()
+        for sequence in silent:
+            sequence.num_top_logprobs = None
+        run(model, silent)
+        run(model, reporting)
+    assert [one.token_ids for one in reporting] == [one.token_ids for one in silent]

@@ -300,7 +300,7 @@ class Dispatcher:
     def on_withdrawn(self, stream: RequestStream, attempt: int) -> None:
         """A sequence was cancelled that nobody wanted cancelled: the ledger took its placement for superseded."""
         if stream.placement is not None and stream.placement.attempt == attempt:
-            self._placer.void(stream)
+            self._placer.void(stream, Void.WITHDRAWN)
 
     def on_detached(self, stream: RequestStream) -> None:
         """Another router reads the sequence; the ledger's word of that is on its way."""

@@ -18,6 +18,7 @@ from router.discovery import watch
 from router.dispatch import Dispatcher
 from router.executor_channels import ExecutorChannels
 from router.links import ExecutorLink
+from router.observing import NOBODY, Listeners
 from router.refusals import no_executor
 from router.streams import RequestStream
 from router.text.tokenizer import TextModel
@@ -33,6 +34,7 @@ class Pool:
     name: str
     text: TextModel
     dispatcher: Dispatcher
+    listeners: Listeners = NOBODY
 
     @property
     def links(self) -> tuple[ExecutorLink, ...]:

@@ -37,6 +37,7 @@ from router.capacity import add_capacity, described_model, described_variants
 from router.claims import Claims
 from router.explain import REQUEST_STATE_PROTO, request_standing
 from router.frames import context_of
+from router.observing import NOBODY, Listeners, class_name
 from router.patience import grace_after, patient
 from router.pools import Pool, Pools
 from router.refusals import draining, unknown_request
@@ -44,7 +45,7 @@ from router.relay import Relay, Write
 from router.resume_secret import ResumeTokens
 from router.resumed_places import check_place, resumed_place
 from router.settings import RouterSettings
-from router.store.types import NO_LIMITS, Queued, RequestState
+from router.store.types import NO_LIMITS, Adopted, Queued, RequestState
 from router.streams import RequestStream
 from router.validation import (
     fit_tokens,
@@ -59,13 +60,34 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclasses.dataclass(slots=True)
+class Arrival:
+    """A call of `Generate` as far as it has come: when it began, whose model it is, and its request's stream."""
+
+    at: float
+    model: str = ""
+    stream: RequestStream | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether an error now is a refusal: the ledger never had the request."""
+        return self.stream is None or not self.stream.record.is_admitted
+
+
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients. Stateless but for the requests that run."""
 
     def __init__(
-        self, pools: Pools, settings: RouterSettings, admission: AdmissionFile, door: Door, tokens: ResumeTokens
+        self,
+        pools: Pools,
+        settings: RouterSettings,
+        admission: AdmissionFile,
+        door: Door,
+        tokens: ResumeTokens,
+        listeners: Listeners = NOBODY,
     ) -> None:
         self._pools = pools
+        self._listeners = listeners
         self._door = door
         self._settings = settings
         self._admission = admission
@@ -96,19 +118,29 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
-        caller = self._caller(context)
-        authorize(request, caller)
-        with self._serving():
-            await self._generate(request, caller, context)
+        arrival = Arrival(time.monotonic())
+        try:
+            caller = self._caller(context)
+            authorize(request, caller)
+            with self._serving():
+                await self._generate(request, caller, context, arrival)
+        except RequestError as error:
+            if arrival.is_refused:
+                self._listeners.refused(arrival.model, class_name(request.priority), error.reason)
+            raise
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, caller: Caller, context: Context) -> None:
-        arrived = time.monotonic()
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, caller: Caller, context: Context, arrival: Arrival
+    ) -> None:
         pool = self._pools.find(request.model, sticky_key(request), caller.models)
+        arrival.model = pool.name
         meter = self._meters.meter(request.model, pool.name)
         meter.arrive()
         try:
-            admitted = await self._admit(request, pool, arrived, context.time_remaining())
+            admitted = await self._admit(request, pool, arrival.at, context.time_remaining())
+            arrival.stream = admitted.stream
             relay, stream = await self._begin(admitted, pool, context)
+            arrival.stream = stream
         except RequestError:
             meter.refuse()
             raise
@@ -139,8 +171,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         known = await dispatcher.find_repeated(stream)
         if known is not None:
             known.attend()
+            known.record.resumed()
             return Relay(known, self._generate_writer(context), place), known
         outcome = await dispatcher.submit(stream)
+        if isinstance(outcome, Adopted):
+            stream.record.resumed()
         relay = Relay(stream, self._generate_writer(context), place)
         if isinstance(outcome, Queued) and spec.want_queue_events:
             dispatcher.watch_queue(stream, outcome)
@@ -202,6 +237,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 stream = await pool.dispatcher.resume(named_id, functools.partial(self._open_attached, pool))
             check_place(place, stream)
             stream.attend()
+            stream.record.resumed()
             relay = Relay(stream, self._patient(writer(context, inference_pb2.ResumeResponse)), place)
             await self._relay(relay, stream, pool)
             log.info("request %s, resumed, %s", stream.request_id, relay.summary)

@@ -341,6 +341,16 @@ StoreEvent = Placement | Lost | CancelAsked | PreemptAsked | Cancelled | Dropped
 
 
 @dataclass(frozen=True, slots=True)
+class StoreCall:
+    """A call of a script that is over; `ended` is on `time.monotonic`'s clock."""
+
+    script: str
+    ended: float
+    seconds: float
+    succeeded: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorStanding:
     """How the ledger has an executor. `live`: it reported within the last 2 s."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
@@ -44,7 +44,7 @@ class ScriptedStatistics:
 
     async def watch(
         self, request: inference_pb2.GetStatsRequest, caller: Caller
-    ) -> AsyncIterator[inference_pb2.GetStatsResponse]:
+    ) -> AsyncGenerator[inference_pb2.GetStatsResponse, None]:
         """See `Statistics`."""
         self.callers.append(caller)
         self.requests.append(request)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Protocol
 
 from inflight.v1 import inference_pb2
@@ -34,7 +35,7 @@ class Statistics(Protocol):
 
     def watch(
         self, request: inference_pb2.GetStatsRequest, caller: Caller
-    ) -> AsyncIterator[inference_pb2.GetStatsResponse]:
+    ) -> AsyncGenerator[inference_pb2.GetStatsResponse, None]:
         """Messages again and again, as `caller` may see them. Raises `RequestError`."""
         ...
 
@@ -42,7 +43,7 @@ class Statistics(Protocol):
 class Feed:
     """The newest message, for watchers who may see the same."""
 
-    def __init__(self, messages: AsyncIterator[inference_pb2.GetStatsResponse]) -> None:
+    def __init__(self, messages: AsyncGenerator[inference_pb2.GetStatsResponse, None]) -> None:
         self.num_watchers = 0
         # Why there is no more, where the source says so.
         self.error: RequestError | None = None
@@ -71,19 +72,17 @@ class Feed:
 
     async def _read(self) -> None:
         try:
-            async for message in self._messages:
-                # Beside the loop, which has tokens to forward.
-                self._newest, took_s = await asyncio.to_thread(_timed_line, message)
-                self._number += 1
-                self._wake()
-                await asyncio.sleep(max(0.0, took_s / SHARE - INTERVAL_MS / 1000))
+            async with aclosing(self._messages):
+                async for message in self._messages:
+                    # Beside the loop, which has tokens to forward.
+                    self._newest, took_s = await asyncio.to_thread(_timed_line, message)
+                    self._number += 1
+                    self._wake()
+                    await asyncio.sleep(max(0.0, took_s / SHARE - INTERVAL_MS / 1000))
         except RequestError as error:
             self.error = error
         except Exception:
             log.exception("the board's statistics failed")
-        finally:
-            if isinstance(self._messages, AsyncGenerator):
-                await self._messages.aclose()
 
     def _wake(self) -> None:
         self._changed.set()

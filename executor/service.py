@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import grpc
@@ -26,6 +26,7 @@ from executor.report import report_of
 from executor.reporter import Reporter
 from executor.sequence import FinishReason
 from executor.session import FINISH_REASON_PROTO, PROTOCOL_VERSION, Session
+from executor.step_watch import StepWatch
 from executor.submission import SubmissionError, SubmissionLimits, sequence_from_submit
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._holdings = Holdings(keeping or Keeping(), engine.cancel, time.monotonic)
         self._sessions: set[Session] = set()
         self._reporter = Reporter(self._send_report)
+        self.steps = StepWatch(identity.description, engine.list_sequences, lambda: self.has_work)
+        # The newest that the engine said of itself.
+        self.status: EngineStatus | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False
         self._is_closing = False
@@ -83,6 +87,16 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     def has_work(self) -> bool:
         """Whether the engine has something to do."""
         return self._holdings.has_work
+
+    @property
+    def num_orphans(self) -> int:
+        """Of the sequences here, those whose router is gone."""
+        return self._holdings.num_orphans
+
+    @property
+    def description(self) -> executor_pb2.DescribeResponse:
+        """What `Describe` says."""
+        return self._identity.description
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -141,6 +155,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     async def close(self, timeout_s: float) -> None:
         """Ends every router's stream behind what is still to be sent on it, and waits at most so long for that."""
         self._is_closing = True
+        self.steps.close()
         for session in self._sessions:
             session.close()
         with suppress(TimeoutError):
@@ -165,6 +180,16 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         finally:
             reader.cancel()
             self._leave(session)
+
+    async def WatchSteps(
+        self,
+        request: executor_pb2.WatchStepsRequest,
+        context: grpc.aio.ServicerContext[executor_pb2.WatchStepsRequest, executor_pb2.WatchStepsResponse],
+    ) -> None:
+        """Tells what the steps do, for as long as the caller looks on."""
+        async with aclosing(self.steps.watch(request)) as responses:
+            async for response in responses:
+                await context.write(response)
 
     async def _read_hello(self, requests: AsyncIterator[executor_pb2.ServeRequest]) -> executor_pb2.Hello:
         try:
@@ -268,7 +293,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             session.end_step(output.step)
         if output.finished and self._timer is None:
             self._tend()
+        self.steps.take(output)
         if output.status is not None:
+            self.status = output.status
             self._reporter.update(output.status)
         if self.num_held == 0:
             self._all_gone.set()

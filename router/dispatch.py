@@ -254,9 +254,9 @@ class Dispatcher:
         """How a request of any router stands; None where there is no such request."""
         return await self._store.explain(request_id)
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self, max_lines: int = 0) -> Snapshot:
         """The ledger as it is now."""
-        return await self._store.snapshot()
+        return await self._store.snapshot(max_lines)
 
     # What links tell.
 

@@ -15,11 +15,14 @@ from common.http_port import HttpPort
 from common.server import GrpcServer
 from common.tls import TlsFiles
 from router.admission_file import AdmissionFile
+from router.board.feed import Feeds
+from router.board.routes import board_routes
 from router.client_port import connection_limits_of, open_tls
 from router.dispatch import Dispatcher
 from router.doors import Doors
 from router.executor_channels import ExecutorChannels
 from router.http_app import http_app
+from router.latencies import Latencies
 from router.looked_up import LookedUpMetrics
 from router.metrics import RouterMetrics
 from router.observing import Listeners
@@ -27,6 +30,7 @@ from router.pools import Pool, Pools
 from router.resume_secret import Learn, ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
+from router.stats import StatsSource
 from router.store.ledgers import Ledgers
 from router.store.settings import StoreSettings
 from router.text.tokenizer import TextModel
@@ -45,6 +49,7 @@ class RouterParts:
     ledgers: Ledgers
     tokens: ResumeTokens
     pools: Pools
+    stats: StatsSource
     service: InferenceService
     server: GrpcServer
     http: HttpPort | None
@@ -57,13 +62,16 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     doors = Doors(settings)
     router_id = settings.router_id or _default_router_id(settings.listen)
     metrics = RouterMetrics(registry, texts)
-    listeners = Listeners([metrics])
+    latencies = Latencies(texts)
+    listeners = Listeners([metrics, latencies])
     redis_url = settings.redis_url.get_secret_value()
     ledgers = Ledgers(redis_url, router_id, store_settings_of(settings), metrics.store_called)
     tokens = resume_tokens(settings, ledgers.learn_secret)
     models = [Pool(name, text, _dispatcher(name, ledgers, settings, tokens), listeners) for name, text in texts.items()]
     pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
-    service = InferenceService(pools, settings, admission, doors.door, tokens, listeners)
+    stats = StatsSource(pools, router_id, latencies)
+    service = InferenceService(pools, settings, admission, doors.door, tokens, stats, listeners)
+    board = board_routes(Feeds(stats), doors.door) if settings.board else []
     server = GrpcServer([SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     return RouterParts(
@@ -74,9 +82,10 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         ledgers=ledgers,
         tokens=tokens,
         pools=pools,
+        stats=stats,
         service=service,
         server=server,
-        http=HttpPort(http_app(registry, (), LookedUpMetrics(registry, models).refresh))
+        http=HttpPort(http_app(registry, board, LookedUpMetrics(registry, models).refresh))
         if settings.http_listen
         else None,
     )

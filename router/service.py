@@ -13,13 +13,13 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc.aio
 from inflight.v1 import executor_pb2, inference_pb2, inference_pb2_grpc
 
-from common.errors import RequestError
+from common.errors import Reason, RequestError
 from router.admission_file import AdmissionFile
 from router.admit import (
     AdmittedRequest,
@@ -45,6 +45,7 @@ from router.relay import Relay, Write
 from router.resume_secret import ResumeTokens
 from router.resumed_places import check_place, resumed_place
 from router.settings import RouterSettings
+from router.stats import StatsSource
 from router.store.types import NO_LIMITS, Adopted, Queued, RequestState
 from router.streams import RequestStream
 from router.validation import (
@@ -84,10 +85,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         admission: AdmissionFile,
         door: Door,
         tokens: ResumeTokens,
+        stats: StatsSource,
         listeners: Listeners = NOBODY,
     ) -> None:
         self._pools = pools
         self._listeners = listeners
+        self._stats = stats
         self._door = door
         self._settings = settings
         self._admission = admission
@@ -115,6 +118,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             log.warning("drain: %d streams still run; they are left to other routers", self._num_streams)
         for dispatcher in dispatchers:
             dispatcher.leave_running()
+        self._stats.close()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
@@ -209,9 +213,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _pool_of(self, model: str, caller: Caller) -> Pool:
         return self._pools.find(model_of(caller, model), seen=caller.models)
-
-    def _seen_by(self, caller: Caller) -> list[str]:
-        return [name for name in (*self._pools.by_name, *self._pools.variants) if sees_model(caller, name)]
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
@@ -316,15 +317,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetCapacityResponse:
         """Says what every executor of the caller's models holds and what waits; never whose it is."""
         caller = self._caller(context)
-        wanted = [model_of(caller, request.model)] if request.model else self._seen_by(caller)
-        pools = {pool.name: pool for name in wanted for pool in self._pools.find_all(name, caller.models)}
         response = inference_pb2.GetCapacityResponse()
-        for _, pool in sorted(pools.items()):
+        for pool in self._pools.seen_by(caller, request.model):
             add_capacity(response, pool, await pool.dispatcher.snapshot())
+        names = self._pools.names_seen_by(caller, request.model)
         for name, variants in sorted(self._pools.variants.items()):
-            if name in wanted:
+            if name in names:
                 response.variants.extend(self._meters.to_proto(name, variants))
         return response
+
+    async def GetStats(self, request: inference_pb2.GetStatsRequest, context: Context) -> None:
+        """Tells again and again how everything stands, until the caller goes, is let in no longer, or the router
+        stops."""
+        caller = self._caller(context)
+        async with aclosing(self._stats.watch(request, caller)) as stats:
+            async for response in stats:
+                if self._caller(context) != caller:
+                    raise RequestError(Reason.UNAUTHENTICATED, "what the caller may see has changed; call again")
+                await context.write(response)
 
 
 def sticky_key(request: inference_pb2.GenerateRequest) -> str:

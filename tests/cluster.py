@@ -44,6 +44,7 @@ from router.pools import Pools
 from router.resume_secret import ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
+from router.stats import StatsSource
 from router.text.tokenizer import TextModel
 from tests.fake_device import VOCABULARY_SIZE, FakeDevice
 
@@ -174,6 +175,11 @@ class RunningRouter:
     def server(self) -> GrpcServer:
         """Where they call it."""
         return self.parts.server
+
+    @property
+    def stats(self) -> StatsSource:
+        """What it tells of how everything stands."""
+        return self.parts.stats
 
     @property
     def tokens(self) -> ResumeTokens:

@@ -30,6 +30,7 @@ from router.store.types import (
     Snapshot,
     StoreEvent,
     TakenOver,
+    TenantLine,
     WaitReason,
 )
 
@@ -185,6 +186,7 @@ def parse_snapshot(reply: Reply) -> Snapshot:
         tuple(ExecutorStanding(**one) for one in found["executors"]),
         tuple(ClassQueue(*one) for one in found["queues"]),
         EstimateQuality(*found["estimates"]),
+        tuple(TenantLine(*one) for one in found["lines"]),
     )
 
 

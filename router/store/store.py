@@ -239,9 +239,9 @@ class AdmissionStore:
         """Removes executors and routers whose lease has lapsed. What that leaves, the next reap does."""
         await self._detached(self._reap())
 
-    async def snapshot(self) -> Snapshot:
-        """The pool as it is now."""
-        reply, _ = await self._detached(self._operate("snapshot"))
+    async def snapshot(self, max_lines: int = 0) -> Snapshot:
+        """The pool as it is now, with at most so many lines of tenants."""
+        reply, _ = await self._detached(self._operate("snapshot", max_lines))
         return parse_snapshot(reply)
 
     # How a script is called ------------------------------------------------------------------------------------

@@ -374,6 +374,17 @@ class ClassQueue:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantLine:
+    """What a tenant has waiting in a class. `wait_ms` is how long the first in line has waited."""
+
+    priority_class: int
+    tenant: str
+    num_requests: int
+    num_tokens: int
+    wait_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class EstimateQuality:
     """How well waits were foretold: the mean relative error, and what raw estimates are multiplied by."""
 
@@ -384,11 +395,13 @@ class EstimateQuality:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The pool at one moment: executors by id, and what waits per class, first class first."""
+    """The pool at one moment: executors by id, and what waits per class, first class first; and, as far as asked for,
+    per class and tenant, in this order."""
 
     executors: tuple[ExecutorStanding, ...]
     queues: tuple[ClassQueue, ...]
     estimates: EstimateQuality = EstimateQuality(0, 0.0, 1.0)
+    lines: tuple[TenantLine, ...] = ()
 
     @property
     def num_waiting(self) -> tuple[int, ...]:

@@ -134,4 +134,3 @@ async def test_figures_of_a_redis_that_is_away_are_left_out(pool: str) -> None:
         assert registry.get_sample_value("inflight_ledger_blocks", {"model": pool}) is None
         assert router.registry.get_sample_value("inflight_redis_up") == 0
         assert router.registry.get_sample_value("inflight_redis_errors_total", {"script": "snapshot"}) == 1
-

@@ -8,8 +8,8 @@ export class Figures {
     this.seats = new Figure("Seats taken", true);
     this.waiting = new Figure("Waiting");
     this.output = new Figure("Output");
-    this.first = new Figure("First token, median");
-    this.between = new Figure("Between tokens, median");
+    this.first = new Figure("First token");
+    this.between = new Figure("Between tokens");
     this.blocks = new Figure("KV blocks promised", true);
     node.append(...[this.seats, this.waiting, this.output, this.first, this.between, this.blocks].map((one) => one.node));
   }
@@ -37,7 +37,7 @@ export class Figures {
     const worst = (name) => Math.max(...latencies.map((one) => one[name]).filter((value) => value !== undefined));
     const has = latencies.some((one) => one[median] !== undefined);
     const [value, unit] = duration(has ? worst(median) : null);
-    shown.show(value, unit, has ? `99th percentile ${duration(worst(high)).join(" ")}` : "none in the last minute");
+    shown.show(value, unit, has ? `median · 99 % within ${duration(worst(high)).join(" ")}` : "none in the last minute");
   }
 }
 

@@ -20,6 +20,7 @@ from typing import Literal
 from playwright.async_api import Browser, Page
 
 from client.aio import Client
+from client.requests import Priority
 from client.stack.local import LocalStack
 from client.stack.options import StackOptions
 from client.stack.ports import free_ports
@@ -33,7 +34,12 @@ EXECUTOR_ARGS = (
     *("--max-num-tokens", "256"),
 )
 PHRASE = "The bus stops at every corner of the old town, and at each stop somebody gets off and somebody boards. "
-TENANTS = (("acme", "interactive"), ("globex", "standard"), ("data-science", "standard"), ("initech", "batch"))
+TENANTS: tuple[tuple[str, Priority], ...] = (
+    ("acme", "interactive"),
+    ("globex", "standard"),
+    ("data-science", "standard"),
+    ("initech", "batch"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class Picture:
 
 
 PICTURES = (
-    Picture("board-light.png", 1280, 1400, "light"),
+    Picture("board-light.png", 1280, 1980, "light"),
     Picture("board-dark.png", 1280, 1400, "dark"),
     Picture("board-phone.png", 390, 1100, "light", is_phone=True),
 )
@@ -95,7 +101,6 @@ async def _requests(client: Client, number: int) -> None:
 async def _take(browser: Browser, url: str, pictures: Sequence[Picture], folder: Path, seconds: float) -> None:
     pages = [await _open(browser, url, picture) for picture in pictures]
     await asyncio.sleep(seconds)
-    folder.mkdir(parents=True, exist_ok=True)
     for picture, page in zip(pictures, pages, strict=True):
         await page.bring_to_front()
         await page.screenshot(path=folder / picture.name)
@@ -120,4 +125,5 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=130.0, help="how long the stack is under load before")
     given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
     asyncio.run(main(given.folder, given.seconds))

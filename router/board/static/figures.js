@@ -37,7 +37,7 @@ export class Figures {
     const worst = (name) => Math.max(...latencies.map((one) => one[name]).filter((value) => value !== undefined));
     const has = latencies.some((one) => one[median] !== undefined);
     const [value, unit] = duration(has ? worst(median) : null);
-    shown.show(value, unit, has ? `median · 99 % within ${duration(worst(high)).join(" ")}` : "none in the last minute");
+    shown.show(value, unit, has ? `median · p99 ${duration(worst(high)).join(" ")}` : "none in the last minute");
   }
 }
 

@@ -54,7 +54,7 @@ class Picture:
 
 
 PICTURES = (
-    Picture("board-light.png", 1280, 1980, "light"),
+    Picture("board-light.png", 1280, 1960, "light"),
     Picture("board-dark.png", 1280, 1400, "dark"),
     Picture("board-phone.png", 390, 1100, "light", is_phone=True),
 )

@@ -25,7 +25,7 @@ export class Chart {
     this.nothing = el("p", { class: "nothing" }, "nothing measured yet");
     this.values = lines.map(() => el("b"));
     const legend = lines.map(([kind, name], at) => el("li", {}, sampleOf(kind, isStacked), name, " ", this.values[at]));
-    this.table = new TableView(title, [["Time", false], ...lines.map(([, name]) => [`${name}, ${unit}`, true])], "This");
+    this.table = new TableView(title, [["Time", false], ...lines.map(([, name]) => [`${name}, ${unit}`, true])], "Figures");
     const top = el("div", { class: "chart-top" }, el("h3", {}, title, el("small", {}, unit)), el("ul", { class: "lines", "aria-label": `${title}: now` }, ...legend));
     this.node = el("div", { class: "card chart" }, top, el("div", { class: "plot" }, this.picture, ...this.ticks, ...times, this.nothing), this.table.node);
     mark(this.grid, "d", `M0 0.5H${WIDTH}M0 ${HEIGHT / 2}H${WIDTH}M0 ${HEIGHT - 0.5}H${WIDTH}`);
@@ -39,7 +39,7 @@ export class Chart {
     const x = (atMs) => WIDTH * (1 - (nowMs - atMs) / HISTORY_MS);
     const y = (value) => HEIGHT * (1 - value / top);
     this.drawn.replaceChildren(...(this.isStacked ? this.areas(rows, x, y) : this.curves(rows, x, y)));
-    const newest = rows.at(-1)?.[1] ?? this.lines.map(() => null);
+    const newest = newestOf(rows, nowMs) ?? this.lines.map(() => null);
     this.lines.forEach((_, at) => say(this.values[at], newest[at] === null ? "–" : figure(newest[at])));
     this.nothing.hidden = rows.some(([, values]) => values.some((value) => value !== null));
     mark(this.picture, "aria-label", `${this.title}, ${this.unit}. Now: ${this.lines.map(([, name], at) => `${name} ${newest[at] === null ? "none" : figure(newest[at])}`).join(", ")}. Highest in two minutes: ${figure(Math.max(...heights, 0))}`);
@@ -76,15 +76,18 @@ export class Chart {
   }
 }
 
-// Rows without gaps between them.
+// The newest row with values, where it is not too old to stand for now.
+function newestOf(rows, nowMs) {
+  const measured = rows.filter(([atMs, values]) => nowMs - atMs < MAX_GAP_MS && values.some((value) => value !== null));
+  return measured.at(-1)?.[1];
+}
+
+// Rows without gaps between them. A second without a step is no gap yet: steps may take longer.
 function bandsOf(rows) {
   const bands = [];
   let beforeMs = null;
   for (const row of rows) {
-    if (row[1].some((value) => value === null)) {
-      beforeMs = null;
-      continue;
-    }
+    if (row[1].some((value) => value === null)) continue;
     if (beforeMs === null || row[0] - beforeMs >= MAX_GAP_MS) bands.push([]);
     bands.at(-1).push(row);
     beforeMs = row[0];

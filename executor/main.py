@@ -18,14 +18,18 @@ from typing import Any
 
 import torch
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+from starlette.applications import Starlette
 
+from common.http_port import HttpPort
 from common.logs import start_logging
 from common.machine import num_available_memory_bytes, num_usable_cores
+from common.metrics_page import metrics_route
 from common.model_source import ModelSource, resolve_model
 from common.process import EXIT_FAILED, run_process
 from common.server import MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from common.tls import TlsFiles
+from common.tracing import Tracing, open_tracing
 from executor.blocks import BlockPool
 from executor.door import RouterNames, open_door
 from executor.engine import Engine
@@ -35,6 +39,7 @@ from executor.gpu.host_tier import staging_bytes
 from executor.holdings import Keeping
 from executor.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from executor.launch import StepRunner
+from executor.metrics import executor_metrics
 from executor.model import PagedModel
 from executor.report import policy_proto
 from executor.runner import ModelRunner
@@ -77,13 +82,13 @@ def main(argv: SequenceOf[str]) -> int:
 
 def _run_with_settings(argv: SequenceOf[str]) -> int:
     settings = load(ExecutorSettings, "inflight executor", argv)
-    start_logging("executor", settings.log_level)
+    start_logging("executor", settings.log_level, settings.log_format)
     for line in describe(settings):
         log.info("setting %s", line)
     tls = open_door(settings)
-    check_listen(settings.listen)
-    if settings.health_listen:
-        check_listen(settings.health_listen)
+    for listen in (settings.listen, settings.health_listen, settings.http_listen):
+        if listen:
+            check_listen(listen)
     return asyncio.run(run(settings, load_model(settings), tls))
 
 
@@ -192,6 +197,8 @@ class Parts:
     runner: StepRunner
     service: ExecutorService
     server: GrpcServer
+    http: HttpPort | None
+    tracing: Tracing
     failed: asyncio.Event
 
 
@@ -203,6 +210,8 @@ async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) 
     address = await parts.server.start(settings.listen)
     if settings.health_listen:
         await parts.server.start_health(settings.health_listen)
+    if parts.http is not None:
+        log.info("metrics on http://%s/metrics", await parts.http.start(settings.http_listen))
     garbage.start()
     parts.engine.start()
     # They go on while it drains, and end only by failing.
@@ -226,6 +235,9 @@ async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) 
     for end in work:
         end.cancel()
     await parts.server.stop(grace_s=0.0 if has_failed else STOP_GRACE_S)
+    if parts.http is not None:
+        await parts.http.stop()
+    await parts.tracing.aclose()
     return await _stop_engine(parts, EXIT_FAILED if has_failed else 0)
 
 
@@ -257,10 +269,13 @@ def build(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garb
         garbage=garbage,
     )
     keeping = Keeping(settings.orphan_grace_s, settings.retain_ended_s)
-    service = ExecutorService(identity(settings, loaded), engine, keeping)
+    who = identity(settings, loaded)
+    tracing = open_tracing("executor", who.description.executor_id, settings.otlp_endpoint)
+    service = ExecutorService(who, engine, keeping, tracing=tracing)
     server = _server(settings, tls)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
-    return Parts(engine, runner, service, server, failed)
+    http = HttpPort(Starlette(routes=[metrics_route(executor_metrics(service))])) if settings.http_listen else None
+    return Parts(engine, runner, service, server, http, tracing, failed)
 
 
 async def _watch(parts: Parts, signals: Signals, limit_s: float) -> None:

@@ -8,6 +8,7 @@ of the loop. A stream that breaks leaves its sequences behind for another router
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -19,12 +20,14 @@ import grpc.aio
 from inflight.v1 import executor_pb2, executor_pb2_grpc
 
 from common.errors import FieldViolation, Reason, RequestError, invalid
+from common.tracing import NO_TRACING, Tracing
 from executor.engine import Engine
 from executor.engine_output import EngineOutput, EngineStatus
 from executor.holdings import Holdings, Keeping
 from executor.report import report_of
 from executor.reporter import Reporter
 from executor.sequence import FinishReason
+from executor.sequence_trace import trace_submit
 from executor.session import FINISH_REASON_PROTO, PROTOCOL_VERSION, Session
 from executor.step_watch import StepWatch
 from executor.submission import SubmissionError, SubmissionLimits, sequence_from_submit
@@ -59,11 +62,13 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         engine: Engine,
         keeping: Keeping | None = None,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._identity = identity
         self._hello_timeout_s = hello_timeout_s
         self._engine = engine
-        self._holdings = Holdings(keeping or Keeping(), engine.cancel, time.monotonic)
+        trace = functools.partial(trace_submit, tracing)
+        self._holdings = Holdings(keeping or Keeping(), engine.cancel, time.monotonic, trace=trace)
         self._sessions: set[Session] = set()
         self._reporter = Reporter(self._send_report)
         self.steps = StepWatch(identity.description, engine.list_sequences, lambda: self.has_work)

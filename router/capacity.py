@@ -8,7 +8,7 @@ from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
 from router.links import ExecutorLink
 from router.pools import Pool
-from router.store.types import ExecutorStanding, Snapshot
+from router.store.snapshot import ExecutorStanding, Snapshot
 
 # What an executor may not have measured.
 MEASURES = ("exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile")

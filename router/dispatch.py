@@ -30,6 +30,7 @@ from router.queue_watch import QueueWatch
 from router.refusals import draining, duplicate, no_executor
 from router.relay import Relay
 from router.request_ids import client_id
+from router.store.snapshot import Snapshot
 from router.store.store import AdmissionStore
 from router.store.types import (
     Adopted,
@@ -44,7 +45,6 @@ from router.store.types import (
     PreemptAsked,
     Queued,
     RequestState,
-    Snapshot,
     StoreEvent,
     TakenOver,
 )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from common.errors import RequestError
-from router.store.types import Snapshot
+from router.store.snapshot import Snapshot
 
 MIN_AGE_S = 0.25
 MAX_LINES = 100

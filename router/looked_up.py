@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from common.errors import RequestError
 from router.observing import CLASS_NAMES
 from router.pools import Pool
-from router.store.types import Snapshot
+from router.store.snapshot import Snapshot
 
 MIN_INTERVAL_S = 1.0
 

@@ -11,9 +11,8 @@ import gc
 import logging
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry
-
 from common.logs import start_logging
+from common.metrics_page import new_registry
 from common.model_source import ModelSource, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
 from common.server import GrpcServer, Signals, check_listen
@@ -33,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_with_settings(argv: Sequence[str]) -> int:
     settings = load(RouterSettings, "inflight router", argv)
-    start_logging("router", settings.log_level)
+    start_logging("router", settings.log_level, settings.log_format)
     for line in describe(settings):
         log.info("setting %s", line)
     for listen in (settings.listen, settings.health_listen, settings.http_listen):
@@ -62,7 +61,7 @@ def _source(entry: str) -> ModelSource:
 
 async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     """start → serve → drain → stop."""
-    router = build(settings, texts, CollectorRegistry())
+    router = build(settings, texts, new_registry())
     signals = Signals(asyncio.get_running_loop())
     await _listen(router, settings)
     gc.freeze()
@@ -84,6 +83,7 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     await router.ledgers.aclose()
     if router.http is not None:
         await router.http.stop()
+    await router.tracing.aclose()
     if not work.cancelled() and work.exception() is not None:
         log.error("the router failed", exc_info=work.exception())
         return EXIT_FAILED

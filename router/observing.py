@@ -100,6 +100,22 @@ class Recorder(Protocol):
         """It goes on without this router."""
 
 
+class Trace(Recorder, Protocol):
+    """A recorder whose spans go on elsewhere."""
+
+    @property
+    def traceparent(self) -> str:
+        """W3C trace context of the current placement."""
+
+
+class Tracer(Protocol):
+    """Follows every request with a trace."""
+
+    def follow(self, facts: RequestFacts) -> Trace:
+        """A request has come that is sound; its trace."""
+        ...
+
+
 class Listener(Protocol):
     """Told of all requests."""
 
@@ -112,11 +128,12 @@ class Listener(Protocol):
 
 
 class RequestRecord:
-    """One request, told to its recorders. What was never admitted has no end."""
+    """One request, told to its recorders, `trace` among them. What was never admitted has no end."""
 
-    def __init__(self, facts: RequestFacts, recorders: Sequence[Recorder] = ()) -> None:
+    def __init__(self, facts: RequestFacts, recorders: Sequence[Recorder] = (), trace: Trace | None = None) -> None:
         self._facts = facts
-        self._recorders = recorders
+        self._recorders = recorders if trace is None else (*recorders, trace)
+        self._trace = trace
         self.is_admitted = False
         self._has_been_placed = False
         self._has_boarded = False
@@ -125,6 +142,11 @@ class RequestRecord:
         self._num_sent = facts.prior_tokens
         self._reader: int | None = None
         self._last_sent = 0.0
+
+    @property
+    def traceparent(self) -> str:
+        """What its executor is told, so that its spans belong to the trace; empty: it is not traced."""
+        return "" if self._trace is None else self._trace.traceparent
 
     def admitted(self) -> None:
         """The ledger has it. Safe to repeat."""
@@ -197,14 +219,16 @@ class RequestRecord:
 
 
 class Listeners:
-    """All that listen."""
+    """All that listen, and who traces."""
 
-    def __init__(self, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self, listeners: Sequence[Listener] = (), tracer: Tracer | None = None) -> None:
         self._listeners = tuple(listeners)
+        self._tracer = tracer
 
     def follow(self, facts: RequestFacts) -> RequestRecord:
         """The record of a request that has come."""
-        return RequestRecord(facts, tuple(listener.follow(facts) for listener in self._listeners))
+        trace = None if self._tracer is None else self._tracer.follow(facts)
+        return RequestRecord(facts, tuple(listener.follow(facts) for listener in self._listeners), trace)
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
         """See `Listener`."""

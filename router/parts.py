@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from common.http_port import HttpPort
 from common.server import GrpcServer
 from common.tls import TlsFiles
+from common.tracing import Tracing, open_tracing
 from router.admission_file import AdmissionFile
 from router.board.feed import Feeds
 from router.board.routes import board_routes
@@ -33,7 +34,9 @@ from router.settings import RouterSettings
 from router.stats import StatsSource
 from router.store.ledgers import Ledgers
 from router.store.settings import StoreSettings
+from router.store.types import StoreCall
 from router.text.tokenizer import TextModel
+from router.tracing import RequestTracer, trace_store_calls
 
 SERVICE_NAME = "inflight.v1.InferenceService"
 
@@ -52,6 +55,7 @@ class RouterParts:
     stats: StatsSource
     service: InferenceService
     server: GrpcServer
+    tracing: Tracing
     http: HttpPort | None
 
 
@@ -61,16 +65,21 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     tls, channels = open_tls(settings), ExecutorChannels.of(settings)
     doors = Doors(settings)
     router_id = settings.router_id or _default_router_id(settings.listen)
-    metrics = RouterMetrics(registry, texts)
-    latencies = Latencies(texts)
-    listeners = Listeners([metrics, latencies])
+    tracing = open_tracing("router", router_id, settings.otlp_endpoint)
+    metrics, latencies = RouterMetrics(registry, texts), Latencies(texts)
+    listeners = Listeners([metrics, latencies], RequestTracer(tracing.tracer) if tracing.is_on else None)
+
+    def store_called(call: StoreCall) -> None:
+        metrics.store_called(call)
+        trace_store_calls(tracing.tracer, call)
+
     redis_url = settings.redis_url.get_secret_value()
-    ledgers = Ledgers(redis_url, router_id, store_settings_of(settings), metrics.store_called)
+    ledgers = Ledgers(redis_url, router_id, store_settings_of(settings), store_called)
     tokens = resume_tokens(settings, ledgers.learn_secret)
     models = [Pool(name, text, _dispatcher(name, ledgers, settings, tokens), listeners) for name, text in texts.items()]
     pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
     stats = StatsSource(pools, router_id, latencies)
-    service = InferenceService(pools, settings, admission, doors.door, tokens, stats, listeners)
+    service = InferenceService(pools, settings, admission, doors.door, tokens, stats, listeners, tracing.tracer)
     board = board_routes(Feeds(stats), doors.door) if settings.board else []
     server = GrpcServer([SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
@@ -85,6 +94,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         stats=stats,
         service=service,
         server=server,
+        tracing=tracing,
         http=HttpPort(http_app(registry, board, LookedUpMetrics(registry, models).refresh))
         if settings.http_listen
         else None,

@@ -13,11 +13,12 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any
 
 import grpc.aio
 from inflight.v1 import executor_pb2, inference_pb2, inference_pb2_grpc
+from opentelemetry.trace import NoOpTracer, Span, Tracer
 
 from common.errors import Reason, RequestError
 from router.admission_file import AdmissionFile
@@ -48,6 +49,7 @@ from router.settings import RouterSettings
 from router.stats import StatsSource
 from router.store.types import NO_LIMITS, Adopted, Queued, RequestState
 from router.streams import RequestStream
+from router.tracing import call_span
 from router.validation import (
     fit_tokens,
     validate_detokenize,
@@ -87,10 +89,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         tokens: ResumeTokens,
         stats: StatsSource,
         listeners: Listeners = NOBODY,
+        tracer: Tracer | None = None,
     ) -> None:
         self._pools = pools
         self._listeners = listeners
         self._stats = stats
+        self._tracer = tracer or NoOpTracer()
         self._door = door
         self._settings = settings
         self._admission = admission
@@ -126,7 +130,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         try:
             caller = self._caller(context)
             authorize(request, caller)
-            with self._serving():
+            with self._serving(), self._span("generate", context):
                 await self._generate(request, caller, context, arrival)
         except RequestError as error:
             if arrival.is_refused:
@@ -162,7 +166,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         spec = validate_generate(request, limits, seed_chooser(request))
         names = names_of(request)
         allowed = tenant_limits(names.tenant, self._admission.rules)
-        fitted = fit_tokens(await encode(pool.text, spec.prompt), spec, limits)
+        with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
+            prompt_ids = await encode(pool.text, spec.prompt)
+        fitted = fit_tokens(prompt_ids, spec, limits)
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
         return admit(fitted, names, request.model, allowed, deadlines, arrived, pool, self._tokens)
 
@@ -207,6 +213,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             pool.dispatcher.leave(stream, relay.reader, grace_s)
 
+    def _span(self, call: str, context: Context) -> AbstractContextManager[Span]:
+        return call_span(self._tracer, f"inflight.{call}", tuple(context.invocation_metadata() or ()))
+
     def _caller(self, context: Context) -> Caller:
         """Who calls. Raises `RequestError` where the door does not know."""
         return self._door.identify(tuple(context.invocation_metadata() or ()))
@@ -232,7 +241,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Continues the stream of a request of any router."""
         named_id, pool = self._claims.claim_by_token(request.request_id, request.resume_token, self._caller(context))
         place = resumed_place(request)
-        with self._serving():
+        with self._serving(), self._span("resume", context):
             stream = await pool.dispatcher.find(named_id)
             if stream is None:
                 stream = await pool.dispatcher.resume(named_id, functools.partial(self._open_attached, pool))

@@ -23,7 +23,7 @@ from router.ledger_look import LedgerLook
 from router.pools import Pool, Pools
 from router.stats_view import seen_queues, seen_sequence
 from router.step_feeds import StepFeeds, Subscription, Wants
-from router.store.types import Snapshot
+from router.store.snapshot import Snapshot
 
 DEFAULT_INTERVAL_MS = 1000
 MIN_INTERVAL_MS = 50

@@ -9,7 +9,7 @@ from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
 from router.callers import Caller
 from router.request_ids import client_id, tenant_of
-from router.store.types import Snapshot, TenantLine
+from router.store.snapshot import Snapshot, TenantLine
 
 
 def seen_sequence(held: stats_pb2.SequenceStats, caller: Caller) -> stats_pb2.SequenceStats:

@@ -121,9 +121,7 @@ class RequestStream:
         # It ran before this router had it: when its first token came is not known.
         self._has_unknown_past = False
         self._num_before_placement = 0
-        self._accepted = False
-        self._started = False
-        self._paused = False
+        self._accepted = self._started = self._paused = False
         self._queued: Queued | None = None
         self._num_taken = 0
         self._changed = asyncio.Event()
@@ -227,6 +225,7 @@ class RequestStream:
         submit = executor_pb2.Submit()
         submit.CopyFrom(self._submit)
         submit.attempt = placement.attempt
+        submit.traceparent = self.record.traceparent
         submit.reserved_blocks = placement.blocks or self._demand.blocks
         if self.deadline is not None:
             submit.deadline_ms = max(1, round((self.deadline - time.monotonic()) * 1000))

@@ -26,6 +26,7 @@ from router.resume_secret import ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
 from router.stats import StatsSource
+from router.store.snapshot import Snapshot
 from router.store.store import AdmissionStore
 from router.store.types import (
     Attempt,
@@ -37,7 +38,6 @@ from router.store.types import (
     Placement,
     Queued,
     ReportOutcome,
-    Snapshot,
     StoreEvent,
 )
 from router.streams import RequestStream

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import Reason
+from router.store.snapshot import ClassQueue, EstimateQuality, ExecutorStanding, Snapshot, TenantLine
 from router.store.types import (
     Adopted,
     CancelAsked,
     Cancelled,
     CancelOutcome,
-    ClassQueue,
     Dropped,
     DropReason,
     Duplicate,
-    EstimateQuality,
-    ExecutorStanding,
     Explanation,
     HandBackRefusal,
     Lost,
@@ -27,10 +25,8 @@ from router.store.types import (
     Queued,
     Refused,
     RequestState,
-    Snapshot,
     StoreEvent,
     TakenOver,
-    TenantLine,
     WaitReason,
 )
 

@@ -36,6 +36,7 @@ from router.store.replies import (
     parse_submit,
 )
 from router.store.settings import StoreSettings
+from router.store.snapshot import Snapshot
 from router.store.tenures import StoreClock, Tenures
 from router.store.types import (
     Adopted,
@@ -54,7 +55,6 @@ from router.store.types import (
     Refused,
     ReportOutcome,
     RequestState,
-    Snapshot,
     StoreCall,
     StoreEvent,
 )

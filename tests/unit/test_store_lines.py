@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from router.store.types import Demand, TenantLimits, TenantLine
+from router.store.snapshot import TenantLine
+from router.store.types import Demand, TenantLimits
 from tests.store_pool import StorePool
 
 

@@ -1,0 +1,56 @@
+"""Traces: where the spans of a process go.
+
+Without a collector nothing is recorded and nothing but OpenTelemetry's API is needed. With one, spans are sent by a
+thread in batches: nobody waits for it, and what it cannot send in time is dropped. Which traces are recorded is decided
+where they begin; for those that begin here OTEL_TRACES_SAMPLER says so. No prompt, output or credential is put into a
+span.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from opentelemetry.trace import NoOpTracer, Tracer
+
+from common.settings import SettingError
+
+FLUSH_TIMEOUT_S = 3.0
+
+
+class Tracing:
+    """The spans of one process. `is_on`: they go somewhere."""
+
+    def __init__(self, tracer: Tracer | None = None, close: Callable[[], object] = lambda: None) -> None:
+        self.is_on = tracer is not None
+        self.tracer: Tracer = tracer or NoOpTracer()
+        self._close = close
+
+    async def aclose(self) -> None:
+        """Sends what has collected, as far as that can be done soon."""
+        await asyncio.to_thread(self._close)
+
+
+NO_TRACING = Tracing()
+
+
+def open_tracing(process: str, instance: str, endpoint: str) -> Tracing:
+    """Traces of a process go to the collector at `endpoint`; empty: nowhere. Raises `SettingError`."""
+    if not endpoint:
+        return NO_TRACING
+    where = "--otlp-endpoint (INFLIGHT_OTLP_ENDPOINT)"
+    if urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname:
+        raise SettingError(f"{where}: {endpoint!r} is not http://host:port or https://host:port")
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise SettingError(f"{where}: needs OpenTelemetry's SDK: pip install 'inflight[otel]' ({error})") from error
+    resource = Resource.create({"service.name": f"inflight-{process}", "service.instance.id": instance})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http:"), timeout=FLUSH_TIMEOUT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracing(provider.get_tracer("inflight"), provider.shutdown)

@@ -19,7 +19,7 @@ GROUPS = {
     "Device and model": "device dtype weight_dtype forward attention cpu_isa num_threads enable_cuda enable_overlap",
     "Batch and steps": "batching max_num_ num_standby enable_chunked max_inter_token max_sequence",
     "KV cache": "batch_scheduler_policy enable_kv_cache tokens_per_block max_tokens_in kv_cache_",
-    "Admission": "max_queue_ max_bypass age_s preempt_for queue_event admission_file max_prompt max_attempts no_executor",
+    "Admission": "max_queue_ max_bypass age_s preempt_for queue_event admission_file max_prompt max_attempts no_exec",
     "Who may call": "insecure tls_ executor_tls_ router_names api_key jwt_ resume_secret",
     "Connections": "max_streams max_connection write_timeout handshake_timeout max_body keepalive",
     "Resuming, draining, failures": "resume_ttl orphan_ retain_ watchdog drain_",

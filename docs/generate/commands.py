@@ -39,6 +39,16 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     return {command.name: parser_of(command) for command in COMMANDS}
 
 
+def commands_below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands that a command has of its own, such as `inflight key new`."""
+    return {
+        name: child
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for name, child in action.choices.items()
+    }
+
+
 @contextmanager
 def _no_parsing() -> Iterator[None]:
     def stop(parser: argparse.ArgumentParser, args: Sequence[str] | None = None, namespace: object = None) -> NoReturn:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from client.cli.main import ALIASES, COMMANDS, Command
-from docs.generate.commands import parser_of
+from docs.generate.commands import commands_below, parser_of
 from docs.generate.markdown import cell, notice, page, table
 from docs.generate.settings_page import settings_classes
 
@@ -44,23 +44,35 @@ def _section(command: Command) -> Iterator[str]:
     if command.name in packages:
         yield f"Its flags are the settings of [configuration.md](configuration.md#{command.name}), and `--config FILE`."
         return
-    yield "\n".join(("```text", _usage(command, parser), "```"))
-    yield _arguments(parser)
+    yield from _form(f"inflight {command.name}", parser)
+
+
+def _form(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    below = commands_below(parser)
+    if not below:
+        yield "\n".join(("```text", _usage(name, parser), "```"))
+        yield _arguments(parser)
+    for child_name, child in below.items():
+        yield f"### {name} {child_name}"
+        yield _sentence(child.description or "")
+        yield from _form(f"{name} {child_name}", child)
 
 
 def _sentence(text: str) -> str:
+    if not text:
+        return ""
     text = " ".join(text.split()).replace("<", "&lt;")
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", ":")) else ".")
 
 
-def _usage(command: Command, parser: argparse.ArgumentParser) -> str:
-    words = [f"inflight {command.name}"]
+def _usage(name: str, parser: argparse.ArgumentParser) -> str:
+    words = [name]
     has_options = any(action.option_strings and not _is_help(action) for action in parser._actions)
     words += ["[options]"] if has_options else []
     for action in parser._actions:
         if not action.option_strings:
-            name = _value(action)
-            words.append({"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} ..."}.get(str(action.nargs), name))
+            value = _value(action)
+            words.append({"?": f"[{value}]", "*": f"[{value} ...]", "+": f"{value} ..."}.get(str(action.nargs), value))
     return " ".join(words)
 
 

@@ -79,7 +79,7 @@ Settings = TypeVar("Settings", bound=ProcessSettings)
 
 def load(settings_class: type[Settings], prog: str, argv: Sequence[str]) -> Settings:
     """Reads the settings of this process; raises `SettingError`. `--help` prints every setting and exits 0."""
-    flags = vars(_parser(settings_class, prog).parse_args(argv))
+    flags = vars(parser_of(settings_class, prog).parse_args(argv))
     file = flags.pop("config", None) or os.environ.get(f"{ENV_PREFIX}CONFIG")
     from_file = _read_file(settings_class, Path(file)) if file else {}
     from_environment = EnvSettingsSource(settings_class)()
@@ -139,7 +139,8 @@ class _Parser(argparse.ArgumentParser):
         return parsed
 
 
-def _parser(settings_class: type[ProcessSettings], prog: str) -> _Parser:
+def parser_of(settings_class: type[ProcessSettings], prog: str) -> argparse.ArgumentParser:
+    """The parser of a process's flags."""
     parser = _Parser(
         prog=prog,
         description=(settings_class.__doc__ or "").strip(),

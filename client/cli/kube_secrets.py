@@ -37,9 +37,9 @@ def main(argv: Sequence[str]) -> int:
     flags = _parser().parse_args(argv)
     if not 1 <= flags.days <= MAX_DAYS:
         raise CommandError(f"--days must be between 1 and {MAX_DAYS}, not {flags.days}", EXIT_USAGE)
-    made = _random_secrets()
+    made = random_secrets()
     if not flags.without_certificates:
-        made |= _certificate_secrets(flags.namespace, flags.name, flags.days)
+        made |= certificate_secrets(flags.namespace, flags.name, flags.days)
     print(json.dumps(_manifest(made, flags.namespace), indent=2))
     return 0
 
@@ -50,7 +50,7 @@ def router_names(namespace: str) -> tuple[str, ...]:
     return (f"{service}.svc", service, f"{service}.svc.cluster.local")
 
 
-def _random_secrets() -> dict[str, dict[str, bytes]]:
+def random_secrets() -> dict[str, dict[str, bytes]]:
     """Redis' passwords and users, and the secret of resume tokens."""
     password, replica_password, sentinel_password = (secrets.token_urlsafe(32) for _ in range(3))
     users = (
@@ -76,7 +76,7 @@ def _random_secrets() -> dict[str, dict[str, bytes]]:
     }
 
 
-def _certificate_secrets(namespace: str, names: Sequence[str], days: int) -> dict[str, dict[str, bytes]]:
+def certificate_secrets(namespace: str, names: Sequence[str], days: int) -> dict[str, dict[str, bytes]]:
     """As cert-manager would make them. Raises `CommandError` where a name cannot stand in a certificate."""
     with tempfile.TemporaryDirectory() as folder:
         try:

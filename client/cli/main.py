@@ -46,6 +46,7 @@ COMMANDS = (
     Command("pod-costs", "tell Kubernetes which executors to delete first", "client.cli.pod_costs:main"),
     Command("router", "run a router", "router.main:main"),
     Command("executor", "run an executor", "executor.entry:main"),
+    Command("gateway", "run an OpenAI-compatible HTTP gateway", "gateway.main:main"),
     Command("bench", "measure throughput and latency", "bench.main:main"),
 )
 ALIASES = {"capacity": "status"}

@@ -15,13 +15,13 @@ REST = "Other"
 # Where a setting stands on the page, by the beginning of its name; the first that fits. What fits nowhere is under
 # `REST`, so that a new setting is never missing.
 GROUPS = {
-    "Addresses and names": "listen redis_url executors model served_model router_id executor_id router_address resolve",
+    "Addresses and names": "listen redis_url executors model served_model router_id executor_id resolve routers",
     "Device and model": "device dtype weight_dtype forward attention cpu_isa num_threads enable_cuda enable_overlap",
-    "Batch and steps": "batching max_num_ num_standby enable_chunked max_inter_token max_sequence",
+    "Batch and steps": "batching max_num num_standby enable_chunked max_inter_token max_sequence",
     "KV cache": "batch_scheduler_policy enable_kv_cache tokens_per_block max_tokens_in kv_cache_",
-    "Admission": "max_queue_ max_bypass age_s preempt_for queue_event admission_file max_prompt max_attempts no_exec",
-    "Who may call": "insecure tls_ executor_tls_ router_names api_key jwt_ resume_secret",
-    "Connections": "max_streams max_connection write_timeout handshake_timeout max_body keepalive",
+    "Admission": "max_queue_ max_bypass age_s preempt_for queue_event admission_file max_prompt max_att no_ default_",
+    "Who may call": "insecure tls_ executor_tls_ router_tls_ router_names api_key jwt_ resume_secret cors",
+    "Connections": "max_streams max_connection write_timeout handshake_timeout max_body max_req max_ch heartbeat body",
     "Resuming, draining, failures": "resume_ttl orphan_ retain_ watchdog drain_",
     "Health, metrics, logs": "health_listen http_listen board otlp_ log_",
 }

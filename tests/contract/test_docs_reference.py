@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.settings import words_of
 from docs.generate.main import DOCS, pages
-from docs.generate.settings_page import REST, grouped, settings_classes
+from docs.generate.settings_page import settings_classes
 from tests.contract.test_imports import REPOSITORY
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -28,10 +27,6 @@ def test_every_setting_is_in_the_reference() -> None:
     for package, settings in settings_classes():
         section = page.partition(f"\n## {package.capitalize()}\n")[2].partition("\n## ")[0]
         assert set(re.findall(r"`INFLIGHT_(\w+)` \|", section)) == {name.upper() for name in settings.model_fields}
-
-
-def test_every_setting_has_a_place_of_its_own() -> None:
-    assert not [words.name for _, settings in settings_classes() for words in grouped(words_of(settings)).get(REST, [])]
 
 
 @pytest.mark.parametrize("picture", sorted((DOCS / "pictures").glob("*.svg")), ids=lambda path: path.name)

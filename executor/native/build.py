@@ -3,8 +3,8 @@
 A library has a plain C interface, so it compiles in seconds without torch's headers. It is kept in the disk cache under
 a digest of everything that decides its code: sources, flags, compiler and this machine's processor.
 
-A container image has no compiler. It brings libraries that were built when it was (`python -m executor.native.prebuild`)
-in the folder `INFLIGHT_KERNELS_DIR`, under a digest of sources and flags: those name their instructions themselves.
+A container image has no compiler. It brings libraries that were built with it (`python -m executor.native.prebuild`) in
+the folder `INFLIGHT_KERNELS_DIR`, under a digest of sources and flags: those name their instructions themselves.
 """
 
 from __future__ import annotations

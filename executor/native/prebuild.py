@@ -1,4 +1,7 @@
-"""`python -m executor.native.prebuild FOLDER`: our C++ code for every x86-64 processor, for an image without a compiler."""
+"""`python -m executor.native.prebuild FOLDER`: our C++ code for every x86-64 processor.
+
+For an image without a compiler; see `executor.native.build`.
+"""
 
 from __future__ import annotations
 

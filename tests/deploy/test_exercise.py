@@ -1,5 +1,5 @@
-"""The overlays at work: their containers as processes of this machine (see kubelet.py), probed, asked, scaled under load
-and drained."""
+"""The overlays at work: their containers as processes of this machine (see kubelet.py), probed, asked, scaled under
+load and drained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GATEWAY = "127.1.0.6"
 REDIS = ("127.1.0.7", "127.1.0.8", "127.1.0.9")
 SENTINELS = ("127.1.0.10", "127.1.0.11", "127.1.0.12")
 MODELS = ("smollm2-135m-instruct", "Qwen2.5-7B-Instruct", "small", "large")
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 MAX_TOKENS = 24
 NUM_CALLERS = 4
 # Between a caller's requests: the callers share the cores with the executors that start.
@@ -176,7 +176,7 @@ class Load:
 
 
 async def wait_for_executors(client: Client, *pods: Pod, has_worked: bool = False) -> None:
-    """Until the ledger knows exactly these, by the names of their pods, as taking new work; or as having worked, too."""
+    """Until the ledger knows exactly these, by their pods' names, as taking new work; or as having worked, too."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             found = {one.executor_id: one for one in (await client.capacity()).executors if one.accepting}

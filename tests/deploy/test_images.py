@@ -1,4 +1,4 @@
-"""The Dockerfile and the compose file: what they copy, run and set is there. No daemon is needed, and nothing is built."""
+"""The Dockerfile and the compose file: what they copy, run and set is there. Nothing is built, and no daemon asked."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def filled(value: str) -> str:
 def test_variables_in_compose_are_settings_of_the_process(compose: dict[str, Any], name: str) -> None:
     environment = compose["services"][name]["environment"]
     fields = {key.removeprefix(ENV_PREFIX).lower(): filled(str(value)) for key, value in environment.items()}
-    SETTINGS[name](**fields)
+    SETTINGS[name].model_validate(fields)
 
 
 def test_services_of_compose_are_hardened_pinned_and_lead_somewhere(compose: dict[str, Any]) -> None:

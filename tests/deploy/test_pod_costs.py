@@ -58,7 +58,13 @@ def test_pool_smaller_than_its_twentieths_is_counted_by_the_block() -> None:
 
 
 def test_only_what_changes_is_written() -> None:
-    executors = [executor("busy", 400), executor("same", 400), executor("idle", 0), executor("freed", 0), executor("x", 9)]
+    executors = [
+        executor("busy", 400),
+        executor("same", 400),
+        executor("idle", 0),
+        executor("freed", 0),
+        executor("x", 9),
+    ]
     annotated = {"busy": 50, "same": 400, "idle": None, "freed": 50, "starting": 700}
     assert changed_costs(executors, annotated) == {"busy": 400, "freed": 0}
 

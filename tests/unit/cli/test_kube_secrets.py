@@ -33,7 +33,9 @@ def test_certificates_bear_the_services_names_in_the_namespace(capsys: pytest.Ca
     assert router["type"] == "kubernetes.io/tls"
     certificate = x509.load_pem_x509_certificate(content(router)["tls.crt"].encode())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert {"inflight-router", "inflight-router.llm.svc", "llm.example.org"} <= set(names.get_values_for_type(x509.DNSName))
+    assert {"inflight-router", "inflight-router.llm.svc", "llm.example.org"} <= set(
+        names.get_values_for_type(x509.DNSName)
+    )
     # Clients get no key
     assert set(secrets["inflight-client-tls"]["data"]) == {"ca.crt"}
 

@@ -70,8 +70,8 @@ PROBE_LIMITS = ConnectionLimits(max_streams=16, max_idle_s=60.0, max_receive_byt
 MAX_PENDING_CALLS = 100_000
 
 
-# A health service of its own, for what restarts a process that cannot be helped otherwise (Kubernetes' liveness). It says
-# nothing of executors, Redis or whether new work is taken: a restart mends none of that.
+# A health service of its own, for what restarts a process that cannot be helped otherwise (Kubernetes' liveness). It
+# says nothing of executors, Redis or whether new work is taken: a restart mends none of that.
 LIVE_SERVICE = "live"
 
 

@@ -58,7 +58,7 @@ def _ask_grpc(address: str, service: str, timeout_s: float) -> str | None:
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:
-            return f"{error.code().name}: {error.details()}"  # type: ignore[attr-defined]  # a Call, too
+            return f"{error.code().name}: {error.details()}"
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
@@ -80,8 +80,8 @@ def _ask_http(address: str, service: str, timeout_s: float) -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="inflight healthcheck",
-        description="Asks a process once whether it serves: over gRPC health in the clear, on its health_listen, or with "
-        "an http:// address by a GET. Exits 0 if so, else 1.",
+        description="Asks a process once whether it serves: over gRPC health in the clear, on its health_listen, or "
+        "with an http:// address by a GET. Exits 0 if so, else 1.",
     )
     parser.add_argument(
         "--address",

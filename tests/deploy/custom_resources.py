@@ -30,7 +30,9 @@ def listed(item: Any) -> dict[str, Any]:
 SELECTOR = closed(
     "",
     matchLabels=LABELS,
-    matchExpressions=listed(closed("key operator", key=TEXT, operator={"enum": ["In", "NotIn", "Exists"]}, values=listed(TEXT))),
+    matchExpressions=listed(
+        closed("key operator", key=TEXT, operator={"enum": ["In", "NotIn", "Exists"]}, values=listed(TEXT))
+    ),
 )
 ISSUER = {
     "oneOf": [
@@ -48,7 +50,10 @@ CERTIFICATE = closed(
     duration=DURATION,
     renewBefore=DURATION,
     privateKey=closed(
-        "algorithm", algorithm={"const": "ECDSA"}, size={"enum": [256, 384]}, rotationPolicy={"enum": ["Always", "Never"]}
+        "algorithm",
+        algorithm={"const": "ECDSA"},
+        size={"enum": [256, 384]},
+        rotationPolicy={"enum": ["Always", "Never"]},
     ),
     issuerRef=closed("name", group={"const": "cert-manager.io"}, kind={"const": "Issuer"}, name=TEXT),
 )
@@ -67,11 +72,15 @@ RULE = closed(
     annotations=LABELS,
     **{"for": DURATION, "keep_firing_for": DURATION},
 )
-PROMETHEUS_RULE = closed("groups", groups=listed(closed("name rules", name=TEXT, interval=DURATION, rules=listed(RULE))))
+PROMETHEUS_RULE = closed(
+    "groups", groups=listed(closed("name rules", name=TEXT, interval=DURATION, rules=listed(RULE)))
+)
 SCALING = closed(
     "",
     stabilizationWindowSeconds=COUNT,
-    policies=listed(closed("type value periodSeconds", type={"enum": ["Pods", "Percent"]}, value=COUNT, periodSeconds=COUNT)),
+    policies=listed(
+        closed("type value periodSeconds", type={"enum": ["Pods", "Percent"]}, value=COUNT, periodSeconds=COUNT)
+    ),
 )
 SCALED_OBJECT = closed(
     "scaleTargetRef triggers",

@@ -36,7 +36,7 @@ from common.disk_cache import CACHE_VARIABLE, cache_folder
 from tests.deploy.manifests import Object, Overlay, environment_of, expanded
 
 REPOSITORY = Path(__file__).parents[2]
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
 PROBE_RETRY_S = 0.1
 SMALL_KV_TOKENS = 16_384
 REPLACED_WORDS = {"inflight": (sys.executable, "-m", "client.cli.main")}
@@ -63,7 +63,9 @@ class Pod:
         probe = self.container[kind]
         timeout_s = 10.0  # not the manifest's: what it says of time would be about this machine
         if "grpc" in probe:
-            return await _grpc_serves(f"{self.address}:{probe['grpc']['port']}", probe["grpc"].get("service", ""), timeout_s)
+            return await _grpc_serves(
+                f"{self.address}:{probe['grpc']['port']}", probe["grpc"].get("service", ""), timeout_s
+            )
         action = probe.get("httpGet") or probe["tcpSocket"]
         ports = {port["name"]: port["containerPort"] for port in self.container["ports"]}
         port = ports.get(action["port"], action["port"])
@@ -137,7 +139,9 @@ class Node:
         folder.mkdir(parents=True)
         if "secret" in volume:
             content = self.overlay.content("Secret", volume["secret"]["secretName"])
-            wanted = {item["key"]: item["path"] for item in volume["secret"].get("items", ())} or {key: key for key in content}
+            wanted = {item["key"]: item["path"] for item in volume["secret"].get("items", ())} or {
+                key: key for key in content
+            }
             for key, path in wanted.items():
                 (folder / path).write_bytes(content[key])
         elif "configMap" in volume:
@@ -173,7 +177,9 @@ class Node:
         for mount in container.get("volumeMounts", ()):
             folder = pod.log.parent / pod.name / mount["name"] if volumes is None else volumes[mount["name"]]
             replaced[mount["mountPath"]] = str(folder)
-        if container is not pod.container and "/models" not in {mount["mountPath"] for mount in container["volumeMounts"]}:
+        if container is not pod.container and "/models" not in {
+            mount["mountPath"] for mount in container["volumeMounts"]
+        }:
             replaced["/models"] = str(self.models)  # of the init container's own image
         longest_first = sorted(replaced, key=len, reverse=True)
         # Not within a longer word: `/tmp` is not in `/tmpfile`, a Service not in its namesake's name.

@@ -1,7 +1,7 @@
-"""Rendered overlays, and what of them the tests ask for: objects by kind, pod templates, the environment of a container.
+"""Rendered overlays, and what tests ask of them: objects by kind, pod templates, the environment of a container.
 
-Everything is read as Kubernetes reads it: `$(NAME)` stands for variables that are defined before, `envFrom` comes first,
-a ConfigMap or Secret that is not there is an error.
+Everything is read as Kubernetes reads it: `$(NAME)` stands for variables that are defined before, `envFrom` comes
+first, a ConfigMap or Secret that is not there is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ COMPONENT = "app.kubernetes.io/component"
 
 Object = Mapping[str, Any]
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which renders overlays, is not here")
+needs_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="kubectl, which renders overlays, is not here"
+)
 
 
 @dataclass(frozen=True, slots=True)

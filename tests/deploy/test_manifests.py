@@ -53,13 +53,17 @@ def each(request: pytest.FixtureRequest) -> Overlay:
     return overlay(request.param)
 
 
-def settings_of(overlay: Overlay, container: Object, monkeypatch: pytest.MonkeyPatch) -> ProcessSettings:
+def settings_of(overlay: Overlay, container: Object) -> ProcessSettings:
     """The settings of one of our processes, read as it reads them."""
     environment = environment_of(overlay, container, FIELDS)
-    fields = {name.removeprefix(ENV_PREFIX).lower(): value for name, value in environment.items() if name.startswith(ENV_PREFIX)}
+    fields = {
+        name.removeprefix(ENV_PREFIX).lower(): value
+        for name, value in environment.items()
+        if name.startswith(ENV_PREFIX)
+    }
     fields.pop(CACHE_VARIABLE.removeprefix(ENV_PREFIX).lower(), None)
     assert container["command"][0] == "inflight"
-    return SETTINGS[container["command"][1]](**fields)  # a name that is no setting is refused
+    return SETTINGS[container["command"][1]].model_validate(fields)  # a name that is no setting is refused
 
 
 def our_processes(overlay: Overlay) -> Iterator[tuple[Object, Object]]:
@@ -69,12 +73,10 @@ def our_processes(overlay: Overlay) -> Iterator[tuple[Object, Object]]:
             yield workload, container
 
 
-def test_every_variable_is_a_setting_of_its_process_with_a_value_that_it_takes(
-    each: Overlay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_variable_is_a_setting_of_its_process_with_a_value_that_it_takes(each: Overlay) -> None:
     roles = []
     for _, container in our_processes(each):
-        settings_of(each, container, monkeypatch)
+        settings_of(each, container)
         roles.append(container["command"][1])
     assert set(roles) == set(SETTINGS)
 
@@ -87,8 +89,8 @@ def test_variables_of_commands_are_known(each: Overlay) -> None:
             assert ours <= CLIENT_VARIABLES
 
 
-def test_routers_serve_the_models_of_the_executors(each: Overlay, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = [settings_of(each, container, monkeypatch) for _, container in our_processes(each)]
+def test_routers_serve_the_models_of_the_executors(each: Overlay) -> None:
+    settings = [settings_of(each, container) for _, container in our_processes(each)]
     (router,) = (found for found in settings if isinstance(found, RouterSettings))
     routed = {entry.rpartition("=")[0] or entry.rpartition("/")[2]: entry.rpartition("=")[2] for entry in router.model}
     executors = [found for found in settings if isinstance(found, ExecutorSettings)]
@@ -96,11 +98,9 @@ def test_routers_serve_the_models_of_the_executors(each: Overlay, monkeypatch: p
     assert routed == served
 
 
-def test_ports_are_those_that_the_process_listens_on_and_probes_ask_there(
-    each: Overlay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ports_are_those_that_the_process_listens_on_and_probes_ask_there(each: Overlay) -> None:
     for _, container in our_processes(each):
-        settings = settings_of(each, container, monkeypatch)
+        settings = settings_of(each, container)
         listening = {
             str(value).rpartition(":")[2]
             for name, value in settings.model_dump().items()
@@ -121,9 +121,9 @@ def test_ports_are_those_that_the_process_listens_on_and_probes_ask_there(
             assert (probe["grpc"]["service"] == LIVE_SERVICE) or kind != "livenessProbe"
 
 
-def test_grace_is_enough_to_sleep_drain_and_end(each: Overlay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grace_is_enough_to_sleep_drain_and_end(each: Overlay) -> None:
     for workload, container in our_processes(each):
-        drain_s = settings_of(each, container, monkeypatch).model_dump()["drain_timeout_s"]
+        drain_s = settings_of(each, container).model_dump()["drain_timeout_s"]
         sleep_s = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         grace_s = workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
         assert grace_s >= sleep_s + drain_s + TO_END_S
@@ -171,7 +171,11 @@ def test_selectors_select_their_own_pods_and_services_name_ports_that_are_there(
         selected = [w for w in workloads if matches({"matchLabels": service["spec"]["selector"]}, pod_labels(w))]
         assert selected
         for workload in selected:
-            names = {port["name"] for container in workload["spec"]["template"]["spec"]["containers"] for port in container["ports"]}
+            names = {
+                port["name"]
+                for container in workload["spec"]["template"]["spec"]["containers"]
+                for port in container["ports"]
+            }
             assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
     for budget in each.of_kind("PodDisruptionBudget"):
         assert len([w for w in workloads if matches(budget["spec"]["selector"], pod_labels(w))]) == 1
@@ -197,7 +201,9 @@ def test_scalers_and_monitors_aim_at_what_is_there(each: Overlay) -> None:
         assert {w["metadata"]["labels"][COMPONENT] for w in selected} == set(SETTINGS)
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
         for workload in selected:
-            assert endpoint["port"] in {port["name"] for port in workload["spec"]["template"]["spec"]["containers"][0]["ports"]}
+            assert endpoint["port"] in {
+                port["name"] for port in workload["spec"]["template"]["spec"]["containers"][0]["ports"]
+            }
 
 
 def test_images_are_pinned(each: Overlay) -> None:

@@ -52,7 +52,9 @@ def test_overlay_renders_to_objects_that_old_and_new_clusters_take(name: str) ->
 
 @needs_kubectl
 def test_misspelt_field_is_seen_by_the_schemas() -> None:
-    (router,) = (found for found in overlay("cpu-dev").of_kind("Deployment") if found["metadata"]["name"].endswith("router"))
+    (router,) = (
+        found for found in overlay("cpu-dev").of_kind("Deployment") if found["metadata"]["name"].endswith("router")
+    )
     with pytest.raises(kubernetes_validate.ValidationError):
         check({**router, "spec": {**router["spec"], "replica": 1}}, NEWEST)
 
@@ -78,7 +80,9 @@ def test_external_redis_replaces_ours(tmp_path_factory: pytest.TempPathFactory) 
         folder.rmdir()
     assert not [found for found in objects if found["kind"] in ("StatefulSet", "Service") and "redis" in str(found)]
     (router,) = (found for found in objects if found["kind"] == "Deployment" and "router" in found["metadata"]["name"])
-    environment = {variable["name"]: variable for variable in router["spec"]["template"]["spec"]["containers"][0]["env"]}
+    environment = {
+        variable["name"]: variable for variable in router["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
     assert "REDIS_PASSWORD" not in environment
     reference = {"secretKeyRef": {"name": "inflight-redis", "key": "url"}}
     assert environment["INFLIGHT_REDIS_URL"] == {"name": "INFLIGHT_REDIS_URL", "valueFrom": reference}

@@ -40,7 +40,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
 
-.PHONY: help setup clients demo up test test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures
+.PHONY: help setup clients demo up test test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures docs docs-links docs-reference
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -53,6 +53,9 @@ help:
 	@echo "make lint    formatting, lint, types, generated code"
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate protos/gen again"
+	@echo "make docs    build the documentation's site into build/docs; every warning is an error"
+	@echo "make docs-reference  write the pages again that are made from settings, commands and .proto files"
+	@echo "make docs-links  ask whether addresses that the pages name are there (needs the internet)"
 	@echo "make chaos   kill, stop and cut off the processes of a system under load; SECONDS=600 SEED=1, ARGS=\"--model tiny\""
 	@echo "make pictures  take the pictures of the docs anew, of a stack under load in Chromium"
 	@echo "make soak    full load with cancellations and vanishing clients, and whether anything grows; SECONDS=3600"
@@ -121,6 +124,16 @@ protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(GENERATED) --pyi_out=$(GENERATED) \
 		--grpc_python_out=$(GENERATED) $(PROTOS)
 	$(BIN)/python -m tests.contract.baseline
+
+docs: setup
+	@$(BIN)/python -m sphinx -q -n -W --keep-going -c docs -d build/docs-doctrees -b html . build/docs
+	@echo "build/docs/index.html"
+
+docs-links: setup
+	@$(BIN)/python -m sphinx -q -c docs -d build/docs-doctrees -b linkcheck . build/docs-links
+
+docs-reference: setup
+	@PYTHONPATH=.:$(GENERATED) $(BIN)/python -m docs.generate.main
 
 soak: setup
 	@$(BIN)/python -m bench.soak --seconds $(SECONDS) $(ARGS)

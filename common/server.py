@@ -70,6 +70,11 @@ PROBE_LIMITS = ConnectionLimits(max_streams=16, max_idle_s=60.0, max_receive_byt
 MAX_PENDING_CALLS = 100_000
 
 
+# A health service of its own, for what restarts a process that cannot be helped otherwise (Kubernetes' liveness). It
+# says nothing of executors, Redis or whether new work is taken: a restart mends none of that.
+LIVE_SERVICE = "live"
+
+
 class ListenError(Exception):
     """The address cannot be listened on. The text says why."""
 
@@ -169,6 +174,7 @@ class GrpcServer:
             ListenError: the port is in use, or the address is not this machine's.
         """
         await self.set_serving(False)
+        await self.set_live(True)
         credentials = None if self._tls is None else self._tls.server_credentials()
         address = _add_port(self.grpc, listen, credentials)
         await self.grpc.start()
@@ -188,9 +194,12 @@ class GrpcServer:
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the health status of every service; watchers are told."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._service_names:
-            await self._health.set(name, status)
+            await self._health.set(name, _status(serving))
+
+    async def set_live(self, live: bool) -> None:
+        """Sets the status of the service `LIVE_SERVICE`. That it is answered at all shows that the loop goes round."""
+        await self._health.set(LIVE_SERVICE, _status(live))
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new RPCs, lets running ones end for `grace_s` seconds, then cancels them."""
@@ -198,6 +207,10 @@ class GrpcServer:
         await self.grpc.stop(grace_s)
         if self._health_port is not None:
             await self._health_port.stop(None)
+
+
+def _status(good: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
+    return health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _add_port(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None) -> str:

@@ -18,6 +18,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -78,7 +79,7 @@ Settings = TypeVar("Settings", bound=ProcessSettings)
 
 def load(settings_class: type[Settings], prog: str, argv: Sequence[str]) -> Settings:
     """Reads the settings of this process; raises `SettingError`. `--help` prints every setting and exits 0."""
-    flags = vars(_parser(settings_class, prog).parse_args(argv))
+    flags = vars(parser_of(settings_class, prog).parse_args(argv))
     file = flags.pop("config", None) or os.environ.get(f"{ENV_PREFIX}CONFIG")
     from_file = _read_file(settings_class, Path(file)) if file else {}
     from_environment = EnvSettingsSource(settings_class)()
@@ -98,6 +99,33 @@ def describe(settings: ProcessSettings) -> list[str]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class SettingWords:
+    """A setting in the user's words, as `--help` and the reference say it."""
+
+    name: str
+    flag: str
+    variable: str
+    allowed: str
+    default: str
+    description: str
+
+
+def words_of(settings_class: type[ProcessSettings]) -> list[SettingWords]:
+    """Every setting of a class, in the order of the source."""
+    return [
+        SettingWords(
+            name=name,
+            flag=_flag(name),
+            variable=f"{ENV_PREFIX}{name.upper()}",
+            allowed=_allowed(field),
+            default=_default_words(field),
+            description=field.description or "",
+        )
+        for name, field in settings_class.model_fields.items()
+    ]
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors are `SettingError`s."""
 
@@ -111,7 +139,8 @@ class _Parser(argparse.ArgumentParser):
         return parsed
 
 
-def _parser(settings_class: type[ProcessSettings], prog: str) -> _Parser:
+def parser_of(settings_class: type[ProcessSettings], prog: str) -> argparse.ArgumentParser:
+    """The parser of a process's flags."""
     parser = _Parser(
         prog=prog,
         description=(settings_class.__doc__ or "").strip(),
@@ -120,13 +149,13 @@ def _parser(settings_class: type[ProcessSettings], prog: str) -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help=f"TOML file with settings by name. [{ENV_PREFIX}CONFIG]")
-    for name, field in settings_class.model_fields.items():
+    for words in words_of(settings_class):
         # `%` is argparse's own format character.
-        text = f"{field.description or ''} {_help_suffix(name, field)}".strip().replace("%", "%%")
-        if bool in _alternatives(field):
-            parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=text)
+        text = f"{words.description} ({words.allowed}; {words.default}) [{words.variable}]".strip().replace("%", "%%")
+        if bool in _alternatives(settings_class.model_fields[words.name]):
+            parser.add_argument(words.flag, action=argparse.BooleanOptionalAction, help=text)
         else:
-            parser.add_argument(_flag(name), dest=name, metavar="VALUE", help=text)
+            parser.add_argument(words.flag, dest=words.name, metavar="VALUE", help=text)
     return parser
 
 
@@ -193,12 +222,11 @@ def _alternatives(field: FieldInfo) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def _help_suffix(name: str, field: FieldInfo) -> str:
+def _default_words(field: FieldInfo) -> str:
     default = _default(field)
     if isinstance(default, SecretStr):  # what the source says is no secret
         default = default.get_secret_value()
-    default = "required" if field.is_required() else f"default {_shown(default)}"
-    return f"({_allowed(field)}; {default}) [{ENV_PREFIX}{name.upper()}]"
+    return "required" if field.is_required() else f"default {_shown(default)}"
 
 
 def _default(field: FieldInfo) -> Any:

@@ -281,6 +281,7 @@ def build(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garb
 async def _watch(parts: Parts, signals: Signals, limit_s: float) -> None:
     async def tell(stands_still: bool) -> None:
         parts.service.stand_still(stands_still)
+        await parts.server.set_live(not stands_still)
         await parts.server.set_serving(not (stands_still or signals.drain.is_set()))
 
     await watch(parts.service, limit_s, tell)

@@ -2,6 +2,9 @@
 
 A library has a plain C interface, so it compiles in seconds without torch's headers. It is kept in the disk cache under
 a digest of everything that decides its code: sources, flags, compiler and this machine's processor.
+
+A container image has no compiler. It brings libraries that were built with it (`python -m executor.native.prebuild`) in
+the folder `INFLIGHT_KERNELS_DIR`, under a digest of sources and flags: those name their instructions themselves.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 
 from common.disk_cache import build_once, cache_folder
 
+PREBUILT_VARIABLE = "INFLIGHT_KERNELS_DIR"
 COMPILERS = ("g++", "c++", "clang++")
 # -Wno-psabi: vectors wider than the machine's are only passed between functions that are inlined.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread", "-Wno-psabi")
@@ -35,7 +39,13 @@ class BuildFailure:
 def load_library(
     name: str, sources: Sequence[Path], headers: Sequence[Path] = (), flags: Sequence[str] = ()
 ) -> ctypes.CDLL | BuildFailure:
-    """The library, compiled if this machine has not done so before; `flags` come after `FLAGS`."""
+    """The library: one that was built before, else compiled; `flags` come after `FLAGS`."""
+    prebuilt = _prebuilt(name, (*sources, *headers), flags)
+    if prebuilt is not None and prebuilt.exists():
+        try:
+            return ctypes.CDLL(str(prebuilt))
+        except OSError as error:
+            return BuildFailure(f"{prebuilt} cannot be loaded: {error}")
     compiler = _find_compiler()
     if compiler is None:
         return BuildFailure("there is no C++ compiler (g++) here")
@@ -53,6 +63,32 @@ def load_library(
         return BuildFailure(f"{compiler} took longer than {TIMEOUT_S} s")
     except OSError as error:
         return BuildFailure(f"the library {name!r} cannot be built or loaded: {error}")
+
+
+def prebuild(folder: Path, name: str, sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[str]) -> Path:
+    """Builds a library for any machine that has the instructions which `flags` name, into `folder`.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot be built.
+    """
+    compiler = _find_compiler()
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler (g++) here")
+    target = folder / _prebuilt_name(name, (*sources, *headers), flags)
+    _compile(compiler, sources, (*(flag for flag in FLAGS if flag != "-march=native"), *flags), target)
+    for left in folder.glob("*.o"):
+        left.unlink()
+    return target
+
+
+def _prebuilt(name: str, files: Sequence[Path], flags: Sequence[str]) -> Path | None:
+    folder = os.environ.get(PREBUILT_VARIABLE)
+    return Path(folder) / _prebuilt_name(name, files, flags) if folder else None
+
+
+def _prebuilt_name(name: str, files: Sequence[Path], flags: Sequence[str]) -> str:
+    texts = (file.read_text(encoding="utf-8") for file in files)
+    return f"{name}-{hashlib.sha256(chr(0).join((*texts, *flags)).encode()).hexdigest()[:16]}.so"
 
 
 def _find_compiler() -> str | None:

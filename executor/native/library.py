@@ -11,8 +11,9 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-from executor.native.build import BuildFailure, load_library
+from executor.native.build import BuildFailure, load_library, prebuild
 
+NAME = "kernels"
 FOLDER = Path(__file__).parent
 SOURCES = tuple(FOLDER / name for name in ("decoder.cpp", "attention.cpp", "sampler.cpp", "pool.cpp"))
 CPUINFO = Path("/proc/cpuinfo")
@@ -83,9 +84,19 @@ def load_native(name: str = "auto") -> NativeLibrary | BuildFailure:
     return failure
 
 
+def prebuild_all(folder: Path) -> list[Path]:
+    """Builds for every instruction set of x86-64 into `folder`; see `executor.native.build`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    headers = sorted(FOLDER.glob("*.h"))
+    return [
+        prebuild(folder, NAME, SOURCES, headers, (*instructions.compiler_flags, *COMMON_FLAGS))
+        for instructions in INSTRUCTION_SETS
+    ]
+
+
 def _load(instructions: InstructionSet) -> NativeLibrary | BuildFailure:
     headers = sorted(FOLDER.glob("*.h"))
-    calls = load_library("kernels", SOURCES, headers, (*instructions.compiler_flags, *COMMON_FLAGS))
+    calls = load_library(NAME, SOURCES, headers, (*instructions.compiler_flags, *COMMON_FLAGS))
     if isinstance(calls, BuildFailure):
         return calls
     if not calls.inflight_prepare():

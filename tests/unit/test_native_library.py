@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from executor.native import library
+from executor.native import build, library
 from executor.native.build import BuildFailure
 from executor.native.library import NAMES, NativeLibrary, load_native, usable_instruction_sets
 from executor.settings import ExecutorSettings
@@ -108,3 +108,20 @@ def test_where_no_build_succeeds_the_reason_is_that_of_the_best(monkeypatch: pyt
 def test_the_setting_offers_what_there_is_to_choose_from() -> None:
     schema = ExecutorSettings.model_json_schema()["properties"]["cpu_isa"]
     assert tuple(schema["enum"]) == NAMES
+
+
+def test_library_that_an_image_brings_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a library that was built before, for any machine
+    source = tmp_path / "one.cpp"
+    source.write_text('extern "C" int one() { return 1; }\n')
+    built = build.prebuild(tmp_path / "kernels", "one", (source,), (), ("-O1",))
+    # When there is no compiler
+    monkeypatch.setattr(build, "_find_compiler", lambda: None)
+    assert isinstance(build.load_library("one", (source,), (), ("-O1",)), BuildFailure)
+    # Then it is found by its sources and flags
+    monkeypatch.setenv(build.PREBUILT_VARIABLE, str(built.parent))
+    library = build.load_library("one", (source,), (), ("-O1",))
+    assert not isinstance(library, BuildFailure)
+    assert library.one() == 1
+    source.write_text('extern "C" int one() { return 2; }\n')
+    assert isinstance(build.load_library("one", (source,), (), ("-O1",)), BuildFailure)

@@ -1,0 +1,58 @@
+"""How Sphinx makes a site of the pages under docs/.
+
+The pages are plain Markdown that reads as well where the repository is browsed, so the source folder is the repository:
+a relative link to a report, a .proto file or another page means the same in both places. `make docs` runs it, and takes
+every warning for an error: a page in no table of contents, a link or an anchor that leads nowhere.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+PAGES = Path(__file__).parent
+
+project = "inflight"
+author = "the inflight authors"
+copyright = author
+
+extensions = ["myst_parser"]
+root_doc = "docs/index"
+include_patterns = ["docs/**.md", "bench/reports/*.md", "bench/workloads/README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+# Folders that are large, and never hold a page.
+exclude_patterns = [".[a-z]*/**", "build/**", "dist/**", "run/**", "protos/**", "**/__pycache__"]
+
+# `page.md#a-heading`, as the repository's browser names headings.
+myst_heading_anchors = 4
+myst_enable_extensions = ["deflist"]
+html_theme = "furo"
+html_title = "inflight"
+html_static_path = ["site/static"]
+html_css_files = ["site.css"]
+html_extra_path = ["site/index.html"]  # sends the bare address to the first page
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+
+# `make docs-links` asks the outside world; addresses of examples are nobody's.
+linkcheck_ignore = [r"https?://localhost.*", r"https?://127\..*", r"https?://[^/]*\.example(\..*)?/?.*"]
+linkcheck_timeout = 20
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Registers what this configuration does itself."""
+    app.connect("source-read", drop_pages_that_are_not_here)
+    return {"parallel_read_safe": True}
+
+
+def drop_pages_that_are_not_here(app: Sphinx, page: str, source: list[str]) -> None:
+    """The table of contents names the pages of every part, `page?`; a tree may lack a part, and then lacks its page."""
+    if page == root_doc:
+        names = re.findall(r"^(\S+)\?$", source[0], re.MULTILINE)
+        for name in names:
+            there = name if (PAGES / f"{name}.md").exists() else ""
+            source[0] = source[0].replace(f"\n{name}?\n", f"\n{there}\n" if there else "\n")

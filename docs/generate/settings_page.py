@@ -1,0 +1,101 @@
+"""docs/configuration.md: every setting of every process, from the classes that the processes read them with."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+
+from common.settings import ProcessSettings, SettingWords, words_of
+from docs.generate.markdown import cell, notice, page, table
+
+PACKAGES = ("router", "executor", "gateway")
+REST = "Other"
+
+# Where a setting stands on the page, by the beginning of its name; the first that fits. What fits nowhere is under
+# `REST`, so that a new setting is never missing.
+GROUPS = {
+    "Addresses and names": "listen redis_url executors model served_model router_id executor_id resolve routers",
+    "Device and model": "device dtype weight_dtype forward attention cpu_isa num_threads enable_cuda enable_overlap",
+    "Batch and steps": "batching max_num num_standby enable_chunked max_inter_token max_sequence",
+    "KV cache": "batch_scheduler_policy enable_kv_cache tokens_per_block max_tokens_in kv_cache_",
+    "Admission": "max_queue_ max_bypass age_s preempt_for queue_event admission_file max_prompt max_att no_ default_",
+    "Who may call": "insecure tls_ executor_tls_ router_tls_ router_names api_key jwt_ resume_secret cors",
+    "Connections": "max_streams max_connection write_timeout handshake_timeout max_body max_req max_ch heartbeat body",
+    "Resuming, draining, failures": "resume_ttl orphan_ retain_ watchdog drain_",
+    "Health, metrics, logs": "health_listen http_listen board otlp_ log_",
+}
+
+INTRODUCTION = """\
+# Configuration
+
+Every process takes a setting from the first of these that has it: its flag, its `INFLIGHT_` variable, a TOML file
+(`--config FILE` or `INFLIGHT_CONFIG`), the default. These three are the same:
+
+```console
+$ inflight executor --insecure --max-num-sequences 64
+$ INFLIGHT_INSECURE=true INFLIGHT_MAX_NUM_SEQUENCES=64 inflight executor
+$ inflight executor --config executor.toml
+```
+
+```toml
+# executor.toml
+insecure = true
+max_num_sequences = 64
+```
+
+Settings are read once, at the start; what differs from its default is logged then, secrets masked. A wrong one ends
+the process with exit code 2 and a line that names it and what is allowed. An empty variable is an unset one. A
+setting that is true or false is a flag without a value, and `--no-…` is its opposite; lists are written `a,b,c`.
+
+Files that settings name (certificates, keys, the admission file) are looked at once a second and read again when they
+change; that needs no restart. `inflight up` hands settings on to the processes that it starts, by
+`--executor-args "…"` and `--router-args "…"`. What the client's commands read from the environment is in
+[client.md](client.md)."""
+
+
+def settings_page() -> str:
+    """The whole page."""
+    parts = [notice("make docs-reference"), INTRODUCTION]
+    for package, settings_class in settings_classes():
+        parts += [f"## {package.capitalize()}", f"Settings of `inflight {package}`."]
+        for group, words in grouped(words_of(settings_class)).items():
+            rows = [[_names(word), cell(word.allowed), _default(word), cell(word.description)] for word in words]
+            # The package's name in the heading keeps the anchors of several processes apart.
+            parts += [f"### {group} ({package})", table(("setting", "allowed", "default", "what it is"), rows)]
+    return page(*parts)
+
+
+def settings_classes() -> Iterator[tuple[str, type[ProcessSettings]]]:
+    """Each process's package with its class of settings."""
+    for package in PACKAGES:
+        if importlib.util.find_spec(f"{package}.settings") is None:
+            continue
+        module = importlib.import_module(f"{package}.settings")
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, ProcessSettings) and value.__module__ == module.__name__:
+                yield package, value
+
+
+def grouped(all_words: list[SettingWords]) -> dict[str, list[SettingWords]]:
+    """The settings by group, in the order of `GROUPS`; groups that have none are left out."""
+    groups: dict[str, list[SettingWords]] = {group: [] for group in (*GROUPS, REST)}
+    for words in all_words:
+        groups[_group_of(words.name)].append(words)
+    return {group: members for group, members in groups.items() if members}
+
+
+def _group_of(name: str) -> str:
+    return next((group for group, beginnings in GROUPS.items() if name.startswith(tuple(beginnings.split()))), REST)
+
+
+def _names(words: SettingWords) -> str:
+    return f"`{words.flag}`<br>`{words.variable}`"
+
+
+def _default(words: SettingWords) -> str:
+    if words.default == "required":
+        return "required"
+    value = words.default.removeprefix("default ")
+    value = {"True": "true", "False": "false"}.get(value, value)
+    return value if value in ("unset", "empty") else f"`{value}`"

@@ -1,0 +1,15 @@
+"""`python -m executor.native.prebuild FOLDER`: our C++ code for every x86-64 processor.
+
+For an image without a compiler; see `executor.native.build`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from executor.native.library import prebuild_all
+
+if __name__ == "__main__":
+    for built in prebuild_all(Path(sys.argv[1])):
+        print(built)

@@ -14,7 +14,7 @@ from typing import TypedDict
 import grpc
 
 from client.channel import channel_target, client_options, hosts_of, is_this_machine
-from common.tracing import metadata_of
+from common.trace_context import metadata_of
 
 Metadata = tuple[tuple[str, str], ...]
 

@@ -20,6 +20,7 @@ from typing import Any, Self, Unpack
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from inflight.v1 import inference_pb2, inference_pb2_grpc
 
 from client import requests
@@ -109,8 +110,17 @@ class Client:
         """Like `generate`, but waits for the whole result."""
         return await self.generate(prompt, chat=chat, token_ids=token_ids, timeout=timeout, **options).result()
 
-    def send(self, request: inference_pb2.GenerateRequest, *, timeout: float | None = None) -> Stream:
-        """Sends a request that the caller has built, for what `generate` has no keyword for."""
+    def send(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        timeout: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Stream:
+        """Sends a request that the caller has built, for what `generate` has no keyword for.
+
+        `metadata` goes with this request's calls, for who speaks on behalf of many.
+        """
         recovery = Recovery.of_request(
             request,
             self._policy,
@@ -119,7 +129,7 @@ class Client:
             random=Random(),
             new_key=new_idempotency_key,
         )
-        return Stream(recovery, self._caller())
+        return Stream(recovery, self._caller(metadata))
 
     def resume(
         self,
@@ -129,6 +139,7 @@ class Client:
         offset: int = 0,
         text_bytes: int | None = None,
         timeout: float | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> Stream:
         """The rest of the stream of a request that runs, or ended lately; of another program's, perhaps.
 
@@ -139,7 +150,7 @@ class Client:
         recovery = Recovery.of_running(
             request, self._policy, timeout_s=timeout, now_s=time.monotonic(), random=Random()
         )
-        return Stream(recovery, self._caller())
+        return Stream(recovery, self._caller(metadata))
 
     async def cancel(
         self,
@@ -196,17 +207,30 @@ class Client:
         request = requests.detokenize_request(token_ids, model=model)
         return str((await self._unary("Detokenize", request, timeout)).text)
 
-    async def list_models(self, *, timeout: float = UNARY_TIMEOUT_S) -> tuple[Model, ...]:
+    async def list_models(
+        self, *, timeout: float = UNARY_TIMEOUT_S, metadata: Mapping[str, str] | None = None
+    ) -> tuple[Model, ...]:
         """The models that can be asked for."""
-        return decode_models(await self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout))
+        return decode_models(await self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout, metadata))
+
+    async def is_serving(self, *, timeout: float = UNARY_TIMEOUT_S) -> bool:
+        """Whether the router that answers has an executor to serve with."""
+        self._open()
+        health: Any = health_pb2_grpc.HealthStub(self._channel)
+        try:
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def capacity(self, *, model: str = "", timeout: float = UNARY_TIMEOUT_S) -> Capacity:
         """What every executor holds and what waits."""
         return decode_capacity(await self._unary("GetCapacity", inference_pb2.GetCapacityRequest(model=model), timeout))
 
-    async def _unary(self, method: str, request: Any, timeout: float) -> Any:
+    async def _unary(self, method: str, request: Any, timeout: float, metadata: Mapping[str, str] | None = None) -> Any:
+        call = getattr(self._open(), method)
         try:
-            return await getattr(self._open(), method)(request, timeout=timeout, metadata=self._access.metadata())
+            return await call(request, timeout=timeout, metadata=self._metadata(metadata))
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
 
@@ -221,14 +245,17 @@ class Client:
             self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         return self._stub
 
-    def _caller(self) -> Callable[[Call], Any]:
+    def _metadata(self, of_call: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+        return (*self._access.metadata(), *(of_call or {}).items())
+
+    def _caller(self, metadata: Mapping[str, str] | None = None) -> Callable[[Call], Any]:
         """Makes the calls of one stream, all on the channel that is open now."""
         stub = self._open()
 
         def start(call: Call) -> Any:
             if self._stub is not stub:
                 raise client_closed()
-            return getattr(stub, call.method)(call.request, timeout=call.timeout_s, metadata=self._access.metadata())
+            return getattr(stub, call.method)(call.request, timeout=call.timeout_s, metadata=self._metadata(metadata))
 
         return start
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -29,10 +30,13 @@ class _Server(uvicorn.Server):
 class HttpPort:
     """Serves `app` over HTTP/1.1. After `stop` it cannot be started again.
 
-    Streams that still run `grace_s` seconds after `stop` are cut off.
+    Streams that still run `grace_s` seconds after `stop` are cut off. With the files of a certificate chain and of its
+    key it speaks HTTPS only.
     """
 
-    def __init__(self, app: ASGIApp, *, grace_s: int = 1) -> None:
+    def __init__(
+        self, app: ASGIApp, *, grace_s: int = 1, cert_file: Path | None = None, key_file: Path | None = None
+    ) -> None:
         config = uvicorn.Config(
             app,
             loop="none",
@@ -42,6 +46,8 @@ class HttpPort:
             server_header=False,
             timeout_graceful_shutdown=grace_s,
             backlog=BACKLOG,
+            ssl_certfile=cert_file,
+            ssl_keyfile=key_file,
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None

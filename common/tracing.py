@@ -1,4 +1,4 @@
-"""Traces: where the spans of a process go, and how their context travels in gRPC metadata (W3C Trace Context).
+"""Traces: where the spans of a process go.
 
 Without a collector nothing is recorded and nothing but OpenTelemetry's API is needed. With one, spans are sent by a
 thread in batches: nobody waits for it, and what it cannot send in time is dropped. Which traces are recorded is decided
@@ -9,19 +9,14 @@ span.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from opentelemetry.context import Context
-from opentelemetry.trace import NoOpTracer, Span, Tracer, set_span_in_context
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace import NoOpTracer, Tracer
 
 from common.settings import SettingError
 
 FLUSH_TIMEOUT_S = 3.0
-
-_PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Tracing:
@@ -59,33 +54,3 @@ def open_tracing(process: str, instance: str, endpoint: str) -> Tracing:
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http:"), timeout=FLUSH_TIMEOUT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracing(provider.get_tracer("inflight"), provider.shutdown)
-
-
-def context_in(metadata: Iterable[tuple[str, str | bytes]]) -> Context:
-    """The context that a call brings; an empty one where it brings none."""
-    carrier = {key: value for key, value in metadata if isinstance(value, str)}
-    return _PROPAGATOR.extract(carrier, context=Context())
-
-
-def metadata_of(context: Context | None = None) -> tuple[tuple[str, str], ...]:
-    """What goes with a call so that its spans belong to the current one, or to that of `context`; empty: there is
-    none."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, context=context)
-    return tuple(carrier.items())
-
-
-def traceparent_of(span: Span) -> str:
-    """The context of a span in one line; empty where it is none."""
-    return dict(metadata_of(set_span_in_context(span, Context()))).get("traceparent", "")
-
-
-def context_of(traceparent: str) -> Context:
-    """The context that a line names."""
-    carrier: Mapping[str, str] = {"traceparent": traceparent}
-    return _PROPAGATOR.extract(carrier, context=Context())
-
-
-def unix_ns(monotonic_s: float) -> int:
-    """A moment of `time.monotonic`'s clock as spans name moments."""
-    return time.time_ns() - round((time.monotonic() - monotonic_s) * 1e9)

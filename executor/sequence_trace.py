@@ -13,7 +13,8 @@ from inflight.v1 import executor_pb2
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 
-from common.tracing import Tracing, context_of
+from common.trace_context import context_of
+from common.tracing import Tracing
 from executor.sequence import FinishReason
 
 

@@ -11,9 +11,8 @@ import gc
 import logging
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry
-
 from common.logs import start_logging
+from common.metrics_page import new_registry
 from common.model_source import ModelSource, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
 from common.server import GrpcServer, Signals, check_listen
@@ -62,7 +61,7 @@ def _source(entry: str) -> ModelSource:
 
 async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     """start → serve → drain → stop."""
-    router = build(settings, texts, CollectorRegistry())
+    router = build(settings, texts, new_registry())
     signals = Signals(asyncio.get_running_loop())
     await _listen(router, settings)
     gc.freeze()

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 
 from opentelemetry import context as current
 from opentelemetry import trace
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer
 
 from common.errors import Reason, RequestError
-from common.tracing import context_in, traceparent_of, unix_ns
+from common.trace_context import context_in, traceparent_of, unix_ns
 from router.metrics import PROVIDER
 from router.observing import PlacedAt, RequestEnd, RequestFacts
 from router.store.types import StoreCall
@@ -71,9 +71,10 @@ class RequestTrace:
     """Implements `router.observing.Recorder`."""
 
     def __init__(self, tracer: Tracer, facts: RequestFacts) -> None:
-        self._tracer = tracer
         self._context = current.get_current()
         self._call = trace.get_current_span()
+        # What is taken over from another router comes outside any call, and begins no trace of its own.
+        self._tracer = tracer if self._call.get_span_context().is_valid else NoOpTracer()
         self._queue: Span | None = None
         self._placement: Span | None = None
         self._call.set_attributes(

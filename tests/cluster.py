@@ -27,6 +27,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from common.server import GrpcServer
+from common.tracing import NO_TRACING, Tracing
 from executor.blocks import BlockPool
 from executor.engine import Engine
 from executor.engine_output import EngineOutput
@@ -210,6 +211,7 @@ async def start_executor(
     *,
     keeping: Keeping | None = None,
     watchdog_s: float | None = None,
+    tracing: Tracing = NO_TRACING,
 ) -> RunningExecutor:
     """Starts an executor on a free port, or on the port given; without `watchdog_s` it may stand still."""
     loop = asyncio.get_running_loop()
@@ -234,7 +236,7 @@ async def start_executor(
     device = BrakedDevice(FakeDevice(pool), brake)
     engine = Engine(scheduler, device, publish, lambda error: None, overlap=shape.overlap)
     identity = _identity(name, model, shape, generation, limits)
-    service = ExecutorService(identity, engine, keeping)
+    service = ExecutorService(identity, engine, keeping, tracing=tracing)
     server = GrpcServer(["inflight.v1.ExecutorService"])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(f"127.0.0.1:{port}")

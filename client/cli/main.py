@@ -43,6 +43,7 @@ COMMANDS = (
     Command("certs", "make certificates for trying TLS", "client.cli.certs:main"),
     Command("router", "run a router", "router.main:main"),
     Command("executor", "run an executor", "executor.entry:main"),
+    Command("gateway", "run an OpenAI-compatible HTTP gateway", "gateway.main:main"),
     Command("bench", "measure throughput and latency", "bench.main:main"),
 )
 ALIASES = {"capacity": "status"}

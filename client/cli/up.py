@@ -18,6 +18,9 @@ from client.cli.stack_display import StackDisplay
 from client.stack.local import LocalStack, StackError, describe_exit, describe_log
 from client.stack.options import DEFAULT_RUN_DIR, StackOptions
 
+# Where programs look for an OpenAI-compatible server.
+DEFAULT_GATEWAY_PORT = 8000
+
 # Settings of `inflight executor` that have a flag of their own here; they are passed on as they are.
 EXECUTOR_FLAGS = {
     "--batching": "inflight, or static: nobody boards until everybody has got off",
@@ -49,13 +52,24 @@ def stack_options(flags: argparse.Namespace) -> StackOptions:
             model=flags.model,
             executor_args=(*_given(flags, EXECUTOR_FLAGS), *shlex.split(flags.executor_args)),
             router_args=(*_given(flags, ROUTER_FLAGS), *shlex.split(flags.router_args)),
+            gateway_args=tuple(shlex.split(flags.gateway_args)),
+            gateways=int(flags.gateway or flags.gateway_port is not None),
             port=flags.port,
+            http_port=flags.http_port,
+            gateway_port=_gateway_port(flags),
             redis_url=flags.redis_url,
             run_dir=resolve_run_dir(flags),
             tls=flags.tls,
         )
     except ValueError as error:
         raise CommandError(str(error), EXIT_USAGE) from None
+
+
+def _gateway_port(flags: argparse.Namespace) -> int | None:
+    """None is a free one."""
+    if flags.gateway_port is None:
+        return DEFAULT_GATEWAY_PORT if flags.gateway else None
+    return int(flags.gateway_port) or None
 
 
 def _given(flags: argparse.Namespace, names: Iterable[str]) -> Iterator[str]:
@@ -83,13 +97,22 @@ async def _up(options: StackOptions) -> int:
 def _greet(console: Console, stack: LocalStack) -> None:
     run_dir = stack.options.run_dir
     where = "" if run_dir == DEFAULT_RUN_DIR else f" --run-dir {shlex.quote(str(run_dir))}"
+    router = stack.routers[0]
     lines = [
         f"Ready: {', '.join(stack.router_addresses)}",
+        *(f"  OpenAI-compatible API  http://{address}/v1" for address in stack.gateway_addresses),
+        f"  live board             http://{router.http_address}/",
+        f"  metrics                {_metrics_urls(stack)}",
         f'  inflight generate{where} "Name three fruits."',
         f"  inflight status{where} --watch",
         f"Ctrl-C ends it. Logs are in {stack.options.run_dir}.",
     ]
     console.print("\n".join(lines))
+
+
+def _metrics_urls(stack: LocalStack) -> str:
+    children = (*stack.routers, *stack.executors, *stack.gateways)
+    return " ".join(f"http://{child.http_address}/metrics" for child in children)
 
 
 async def _supervise(stack: LocalStack) -> int:
@@ -104,8 +127,8 @@ async def _supervise(stack: LocalStack) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="inflight up",
-        description="Starts a private Redis, executors and routers on this machine and waits until they serve. "
-        "Ctrl-C ends them all; a second Ctrl-C ends them at once.",
+        description="Starts a private Redis, executors and routers on this machine, perhaps a gateway, and waits until "
+        "they serve. Ctrl-C ends them all; a second Ctrl-C ends them at once.",
     )
     parser.add_argument("--executors", type=int, default=1, metavar="N", help="number of executors (default: 1)")
     parser.add_argument("--routers", type=int, default=1, metavar="N", help="number of routers (default: 1)")
@@ -115,6 +138,19 @@ def _parser() -> argparse.ArgumentParser:
         help="local Hugging Face folder, GGUF file or hub name; default: SmolLM2-135M-Instruct",
     )
     parser.add_argument("--port", type=int, metavar="PORT", help="port of the first router; default: a free one")
+    parser.add_argument(
+        "--http-port",
+        type=int,
+        metavar="PORT",
+        help="port of the first router's metrics and board; default: a free one",
+    )
+    parser.add_argument("--gateway", action="store_true", help="start the OpenAI-compatible HTTP gateway, too")
+    parser.add_argument(
+        "--gateway-port",
+        type=int,
+        metavar="PORT",
+        help=f"the gateway's port, 0 for a free one; implies --gateway (default: {DEFAULT_GATEWAY_PORT})",
+    )
     parser.add_argument("--redis-url", metavar="URL", help="use this Redis instead of a private one")
     parser.add_argument(
         "--tls",
@@ -133,5 +169,9 @@ def _parser() -> argparse.ArgumentParser:
         group.add_argument(flag, metavar="VALUE", help=text)
     group.add_argument(
         "--router-args", default="", metavar="'ARGS'", help="more flags for every router: inflight router --help"
+    )
+    group = parser.add_argument_group("gateway")
+    group.add_argument(
+        "--gateway-args", default="", metavar="'ARGS'", help="more flags for the gateway: inflight gateway --help"
     )
     return parser

@@ -67,6 +67,10 @@ class CertificateFolder:
             "--router-names": ROUTER_NAME,
         }
 
+    def gateway_settings(self) -> dict[str, str]:
+        """Settings of `inflight gateway` by flag."""
+        return {"--router-tls-ca-file": str(self.ca_file), "--router-tls-name": ROUTER_NAME}
+
     def router_settings(self) -> dict[str, str]:
         """Settings of `inflight router` by flag."""
         return {

@@ -1,4 +1,4 @@
-"""A whole system on this machine: Redis, executors and routers as real processes.
+"""A whole system on this machine: Redis, executors, routers and gateways as real processes.
 
     async with LocalStack(StackOptions(executors=2)) as stack:
         async with Client(stack.address) as client:
@@ -23,13 +23,21 @@ from typing import Self
 import grpc
 
 from client.stack.certificates import make_certificates
-from client.stack.options import EXECUTOR_HOST, STOP_GRACE_S, StackOptions, executor_command, router_command
+from client.stack.options import (
+    LOOPBACK_HOST,
+    STOP_GRACE_S,
+    StackOptions,
+    executor_command,
+    gateway_command,
+    router_command,
+)
 from client.stack.ports import free_ports
 from client.stack.process import ChildProcess
-from client.stack.ready import wait_until_serving
+from client.stack.ready import wait_until_http_ready, wait_until_serving
 from client.stack.redis_server import PrivateRedis, RedisStartError
 from client.stack.state import ProcessState, RunFolderLock, StackState, read_state, remove_state, write_state
 from common.process import EXIT_BAD_SETTING, EXIT_CANNOT_LISTEN
+from common.server import ListenError, check_listen
 
 REDIS = "redis"
 EXECUTOR_SERVICE = "inflight.v1.ExecutorService"
@@ -86,6 +94,7 @@ class LocalStack:
         self.redis_url = options.redis_url or ""
         self.executors: list[ChildProcess] = []
         self.routers: list[ChildProcess] = []
+        self.gateways: list[ChildProcess] = []
 
     @property
     def redis_admin_url(self) -> str:
@@ -101,6 +110,11 @@ class LocalStack:
     def router_addresses(self) -> tuple[str, ...]:
         """Every router's address."""
         return tuple(router.address for router in self.routers)
+
+    @property
+    def gateway_addresses(self) -> tuple[str, ...]:
+        """Every gateway's address."""
+        return tuple(gateway.address for gateway in self.gateways)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -120,6 +134,7 @@ class LocalStack:
         self._began_s = time.monotonic()
         self._lock = _lock_run_folder(self.options)
         try:
+            self._check_chosen_ports()
             self._make_certificates()
             await self._start_redis()
             await self._start_servers()
@@ -129,7 +144,7 @@ class LocalStack:
             raise
 
     async def stop(self) -> None:
-        """Ends everything: routers first, so that streams end, then executors, then Redis."""
+        """Ends everything: gateways and routers first, so that streams end, then executors, then Redis."""
         self._began_s = time.monotonic()
         try:
             await self._stop_servers()
@@ -145,12 +160,27 @@ class LocalStack:
 
     async def wait_for_exit(self) -> ChildProcess:
         """Returns the first process that ends although nobody asked it to, and forgets it."""
-        running = [*self.routers, *self.executors]
-        child = await _first_to_end(running)
-        for children in (self.routers, self.executors):
+        running = (self.gateways, self.routers, self.executors)
+        child = await _first_to_end([child for children in running for child in children])
+        for children in running:
             if child in children:
                 children.remove(child)
         return child
+
+    def _check_chosen_ports(self) -> None:
+        """Whoever has such a port would be taken for our process: it answers sooner."""
+        options = self.options
+        chosen = (
+            (options.host, options.port),
+            (LOOPBACK_HOST, options.http_port),
+            (LOOPBACK_HOST, options.gateway_port),
+        )
+        for host, port in chosen:
+            try:
+                if port is not None:
+                    check_listen(f"{host}:{port}")
+            except ListenError as error:
+                raise StackError(str(error), is_setting=True) from None
 
     def _make_certificates(self) -> None:
         made = self.options.certificates
@@ -179,48 +209,55 @@ class LocalStack:
     async def _start_servers(self) -> None:
         for attempt in range(1, MAX_START_ATTEMPTS + 1):
             try:
-                await self._start_executors_and_routers()
+                await self._start_children()
                 return
             except _PortTaken as taken:
                 await self._stop_servers()
                 if attempt == MAX_START_ATTEMPTS:
                     raise StackError(str(taken)) from None
 
-    async def _start_executors_and_routers(self) -> None:
+    async def _start_children(self) -> None:
         options = self.options
-        num_free = options.executors + options.routers - (options.port is not None)
-        ports = iter(free_ports(options.host, num_free))
+        # All at once, so that they differ: two for each executor and router.
+        ports = iter(free_ports(options.host, 2 * (options.executors + options.routers) + options.gateways))
         for index in range(options.executors):
-            address, name = f"{EXECUTOR_HOST}:{next(ports)}", f"executor-{index}"
-            command = executor_command(options, name, address)
-            self.executors.append(await self._start_child(name, "executor", address, command))
-        executor_addresses = tuple(executor.address for executor in self.executors)
+            address, http, name = _loopback(next(ports)), _loopback(next(ports)), f"executor-{index}"
+            command = executor_command(options, name, address, http)
+            self.executors.append(await self._start_child(name, "executor", address, command, http))
+        executors = tuple(executor.address for executor in self.executors)
         for index in range(options.routers):
-            port = options.port if index == 0 and options.port is not None else next(ports)
-            address, name = f"{options.host}:{port}", f"router-{index}"
-            command = router_command(options, name, address, executor_addresses)
-            self.routers.append(await self._start_child(name, "router", address, command))
+            port, http_port = next(ports), next(ports)
+            if index == 0:
+                port, http_port = options.port or port, options.http_port or http_port
+            address, http, name = f"{options.host}:{port}", _loopback(http_port), f"router-{index}"
+            command = router_command(options, name, address, executors, http)
+            self.routers.append(await self._start_child(name, "router", address, command, http))
+        for index in range(options.gateways):
+            port = next(ports)
+            if index == 0:
+                port = options.gateway_port or port
+            address, name = _loopback(port), f"gateway-{index}"
+            command = gateway_command(options, address, self.router_addresses)
+            self.gateways.append(await self._start_child(name, "gateway", address, command, address))
         await self._wait_until_all_ready()
 
-    async def _start_child(self, name: str, role: str, address: str, command: list[str]) -> ChildProcess:
+    async def _start_child(self, name: str, role: str, address: str, command: list[str], http: str) -> ChildProcess:
         self._report(name, Phase.STARTING, address)
         log_file = self.options.run_dir / f"{name}.log"
-        return await ChildProcess.start(name, role, address, command, log_file, {REDIS_URL_VARIABLE: self.redis_url})
+        environment = {REDIS_URL_VARIABLE: "" if role == "gateway" else self.redis_url}
+        return await ChildProcess.start(name, role, address, command, log_file, environment, http)
 
     async def _wait_until_all_ready(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                for executor in self.executors:
-                    group.create_task(self._wait_until_ready(executor, EXECUTOR_SERVICE))
-                for router in self.routers:
-                    group.create_task(self._wait_until_ready(router, ROUTER_SERVICE))
+                for child in (*self.executors, *self.routers, *self.gateways):
+                    group.create_task(self._wait_until_ready(child))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
 
-    async def _wait_until_ready(self, child: ChildProcess, service: str) -> None:
+    async def _wait_until_ready(self, child: ChildProcess) -> None:
         """Returns when the child serves; raises when it ends before, or takes too long."""
-        serving = wait_until_serving(child.address, service, self.options.start_timeout_s, self._credentials)
-        ready = asyncio.create_task(serving)
+        ready = asyncio.create_task(self._serving(child))
         ended = asyncio.create_task(child.wait())
         try:
             await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -237,16 +274,24 @@ class LocalStack:
             await asyncio.gather(ready, ended, return_exceptions=True)
         self._report(child.name, Phase.READY, child.address)
 
+    async def _serving(self, child: ChildProcess) -> None:
+        timeout_s = self.options.start_timeout_s
+        if child.role == "gateway":
+            await wait_until_http_ready(child.address, timeout_s)
+        else:
+            service = EXECUTOR_SERVICE if child.role == "executor" else ROUTER_SERVICE
+            await wait_until_serving(child.address, service, timeout_s, self._credentials)
+
     def _explain_exit(self, child: ChildProcess) -> StackError | _PortTaken:
         own_words = next((line for line in reversed(child.log_tail()) if line.startswith("error: ")), None)
-        if child.exit_code == EXIT_CANNOT_LISTEN and self.options.port is None:
+        if child.exit_code == EXIT_CANNOT_LISTEN and child.name not in self.options.names_with_chosen_ports:
             return _PortTaken(f"{child.name}: {own_words}")
         if own_words is not None and child.exit_code in (EXIT_BAD_SETTING, EXIT_CANNOT_LISTEN):
             return StackError(f"{child.name}: {own_words.removeprefix('error: ')}", is_setting=True)
         return StackError(f"{describe_exit(child)} before it was ready\n{describe_log(child)}")
 
     async def _stop_servers(self) -> None:
-        for children in (self.routers, self.executors):
+        for children in (self.gateways, self.routers, self.executors):
             async with asyncio.TaskGroup() as group:
                 for child in children:
                     group.create_task(self._stop_child(child))
@@ -262,9 +307,10 @@ class LocalStack:
         if self._redis is not None:
             log_file = str((self.options.run_dir / f"{REDIS}.log").resolve())
             processes.append(ProcessState(REDIS, REDIS, self._redis.pid, self._redis_address(), log_file))
-        for child in (*self.executors, *self.routers):
+        for child in (*self.executors, *self.routers, *self.gateways):
+            log_file = str(child.log_file.resolve())
             processes.append(
-                ProcessState(child.name, child.role, child.pid, child.address, str(child.log_file.resolve()))
+                ProcessState(child.name, child.role, child.pid, child.address, log_file, child.http_address)
             )
         certificates = self.options.certificates
         ca_file = "" if certificates is None else str(certificates.ca_file.resolve())
@@ -304,6 +350,10 @@ def _lock_run_folder(options: StackOptions) -> RunFolderLock:
     raise StackError(
         f"a stack {where} from the folder {options.run_dir} already; end it first, or use another --run-dir"
     )
+
+
+def _loopback(port: int) -> str:
+    return f"{LOOPBACK_HOST}:{port}"
 
 
 async def _first_to_end(children: Iterable[ChildProcess]) -> ChildProcess:

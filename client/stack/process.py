@@ -50,10 +50,18 @@ class ChildProcess:
     address: str
     log_file: Path
     process: RunningProcess
+    http_address: str = ""
 
     @classmethod
     async def start(
-        cls, name: str, role: str, address: str, command: Sequence[str], log_file: Path, environment: Mapping[str, str]
+        cls,
+        name: str,
+        role: str,
+        address: str,
+        command: Sequence[str],
+        log_file: Path,
+        environment: Mapping[str, str],
+        http_address: str = "",
     ) -> Self:
         """Starts `command` with its output going to `log_file`, begun anew, and `environment` on top of our own."""
         with log_file.open("wb") as log:
@@ -65,7 +73,7 @@ class ChildProcess:
                 start_new_session=True,
                 env={**os.environ, **environment},
             )
-        return cls(name, role, address, log_file, process)
+        return cls(name, role, address, log_file, process, http_address)
 
     @property
     def pid(self) -> int:

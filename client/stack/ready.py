@@ -1,4 +1,4 @@
-"""Waits until a server says that it serves, over gRPC health `Watch`."""
+"""Waits until a server says that it serves: over gRPC health `Watch`, or by HTTP, which can only be asked again."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ _OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 250),
     ("grpc.enable_http_proxy", 0),
 ]
+
+HTTP_RETRY_S = 0.1
 
 
 async def wait_until_serving(
@@ -38,6 +40,32 @@ async def wait_until_serving(
                 # The server went away while we watched: `wait_for_ready` waits for the next.
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
+
+
+async def wait_until_http_ready(address: str, timeout_s: float) -> None:
+    """Returns when the server at `address` answers `GET /ready` with 200.
+
+    Raises:
+        TimeoutError: it did not within `timeout_s` seconds.
+    """
+    async with asyncio.timeout(timeout_s):
+        while not await _is_http_ready(address):  # noqa: ASYNC110 - another process sets no event here
+            await asyncio.sleep(HTTP_RETRY_S)
+
+
+async def _is_http_ready(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port))
+    except OSError:
+        return False
+    try:
+        writer.write(f"GET /ready HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
+        return b" 200 " in await reader.readline()
+    except OSError:
+        return False
+    finally:
+        writer.close()
 
 
 def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:

@@ -19,13 +19,17 @@ LOCK_FILE = "stack.lock"
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """One process of the stack. `role` is `redis`, `executor` or `router`."""
+    """One process of the stack. `role` is `redis`, `executor`, `router` or `gateway`.
+
+    `http_address` is where its metrics are, and a router's board; empty where it speaks no HTTP.
+    """
 
     name: str
     role: str
     pid: int
     address: str
     log_file: str
+    http_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -116,6 +117,22 @@ async def test_a_stack_comes_up_writes_its_state_and_leaves_nothing(tmp_path: Pa
     assert sorted(ready) == sorted(process.name for process in state.processes)
 
 
+async def test_gateways_are_started_shown_and_ended_like_everything_else(tmp_path: Path) -> None:
+    async with LocalStack(options(tmp_path, gateways=2)) as stack:
+        state = read_state(tmp_path)
+        assert state is not None
+        by_name = {process.name: process for process in state.processes}
+        assert [name for name in by_name if name.startswith("gateway")] == ["gateway-0", "gateway-1"]
+        assert stack.gateway_addresses == (by_name["gateway-0"].address, by_name["gateway-1"].address)
+        assert not any(is_gone(process.pid) for process in state.processes)
+        # What speaks HTTP is told where; Redis does not.
+        assert [process.http_address for process in state.processes].count("") == 1
+        assert "--http-listen\0" + by_name["router-0"].http_address in about(by_name["router-0"].pid, "cmdline")
+        assert "--http-listen\0" + by_name["executor-0"].http_address in about(by_name["executor-0"].pid, "cmdline")
+        assert stack.redis_url not in about(by_name["gateway-0"].pid, "environ")
+    assert all(is_gone(process.pid) for process in state.processes)
+
+
 async def test_the_password_of_redis_is_in_no_command_line_and_in_no_readable_file(tmp_path: Path) -> None:
     async with LocalStack(options(tmp_path)) as stack:
         password = stack.redis_url.partition("@")[0].rpartition(":")[2]
@@ -162,6 +179,17 @@ async def test_a_port_asked_for_is_used_and_not_replaced(tmp_path: Path) -> None
     with pytest.raises(StackError, match="the port is in use") as caught:
         await LocalStack(options(tmp_path, router_args=("--behave", f"port-taken={marker}"), port=50999)).start()
     assert "127.0.0.1:50999" in str(caught.value)
+
+
+async def test_a_port_asked_for_that_another_server_has_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        news: list[Progress] = []
+        with pytest.raises(StackError, match="cannot listen on 127") as caught:
+            await LocalStack(options(tmp_path, gateways=1, gateway_port=other.getsockname()[1]), news.append).start()
+        assert caught.value.is_setting
+        assert not news
 
 
 async def test_a_second_stack_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from client.cli.main import main
 from client.cli.up import _parser as up_parser
 from client.cli.up import stack_options
-from client.stack.options import executor_command, router_command
+from client.stack.options import executor_command, gateway_command, router_command
 
 
 def test_up_turns_its_flags_into_the_servers_flags() -> None:
@@ -30,7 +30,33 @@ def test_up_passes_the_routers_flags_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"), [("--executors 0", "executors"), ("--routers -1", "routers"), ("--port 0", "port")]
+    ("flags", "gateways", "port"),
+    [("", 0, None), ("--gateway", 1, 8000), ("--gateway-port 0", 1, None), ("--gateway --gateway-port 9000", 1, 9000)],
+)
+def test_up_starts_a_gateway_where_it_is_asked_for(flags: str, gateways: int, port: int | None) -> None:
+    options = stack_options(up_parser().parse_args(flags.split()))
+    assert (options.gateways, options.gateway_port) == (gateways, port)
+
+
+def test_up_passes_the_gateways_flags_and_the_routers_on() -> None:
+    options = stack_options(up_parser().parse_args(["--gateway", "--gateway-args", "--max-body-bytes 4096", "--tls"]))
+    command = gateway_command(options, "127.0.0.1:8000", ("127.0.0.1:1", "127.0.0.1:2"))
+    assert command[len(options.program) : -2] == [
+        *("gateway", "--listen", "127.0.0.1:8000", "--routers", "127.0.0.1:1,127.0.0.1:2", "--drain-timeout-s", "5.0"),
+        *("--router-tls-ca-file", "run/certificates/ca.pem", "--router-tls-name", "inflight-router"),
+    ]
+    assert command[-2:] == ["--max-body-bytes", "4096"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--executors 0", "executors"),
+        ("--routers -1", "routers"),
+        ("--port 0", "port"),
+        ("--http-port 70000", "http_port"),
+        ("--gateway-port -1", "gateway_port"),
+    ],
 )
 def test_up_refuses_a_bad_number_by_name(flags: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", *flags.split()]) == 2

@@ -1,0 +1,142 @@
+"""How answers look: OpenAI's objects for chats and completions, whole and in chunks. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from client.catalogue import Model
+from client.events import FinishReason, Usage
+from gateway.asking import Ask
+from gateway.errors import from_end
+from gateway.event_ids import AnswerId
+
+_FINISH: dict[FinishReason, Literal["stop", "length"]] = {
+    FinishReason.STOP_TOKEN: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+}
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice that has been read to its end."""
+
+    text: str
+    reason: FinishReason
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Makes the chunks of one streamed answer."""
+
+    ask: Ask
+    answer: AnswerId
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """What a choice begins with; None where that is its text."""
+        if self.ask.kind == "completion":
+            return None
+        return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}])
+
+    def text(self, index: int, text: str) -> dict[str, Any]:
+        """More text of a choice."""
+        if self.ask.kind == "completion":
+            return self._chunk([{"index": index, "text": text, **_UNFINISHED}])
+        return self._chunk([{"index": index, "delta": {"content": text}, **_UNFINISHED}])
+
+    def finished(self, index: int, reason: FinishReason) -> dict[str, Any]:
+        """The end of a choice. Raises `ApiError` for one that OpenAI's API has no word for."""
+        end = {"logprobs": None, "finish_reason": finish_reason(reason)}
+        empty: dict[str, Any] = {"text": ""} if self.ask.kind == "completion" else {"delta": {}}
+        return self._chunk([{"index": index, **empty, **end}])
+
+    def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
+        """The tokens counted, sent last where they are asked for."""
+        return self._chunk([]) | {"usage": usage_of(usages, self.ask.n)}
+
+    def with_running_usage(
+        self, chunk: dict[str, Any], prompt_tokens: Sequence[int], output_tokens: int
+    ) -> dict[str, Any]:
+        """A chunk with the tokens counted so far, where they are asked for. `prompt_tokens` of each choice."""
+        if not self.ask.includes_running_usage or chunk["usage"] is not None:
+            return chunk
+        prompts = sum(prompt_tokens[:: self.ask.n])
+        running = {
+            "prompt_tokens": prompts,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompts + output_tokens,
+        }
+        return chunk | {"usage": running}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {
+            "id": self.answer.name,
+            "object": "chat.completion.chunk" if self.ask.kind == "chat" else "text_completion",
+            "created": self.answer.created,
+            "model": self.ask.model,
+            "choices": choices,
+        }
+        return chunk | {"usage": None} if self.ask.include_usage else chunk
+
+
+_UNFINISHED = {"logprobs": None, "finish_reason": None}
+
+
+def whole_answer(ask: Ask, answer: AnswerId, choices: Sequence[Choice]) -> dict[str, Any]:
+    """The answer in one piece. Raises `ApiError` where a choice ended in a way that OpenAI's API has no word for."""
+    return {
+        "id": answer.name,
+        "object": "chat.completion" if ask.kind == "chat" else "text_completion",
+        "created": answer.created,
+        "model": ask.model,
+        "choices": [_whole_choice(ask, index, choice) for index, choice in enumerate(choices)],
+        "usage": usage_of([choice.usage for choice in choices], ask.n),
+    }
+
+
+def _whole_choice(ask: Ask, index: int, choice: Choice) -> dict[str, Any]:
+    end = {"logprobs": None, "finish_reason": finish_reason(choice.reason)}
+    if ask.kind == "completion":
+        return {"index": index, "text": choice.text, **end}
+    return {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None}, **end}
+
+
+def finish_reason(reason: FinishReason) -> Literal["stop", "length"]:
+    """OpenAI's word. Raises `ApiError` where there is none."""
+    if reason not in _FINISH:
+        raise from_end(reason)
+    return _FINISH[reason]
+
+
+def usage_of(usages: Sequence[Usage], n: int) -> dict[str, Any]:
+    """Tokens of all choices. A prompt counts once, with what its first choice found in the prefix cache."""
+    prompts = usages[::n]
+    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+    output_tokens = sum(usage.output_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
+    }
+
+
+def model_object(model: Model, created: int) -> dict[str, Any]:
+    """One of `/v1/models`; `max_model_len` as vLLM has it."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "inflight",
+        "max_model_len": model.context_length,
+    }
+
+
+def encoded(value: Any) -> bytes:
+    """As JSON, without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

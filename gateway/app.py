@@ -1,0 +1,107 @@
+"""The gateway's application: its routes, and how many requests are under way, which a drain waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.metrics_page import metrics_route
+from gateway.errors import ApiError
+from gateway.exchange import REQUEST_ID_HEADER, Exchange
+from gateway.metrics import Metrics
+from gateway.service import GatewayService
+from gateway.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
+
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+
+class GatewayApp:
+    """The ASGI application."""
+
+    def __init__(self, service: GatewayService, settings: GatewaySettings, metrics: Metrics) -> None:
+        self._service = service
+        self._max_requests = settings.max_requests
+        self._metrics = metrics
+        self._is_draining = False
+        self._num_requests = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._app: ASGIApp = Router(routes=list(self._routes()), redirect_slashes=False)
+        if settings.cors_origins:
+            self._app = CORSMiddleware(
+                self._app,
+                allow_origins=settings.cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=(REQUEST_ID_HEADER, "retry-after"),
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request; other kinds of connection there are none."""
+        if scope["type"] == "http":
+            scope["app"] = self  # without it the routes answer by themselves where a path or method is unknown
+            await Exchange(scope, send, self._metrics).run(self._app, receive)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests from now on and gives those under way `timeout_s` seconds to end."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            log.warning("drain: %d requests still run; they are cut off", self._num_requests)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """While a request of the API is under way. Raises `ApiError` where there are to be no more."""
+        if self._is_draining:
+            raise ApiError(503, "the gateway is draining", "server_error", code="draining", retry_after_s=1.0)
+        if self._num_requests >= self._max_requests:
+            raise ApiError(503, "too many requests are under way", "server_error", code="busy", retry_after_s=1.0)
+        self._num_requests += 1
+        self._is_idle.clear()
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+            if not self._num_requests:
+                self._is_idle.set()
+
+    def _routes(self) -> Iterator[BaseRoute]:
+        service = self._service
+        yield Route("/v1/chat/completions", _ApiCall(self, service.chat), methods=["POST"])
+        yield Route("/v1/completions", _ApiCall(self, service.completion), methods=["POST"])
+        yield Route("/v1/models", _ApiCall(self, service.models), methods=["GET"])
+        yield Route("/v1/models/{name:path}", _ApiCall(self, service.model), methods=["GET"])
+        yield Route("/health", service.health)
+        yield Route("/ready", self._ready)
+        yield metrics_route(self._metrics.registry)
+
+    async def _ready(self, request: Request) -> Response:
+        if self._is_draining:
+            return PlainTextResponse("draining\n", status_code=503)
+        return await self._service.ready(request)
+
+
+@dataclass(frozen=True, slots=True)
+class _ApiCall:
+    """A route of the API: counted from its beginning to the last byte of its answer."""
+
+    app: GatewayApp
+    endpoint: Endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.app.serving():
+            answer = await self.endpoint(Request(scope, receive))
+            await answer(scope, receive, send)

@@ -1,0 +1,208 @@
+"""From a client's body to what the router is asked for: one request of the protocol for each choice. Pure.
+
+Choice `prompt * n + k` is the k-th of a prompt, as OpenAI numbers them. The choices of one prompt differ by their seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from inflight.v1 import inference_pb2, types_pb2
+
+from client.requests import PRIORITIES, Priority
+from gateway.bodies import ChatBody, Common, CompletionBody, Message
+from gateway.errors import refused
+
+# OpenAI's; a chat without a limit may take what the model's context leaves.
+DEFAULT_COMPLETION_TOKENS = 16
+UINT64 = 2**64
+MAX_KEY_CHARACTERS = 100
+
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    "seed",
+)
+_TIERS: Mapping[str | None, Priority] = {"priority": "interactive", "flex": "batch"}
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What holds where a body says nothing, and how many choices it may ask for."""
+
+    max_choices: int
+    priority: Priority | None = None
+    resume_ttl_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is asked of the router, and how the answer is to look. `renamed`: what fields of the router's are here."""
+
+    kind: Literal["chat", "completion"]
+    model: str
+    requests: tuple[inference_pb2.GenerateRequest, ...]
+    n: int
+    is_stream: bool
+    include_usage: bool
+    includes_running_usage: bool = False
+    renamed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def prompt_param(self) -> str:
+        """What the prompt is called."""
+        return "messages" if self.kind == "chat" else "prompt"
+
+
+def ask_chat(body: ChatBody, defaults: Defaults, key: str) -> Ask:
+    """What a chat asks for. `key`: the idempotency key, or empty. Raises `ApiError`."""
+    both = (body.max_tokens, body.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise refused("max_completion_tokens", "differs from max_tokens, its older name; give one of them")
+    max_tokens = both[0] if both[1] is None else both[1]
+    request = _request(body, defaults, max_tokens)
+    request.chat.messages.extend(_message(message) for message in body.messages)
+    if body.chat_template_kwargs:
+        _set_template_variables(request, body.chat_template_kwargs)
+    request.session_id = body.prompt_cache_key or ""
+    if body.priority is None and (tier := _TIERS.get(body.service_tier)):
+        request.priority = PRIORITIES[tier]
+    if body.safety_identifier:
+        request.metadata["user"] = body.safety_identifier
+    renamed = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    return _ask("chat", body, [request], defaults, key, renamed)
+
+
+def ask_completion(body: CompletionBody, defaults: Defaults, key: str) -> Ask:
+    """What a completion asks for. `key`: the idempotency key, or empty. Raises `ApiError`."""
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    prompts = _prompts(body.prompt)
+    # Before each of them becomes a request.
+    _check_count(len(prompts) * (body.n or 1), defaults)
+    requests = []
+    for prompt in prompts:
+        request = _request(body, defaults, max_tokens)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        requests.append(request)
+    return _ask("completion", body, requests, defaults, key, {})
+
+
+def _ask(
+    kind: Literal["chat", "completion"],
+    body: Common,
+    requests: list[inference_pb2.GenerateRequest],
+    defaults: Defaults,
+    key: str,
+    renamed: dict[str, str],
+) -> Ask:
+    n = body.n or 1
+    _check_count(len(requests) * n, defaults)
+    if len(key) > MAX_KEY_CHARACTERS:
+        raise refused("Idempotency-Key", f"has {len(key)} characters; at most {MAX_KEY_CHARACTERS} are allowed")
+    choices = tuple(_choices(requests, n, key))
+    options = body.stream_options
+    include_usage = options is not None and options.include_usage
+    is_running = options is not None and options.continuous_usage_stats
+    return Ask(kind, body.model, choices, n, bool(body.stream), include_usage, is_running, renamed)
+
+
+def _check_count(num_choices: int, defaults: Defaults) -> None:
+    if num_choices > defaults.max_choices:
+        text = f"prompts times n are {num_choices} choices; at most {defaults.max_choices} are allowed"
+        raise refused("n", text)
+
+
+def _choices(
+    requests: list[inference_pb2.GenerateRequest], n: int, key: str
+) -> Iterator[inference_pb2.GenerateRequest]:
+    for number, prompt in enumerate(requests):
+        for k in range(n):
+            choice = inference_pb2.GenerateRequest()
+            choice.CopyFrom(prompt)
+            if choice.sampling.HasField("seed"):
+                choice.sampling.seed = (prompt.sampling.seed + k) % UINT64
+            if key:
+                index = number * n + k
+                choice.idempotency_key = f"{key}:{index}" if index else key
+            yield choice
+
+
+def _request(body: Common, defaults: Defaults, max_tokens: int | None) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest(model=body.model, want_queue_events=bool(body.stream))
+    _set_sampling(request.sampling, body)
+    _set_stopping(request.stopping, body, max_tokens)
+    priority = _priority(body.priority) or defaults.priority
+    if priority is not None:
+        request.priority = PRIORITIES[priority]
+    request.truncate_prompt_tokens = body.truncate_prompt_tokens or 0
+    ttl_s = defaults.resume_ttl_s if body.resume_ttl_s is None else body.resume_ttl_s
+    if body.stream and ttl_s:
+        request.resume_ttl.FromNanoseconds(round(ttl_s * 1e9))
+    elif body.resume_ttl_s:
+        raise refused("resume_ttl_s", "is allowed only with stream")
+    request.metadata.update(body.metadata or {})
+    if body.user:
+        request.metadata["user"] = body.user
+    return request
+
+
+def _set_sampling(sampling: types_pb2.SamplingParams, body: Common) -> None:
+    for name in _SAMPLING:
+        value = getattr(body, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    if body.top_k == -1:  # vLLM's word for all of them
+        sampling.top_k = 0
+    if body.seed is not None:
+        sampling.seed = body.seed % UINT64
+    for token_id, bias in (body.logit_bias or {}).items():
+        sampling.logit_bias[int(token_id)] = bias
+
+
+def _set_stopping(stopping: types_pb2.StoppingParams, body: Common, max_tokens: int | None) -> None:
+    if max_tokens is not None:
+        stopping.max_tokens = max_tokens
+    if body.min_tokens is not None:
+        stopping.min_tokens = body.min_tokens
+    stopping.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or [])
+    stopping.stop_token_ids.extend(body.stop_token_ids or [])
+    stopping.ignore_eos = bool(body.ignore_eos)
+    stopping.include_stop = bool(body.include_stop_str_in_output)
+
+
+def _priority(asked: Literal["interactive", "standard", "batch"] | int | None) -> Priority | None:
+    """A class, or vLLM's number, of which a lower one is served earlier and 0 is the default."""
+    if not isinstance(asked, int):
+        return asked
+    return "interactive" if asked < 0 else "batch" if asked > 0 else None
+
+
+def _message(message: Message) -> inference_pb2.ChatMessage:
+    # Chat templates know no developer, who is OpenAI's new system.
+    role = "system" if message.role == "developer" else message.role
+    parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content or ()]
+    return inference_pb2.ChatMessage(
+        role=role,
+        content=[inference_pb2.ContentPart(text=text) for text in parts],
+        name=message.name or "",
+        tool_calls=[
+            inference_pb2.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in message.tool_calls or ()
+        ],
+        tool_call_id=message.tool_call_id or "",
+    )
+
+
+def _set_template_variables(request: inference_pb2.GenerateRequest, variables: dict[str, Any]) -> None:
+    try:
+        request.chat.template_kwargs.update(variables)
+    except (ValueError, OverflowError, TypeError, RecursionError) as error:
+        raise refused("chat_template_kwargs", f"cannot be passed on: {error}") from None
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]

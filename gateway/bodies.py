@@ -1,0 +1,241 @@
+"""The bodies that clients send, as pydantic models: every parameter that is known, and what it may be.
+
+What is not listed here is refused by its name, never ignored. Of what OpenAI's API has and this system has not, only
+the value that asks for nothing is taken. Nothing here knows the router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails, from_json
+
+from gateway.errors import ApiError, refused, unsupported
+
+MAX_UINT32 = 2**32 - 1
+MAX_INT32 = 2**31 - 1
+
+Tokens = Annotated[int, Field(ge=0, le=MAX_INT32)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_UINT32)]
+Number = Annotated[float, Field(ge=-1e30, le=1e30)]
+Text = Annotated[str, Field(max_length=1024)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Body):
+    """What a stream carries besides."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool = False
+
+
+class Common(_Body):
+    """What both kinds of request have. Extensions of ours and vLLM's stand at the end."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Tokens | None = None
+    user: Text | None = None
+    metadata: Annotated[dict[str, Text], Field(max_length=16)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT32)] | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: Tokens | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
+    priority: Literal["interactive", "standard", "batch"] | Annotated[int, Field(ge=-(2**31), le=MAX_INT32)] | None = (
+        None
+    )
+    resume_ttl_s: Annotated[float, Field(ge=0, le=3600)] | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Common:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: is allowed only with stream")
+        options = self.stream_options
+        if options is not None and options.continuous_usage_stats and not options.include_usage:
+            raise ValueError("stream_options.continuous_usage_stats: is allowed only with include_usage")
+        return self
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_token_ids(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
+        for token_id in biases or ():
+            if not (token_id.isascii() and token_id.isdigit() and int(token_id[:11]) <= MAX_UINT32):
+                raise ValueError(f"{token_id[:20]!r} is not a token id")
+        return biases
+
+
+class TextPart(_Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(_Body):
+    """What an assistant called."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Body):
+    """A call in an assistant's message of the past."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(_Body):
+    """One message. What openai-python's answers have besides may be there, empty."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ChatBody(Common):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: Tokens | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(Common):
+    """`POST /v1/completions`. The prompt is text, texts, token ids, or lists of token ids."""
+
+    prompt: str | list[Any]
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, prompt: str | list[Any]) -> str | list[Any]:
+        if isinstance(prompt, str) or (prompt and (_are(prompt, str) or _are_token_ids(prompt))):
+            return prompt
+        if prompt and all(isinstance(one, list) and one and _are_token_ids(one) for one in prompt):
+            return prompt
+        raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists; none empty")
+
+
+# Parameters of OpenAI's API that ask for what there is not, each with the values that ask for nothing, as null does.
+UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),  # about calls, of which there are none without tools
+    "prediction": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (),
+    "suffix": ("",),
+}
+
+Kind = TypeVar("Kind", bound=Common)
+
+
+def parse_chat(raw: bytes) -> ChatBody:
+    """The body of a chat request. Raises `ApiError`."""
+    return _parse(ChatBody, raw, UNSUPPORTED_IN_CHAT)
+
+
+def parse_completion(raw: bytes) -> CompletionBody:
+    """The body of a completion request. Raises `ApiError`."""
+    return _parse(CompletionBody, raw, UNSUPPORTED_IN_COMPLETIONS)
+
+
+def _parse(kind: type[Kind], raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -> Kind:
+    try:
+        body = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    for name, neutral in unsupported_params.items():
+        value = body.pop(name, None)
+        if value is not None and value not in neutral:
+            raise unsupported(name)
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _explained(error) from None
+
+
+def _explained(error: ValidationError) -> ApiError:
+    # Of the alternatives of one parameter, the one that came furthest is what was meant.
+    details = error.errors(include_url=False, include_input=False)
+    detail = max(details, key=lambda one: len(one["loc"]))
+    param = _path(detail)
+    match detail["type"]:
+        case "extra_forbidden":
+            return refused(param, "is no parameter that is known here", "unknown_parameter")
+        case "missing":
+            return refused(param, "is required", "missing_required_parameter")
+        case "value_error":
+            text = str(detail["ctx"]["error"])
+            return refused(param, text) if param else ApiError(400, text, param=text.partition(":")[0])
+        case "literal_error" if param.endswith("].type"):
+            return unsupported(param, f"{detail['msg']}; others are not supported")
+        case _:
+            return refused(param, detail["msg"])
+
+
+def _path(detail: ErrorDetails) -> str:
+    """`messages[0].content`, without the names that pydantic gives alternatives."""
+    path = ""
+    for part in detail["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not ("[" in part or part in ("str", "int", "constrained-int")):
+            path += f".{part[:64]}" if path else part[:64]
+    return path
+
+
+def _are(values: list[Any], kind: type) -> bool:
+    return all(type(value) is kind for value in values)
+
+
+def _are_token_ids(values: list[Any]) -> bool:
+    return all(type(value) is int and 0 <= value <= MAX_UINT32 for value in values)

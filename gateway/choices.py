@@ -1,0 +1,101 @@
+"""The events of one choice, from the router, by the client library: which stream to ask for, and when to ask again.
+
+A client that repeats a request with its idempotency key may have left the first one, which was cancelled then. The key
+stands for that cancelled request from there on, so the repeat is asked for under the next key of the same row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from inflight.v1 import inference_pb2
+
+from client.aio import Client, Stream
+from client.events import Accepted, Delta, Done, Event, Finished, FinishReason
+from gateway.answers import Choice
+from gateway.asking import Ask
+from gateway.event_ids import Place
+
+MAX_KEYS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where choices come from: the routers, and what goes with the calls of this client's."""
+
+    client: Client
+    metadata: Mapping[str, str]
+
+    async def begun(self, request: inference_pb2.GenerateRequest, *, takes_back: bool) -> AsyncGenerator[Event, None]:
+        """The events of a new request. Where `takes_back`, another `Accepted` says that what came before it is void.
+
+        Raises:
+            InflightError: the request was refused, or broke off and could not be continued.
+        """
+        for number in range(MAX_KEYS):
+            is_last = number == MAX_KEYS - 1 or not request.idempotency_key
+            stream = self.client.send(_with_key(request, number), metadata=self.metadata)
+            has_output, was_cancelled = False, False
+            async with aclosing(stream.events()) as events:
+                async for event in events:
+                    has_output = has_output or isinstance(event, Delta)
+                    if not is_last and _is_cancelled(event) and (takes_back or not has_output):
+                        was_cancelled = True
+                        break
+                    yield event
+            if not was_cancelled:
+                return
+
+    async def resumed(self, place: Place) -> AsyncGenerator[Event, None]:
+        """The events of a request behind a place. Raises as `begun`."""
+        stream: Stream = self.client.resume(
+            place.request_id,
+            place.resume_token,
+            offset=place.num_tokens,
+            text_bytes=place.text_bytes,
+            metadata=self.metadata,
+        )
+        async with aclosing(stream.events()) as events:
+            async for event in events:
+                yield event
+
+    async def collected(self, ask: Ask) -> list[Choice]:
+        """Every choice, read to its end. Raises as `begun`; the others are cancelled then."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                reading = [group.create_task(self._collect(request)) for request in ask.requests]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [choice.result() for choice in reading]
+
+    async def _collect(self, request: inference_pb2.GenerateRequest) -> Choice:
+        texts: list[str] = []
+        reason = FinishReason.UNKNOWN
+        async with aclosing(self.begun(request, takes_back=True)) as events:
+            async for event in events:
+                match event:
+                    case Accepted():
+                        texts.clear()
+                    case Delta():
+                        texts.append(event.text)
+                    case Finished():
+                        reason = event.reason
+                    case Done():
+                        return Choice("".join(texts), reason, event.usage)
+        raise AssertionError("a stream without an error ends with Done")
+
+
+def _with_key(request: inference_pb2.GenerateRequest, number: int) -> inference_pb2.GenerateRequest:
+    if not number:
+        return request
+    again = inference_pb2.GenerateRequest()
+    again.CopyFrom(request)
+    again.idempotency_key = f"{request.idempotency_key}~{number}"
+    return again
+
+
+def _is_cancelled(event: Event) -> bool:
+    return isinstance(event, Finished) and event.reason is FinishReason.CANCELLED

@@ -1,0 +1,161 @@
+"""What an HTTP client is told when something is wrong: OpenAI's form of errors, and which HTTP status each has.
+
+Owns the table from the router's statuses to HTTP's, and from its fields to OpenAI's parameters. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from client.errors import InflightError
+from client.events import FinishReason
+from common.errors import Reason
+
+INVALID_REQUEST = "invalid_request_error"
+
+
+@dataclass(slots=True, eq=False)
+class ApiError(Exception):
+    """An answer that is an error. `param` names a parameter, `code` is for programs.
+
+    `may_retry` False asks clients that would try this status again, as openai-python does for 409, 429 and 5xx, not to.
+    """
+
+    status: int
+    text: str
+    kind: str = INVALID_REQUEST
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float | None = None
+    may_retry: bool = True
+
+    def __str__(self) -> str:
+        return self.text
+
+    def body(self) -> dict[str, Any]:
+        """What the client reads."""
+        return {"error": {"message": self.text, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """What goes with it."""
+        headers: dict[str, str] = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+            headers["retry-after-ms"] = str(max(1, math.ceil(self.retry_after_s * 1000)))
+        if not self.may_retry:
+            headers["x-should-retry"] = "false"
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+def refused(param: str, text: str, code: str | None = None) -> ApiError:
+    """A parameter that is wrong."""
+    return ApiError(400, f"{param}: {text}", param=param, code=code)
+
+
+def unsupported(param: str, text: str = "is not supported") -> ApiError:
+    """A parameter, or a value of it, whose function there is not."""
+    return refused(param, text, "unsupported_parameter")
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How an error of the router is told."""
+
+    status: int
+    kind: str
+    code: str | None = None
+    may_retry: bool = True
+
+
+_OF_REASON = {
+    Reason.INVALID_FIELD: _Form(400, INVALID_REQUEST),
+    Reason.NOT_IMPLEMENTED: _Form(400, INVALID_REQUEST, "unsupported_parameter"),
+    Reason.UNKNOWN_MODEL: _Form(404, INVALID_REQUEST, "model_not_found"),
+    Reason.UNKNOWN_REQUEST: _Form(404, INVALID_REQUEST, "request_not_found"),
+    Reason.DUPLICATE_REQUEST_ID: _Form(409, INVALID_REQUEST, "duplicate_request", may_retry=False),
+    Reason.IDEMPOTENCY_MISMATCH: _Form(422, INVALID_REQUEST, "idempotency_key_reused"),
+    Reason.NEVER_FITS: _Form(400, INVALID_REQUEST, "request_too_large"),
+    Reason.NO_EXECUTOR: _Form(503, "server_error", "no_executor"),
+    Reason.STORE_UNAVAILABLE: _Form(503, "server_error", "unavailable"),
+    Reason.DRAINING: _Form(503, "server_error", "draining"),
+    Reason.EXECUTOR_LOST: _Form(503, "server_error", "unavailable"),
+    Reason.QUEUE_FULL: _Form(429, "rate_limit_error", "queue_full"),
+    Reason.RATE_LIMITED: _Form(429, "rate_limit_error", "rate_limit_exceeded"),
+    Reason.DEADLINE_UNMEETABLE: _Form(429, "rate_limit_error", "deadline_unmeetable"),
+    Reason.UNKNOWN_TENANT: _Form(403, "permission_error", "unknown_tenant"),
+    Reason.NOT_ALLOWED: _Form(403, "permission_error", "not_allowed"),
+    Reason.UNAUTHENTICATED: _Form(401, "authentication_error", "invalid_api_key"),
+    Reason.OUTPUT_LOST: _Form(410, INVALID_REQUEST, "output_lost"),
+    Reason.TAKEN_OVER: _Form(409, INVALID_REQUEST, "taken_over", may_retry=False),
+    Reason.STALLED: _Form(503, "server_error", "stalled"),
+    Reason.ATTEMPTS_EXHAUSTED: _Form(500, "server_error", "attempts_exhausted", may_retry=False),
+    Reason.STALE_GENERATION: _Form(500, "server_error"),
+    Reason.INTERNAL: _Form(500, "server_error"),
+}
+
+_FORMS = {reason.value: form for reason, form in _OF_REASON.items()}
+
+# Of gRPC itself, without a reason of ours.
+_OF_CODE = {
+    grpc.StatusCode.UNAVAILABLE: _Form(503, "server_error", "unavailable"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: _Form(504, "server_error", "timeout"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: _Form(413, INVALID_REQUEST, "request_too_large"),
+    grpc.StatusCode.INVALID_ARGUMENT: _Form(400, INVALID_REQUEST),
+    grpc.StatusCode.UNIMPLEMENTED: _Form(400, INVALID_REQUEST, "unsupported_parameter"),
+}
+_UNKNOWN = _Form(500, "server_error")
+
+# The router's words for what OpenAI calls otherwise; of everything else the last part of the path is the parameter.
+_PARAMS = {
+    "output.top_logprobs": "top_logprobs",
+    "session_id": "prompt_cache_key",
+    "idempotency_key": "Idempotency-Key",
+    "deadlines.total": "timeout",
+}
+_PROMPT_FIELDS = ("text", "text_bytes", "token_ids", "chat", "prompt")
+_RESUME_FIELDS = ("offsets", "request_id", "resume_token")
+
+
+def from_router(error: InflightError, prompt_param: str, renamed: dict[str, str] | None = None) -> ApiError:
+    """An error of the router's. `prompt_param` is what the prompt is called here, `renamed` what some others are."""
+    form = _FORMS.get(error.reason) or _OF_CODE.get(error.code, _UNKNOWN)
+    text, param, code = error.description, None, form.code
+    if error.fields:
+        named = [(_param(field.field, prompt_param, renamed or {}), field.description) for field in error.fields]
+        param = named[0][0]
+        text = "; ".join(f"{name}: {description}" for name, description in named)
+        if form.status == 400 and "the model's context" in text:
+            code = "context_length_exceeded"
+    elif form.status >= 500 and not error.reason:
+        text = "the router could not be reached" if form.status == 503 else "the router failed"
+    retry_after_s = error.retry_after_s
+    # Shut out, not too fast: to wait does not help.
+    may_retry = form.may_retry and not (form.code == "rate_limit_exceeded" and retry_after_s is None)
+    return ApiError(form.status, text, form.kind, param, code, retry_after_s, may_retry)
+
+
+def from_end(reason: FinishReason) -> ApiError:
+    """A choice that ended in a way that OpenAI's API has no word for."""
+    if reason is FinishReason.CANCELLED:
+        return ApiError(409, "the request was cancelled", code="cancelled", may_retry=False)
+    if reason is FinishReason.DEADLINE:
+        return ApiError(504, "the request's deadline has passed", "server_error", code="timeout", may_retry=False)
+    return ApiError(500, f"the request ended early: {reason.value}", "server_error", code=reason.value)
+
+
+def _param(field: str, prompt_param: str, renamed: dict[str, str]) -> str:
+    if field in _PARAMS:
+        return _PARAMS[field]
+    first = field.partition(".")[0].partition("[")[0]
+    if first in _PROMPT_FIELDS:
+        return prompt_param + field[len(first) :].removeprefix(".messages").removeprefix(".ids")
+    if first in _RESUME_FIELDS:
+        return "Last-Event-ID"
+    name = field.partition(".")[2] if first in ("sampling", "stopping", "output") else field
+    return renamed.get(name, name)

@@ -1,0 +1,70 @@
+"""The id of an event of a stream: all that any gateway needs to go on behind it. Pure.
+
+    1~<answer's id>~<created>~<request id>,<resume token>,<tokens>,<bytes of text>,<f where it has finished>~…
+
+with one group for each choice, in order. It is as secret as the resume tokens in it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gateway.errors import ApiError
+
+VERSION = "1"
+HEADER = "Last-Event-ID"
+
+# More would make events longer than what they say, and headers longer than servers take.
+MAX_CHOICES = 8
+_ANSWER_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
+_GROUP = re.compile(r"([A-Za-z0-9._:-]{1,128}),([A-Za-z0-9_-]{1,2048}),([0-9]{1,9}),([0-9]{1,10}),(f?)")
+_CREATED = re.compile(r"[0-9]{1,12}")
+
+
+@dataclass(slots=True)
+class Place:
+    """How far the client is in one choice: tokens, and bytes of their text; whether it knows that the choice ended."""
+
+    request_id: str = ""
+    resume_token: str = ""
+    num_tokens: int = 0
+    text_bytes: int = 0
+    has_finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerId:
+    """What all events of an answer have in common."""
+
+    name: str
+    created: int
+
+
+def event_id(answer: AnswerId, places: list[Place]) -> str:
+    """The id of an event after which the client is at these places; empty where it would be too long, or one is not
+    known yet."""
+    if len(places) > MAX_CHOICES or not all(place.resume_token for place in places):
+        return ""
+    groups = [
+        f"{place.request_id},{place.resume_token},{place.num_tokens},{place.text_bytes},{'f' * place.has_finished}"
+        for place in places
+    ]
+    return "~".join((VERSION, answer.name, str(answer.created), *groups))
+
+
+def read_event_id(text: str) -> tuple[AnswerId, list[Place]]:
+    """What an id says. Raises `ApiError`."""
+    version, *rest = text.split("~")
+    if version != VERSION or len(rest) < 3 or len(rest) - 2 > MAX_CHOICES:
+        raise _no_id()
+    name, created, *groups = rest
+    found = [_GROUP.fullmatch(group) for group in groups]
+    if not (_ANSWER_ID.fullmatch(name) and _CREATED.fullmatch(created)) or None in found:
+        raise _no_id()
+    places = [Place(one[1], one[2], int(one[3]), int(one[4]), bool(one[5])) for one in found if one is not None]
+    return AnswerId(name, int(created)), places
+
+
+def _no_id() -> ApiError:
+    return ApiError(400, f"{HEADER}: is not the id of an event of this API", param=HEADER)

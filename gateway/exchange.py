@@ -1,0 +1,95 @@
+"""One HTTP request from its arrival to its end: its id, errors in OpenAI's form, its line in the log, its metrics."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.answers import encoded
+from gateway.errors import ApiError
+from gateway.leaving import ClientGone
+from gateway.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "x-request-id"
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+# nginx's status for a client that did not wait; only metrics and the log see it.
+CLIENT_CLOSED_REQUEST = 499
+
+ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/metrics"})
+MODEL_ROUTE = "/v1/models/{id}"
+OTHER_ROUTE = "other"
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(self, scope: Scope, send: Send, metrics: Metrics) -> None:
+        self._scope = scope
+        self._send_on = send
+        self._metrics = metrics
+        self._began_s = time.monotonic()
+        self._route = route_of(scope["path"])
+        self._request_id = _request_id(Headers(scope=scope))
+        self._status: int | None = None
+
+    async def run(self, app: ASGIApp, receive: Receive) -> None:
+        """Has the application answer. Nothing but a cancellation escapes."""
+        try:
+            await app(self._scope, receive, self._send)
+        except ApiError as error:
+            await self._answer(error, receive)
+        except HTTPException as error:
+            text = f"there is no {self._scope['method']} {self._scope['path'][:200]}"
+            await self._answer(ApiError(error.status_code, text, code="unknown_url"), receive)
+        except ClientGone:
+            self._status = self._status or CLIENT_CLOSED_REQUEST
+        except TimeoutError:
+            log.warning("request %s: its client did not read; cut off", self._request_id)
+        except Exception:
+            log.exception("request %s failed", self._request_id)
+            await self._answer(ApiError(500, "the gateway failed", "server_error", code="internal"), receive)
+        finally:
+            self._end()
+
+    async def _answer(self, error: ApiError, receive: Receive) -> None:
+        """Tells of an error, where nothing has been sent; else the connection breaks, which tells, too."""
+        if self._status is None:
+            body = encoded(error.body())
+            answer = Response(body, error.status, error.headers(), media_type="application/json")
+            await answer(self._scope, receive, self._send)
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            MutableHeaders(scope=message)[REQUEST_ID_HEADER] = self._request_id
+        await self._send_on(message)
+
+    def _end(self) -> None:
+        seconds = time.monotonic() - self._began_s
+        status = self._status or CLIENT_CLOSED_REQUEST
+        self._metrics.ended(self._route, status, seconds)
+        if self._route.startswith("/v1/"):
+            log.info("request %s %s %d %.3f s", self._request_id, self._route, status, seconds)
+
+
+def route_of(path: str) -> str:
+    """What a path is counted as; of what clients can choose there is one."""
+    if path in ROUTES:
+        return path
+    return MODEL_ROUTE if path.startswith("/v1/models/") else OTHER_ROUTE
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own, where it can stand in a header and in a log."""
+    own = headers.get(REQUEST_ID_HEADER, "")
+    return own if _REQUEST_ID.fullmatch(own) else f"req_{secrets.token_hex(16)}"

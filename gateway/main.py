@@ -1,0 +1,99 @@
+"""The gateway process: builds everything, serves, drains, stops.
+
+Exit codes: 0 after a drain, 2 for a setting that cannot be used, 3 for an address that cannot be listened on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from client.aio import Client
+from client.channel import is_this_machine
+from common.http_port import HttpPort
+from common.logs import start_logging
+from common.process import run_process
+from common.server import Signals, check_listen
+from common.settings import SettingError, describe, load
+from gateway.app import GatewayApp
+from gateway.metrics import Metrics
+from gateway.service import GatewayService
+from gateway.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a gateway until it is told to stop; returns the exit code."""
+    return run_process(lambda: _run_with_settings(argv))
+
+
+def _run_with_settings(argv: Sequence[str]) -> int:
+    settings = load(GatewaySettings, "inflight gateway", argv)
+    start_logging("gateway", settings.log_level)
+    for line in describe(settings):
+        log.info("setting %s", line)
+    check_listen(settings.listen)
+    return asyncio.run(run(settings))
+
+
+async def run(settings: GatewaySettings) -> int:
+    """start → serve → drain → stop."""
+    signals = Signals(asyncio.get_running_loop())
+    client = open_client(settings)
+    metrics = Metrics()
+    app = GatewayApp(GatewayService(client, settings, metrics), settings, metrics)
+    port = _open_port(app, settings)
+    address = await port.start(settings.listen)
+    log.info("gateway serves %s on %s", ", ".join(settings.routers), address)
+
+    await signals.drain.wait()
+
+    await app.drain(settings.drain_timeout_s)
+    await port.stop()
+    await client.close()
+    log.info("stopped")
+    return 0
+
+
+def open_client(settings: GatewaySettings) -> Client:
+    """The client of the routers. Raises `SettingError` where there can be none."""
+    try:
+        if settings.router_tls_ca_file is None:
+            if not all(map(is_this_machine, settings.routers)):
+                log.warning("routers: keys that clients send travel to them in the clear; see router_tls_ca_file")
+            return Client(*settings.routers)
+        return Client(
+            *settings.routers, credentials=_credentials(settings), server_name=settings.router_tls_name or None
+        )
+    except ValueError as error:
+        raise SettingError(f"--routers (INFLIGHT_ROUTERS): {error}") from None
+
+
+def _credentials(settings: GatewaySettings) -> grpc.ChannelCredentials:
+    assert settings.router_tls_ca_file is not None
+    key, certificate = settings.router_tls_key_file, settings.router_tls_cert_file
+    return grpc.ssl_channel_credentials(
+        _read("router_tls_ca_file", settings.router_tls_ca_file),
+        None if key is None else _read("router_tls_key_file", key),
+        None if certificate is None else _read("router_tls_cert_file", certificate),
+    )
+
+
+def _read(setting: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SettingError(f"{setting}: cannot read {path}: {error.strerror}") from None
+
+
+def _open_port(app: GatewayApp, settings: GatewaySettings) -> HttpPort:
+    certificate, key = settings.tls_cert_file, settings.tls_key_file
+    if certificate is not None and key is not None:
+        _read("tls_cert_file", certificate)
+        _read("tls_key_file", key)
+    return HttpPort(app, cert_file=certificate, key_file=key)

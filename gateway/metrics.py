@@ -1,0 +1,40 @@
+"""The gateway's metrics; docs/metrics.md has their names and what they count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+# From an answer of one token to a long one on a slow machine.
+BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+
+
+class Metrics:
+    """Counts requests and streams."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "inflight_gateway_requests", "HTTP requests ended", ("route", "status"), registry=self.registry
+        )
+        self._seconds = Histogram(
+            "inflight_gateway_request_seconds",
+            "from the request's arrival to the last byte",
+            ("route",),
+            registry=self.registry,
+            buckets=BUCKETS_S,
+        )
+        self._streams = Gauge("inflight_gateway_streams", "answers being streamed", registry=self.registry)
+
+    def ended(self, route: str, status: int, seconds: float) -> None:
+        """An HTTP request has ended."""
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """While an answer is being streamed."""
+        with self._streams.track_inprogress():
+            yield

@@ -1,0 +1,168 @@
+"""What each route does: from an HTTP request to an answer. `ApiError` is what is wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Callable
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import ASGIApp
+
+from client.aio import Client
+from client.errors import InflightError
+from gateway.answers import Chunks, encoded, model_object, whole_answer
+from gateway.asking import Ask, Defaults, ask_chat, ask_completion
+from gateway.bodies import parse_chat, parse_completion
+from gateway.choices import Source
+from gateway.errors import ApiError, from_router, refused
+from gateway.event_ids import HEADER as LAST_EVENT_ID
+from gateway.event_ids import AnswerId, Place, read_event_id
+from gateway.leaving import ClientGone, while_connected
+from gateway.metrics import Metrics
+from gateway.settings import GatewaySettings
+from gateway.streaming import EventStream, Patience
+
+KEY_HEADER = "Idempotency-Key"
+READY_TIMEOUT_S = 2.0
+# Room for JSON web tokens; the router takes 16 KiB of all that goes with a call.
+MAX_AUTHORIZATION_CHARACTERS = 12 * 1024
+PASSED_ON = {
+    "traceparent": re.compile(r"[0-9a-f-]{1,128}"),
+    "tracestate": re.compile(r"[ -~]{1,512}"),
+}
+_KEY = re.compile(r"[!-~]{1,1024}")
+
+MakeAsk = Callable[[bytes, str], Ask]
+
+
+class GatewayService:
+    """The routes. Stateless but for the requests under way, which `app` counts."""
+
+    def __init__(self, client: Client, settings: GatewaySettings, metrics: Metrics) -> None:
+        self._client = client
+        self._settings = settings
+        self._metrics = metrics
+        self._began = int(time.time())
+        self._defaults = Defaults(settings.max_choices, settings.default_priority, settings.default_resume_ttl_s)
+        self._patience = Patience(settings.heartbeat_s, settings.write_timeout_s)
+
+    async def chat(self, request: Request) -> ASGIApp:
+        """`POST /v1/chat/completions`."""
+        return await self._complete(request, lambda raw, key: ask_chat(parse_chat(raw), self._defaults, key))
+
+    async def completion(self, request: Request) -> ASGIApp:
+        """`POST /v1/completions`."""
+        return await self._complete(
+            request, lambda raw, key: ask_completion(parse_completion(raw), self._defaults, key)
+        )
+
+    async def _complete(self, request: Request, make_ask: MakeAsk) -> ASGIApp:
+        source = Source(self._client, _metadata(request))
+        ask = make_ask(await self._body(request), _key(request))
+        last_id = request.headers.get(LAST_EVENT_ID)
+        if last_id is not None:
+            return self._resume(ask, last_id, source)
+        answer = AnswerId(f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}", int(time.time()))
+        if not ask.is_stream:
+            return await self._whole(request, ask, answer, source)
+        sources = [source.begun(one, takes_back=False) for one in ask.requests]
+        places = [Place() for _ in ask.requests]
+        return EventStream(Chunks(ask, answer), sources, places, self._patience, self._metrics)
+
+    async def _whole(self, request: Request, ask: Ask, answer: AnswerId, source: Source) -> Response:
+        try:
+            choices = await while_connected(request.receive, source.collected(ask))
+        except InflightError as error:
+            raise from_router(error, ask.prompt_param, ask.renamed) from None
+        return _json(encoded(whole_answer(ask, answer, choices)))
+
+    def _resume(self, ask: Ask, last_id: str, source: Source) -> EventStream:
+        """Goes on behind an event of an earlier answer, of any gateway. The body must be the same."""
+        answer, places = read_event_id(last_id)
+        if not ask.is_stream:
+            raise refused("stream", f"must be true with {LAST_EVENT_ID}")
+        if len(places) != len(ask.requests):
+            text = f"is of an answer with {len(places)} choices, and this body asks for {len(ask.requests)}"
+            raise refused(LAST_EVENT_ID, text)
+        sources = [source.resumed(place) for place in places]
+        return EventStream(Chunks(ask, answer), sources, places, self._patience, self._metrics)
+
+    async def _body(self, request: Request) -> bytes:
+        limit = self._settings.max_body_bytes
+        parts: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                async for part in request.stream():
+                    num_bytes += len(part)
+                    if num_bytes > limit:
+                        text = f"the body is larger than {limit} bytes"
+                        raise ApiError(413, text, code="request_too_large")
+                    parts.append(part)
+        except TimeoutError:
+            raise ApiError(408, "the body did not arrive in time", may_retry=False) from None
+        except ClientDisconnect:
+            raise ClientGone from None
+        return b"".join(parts)
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models`."""
+        try:
+            models = await self._client.list_models(metadata=_metadata(request))
+        except InflightError as error:
+            raise from_router(error, "model") from None
+        return _json(encoded({"object": "list", "data": [model_object(model, self._began) for model in models]}))
+
+    async def model(self, request: Request) -> Response:
+        """`GET /v1/models/{id}`."""
+        name = request.path_params["name"]
+        try:
+            models = await self._client.list_models(metadata=_metadata(request))
+        except InflightError as error:
+            raise from_router(error, "model") from None
+        for model in models:
+            if model.name == name:
+                return _json(encoded(model_object(model, self._began)))
+        raise ApiError(404, f"model: there is no model {name[:100]!r}", param="model", code="model_not_found")
+
+    async def health(self, request: Request) -> Response:
+        """`GET /health`: the process lives."""
+        return PlainTextResponse("ok\n")
+
+    async def ready(self, request: Request) -> Response:
+        """`GET /ready`: a router serves. Calls are spread over the routers, so each gets its turn."""
+        for _ in range(max(2, len(self._settings.routers))):
+            if await self._client.is_serving(timeout=READY_TIMEOUT_S):
+                return PlainTextResponse("ready\n")
+        return PlainTextResponse("no router serves\n", status_code=503)
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _metadata(request: Request) -> dict[str, str]:
+    """What goes on to the router as it is: who calls, and the trace that the call belongs to."""
+    metadata = {
+        name: value
+        for name, allowed in PASSED_ON.items()
+        if (value := request.headers.get(name)) is not None and allowed.fullmatch(value)
+    }
+    authorization = request.headers.get("authorization")
+    if authorization is not None:
+        is_plain = authorization.isascii() and authorization.isprintable()
+        if not is_plain or len(authorization) > MAX_AUTHORIZATION_CHARACTERS:
+            raise ApiError(401, "Authorization: is no key", "authentication_error", code="invalid_api_key")
+        metadata["authorization"] = authorization
+    return metadata
+
+
+def _key(request: Request) -> str:
+    key = request.headers.get(KEY_HEADER, "")
+    if key and not _KEY.fullmatch(key):
+        raise refused(KEY_HEADER, "must be printable ASCII without spaces")
+    return key

@@ -1,0 +1,204 @@
+"""A streamed answer: the events of all its choices, as they come, as server-sent events to one client.
+
+Nothing is sent before every choice has been taken or one was refused, so that a refusal has its HTTP status. After that
+an error is an event, and the stream ends without `[DONE]`. While nothing comes, comments keep the connection open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from client.errors import InflightError
+from client.events import Accepted, Delta, Done, Event, Finished, FinishReason, Queued, Usage
+from gateway.answers import Chunks, encoded
+from gateway.errors import ApiError, from_router
+from gateway.event_ids import Place, event_id
+from gateway.leaving import while_connected
+from gateway.metrics import Metrics
+
+# Of all choices together; one that is full holds its readers up, and the router's flow control sees that.
+MAX_WAITING_EVENTS = 64
+
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would collect events
+}
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a stream may be silent until it gets a comment, and a client may leave it unread."""
+
+    heartbeat_s: float
+    write_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """An event of a choice, or what its stream broke off with."""
+
+    index: int
+    event: Event | InflightError
+
+
+class EventStream:
+    """The ASGI application that answers one request with a stream.
+
+    `places` are where the client is: at the beginning, or behind the event that it has seen last.
+    """
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        sources: Sequence[AsyncGenerator[Event, None]],
+        places: list[Place],
+        patience: Patience,
+        metrics: Metrics,
+    ) -> None:
+        self._chunks = chunks
+        self._sources = sources
+        self._places = places
+        self._patience = patience
+        self._metrics = metrics
+        self._news: asyncio.Queue[News] = asyncio.Queue(MAX_WAITING_EVENTS)
+        self._usages: dict[int, Usage] = {}
+        self._prompt_tokens = [0] * len(places)
+        self._has_opened = [bool(place.resume_token) for place in places]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers. Raises `ApiError` where the request is refused before anything was sent."""
+        await while_connected(receive, self._answer(send))
+
+    async def _answer(self, send: Send) -> None:
+        readers = [asyncio.create_task(self._read(index, source)) for index, source in enumerate(self._sources)]
+        try:
+            first = await self._until_all_are_taken()
+            with self._metrics.streaming():
+                await self._send(send, {"type": "http.response.start", "status": 200, "headers": _raw(HEADERS)})
+                await self._relay(send, first)
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _read(self, index: int, source: AsyncGenerator[Event, None]) -> None:
+        try:
+            async with aclosing(source) as events:
+                async for event in events:
+                    await self._news.put(News(index, event))
+        except InflightError as error:
+            await self._news.put(News(index, error))
+
+    async def _until_all_are_taken(self) -> list[News]:
+        """The first news, with at least one event of each choice."""
+        first: list[News] = []
+        silent = set(range(len(self._places)))
+        while silent:
+            news = await self._news.get()
+            if isinstance(news.event, InflightError):
+                raise self._error(news.event)
+            silent.discard(news.index)
+            first.append(news)
+        return first
+
+    async def _relay(self, send: Send, news: list[News]) -> None:
+        while True:
+            try:
+                body = b"".join(part for one in news for part in self._told(one))
+                is_over = len(self._usages) == len(self._places)
+                if is_over:
+                    body += self._ending()
+            except ApiError as error:
+                body, is_over = _event(error.body(), ""), True
+            if body or is_over:
+                await self._send(send, {"type": "http.response.body", "body": body, "more_body": not is_over})
+            if is_over:
+                return
+            news = await self._next_news(send)
+
+    async def _next_news(self, send: Send) -> list[News]:
+        """All that has come, at least one; comments while it does not."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._patience.heartbeat_s):
+                    news = [await self._news.get()]
+                break
+            await self._send(send, {"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+        while not self._news.empty():
+            news.append(self._news.get_nowait())
+        return news
+
+    def _told(self, news: News) -> Iterator[bytes]:
+        """What the client is told of it. Raises `ApiError` where that ends the stream."""
+        index, place = news.index, self._places[news.index]
+        match news.event:
+            case InflightError() as error:
+                raise self._error(error)
+            case Queued() as queued:
+                self._name(place, queued)
+                yield f": queued, {queued.position} ahead\n\n".encode()
+            case Accepted() as accepted:
+                self._name(place, accepted)
+                self._prompt_tokens[index] = accepted.prompt_tokens
+                yield from self._opening(index)
+            case Delta() as delta:
+                place.num_tokens = delta.offset + delta.num_tokens
+                if delta.text:
+                    place.text_bytes += len(delta.text.encode())
+                    yield self._event(self._chunks.text(index, delta.text))
+            case Finished() as finished if not place.has_finished:
+                yield self._finished(index, finished.reason)
+            case Done() as done:
+                self._usages[index] = done.usage
+
+    def _name(self, place: Place, event: Accepted | Queued) -> None:
+        if event.request_id and event.resume_token:
+            place.request_id, place.resume_token = event.request_id, event.resume_token
+
+    def _opening(self, index: int) -> Iterator[bytes]:
+        if not self._has_opened[index]:
+            self._has_opened[index] = True
+            if (opening := self._chunks.opening(index)) is not None:
+                yield self._event(opening)
+
+    def _finished(self, index: int, reason: FinishReason) -> bytes:
+        chunk = self._chunks.finished(index, reason)
+        self._places[index].has_finished = True
+        return self._event(chunk)
+
+    def _ending(self) -> bytes:
+        usages = [self._usages[index] for index in range(len(self._places))]
+        counted = self._event(self._chunks.usage(usages)) if self._chunks.ask.include_usage else b""
+        return counted + DONE
+
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        output_tokens = sum(place.num_tokens for place in self._places)
+        told = self._chunks.with_running_usage(chunk, self._prompt_tokens, output_tokens)
+        return _event(told, event_id(self._chunks.answer, self._places))
+
+    def _error(self, error: InflightError) -> ApiError:
+        ask = self._chunks.ask
+        return from_router(error, ask.prompt_param, ask.renamed)
+
+    async def _send(self, send: Send, message: dict[str, Any]) -> None:
+        """Raises `TimeoutError` where the client does not read."""
+        async with asyncio.timeout(self._patience.write_timeout_s):
+            await send(message)
+
+
+def _event(content: Mapping[str, Any], name: str) -> bytes:
+    event_id = f"id: {name}\n".encode() if name else b""
+    return event_id + b"data: " + encoded(content) + b"\n\n"
+
+
+def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

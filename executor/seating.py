@@ -61,15 +61,13 @@ class Seating:
         staying = dict.fromkeys(chain(places.decodes, places.prefills))
         yielding = dict.fromkeys(chain(places.ending, places.pausing))
         self._seat_of = {s: seat for s, seat in self._seat_of.items() if s in staying or s in yielding}
-        free = iter(self._free_seats())
+        newcomers = [sequence for sequence in staying if sequence not in self._seat_of]
         giving_up = [sequence for sequence in self._seat_of if sequence in yielding]
-        for sequence in staying:
-            if sequence not in self._seat_of:
-                seat = next(free, None)
-                self._seat_of[sequence] = self._seat_of.pop(giving_up.pop()) if seat is None else seat
-        for sequence in yielding:
-            if sequence not in self._seat_of and (seat := next(free, None)) is not None:
-                self._seat_of[sequence] = seat
+        for sequence in giving_up[: max(0, len(newcomers) - len(self._free_seats()))]:
+            del self._seat_of[sequence]
+        others = (sequence for sequence in yielding if sequence not in self._seat_of)
+        # Who came back from the brink of giving its seat up may find it taken.
+        self._seat_of.update(zip(chain(newcomers, others), self._free_seats(), strict=False))
 
     def _free_seats(self) -> list[int]:
         return sorted(set(range(self._num_seats)).difference(self._seat_of.values()))

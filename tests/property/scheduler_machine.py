@@ -179,6 +179,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len({sequence.seat for sequence in in_flight}) == len(in_flight)
 
     @invariant()
+    def seats_are_numbered_for_who_looks_on(self) -> None:
+        standings = self.scheduler.seating.standings()
+        held = {sequence.request_id for sequence in self.scheduler.held()}
+        assert {one.request_id for one in standings} <= held
+        seats = [one.seat for one in standings if one.seat is not None]
+        assert seats == sorted(set(seats))
+        num_seats = self.scheduler.limits.max_num_sequences
+        assert all(0 <= seat < num_seats for seat in seats)
+        assert len(seats) >= min(num_seats, self.scheduler.num_running)
+        assert len(standings) == len({one.request_id for one in standings})
+
+    @invariant()
     def promises_are_kept(self) -> None:
         promises = self.promises
         assert sum(sequence.num_reserved_blocks for sequence in promises.held) <= self.pool.num_blocks

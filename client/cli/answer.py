@@ -8,7 +8,7 @@ from typing import TextIO
 
 from client.cli.request_flags import RESUME_TOKEN_VARIABLE
 from client.events import Accepted, Delta, Resumed
-from client.sync import Stream
+from client.sync_stream import Stream
 
 # Of ANSI's terminals.
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"

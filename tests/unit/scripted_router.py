@@ -38,6 +38,9 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self.models = [inference_pb2.Model(name="smol", context_length=2048, has_chat_template=True, num_executors=1)]
         self.capacity = inference_pb2.GetCapacityResponse()
         self.standing = inference_pb2.GetRequestResponse()
+        # What `GetStats` says, one message after the other without a wait; then it stays silent.
+        self.stats: list[inference_pb2.GetStatsResponse] = []
+        self.stats_left = threading.Event()
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -96,6 +99,16 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetCapacityRequest, context: grpc.ServicerContext
     ) -> inference_pb2.GetCapacityResponse:
         return self.capacity
+
+    def GetStats(
+        self, request: inference_pb2.GetStatsRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GetStatsResponse]:
+        self.requests.put(request)
+        gone = threading.Event()
+        context.add_callback(gone.set)
+        yield from self.stats
+        gone.wait()
+        self.stats_left.set()
 
 
 def cannot_resume(

@@ -147,14 +147,8 @@ class Capacity:
 
     def _repr_html_(self) -> str:
         rows = [
-            (
-                e.executor_id,
-                e.model,
-                f"{e.seats_used}/{e.seats_total}",
-                e.num_waiting,
-                f"{e.blocks_used}/{e.blocks_total}",
-            )
-            for e in self.executors
+            (one.executor_id, one.model, f"{one.seats_used}/{one.seats_total}", f"{one.blocks_used}/{one.blocks_total}")
+            for one in self.executors
         ]
         return notebook.table(("executor", "model", "seats", "blocks"), rows, f"{self.num_queued} wait")
 

@@ -105,7 +105,7 @@ async def test_closing_the_client_ends_its_statistics(address: str) -> None:
 
 
 def test_an_interval_that_no_router_takes_is_refused_before_a_call(address: str, router: ScriptedRouter) -> None:
-    with sync.Client(address) as client, pytest.raises(ValueError, match="interval: 0.01"):
+    with sync.Client(address) as client, pytest.raises(ValueError, match=r"interval: 0\.01"):
         next(client.stats(interval=0.01))
     assert not asked(router)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -18,11 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # For a busy machine; what is expected comes at once.
 WAIT_S = 60.0
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 
 
 class Terminal:
-    """The user's side. `screen` is all that was written so far, with the escape sequences."""
+    """The user's side. `screen` is all that was written so far, with the escape sequences, `text` without colours."""
 
     def __init__(self, process: subprocess.Popen[bytes], descriptor: int) -> None:
         self.process = process
@@ -38,11 +40,15 @@ class Terminal:
         """Types a line."""
         self.type(f"{text}\r")
 
+    @property
+    def text(self) -> str:
+        return COLOURS.sub("", self.screen)
+
     def expect(self, text: str) -> None:
-        """Waits until the text appears behind what was expected before."""
+        """Waits until the text appears, in any colour, behind what was expected before."""
         end_s = time.monotonic() + WAIT_S
-        while (found := self.screen.find(text, self._read_to)) < 0:
-            assert self._read(end_s), f"never said {text!r}, but {self.screen[self._read_to :]!r}"
+        while (found := self.text.find(text, self._read_to)) < 0:
+            assert self._read(end_s), f"never said {text!r}, but {self.text[self._read_to :][-2000:]!r}"
         self._read_to = found + len(text)
 
     def wait(self) -> int:

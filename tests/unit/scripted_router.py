@@ -41,6 +41,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         # What `GetStats` says, one message after the other without a wait; then it stays silent.
         self.stats: list[inference_pb2.GetStatsResponse] = []
         self.stats_left = threading.Event()
+        self._telling: list[threading.Event] = []
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -104,11 +105,17 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetStatsRequest, context: grpc.ServicerContext
     ) -> Iterator[inference_pb2.GetStatsResponse]:
         self.requests.put(request)
-        gone = threading.Event()
-        context.add_callback(gone.set)
+        over = threading.Event()
+        self._telling.append(over)
+        context.add_callback(over.set)
+        context.add_callback(self.stats_left.set)
         yield from self.stats
-        gone.wait()
-        self.stats_left.set()
+        over.wait()
+
+    def end_stats(self) -> None:
+        """Ends the calls of `GetStats` that there are."""
+        for over in self._telling:
+            over.set()
 
 
 def cannot_resume(

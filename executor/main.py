@@ -33,7 +33,7 @@ from executor.engine_output import EngineOutput
 from executor.garbage import GarbageCollection
 from executor.gpu.host_tier import staging_bytes
 from executor.holdings import Keeping
-from executor.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
+from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from executor.launch import StepRunner
 from executor.model import PagedModel
 from executor.report import policy_proto

@@ -37,6 +37,7 @@ COMMANDS = (
     Command("status", "show what every executor holds and what waits", "client.cli.status:main"),
     Command("top", "show seats, KV blocks, queues and latencies live", "client.cli.top:main"),
     Command("stats", "print the same as lines of JSON", "client.cli.top:stats"),
+    Command("size", "say what a model and its traffic need", "client.cli.size:main"),
     Command("explain", "say where a request stands and what it waits for", "client.cli.explain:main"),
     Command("cancel", "end a request by its id", "client.cli.cancel:main"),
     Command("models", "list the models that can be asked for", "client.cli.models:main"),

@@ -1,0 +1,17 @@
+"""A page of an HTTP port, as a scraper gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Mapping
+
+
+async def page(address: str, path: str = "/metrics", headers: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Its content type and its text. Raises urllib's `HTTPError` for what is not found."""
+    return await asyncio.to_thread(_page, f"http://{address}{path}", dict(headers or {}))
+
+
+def _page(url: str, headers: dict[str, str]) -> tuple[str, str]:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as response:
+        return response.headers["Content-Type"], response.read().decode()

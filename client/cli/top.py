@@ -8,7 +8,7 @@ import io
 import re
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 
 import grpc
@@ -73,32 +73,46 @@ async def _messages(client: Client, flags: argparse.Namespace) -> Messages:
         want_iterations=True,
         want_sequences=not flags.json or flags.sequences,
     )
-    async for one in stats:
-        yield one.wire
+    async with aclosing(stats):
+        async for one in stats:
+            yield one.wire
 
 
 async def _print_json(client: Client, flags: argparse.Namespace) -> None:
+    if flags.once:
+        print(stats_json((await _settled(client, flags)).now), flush=True)
+        return
     async for message in _messages(client, flags):
         print(stats_json(message), flush=True)
-        if flags.once:
-            return
 
 
 async def _show_once(client: Client, flags: argparse.Namespace) -> None:
-    """After two messages, for speeds are differences."""
-    screen: Screen | None = None
-    async for message in _messages(client, flags):
-        if screen is not None:
-            screen = screen.shows(message)
-            break
-        screen = Screen(message)
-    if screen is None:
-        raise CommandError("the router told nothing")
+    screen = await _settled(client, flags)
     if flags.svg:
-        await asyncio.to_thread(Path(flags.svg).write_text, as_svg(screen), encoding="utf-8")
+        await asyncio.to_thread(_write, Path(flags.svg), as_svg(screen))
         return
     console = terminal.console()
     console.print(render(screen, console.width))
+
+
+async def _settled(client: Client, flags: argparse.Namespace) -> Screen:
+    """The second message, for speeds are differences and the first one tells of no steps."""
+    screen: Screen | None = None
+    async with aclosing(_messages(client, flags)) as messages:
+        async for message in messages:
+            if screen is not None:
+                return screen.shows(message)
+            screen = Screen.of(message)
+    if screen is None:
+        raise CommandError("the router told nothing")
+    return screen
+
+
+def _write(path: Path, picture: str) -> None:
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"--svg: {error.strerror}: {path}", EXIT_USAGE) from None
 
 
 def as_svg(screen: Screen) -> str:
@@ -153,7 +167,7 @@ class LiveTop:
             messages = _messages(self._client, self._flags)
 
     def _take(self, message: inference_pb2.GetStatsResponse) -> None:
-        self._change(Screen(message) if self._screen is None else self._screen.shows(message))
+        self._change(Screen.of(message) if self._screen is None else self._screen.shows(message))
 
     def _press(self, key: str) -> None:
         if self._screen is not None:

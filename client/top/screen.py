@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from inflight.v1 import inference_pb2
+from inflight.v1 import inference_pb2, stats_pb2
 
 Executor = inference_pb2.ExecutorStats
 
@@ -34,11 +34,18 @@ class Screen:
     has_left: bool = False
     # Steps per second by executor, since the message before.
     step_rates: dict[str, float] = field(default_factory=dict)
+    # The newest step known of each executor: a message may come between two of an executor's.
+    steps: dict[str, stats_pb2.IterationStats] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, message: inference_pb2.GetStatsResponse) -> Screen:
+        """With the first message."""
+        return cls(message, steps=_newest_steps(message))
 
     def shows(self, message: inference_pb2.GetStatsResponse) -> Screen:
         """With the next message; one of another router after a break counts like any."""
         rates = _step_rates(self.now, message)
-        return replace(self, now=message, step_rates=rates, note="")
+        return replace(self, now=message, step_rates=rates, steps=self.steps | _newest_steps(message), note="")
 
     def noting(self, note: str) -> Screen:
         """With a line about the connection."""
@@ -71,6 +78,10 @@ class Screen:
         if self.selected not in ids:
             return replace(self, selected=ids[0 if distance > 0 else -1])
         return replace(self, selected=ids[(ids.index(self.selected) + distance) % len(ids)])
+
+
+def _newest_steps(message: inference_pb2.GetStatsResponse) -> dict[str, stats_pb2.IterationStats]:
+    return {one.capacity.executor_id: one.iterations[-1] for one in message.executors if one.iterations}
 
 
 def _step_rates(before: inference_pb2.GetStatsResponse, now: inference_pb2.GetStatsResponse) -> dict[str, float]:

@@ -26,6 +26,7 @@ MAX_BAR_WIDTH = 80
 MAX_SEAT_LINES = 4
 MAX_QUEUES = 12
 MAX_SEQUENCES = 20
+LEGEND = "seats: ■ gets tokens ◧ prompt is computed □ free   blocks: █ held ▓ promised ▒ evictable ░ free"
 KEYS = "q leaves, s sorts, ↑ ↓ choose"
 # Field of ModelLatency → heading.
 LATENCIES = {
@@ -51,7 +52,7 @@ def render(screen: Screen, width: int) -> RenderableType:
         parts += _executor(executor, screen, width)
     if not screen.executors:
         parts.append(Text("no executor\n", "yellow"))
-    parts.append(_queues(screen.now.queues))
+    parts += [_queues(screen.now.queues), Text(f"\n{LEGEND}", "dim")]
     return Group(*parts)
 
 
@@ -93,7 +94,7 @@ def _executor(executor: inference_pb2.ExecutorStats, screen: Screen, width: int)
         _labelled("", _blocks_in_words(capacity)),
     ]
     if is_selected:
-        parts += _details(executor)
+        parts += _details(executor, screen.steps.get(capacity.executor_id))
     return [*parts, Text()]
 
 
@@ -162,10 +163,10 @@ def _bar(parts: Sequence[tuple[int, tuple[str, str]]], total: int, rest: tuple[s
     return text
 
 
-def _details(executor: inference_pb2.ExecutorStats) -> list[RenderableType]:
+def _details(executor: inference_pb2.ExecutorStats, step: stats_pb2.IterationStats | None) -> list[RenderableType]:
     details: list[RenderableType] = []
-    if executor.iterations:
-        details.append(_labelled("step", _newest_step(executor.iterations[-1])))
+    if step is not None:
+        details.append(_labelled("step", _newest_step(step)))
     if executor.sequences:
         details.append(_sequences(executor.sequences))
     return details

@@ -76,7 +76,7 @@ def line_of(text: str, label: str) -> str:
 
 
 def test_every_seat_is_a_cell_that_shows_what_it_does() -> None:
-    shown = drawn(Screen(message(executor("e0", (0, DECODE), (1, DECODE), (3, PREFILL)))))
+    shown = drawn(Screen.of(message(executor("e0", (0, DECODE), (1, DECODE), (3, PREFILL)))))
     assert line_of(shown, "seats ") == "  seats ■■□◧□□□□"
     assert "seats 3/8 + 2 standing by" in shown
     assert "bound by blocks" in shown
@@ -85,35 +85,35 @@ def test_every_seat_is_a_cell_that_shows_what_it_does() -> None:
 def test_seats_are_filled_from_the_left_where_nobody_says_who_sits_where() -> None:
     told = executor("e0", (5, DECODE), (6, DECODE))
     del told.sequences[:]
-    assert line_of(drawn(Screen(message(told))), "seats ") == "  seats ■■□□□□□□"
+    assert line_of(drawn(Screen.of(message(told))), "seats ") == "  seats ■■□□□□□□"
 
 
 def test_many_seats_wrap_and_very_many_are_a_bar() -> None:
-    wrapped = drawn(Screen(message(executor("e0", total=120))), width=60)
-    assert wrapped.count("□") == 120
-    bar = drawn(Screen(message(executor("e0", (0, DECODE), total=4096))), width=60)
+    wrapped = drawn(Screen.of(message(executor("e0", total=120))), width=60)
+    assert wrapped.count("□") == 120 + 1, "and the legend's"
+    bar = drawn(Screen.of(message(executor("e0", (0, DECODE), total=4096))), width=60)
     assert line_of(bar, "seats ").count("■") == 1
     assert bar.count("□") < 60
 
 
 def test_blocks_are_held_promised_kept_and_free() -> None:
-    bar = line_of(drawn(Screen(message(executor("e0"))), width=73), "blocks █")
+    bar = line_of(drawn(Screen.of(message(executor("e0"))), width=73), "blocks █")
     assert [bar.count(sign) for sign in "█▓▒░"] == [16, 16, 8, 24]
-    assert "16 held, 32 reserved, 8 evictable of 64" in drawn(Screen(message(executor("e0"))))
+    assert "16 held, 32 reserved, 8 evictable of 64" in drawn(Screen.of(message(executor("e0"))))
 
 
 def test_queues_and_latencies_are_told() -> None:
-    shown = drawn(Screen(message()))
+    shown = drawn(Screen.of(message()))
     assert "no executor" in shown
     rows = [line.split() for line in shown.splitlines()]
     assert ["smol", "420", "80", "-", "-", "-", "12", "0"] in rows
     assert ["smol", "batch", "acme", "5", "900", "2.5", "s"] in rows
     del (empty := message()).queues[:]
-    assert "nothing waits" in drawn(Screen(empty))
+    assert "nothing waits" in drawn(Screen.of(empty))
 
 
 def test_steps_per_second_are_the_difference_between_two_messages() -> None:
-    screen = Screen(message(executor("e0", num_steps=100), executor("e1", num_steps=100)))
+    screen = Screen.of(message(executor("e0", num_steps=100), executor("e1", num_steps=100)))
     assert "steps/s" not in drawn(screen)
     again = screen.shows(message(executor("e0", num_steps=150), executor("e1", num_steps=3), timestamp_ms=3_000))
     assert again.step_rates == {"e0": 25.0}, "e1 has started anew"
@@ -123,26 +123,29 @@ def test_steps_per_second_are_the_difference_between_two_messages() -> None:
 def test_names_of_others_do_not_command_the_terminal() -> None:
     named = message(executor("e\x1b[31m0"))
     named.queues[0].tenant = "[bold]a\x07"
-    shown = drawn(Screen(named))
+    shown = drawn(Screen.of(named))
     assert "\x1b" not in shown
     assert "\x07" not in shown
     assert "[bold]a" in shown
 
 
 def test_an_executor_that_is_chosen_shows_its_newest_step_and_who_sits_there() -> None:
-    screen = Screen(message(executor("e0", (1, DECODE), num_steps=9), executor("e1")))
+    screen = Screen.of(message(executor("e0", (1, DECODE), num_steps=9), executor("e1")))
     assert "acme  r1" not in " ".join(drawn(screen).split())
     shown = " ".join(drawn(screen.pressed(DOWN)).split())
     assert "▶ e0" in shown
     assert "9: 12.5 ms" in shown
     assert "1 decode acme r1 0 0 3 0" in shown
+    del (without := executor("e0")).iterations[:]
+    later = screen.pressed(DOWN).shows(message(without, timestamp_ms=2_000))
+    assert "9: 12.5 ms" in drawn(later), "the newest that is known stays"
 
 
 # --- keys
 
 
 def test_keys_sort_choose_and_leave() -> None:
-    screen = Screen(message(executor("e0"), executor("e1", (0, DECODE), tokens_per_s=5)))
+    screen = Screen.of(message(executor("e0"), executor("e1", (0, DECODE), tokens_per_s=5)))
     assert [one.capacity.executor_id for one in screen.executors] == ["e0", "e1"]
     sorted_by_seats = screen.pressed(SORT)
     assert sorted_by_seats.sorting == "seats"
@@ -152,7 +155,7 @@ def test_keys_sort_choose_and_leave() -> None:
     assert screen.pressed(DOWN).pressed(ESCAPE).selected == ""
     assert screen.pressed(LEAVE).has_left
     assert screen.pressed("x") == screen
-    assert Screen(message()).pressed(DOWN).selected == ""
+    assert Screen.of(message()).pressed(DOWN).selected == ""
 
 
 # --- the commands
@@ -184,6 +187,7 @@ def test_stats_is_top_as_json(address: str, router: ScriptedRouter, capsys: pyte
     first, second = capsys.readouterr().out.splitlines()
     assert first == second
     shown = json.loads(first)
+    assert shown["timestampMs"] == "2000", "the first message tells of no steps"
     assert shown["executors"][0]["iterations"][0]["iterLatencyMS"] == 12.5
     assert shown["executors"][0]["capacity"]["seatsTotal"] == 8
     assert not asked(router)[0].want_sequences
@@ -199,7 +203,12 @@ def test_the_picture_needs_no_other_site(address: str, tmp_path: Path) -> None:
     picture = (tmp_path / "top.svg").read_text()
     assert "■" in picture
     assert "url(" not in picture.replace("url(#", "")
-    assert as_svg(Screen(message())).startswith("<svg")
+    assert as_svg(Screen.of(message())).startswith("<svg")
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--svg", "/nowhere/top.svg", "--address", address]) == 2
+    assert capsys.readouterr().err == "error: --svg: No such file or directory: /nowhere/top.svg\n"
 
 
 @pytest.mark.slow

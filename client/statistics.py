@@ -111,6 +111,11 @@ class Statistics:
     latencies: tuple[ModelLatency, ...]
     wire: inference_pb2.GetStatsResponse = field(repr=False, compare=False)
 
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait, in every queue."""
+        return sum(queue.num_requests for queue in self.queues)
+
     def as_json(self) -> str:
         """One line of JSON with TensorRT-LLM's names where it has the same figure."""
         return stats_json(self.wire)
@@ -122,7 +127,7 @@ class Statistics:
              f"{c.output_tokens_per_s:.0f}", f"{c.step_ms:.1f}")
             for c in capacities
         ]  # fmt: skip
-        note = f"{sum(queue.num_requests for queue in self.queues)} wait, {self.time:%H:%M:%S} UTC"
+        note = f"{self.num_queued} wait, {self.time:%H:%M:%S} UTC"
         return notebook.table(("executor", "model", "seats", "blocks", "tokens/s", "step ms"), rows, note)
 
 

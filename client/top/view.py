@@ -1,6 +1,6 @@
 """Draws the screen of `inflight top`. Pure: a message and a width make text.
 
-    seats   ■■■■◧◧□□         a cell for each: ■ gets tokens, ◧ its prompt is computed, □ free
+    seats   ■ ■ ■ ◧ ◧ □ □    a cell for each: ■ gets tokens, ◧ its prompt is computed, □ free
     blocks  ████▓▓▒▒░░░░     █ held, ▓ promised, ▒ kept for their prefix and held by nobody, ░ free
 
 Colours only repeat what the signs say. What other people chose (names of tenants, models, executors) is text, never
@@ -30,9 +30,9 @@ LEGEND = "seats: ■ gets tokens ◧ prompt is computed □ free   blocks: █ h
 KEYS = "q leaves, s sorts, ↑ ↓ choose"
 # Field of ModelLatency → heading.
 LATENCIES = {
-    "ttft_p50_ms": "first token p50 ms",
+    "ttft_p50_ms": "TTFT p50 ms",
     "ttft_p99_ms": "p99",
-    "inter_token_p50_ms": "between tokens p50 ms",
+    "inter_token_p50_ms": "ITL p50 ms",
     "inter_token_p99_ms": "p99",
 }
 
@@ -88,7 +88,12 @@ def _executor(executor: inference_pb2.ExecutorStats, screen: Screen, width: int)
     is_selected = capacity.executor_id == screen.selected
     bar_width = max(8, min(MAX_BAR_WIDTH, width - LABEL_WIDTH - 1))
     parts: list[RenderableType] = [
-        _executor_line(capacity, screen.step_rates.get(capacity.executor_id), is_selected),
+        _executor_line(
+            capacity,
+            screen.step_rates.get(capacity.executor_id),
+            is_selected=is_selected,
+            shows_model=len({one.capacity.model for one in screen.now.executors}) > 1,
+        ),
         _labelled("seats", _seats(executor, bar_width)),
         _labelled("blocks", _blocks(capacity, bar_width)),
         _labelled("", _blocks_in_words(capacity)),
@@ -98,9 +103,13 @@ def _executor(executor: inference_pb2.ExecutorStats, screen: Screen, width: int)
     return [*parts, Text()]
 
 
-def _executor_line(capacity: inference_pb2.ExecutorCapacity, step_rate: float | None, is_selected: bool) -> Text:
+def _executor_line(
+    capacity: inference_pb2.ExecutorCapacity, step_rate: float | None, *, is_selected: bool, shows_model: bool
+) -> Text:
     name = f"{'▶ ' if is_selected else ''}{_plain(capacity.executor_id)}"
-    line = Text.assemble((name, "bold" if capacity.accepting else "dim"), f"  {_plain(capacity.model)}")
+    line = Text(name, "bold" if capacity.accepting else "dim")
+    if shows_model:
+        line.append(f"  {_plain(capacity.model)}")
     if not capacity.accepting:
         line.append("  takes nothing new", "yellow")
     line.append(f"  seats {capacity.seats_used}/{capacity.seats_total}")
@@ -116,7 +125,7 @@ def _executor_line(capacity: inference_pb2.ExecutorCapacity, step_rate: float | 
 
 def _seats(executor: inference_pb2.ExecutorStats, bar_width: int) -> Text:
     capacity = executor.capacity
-    if capacity.seats_total > bar_width * MAX_SEAT_LINES:
+    if capacity.seats_total > bar_width // 2 * MAX_SEAT_LINES:
         return _bar([(capacity.seats_used, TAKEN_SEAT)], capacity.seats_total, FREE_SEAT, bar_width)
     signs = [FREE_SEAT] * capacity.seats_total
     by_seat = {one.seat: SEAT_SIGNS.get(one.phase, TAKEN_SEAT) for one in executor.sequences if one.HasField("seat")}
@@ -127,7 +136,9 @@ def _seats(executor: inference_pb2.ExecutorStats, bar_width: int) -> Text:
             signs[seat] = sign
     text = Text()
     for seat, sign in enumerate(signs):
-        if seat and seat % bar_width == 0:
+        if seat % (bar_width // 2):
+            text.append(" ")
+        elif seat:
             text.append("\n" + " " * LABEL_WIDTH)
         text.append(*sign)
     return text

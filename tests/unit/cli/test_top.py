@@ -77,7 +77,7 @@ def line_of(text: str, label: str) -> str:
 
 def test_every_seat_is_a_cell_that_shows_what_it_does() -> None:
     shown = drawn(Screen.of(message(executor("e0", (0, DECODE), (1, DECODE), (3, PREFILL)))))
-    assert line_of(shown, "seats ") == "  seats ■■□◧□□□□"
+    assert line_of(shown, "seats ") == "  seats ■ ■ □ ◧ □ □ □ □"
     assert "seats 3/8 + 2 standing by" in shown
     assert "bound by blocks" in shown
 
@@ -85,12 +85,12 @@ def test_every_seat_is_a_cell_that_shows_what_it_does() -> None:
 def test_seats_are_filled_from_the_left_where_nobody_says_who_sits_where() -> None:
     told = executor("e0", (5, DECODE), (6, DECODE))
     del told.sequences[:]
-    assert line_of(drawn(Screen.of(message(told))), "seats ") == "  seats ■■□□□□□□"
+    assert line_of(drawn(Screen.of(message(told))), "seats ") == "  seats ■ ■ □ □ □ □ □ □"
 
 
 def test_many_seats_wrap_and_very_many_are_a_bar() -> None:
-    wrapped = drawn(Screen.of(message(executor("e0", total=120))), width=60)
-    assert wrapped.count("□") == 120 + 1, "and the legend's"
+    wrapped = drawn(Screen.of(message(executor("e0", total=80))), width=60)
+    assert wrapped.count("□") == 80 + 1, "and the legend's"
     bar = drawn(Screen.of(message(executor("e0", (0, DECODE), total=4096))), width=60)
     assert line_of(bar, "seats ").count("■") == 1
     assert bar.count("□") < 60
@@ -175,7 +175,7 @@ def test_top_once_shows_speeds(address: str, router: ScriptedRouter, capsys: pyt
     assert main(["top", "--once", "--model", "smol", "--interval", "0.5", "--address", address]) == 0
     shown = capsys.readouterr().out
     assert "50 steps/s" in shown
-    assert "■◧□□□□□□" in shown
+    assert "■ ◧ □ □ □ □ □ □" in shown
     assert asked(router) == [
         inference_pb2.GetStatsRequest(model="smol", interval_ms=500, want_iterations=True, want_sequences=True)
     ]
@@ -236,6 +236,6 @@ def test_top_says_that_its_router_has_gone_and_goes_on_with_it_later(address: st
         router.stats = [message(executor("e0", (7, DECODE)), timestamp_ms=9_000)]
         router.end_stats()
         terminal.expect("asking again")
-        terminal.expect("□□□□□□□■")
+        terminal.expect("□ □ □ □ □ □ □ ■")
         terminal.type("q")
         assert terminal.wait() == 0

@@ -107,7 +107,7 @@ def _executor_line(
     capacity: inference_pb2.ExecutorCapacity, step_rate: float | None, *, is_selected: bool, shows_model: bool
 ) -> Text:
     name = f"{'▶ ' if is_selected else ''}{_plain(capacity.executor_id)}"
-    line = Text(name, "bold" if capacity.accepting else "dim")
+    line = Text.assemble((name, "bold" if capacity.accepting else "dim"))
     if shows_model:
         line.append(f"  {_plain(capacity.model)}")
     if not capacity.accepting:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
+from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from common.logs import start_logging
 from common.machine import num_available_memory_bytes, num_usable_cores
 from common.model_source import ModelSource, resolve_model
@@ -34,7 +35,6 @@ from executor.engine_output import EngineOutput
 from executor.garbage import GarbageCollection
 from executor.gpu.host_tier import staging_bytes
 from executor.holdings import Keeping
-from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from executor.launch import StepRunner
 from executor.model import PagedModel
 from executor.report import policy_proto

@@ -40,6 +40,8 @@ from client.events import Completion
 from client.recovery import Call, Recovery, RecoveryPolicy, new_idempotency_key
 from client.statistics import Statistics, decode_stats, stats_request
 
+__all__ = ["Client", "Stream"]
+
 
 class Client:
     """A client of one or several routers, each `host:port`; several share the calls between them.

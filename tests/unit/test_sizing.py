@@ -27,6 +27,7 @@ from common.model_source import ModelError
 from common.settings import SettingError, load
 from executor import main as executor_main
 from executor.settings import ExecutorSettings
+from tests.torch_threads import torch_threads
 from tests.unit.scripted_router import ScriptedRouter, serving
 
 LLAMA_3_8B = {
@@ -144,8 +145,9 @@ def test_its_blocks_are_those_of_a_real_executor(
     model = str(write_tiny_model(tmp_path)) if name else ""
     free_bytes = 300_000_000
     monkeypatch.setattr(executor_main, "num_available_memory_bytes", lambda: free_bytes)
-    flags = ["--model", model, "--dtype", dtype, "--device", "cpu", "--listen", "127.0.0.1:0", "--insecure"]
-    loaded = executor_main.load_model(load(ExecutorSettings, "inflight executor", flags))
+    flags = ["--model", model, "--dtype", dtype, "--device", "cpu", "--listen", "127.0.0.1:0", "--num-threads", "1"]
+    with torch_threads(1):
+        loaded = executor_main.load_model(load(ExecutorSettings, "inflight executor", flags))
 
     shape = read_model_shape(model)
     weight_bytes = pool_of(shape, Machine(GIBIBYTE, False, 0.2, 0), dtype, 16).weight_bytes

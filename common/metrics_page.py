@@ -9,11 +9,13 @@ from collections.abc import Awaitable, Callable
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 PATH = "/metrics"
+OPENMETRICS = "application/openmetrics-text"
 
 Refresh = Callable[[], Awaitable[None]]
 
@@ -38,16 +40,20 @@ def metrics_route(registry: CollectorRegistry, refresh: Refresh | None = None) -
         content, content_type = exposition(
             registry, request.headers.get("accept", ""), request.query_params.getlist("name[]")
         )
-        # As it is: its escaping scheme follows the character set.
+        # As it is: Starlette would add the character set once more.
         return Response(content, headers={"content-type": content_type})
 
     return Route(PATH, metrics, methods=["GET"])
 
 
 def exposition(registry: CollectorRegistry, accept: str, names: list[str]) -> tuple[bytes, str]:
-    """The page, and its content type."""
+    """The page, and its content type. Every name is one that all scrapers know, so none is escaped; asked for
+    underscores, OpenMetrics' encoder would put one for the colon of `vllm:…`."""
+    wanted = registry.restricted_registry(names) if names else registry
     try:
         encode, content_type = choose_encoder(accept)
     except (TypeError, ValueError):  # a version that is no number
         encode, content_type = choose_encoder("")
-    return encode(registry.restricted_registry(names) if names else registry), content_type
+    if content_type.startswith(OPENMETRICS):
+        return openmetrics.generate_latest(wanted, escaping=openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+    return encode(wanted), content_type

@@ -18,10 +18,13 @@ from typing import Any
 
 import torch
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+from starlette.applications import Starlette
 
+from common.http_port import HttpPort
 from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from common.logs import start_logging
 from common.machine import num_available_memory_bytes, num_usable_cores
+from common.metrics_page import metrics_route
 from common.model_source import ModelSource, resolve_model
 from common.process import EXIT_FAILED, run_process
 from common.server import MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
@@ -36,6 +39,7 @@ from executor.garbage import GarbageCollection
 from executor.gpu.host_tier import staging_bytes
 from executor.holdings import Keeping
 from executor.launch import StepRunner
+from executor.metrics import executor_metrics
 from executor.model import PagedModel
 from executor.report import policy_proto
 from executor.runner import ModelRunner
@@ -82,9 +86,9 @@ def _run_with_settings(argv: SequenceOf[str]) -> int:
     for line in describe(settings):
         log.info("setting %s", line)
     tls = open_door(settings)
-    check_listen(settings.listen)
-    if settings.health_listen:
-        check_listen(settings.health_listen)
+    for listen in (settings.listen, settings.health_listen, settings.http_listen):
+        if listen:
+            check_listen(listen)
     return asyncio.run(run(settings, load_model(settings), tls))
 
 
@@ -193,6 +197,7 @@ class Parts:
     runner: StepRunner
     service: ExecutorService
     server: GrpcServer
+    http: HttpPort | None
     tracing: Tracing
     failed: asyncio.Event
 
@@ -205,6 +210,8 @@ async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) 
     address = await parts.server.start(settings.listen)
     if settings.health_listen:
         await parts.server.start_health(settings.health_listen)
+    if parts.http is not None:
+        log.info("metrics on http://%s/metrics", await parts.http.start(settings.http_listen))
     garbage.start()
     parts.engine.start()
     # They go on while it drains, and end only by failing.
@@ -228,6 +235,8 @@ async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) 
     for end in work:
         end.cancel()
     await parts.server.stop(grace_s=0.0 if has_failed else STOP_GRACE_S)
+    if parts.http is not None:
+        await parts.http.stop()
     await parts.tracing.aclose()
     return await _stop_engine(parts, EXIT_FAILED if has_failed else 0)
 
@@ -265,7 +274,8 @@ def build(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garb
     service = ExecutorService(who, engine, keeping, tracing=tracing)
     server = _server(settings, tls)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
-    return Parts(engine, runner, service, server, tracing, failed)
+    http = HttpPort(Starlette(routes=[metrics_route(executor_metrics(service))])) if settings.http_listen else None
+    return Parts(engine, runner, service, server, http, tracing, failed)
 
 
 async def _watch(parts: Parts, signals: Signals, limit_s: float) -> None:

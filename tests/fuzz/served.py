@@ -18,6 +18,7 @@ T = TypeVar("T")
 HANG_S = 20.0
 SERVICE = "/inflight.v1.InferenceService/"
 STREAMS = frozenset({"Generate", "Resume"})
+ENDLESS = frozenset({"GetStats"})
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
@@ -34,11 +35,17 @@ class Loop:
 
 
 async def call(channel: grpc.aio.Channel, rpc: str, request: bytes, metadata: Metadata = ()) -> bytes:
-    """Calls an RPC to its end and returns all that it answers. Raises `AioRpcError`."""
-    if rpc not in STREAMS:
+    """Calls an RPC to its end and returns all that it answers; of one without an end the first. Raises
+    `AioRpcError`."""
+    if rpc not in STREAMS | ENDLESS:
         unary: Any = channel.unary_unary(SERVICE + rpc)
         return bytes(await unary(request, metadata=metadata))
     stream: Any = channel.unary_stream(SERVICE + rpc)
+    if rpc in ENDLESS:
+        endless = stream(request, metadata=metadata)
+        async for response in endless:
+            endless.cancel()
+            return bytes(response)
     return b"".join([response async for response in stream(request, metadata=metadata)])
 
 

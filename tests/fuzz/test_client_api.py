@@ -48,6 +48,8 @@ HINTS = {
     f"{P}DetokenizeRequest.model": st.just(""),
     f"{P}DetokenizeRequest.token_ids": TOKEN_IDS,
     f"{P}GetCapacityRequest.model": st.just(""),
+    f"{P}GetStatsRequest.model": st.just(""),
+    f"{P}GetStatsRequest.interval_ms": st.sampled_from([0, 49, 50, 1000, 60_000, 60_001, 2**32 - 1]),
 }
 REQUESTS: dict[str, type[Message]] = {
     "Generate": inference_pb2.GenerateRequest,
@@ -58,6 +60,7 @@ REQUESTS: dict[str, type[Message]] = {
     "Detokenize": inference_pb2.DetokenizeRequest,
     "ListModels": inference_pb2.ListModelsRequest,
     "GetCapacity": inference_pb2.GetCapacityRequest,
+    "GetStats": inference_pb2.GetStatsRequest,
 }
 SOUND = {
     "Generate": token_request([1, 2], 6).SerializeToString(),

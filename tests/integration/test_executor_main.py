@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from typing import Any, cast
+from urllib.error import URLError
 
 import pytest
 from inflight.v1 import executor_pb2
@@ -18,6 +19,7 @@ from executor.service import ExecutorService, Identity
 from executor.settings import ExecutorSettings
 from executor.submission import SubmissionLimits
 from tests.fake_device import VOCABULARY_SIZE, RunStep
+from tests.http_pages import page
 from tests.router_stream import make_submit, router_stream
 from tests.scheduling import LIMITS
 
@@ -53,19 +55,25 @@ class ForgetfulDevice:
         """See `StepRunner`."""
 
 
-def start_process(monkeypatch: pytest.MonkeyPatch, device: ForgetfulDevice) -> tuple[str, asyncio.Task[int]]:
-    """The body of an executor's process without a model; returns where it listens."""
+def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def start_process(
+    monkeypatch: pytest.MonkeyPatch, device: ForgetfulDevice, http_listen: str = ""
+) -> tuple[str, asyncio.Task[int]]:
+    """The body of an executor's process without a model; returns where it listens."""
+    address = free_address()
     identity = Identity(
-        executor_pb2.DescribeResponse(generation=1),
+        executor_pb2.DescribeResponse(generation=1, model="m"),
         SubmissionLimits(LIMITS.context_length, VOCABULARY_SIZE, frozenset()),
     )
     monkeypatch.setattr(main, "GarbageCollection", NoCollection)
     monkeypatch.setattr(main, "start_runner", lambda settings, loaded: device)
     monkeypatch.setattr(main, "identity", lambda settings, loaded: identity)
-    settings = ExecutorSettings(listen=address, tokens_per_block=16)
+    settings = ExecutorSettings(listen=address, tokens_per_block=16, http_listen=http_listen)
     loaded = Loaded(cast("Any", None), cast("Any", None), NUM_BLOCKS, LIMITS)
     return address, asyncio.create_task(run(settings, loaded, None))
 
@@ -97,3 +105,16 @@ async def test_process_ends_with_1_when_its_reports_fail(monkeypatch: pytest.Mon
         monkeypatch.setattr("executor.service.report_of", None)
         router.send(submits=[make_submit("a", [1], LENGTH)])
         assert await asyncio.wait_for(process, 20) == EXIT_FAILED
+
+
+async def test_process_shows_its_metrics_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    http_address = free_address()
+    address, process = start_process(monkeypatch, ForgetfulDevice(num_good_steps=10), http_address)
+    async with router_stream(address) as router:
+        router.send(submits=[make_submit("a", [1], 5)])
+        await router.until(lambda: router.of("a") != [] and router.of("a")[0].end is not None)
+        assert 'inflight_computed_tokens_total{model="m"} 5.0' in (await page(http_address))[1]
+        router.send(submits=[make_submit("b", [1], LENGTH)])
+        assert await asyncio.wait_for(process, 20) == EXIT_FAILED
+    with pytest.raises(URLError):
+        await page(http_address)

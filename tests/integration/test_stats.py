@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,19 +13,32 @@ import grpc.aio
 import pytest
 from inflight.v1 import executor_pb2, executor_pb2_grpc, inference_pb2, stats_pb2, types_pb2
 
+from common.errors import Reason, RequestError
+from router.callers import Caller
+from router.settings import RouterSettings
 from tests.cluster import Brake, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
+from tests.credentials import key_entry
 
 TIMEOUT_S = 20
 INTERVAL_MS = 50
 
 Stats = inference_pb2.GetStatsResponse
+Metadata = tuple[tuple[str, str], ...]
 
 
-@contextlib.asynccontextmanager
-async def watching(router: RunningRouter, **wants: Any) -> AsyncIterator[AsyncIterator[Stats]]:
+def api_key(name: str) -> str:
+    return f"inflight-{name:x<43}"
+
+
+def shown(name: str) -> Metadata:
+    return (("authorization", f"Bearer {api_key(name)}"),)
+
+
+@asynccontextmanager
+async def watching(router: RunningRouter, metadata: Metadata = (), **wants: Any) -> AsyncIterator[AsyncIterator[Stats]]:
     """The messages of a stream."""
     request = inference_pb2.GetStatsRequest(**{"interval_ms": INTERVAL_MS, **wants})
-    call = router.stub.GetStats(request)
+    call = router.stub.GetStats(request, metadata=metadata)
     try:
         async with asyncio.timeout(TIMEOUT_S):
             yield aiter(call)
@@ -48,9 +62,12 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def generate(router: RunningRouter, *args: Any, **fields: Any) -> asyncio.Task[list[inference_pb2.GenerateResponse]]:
+def generate(
+    router: RunningRouter, *args: Any, metadata: Metadata = (), **fields: Any
+) -> asyncio.Task[list[inference_pb2.GenerateResponse]]:
     async def read() -> list[inference_pb2.GenerateResponse]:
-        return [response async for response in router.stub.Generate(token_request(*args, **fields))]
+        call = router.stub.Generate(token_request(*args, **fields), metadata=metadata)
+        return [response async for response in call]
 
     return asyncio.create_task(read())
 
@@ -160,7 +177,7 @@ async def test_the_ledger_is_asked_only_while_somebody_watches_and_once_for_all(
             return await snapshot(max_lines)
 
         dispatcher._store.snapshot = counted  # type: ignore[method-assign]
-        async with contextlib.AsyncExitStack() as stack:
+        async with AsyncExitStack() as stack:
             for _ in range(5):
                 await anext(await stack.enter_async_context(watching(router, interval_ms=60_000)))
             assert num_asked == 1
@@ -229,3 +246,55 @@ async def test_an_executor_tells_a_watcher_of_its_own_interval_too_short(redis_u
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await anext(aiter(stub.WatchSteps(executor_pb2.WatchStepsRequest(interval_ms=10))))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_whose_requests_run_and_wait_only_their_tenant_and_operators_see(
+    redis_url: str, pool: str, tmp_path: Path
+) -> None:
+    entries = [key_entry(api_key(name), name, id=f'"{name}"') for name in ("ann", "bob")]
+    entries.append(key_entry(api_key("operator"), "ops", id='"operator"', operator="true"))
+    (tmp_path / "keys").write_text("".join(entries))
+    settings = RouterSettings(api_keys_file=tmp_path / "keys", no_executor_grace_s=1.0)
+    shape = ExecutorShape(max_num_sequences=1)
+    async with run_cluster(redis_url, pool, shape=shape, settings=settings, metadata=shown("operator")) as cluster:
+        router, brake = cluster.routers[0], cluster.executors[0].brake
+        brake.hold()
+        seated = generate(router, [1, 2, 3], 40, request_id="r0", metadata=shown("ann"))
+        async with AsyncExitStack() as stack:
+            messages = {
+                who: await stack.enter_async_context(watching(router, want_sequences=True, metadata=shown(who)))
+                for who in ("ann", "bob", "operator")
+            }
+            await first_with(messages["ann"], lambda one: seats(one) == [0], brake)
+            waiting = generate(router, [1, 2, 3], 4, metadata=shown("bob"))
+            sees = {}
+            for who, stream in messages.items():
+                message = await first_with(stream, lambda one: bool(one.queues and seats(one) == [0]), brake)
+                (sequence,), (queue,) = sequences(message), message.queues
+                sees[who] = (sequence.request_id, sequence.tenant, queue.tenant, queue.num_requests, queue.num_tokens)
+            brake.release()
+            await asyncio.gather(seated, waiting)
+    assert sees == {
+        "ann": ("r0", "ann", "", 1, 7),
+        "bob": ("", "", "bob", 1, 7),
+        "operator": ("r0", "ann", "bob", 1, 7),
+    }
+
+
+async def test_who_is_let_in_no_longer_is_told_nothing_more(
+    redis_url: str, pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text(key_entry(api_key("ann"), "ann"))
+    settings = RouterSettings(api_keys_file=tmp_path / "keys", no_executor_grace_s=1.0)
+    async with run_cluster(redis_url, pool, executors=0, settings=settings, metadata=shown("ann")) as cluster:
+        router = cluster.routers[0]
+        async with watching(router, metadata=shown("ann")) as messages:
+            await anext(messages)
+
+            def shut(metadata: object) -> Caller:
+                raise RequestError(Reason.UNAUTHENTICATED, "the key is not known")
+
+            monkeypatch.setattr(router.service._door, "identify", shut)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await first_with(messages, lambda one: False)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -20,6 +20,7 @@ def registry() -> CollectorRegistry:
     found = new_registry()
     Counter("cars_total", "Cars.", ["color"], registry=found).labels("red").inc(3)
     Gauge("speed", "Speed.", registry=found).set(50)
+    Counter("vllm:prompt_tokens_total", "Of another project.", ["model_name"], registry=found).labels("m").inc(7)
     return found
 
 
@@ -30,9 +31,10 @@ def app(found: CollectorRegistry, refresh: Refresh | None = None) -> Starlette:
 @pytest.mark.parametrize("accept", [PROMETHEUS_3, PROMETHEUS_2, "application/openmetrics-text"])
 def test_a_scraper_that_takes_openmetrics_gets_it(accept: str) -> None:
     content, content_type = exposition(registry(), accept, [])
-    assert content_type.startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
+    assert content_type == "application/openmetrics-text; version=1.0.0; charset=utf-8"
     samples = {sample.name: sample.value for family in parse_openmetrics(content.decode()) for sample in family.samples}
     assert samples["cars_total"] == 3.0
+    assert samples["vllm:prompt_tokens_total"] == 7.0
 
 
 @pytest.mark.parametrize("accept", ["", "*/*", "text/plain", "application/openmetrics-text;version=none"])
@@ -41,6 +43,7 @@ def test_everybody_else_gets_text(accept: str) -> None:
     assert content_type.startswith("text/plain; version=0.0.4; charset=utf-8")
     samples = {sample.name: sample.value for family in parse_text(content.decode()) for sample in family.samples}
     assert samples["cars_total"] == 3.0
+    assert samples["vllm:prompt_tokens_total"] == 7.0
     assert samples["speed"] == 50.0
 
 

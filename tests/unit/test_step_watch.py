@@ -155,6 +155,18 @@ async def test_a_watcher_gets_every_step_once() -> None:
     assert loop.num_asked == 0
 
 
+@pytest.mark.parametrize(("after_iter", "first"), [(0, [1, 2, 3]), (2, [3]), (9, [])])
+async def test_a_watcher_that_comes_back_goes_on_where_it_was(after_iter: int, first: list[int]) -> None:
+    loop = Loop()
+    for number in (1, 2, 3):
+        loop.retire(number)
+    request = executor_pb2.WatchStepsRequest(interval_ms=50, after_iter=after_iter)
+    async with aclosing(loop.watch.watch(request)) as responses:
+        assert [one.iter for one in (await anext(responses)).iterations] == first
+        loop.retire(4)
+        assert [one.iter for one in (await anext(responses)).iterations] == [4]
+
+
 async def test_who_is_held_is_asked_once_for_all_watchers_and_not_where_nobody_is() -> None:
     loop = Loop()
     async with loop.watching(want_sequences=True) as one, loop.watching(want_sequences=True) as other:

@@ -1,0 +1,70 @@
+"""How often a ledger is asked for those who look on."""
+
+from __future__ import annotations
+
+import asyncio
+
+from common.errors import Reason, RequestError
+from router.ledger_look import MAX_LINES, LedgerLook
+from router.store.snapshot import ClassQueue, Snapshot
+
+
+class Ledger:
+    """Answers when told to."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.now_s = 0.0
+        self.answer: asyncio.Future[Snapshot] | None = None
+        self.look = LedgerLook(self.ask, lambda: self.now_s)
+
+    async def ask(self, max_lines: int) -> Snapshot:
+        assert max_lines == MAX_LINES
+        self.num_asked += 1
+        if self.answer is not None:
+            return await self.answer
+        return snapshot(self.num_asked)
+
+
+def snapshot(number: int) -> Snapshot:
+    return Snapshot((), (ClassQueue(number, 0),))
+
+
+async def test_one_answer_serves_everybody_until_it_is_old() -> None:
+    ledger = Ledger()
+    assert await ledger.look.newest(1.0) == snapshot(1)
+    ledger.now_s = 0.9
+    assert await asyncio.gather(*(ledger.look.newest(1.0) for _ in range(5))) == [snapshot(1)] * 5
+    ledger.now_s = 1.0
+    assert await asyncio.gather(*(ledger.look.newest(1.0) for _ in range(5))) == [snapshot(2)] * 5
+    assert ledger.num_asked == 2
+
+
+async def test_however_impatient_somebody_is_it_is_asked_four_times_a_second() -> None:
+    ledger = Ledger()
+    for tick in range(40):
+        ledger.now_s = tick / 20
+        await ledger.look.newest(0.05)
+    assert ledger.num_asked == 8
+
+
+async def test_a_slow_answer_holds_nobody_up_and_is_not_asked_for_twice() -> None:
+    ledger = Ledger()
+    await ledger.look.newest(0.25)
+    ledger.now_s, ledger.answer = 1.0, asyncio.get_running_loop().create_future()
+    assert await ledger.look.newest(0.0) == snapshot(1)
+    ledger.now_s = 2.0
+    assert await ledger.look.newest(0.0) == snapshot(1)
+    ledger.answer.set_result(snapshot(9))
+    assert await ledger.look.newest(5.0) == snapshot(9)
+    assert ledger.num_asked == 2
+
+
+async def test_of_a_ledger_that_is_away_nothing_is_known() -> None:
+    ledger = Ledger()
+    await ledger.look.newest(1.0)
+    ledger.now_s, ledger.answer = 1.0, asyncio.get_running_loop().create_future()
+    ledger.answer.set_exception(RequestError(Reason.STORE_UNAVAILABLE, "away"))
+    assert await ledger.look.newest(1.0) is None
+    ledger.now_s, ledger.answer = 2.0, None
+    assert await ledger.look.newest(1.0) == snapshot(3)

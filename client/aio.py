@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from random import Random
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -25,6 +24,7 @@ from inflight.v1 import inference_pb2, inference_pb2_grpc
 
 from client import requests
 from client.access import AccessOptions, open_access
+from client.aio_stream import Stream, task_is_cancelled
 from client.catalogue import (
     Capacity,
     Model,
@@ -36,9 +36,12 @@ from client.catalogue import (
     decode_state,
 )
 from client.channel import UNARY_TIMEOUT_S
-from client.errors import InflightError, client_closed, from_rpc_error
-from client.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
-from client.recovery import Again, Call, Recovery, RecoveryPolicy, new_idempotency_key
+from client.errors import client_closed, from_rpc_error
+from client.events import Completion
+from client.recovery import Call, Recovery, RecoveryPolicy, new_idempotency_key
+from client.statistics import Statistics, decode_stats, stats_request
+
+__all__ = ["Client", "Stream"]
 
 
 class Client:
@@ -64,8 +67,13 @@ class Client:
     ) -> None:
         self._access = open_access(targets, access, metadata=metadata, retries=retries)
         self._policy = RecoveryPolicy(resume, retries, resume_timeout)
+        self._targets = targets
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __repr__(self) -> str:
+        return f"<client.aio.Client of {', '.join(self._targets)}>"
 
     async def __aenter__(self) -> Self:
         return self
@@ -227,6 +235,33 @@ class Client:
         """What every executor holds and what waits."""
         return decode_capacity(await self._unary("GetCapacity", inference_pb2.GetCapacityRequest(model=model), timeout))
 
+    async def stats(
+        self,
+        *,
+        model: str = "",
+        interval: float = 1.0,
+        want_iterations: bool = False,
+        want_sequences: bool = False,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[Statistics, None]:
+        """How everything stands, again and again every `interval` seconds until the caller leaves the loop.
+
+        `want_iterations` tells of every step since the message before, `want_sequences` of who sits where.
+        """
+        request = stats_request(model, interval, want_iterations=want_iterations, want_sequences=want_sequences)
+        call = self._open().GetStats(request, timeout=timeout, metadata=self._metadata(None))
+        try:
+            async for wire in call:
+                yield decode_stats(wire)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        except asyncio.CancelledError:
+            if task_is_cancelled():
+                raise
+            raise client_closed() from None
+        finally:
+            call.cancel()
+
     async def _unary(self, method: str, request: Any, timeout: float, metadata: Mapping[str, str] | None = None) -> Any:
         call = getattr(self._open(), method)
         try:
@@ -235,7 +270,9 @@ class Client:
             raise from_rpc_error(error) from None
 
     def _open(self) -> Any:
+        loop = _running_loop()
         if self._stub is None:
+            self._loop = loop
             target, options, credentials = self._access.target, self._access.options, self._access.credentials
             self._channel = (
                 grpc.aio.insecure_channel(target, options)
@@ -243,6 +280,8 @@ class Client:
                 else grpc.aio.secure_channel(target, credentials, options)
             )
             self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        if self._loop is not loop:
+            raise RuntimeError("this client is open in another event loop: close it there, or make one for each loop")
         return self._stub
 
     def _metadata(self, of_call: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
@@ -260,140 +299,8 @@ class Client:
         return start
 
 
-class Stream:
-    """The answer to one request: iterate over it for its deltas, or over `events()` for everything.
-
-    It is read once. `request_id` is known from the first event on, `usage` and `timing` when it has ended.
-    """
-
-    def __init__(self, recovery: Recovery, start: Callable[[Call], Any]) -> None:
-        self._recovery = recovery
-        self._start = start
-        self._call = start(recovery.call(time.monotonic()))
-        self._is_over = False
-        self._left = asyncio.Event()
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self._deltas()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-    async def events(self) -> AsyncGenerator[Event, None]:
-        """Every event, in order, and `Resumed` wherever the connection broke and the stream went on.
-
-        Raises:
-            InflightError: the request was refused, or broke off and could not be continued.
-        """
-        try:
-            while True:
-                error: InflightError | None = None
-                try:
-                    async for response in self._call:
-                        for event in self._recovery.take(response.event, time.monotonic()):
-                            yield event
-                except grpc.aio.AioRpcError as broken:
-                    error = from_rpc_error(broken)
-                except asyncio.CancelledError:
-                    # gRPC raises this also where the call, not the task, was cancelled.
-                    if _task_is_cancelled():
-                        raise
-                    if not self._left.is_set():
-                        self._is_over = True
-                        raise client_closed() from None
-                if not await self._goes_on(error):
-                    return
-        finally:
-            self.cancel()
-
-    async def _goes_on(self, error: InflightError | None) -> bool:
-        """Makes the next call after one that is over; False where there is none to make."""
-        if self._left.is_set():
-            return False
-        try:
-            again = self._recovery.broken(error, time.monotonic())
-            if isinstance(again, Again):
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._left.wait(), again.delay_s)
-                if self._left.is_set():
-                    return False
-                self._call = self._start(self._recovery.call(time.monotonic()))
-                return True
-        except InflightError:
-            self._is_over = True
-            raise
-        self._is_over = True
-        return False
-
-    def cancel(self) -> None:
-        """Ends the request, if it still runs; iterating ends without an error.
-
-        One that asked for `detach` or `resume_ttl_s` is only left: `Client.cancel` ends it.
-        """
-        if not (self._is_over or self._left.is_set()):
-            self._left.set()
-            self._call.cancel()
-            self.transcript.mark_cancelled()
-
-    async def text(self) -> str:
-        """Reads to the end and returns the text of the first choice."""
-        async with aclosing(self.events()) as events:
-            async for _ in events:
-                pass
-        return self.transcript.choices[0].text
-
-    async def result(self) -> Completion:
-        """Reads to the end and returns the whole result."""
-        await self.text()
-        return self.transcript.result()
-
-    @property
-    def request_id(self) -> str | None:
-        """The request's id."""
-        return self.transcript.request_id
-
-    @property
-    def resume_token(self) -> str | None:
-        """With the request's id, what `Client.resume` needs; a secret."""
-        return self.transcript.resume_token
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the first choice ended."""
-        return self.transcript.choices[0].finish_reason
-
-    @property
-    def usage(self) -> Usage | None:
-        """Tokens counted."""
-        return self.transcript.usage
-
-    @property
-    def timing(self) -> Timing | None:
-        """Where the time went."""
-        return self.transcript.timing
-
-    @property
-    def transcript(self) -> Transcript:
-        """All that the stream has brought so far."""
-        return self._recovery.transcript
-
-    @property
-    def num_resumes(self) -> int:
-        """How often the connection broke and the stream went on."""
-        return self._recovery.num_resumes
-
-    async def _deltas(self) -> AsyncGenerator[Delta, None]:
-        async with aclosing(self.events()) as events:
-            async for event in events:
-                if isinstance(event, Delta):
-                    yield event
-
-
-def _task_is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+def _running_loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError("client.aio is for coroutines; without an event loop use client.sync") from None

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from inflight.v1 import inference_pb2, types_pb2
+from inflight.v1 import inference_pb2, stats_pb2, types_pb2
+
+from client import notebook
 
 
 class RequestState(Enum):
@@ -143,6 +145,13 @@ class Capacity:
         """Requests that wait, in every queue."""
         return sum(queue.num_requests for queue in self.queues)
 
+    def _repr_html_(self) -> str:
+        rows = [
+            (one.executor_id, one.model, f"{one.seats_used}/{one.seats_total}", f"{one.blocks_used}/{one.blocks_total}")
+            for one in self.executors
+        ]
+        return notebook.table(("executor", "model", "seats", "blocks"), rows, f"{self.num_queued} wait")
+
 
 def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
     """The models of an answer."""
@@ -161,9 +170,11 @@ def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ..
 
 def decode_capacity(response: inference_pb2.GetCapacityResponse) -> Capacity:
     """The capacity in an answer."""
-    executors = tuple(_executor(executor) for executor in response.executors)
+    executors = tuple(decode_executor(executor) for executor in response.executors)
     queues = tuple(
-        QueueDepth(queue.model, _name(types_pb2.PriorityClass, queue.priority, "PRIORITY_CLASS_"), queue.num_requests)
+        QueueDepth(
+            queue.model, enum_name(types_pb2.PriorityClass, queue.priority, "PRIORITY_CLASS_"), queue.num_requests
+        )
         for queue in response.queues
     )
     estimates = tuple(
@@ -180,26 +191,27 @@ def decode_standing(response: inference_pb2.GetRequestResponse) -> RequestStandi
         state=decode_state(response.state),
         position=response.position,
         waiting_for=response.waiting_for,
-        wait_reason=_name(inference_pb2.WaitReason, response.wait_reason, "WAIT_REASON_"),
+        wait_reason=enum_name(inference_pb2.WaitReason, response.wait_reason, "WAIT_REASON_"),
         estimated_wait_s=wait_s,
         needed_blocks=response.needed_blocks,
         available_blocks=response.available_blocks,
         times_passed=response.times_passed,
-        priority=_name(types_pb2.PriorityClass, response.priority, "PRIORITY_CLASS_"),
+        priority=enum_name(types_pb2.PriorityClass, response.priority, "PRIORITY_CLASS_"),
         executor_id=response.executor_id,
         output_tokens=response.output_tokens,
         variant=response.variant,
-        step_constraint=_name(types_pb2.StepConstraint, response.step_constraint, "STEP_CONSTRAINT_"),
+        step_constraint=enum_name(types_pb2.StepConstraint, response.step_constraint, "STEP_CONSTRAINT_"),
     )
 
 
 def decode_state(state: inference_pb2.RequestState) -> RequestState:
     """Where a request stands; `UNKNOWN` for a state that this version does not know."""
-    name = _name(inference_pb2.RequestState, state, "REQUEST_STATE_")
+    name = enum_name(inference_pb2.RequestState, state, "REQUEST_STATE_")
     return RequestState(name) if name in {known.value for known in RequestState} else RequestState.UNKNOWN
 
 
-def _executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
+def decode_executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
+    """What one executor holds."""
     return ExecutorCapacity(
         executor_id=wire.executor_id,
         model=wire.model,
@@ -214,11 +226,11 @@ def _executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
         block_size=wire.block_size,
         output_tokens_per_s=wire.output_tokens_per_s,
         step_ms=wire.step_ms,
-        batching=_name(types_pb2.BatchingMode, wire.batching, "BATCHING_MODE_"),
+        batching=enum_name(types_pb2.BatchingMode, wire.batching, "BATCHING_MODE_"),
         num_steps=wire.num_steps,
         device_busy_s=_measured(wire, "device_busy_s"),
         elapsed_s=_measured(wire, "elapsed_s"),
-        scheduler_policy=_name(types_pb2.SchedulerPolicy, wire.scheduler_policy, "SCHEDULER_POLICY_"),
+        scheduler_policy=enum_name(types_pb2.SchedulerPolicy, wire.scheduler_policy, "SCHEDULER_POLICY_"),
         reserve_quantile=_measured(wire, "reserve_quantile"),
         num_preemptions=wire.num_preemptions,
         computed_tokens=wire.computed_tokens,
@@ -226,9 +238,9 @@ def _executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
         num_preempted=wire.num_preempted,
         host_blocks_used=wire.host_blocks_used,
         host_blocks_total=wire.host_blocks_total,
-        constraint=_name(types_pb2.StepConstraint, wire.constraint, "STEP_CONSTRAINT_"),
+        constraint=enum_name(types_pb2.StepConstraint, wire.constraint, "STEP_CONSTRAINT_"),
         bounds={
-            _name(types_pb2.StepConstraint, bound.constraint, "STEP_CONSTRAINT_"): bound.num_steps
+            enum_name(types_pb2.StepConstraint, bound.constraint, "STEP_CONSTRAINT_"): bound.num_steps
             for bound in wire.bounds
         },
     )
@@ -255,7 +267,7 @@ def _measured(wire: inference_pb2.ExecutorCapacity | inference_pb2.VariantCapaci
     return float(getattr(wire, field_name)) if wire.HasField(field_name) else None
 
 
-def _name(
+def enum_name(
     enum: type[
         types_pb2.BatchingMode
         | types_pb2.PriorityClass
@@ -263,9 +275,11 @@ def _name(
         | types_pb2.StepConstraint
         | inference_pb2.RequestState
         | inference_pb2.WaitReason
+        | stats_pb2.SequencePhase
     ],
     value: int,
     prefix: str,
 ) -> str:
+    """The last part of a value's name in small letters; its number where this version does not know it."""
     known: dict[int, str] = {number: name for name, number in enum.items()}
     return known[value].removeprefix(prefix).lower() if value in known else str(value)

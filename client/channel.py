@@ -4,13 +4,15 @@ gRPC's own retries cover everything before the first event of a stream: the rout
 has its seat, so a router that goes away or has no executor yet is retried unseen, on another router where there is one.
 So are the calls with a single answer, which are safe to repeat. Nothing is hedged: of two streams of one request the
 router would end one, and a second request would cost a second seat.
+
+`service_config.json` says all that to gRPC, to this client and to any other: see docs/client.md.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Sequence
+from importlib import resources
 
 from common.addresses import is_loopback
 from common.server import channel_options
@@ -18,22 +20,7 @@ from common.server import channel_options
 # For calls that are answered from what a router has at hand. `Generate` has no deadline but the caller's.
 UNARY_TIMEOUT_S = 10.0
 
-# 5 is the most attempts that gRPC grants; with this backoff they span about two seconds.
-_SERVICE_CONFIG = {
-    "loadBalancingConfig": [{"round_robin": {}}],
-    "methodConfig": [
-        {
-            "name": [{"service": "inflight.v1.InferenceService"}],
-            "retryPolicy": {
-                "maxAttempts": 5,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "1s",
-                "backoffMultiplier": 2.5,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ],
-}
+SERVICE_CONFIG = resources.files("client").joinpath("service_config.json")
 
 
 def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, int | str]]:
@@ -41,7 +28,7 @@ def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, 
     options: list[tuple[str, int | str]] = [
         *channel_options(),
         ("grpc.enable_retries", int(retries)),
-        ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+        ("grpc.service_config", SERVICE_CONFIG.read_text(encoding="utf-8")),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from inflight.v1 import inference_pb2, types_pb2
 
+from client import notebook
 from client.errors import InflightError
 
 
@@ -83,6 +84,9 @@ class Delta:
     num_tokens: int
     choice: int = 0
     logprobs: tuple[PositionLogprobs, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +180,18 @@ class Completion:
     def finish_reason(self) -> FinishReason | None:
         """Why it ended."""
         return self.choices[0].finish_reason
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return notebook.answer([choice.text for choice in self.choices], self._note())
+
+    def _note(self) -> str:
+        reason = "" if self.finish_reason is None else f", {self.finish_reason.value.replace('_', ' ')}"
+        first_s = self.timing.time_to_first_token_s
+        first = "" if first_s is None else f", first after {first_s:.2f} s"
+        return f"{self.usage.prompt_tokens} → {self.usage.output_tokens} tokens{first}{reason}"
 
 
 class Transcript:

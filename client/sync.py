@@ -10,10 +10,8 @@ is left early, by `break`, an exception or `cancel`, is cancelled on the server 
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Mapping, Sequence
 from random import Random
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -34,9 +32,13 @@ from client.catalogue import (
     decode_state,
 )
 from client.channel import UNARY_TIMEOUT_S
-from client.errors import InflightError, client_closed, from_rpc_error
-from client.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
-from client.recovery import Again, Call, Recovery, RecoveryPolicy, new_idempotency_key
+from client.errors import client_closed, from_rpc_error
+from client.events import Completion
+from client.recovery import Call, Recovery, RecoveryPolicy, new_idempotency_key
+from client.statistics import Statistics, decode_stats, stats_request
+from client.sync_stream import Stream
+
+__all__ = ["Client", "Stream"]
 
 
 class Client:
@@ -67,7 +69,11 @@ class Client:
             else grpc.secure_channel(self._access.target, credentials, options)
         )
         self._stub: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._targets = targets
         self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<client.sync.Client of {', '.join(self._targets)}>"
 
     def __enter__(self) -> Self:
         return self
@@ -206,7 +212,32 @@ class Client:
         """What every executor holds and what waits."""
         return decode_capacity(self._unary("GetCapacity", inference_pb2.GetCapacityRequest(model=model), timeout))
 
+    def stats(
+        self,
+        *,
+        model: str = "",
+        interval: float = 1.0,
+        want_iterations: bool = False,
+        want_sequences: bool = False,
+        timeout: float | None = None,
+    ) -> Generator[Statistics, None, None]:
+        """How everything stands, again and again every `interval` seconds until the caller leaves the loop.
+
+        `want_iterations` tells of every step since the message before, `want_sequences` of who sits where.
+        """
+        request = stats_request(model, interval, want_iterations=want_iterations, want_sequences=want_sequences)
+        self._check_open()
+        call = self._stub.GetStats(request, timeout=timeout, metadata=self._access.metadata())
+        try:
+            for wire in call:
+                yield decode_stats(wire)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
+
     def _unary(self, method: str, request: Any, timeout: float) -> Any:
+        self._check_open()
         try:
             return getattr(self._stub, method)(request, timeout=timeout, metadata=self._access.metadata())
         except grpc.RpcError as error:
@@ -216,138 +247,12 @@ class Client:
         """Makes the calls of one stream."""
 
         def start(call: Call) -> Any:
-            if self._is_closed:
-                raise client_closed()
+            self._check_open()
             method = getattr(self._stub, call.method)
             return method(call.request, timeout=call.timeout_s, metadata=self._access.metadata())
 
         return start
 
-
-class Stream:
-    """The answer to one request: iterate over it for its deltas, or over `events()` for everything.
-
-    It is read once. `request_id` is known from the first event on, `usage` and `timing` when it has ended.
-    """
-
-    def __init__(self, recovery: Recovery, start: Callable[[Call], Any]) -> None:
-        self._recovery = recovery
-        self._start = start
-        self._call = start(recovery.call(time.monotonic()))
-        self._is_over = False
-        self._left = threading.Event()
-        # Between the decision to make a call and the call itself nobody may leave.
-        self._leaving = threading.Lock()
-
-    def __iter__(self) -> Iterator[Delta]:
-        return self._deltas()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
-
-    def events(self) -> Generator[Event, None, None]:
-        """Every event, in order, and `Resumed` wherever the connection broke and the stream went on.
-
-        Raises:
-            InflightError: the request was refused, or broke off and could not be continued.
-        """
-        try:
-            while True:
-                error: InflightError | None = None
-                try:
-                    for response in self._call:
-                        yield from self._recovery.take(response.event, time.monotonic())
-                except grpc.RpcError as broken:
-                    error = from_rpc_error(broken)
-                if not self._goes_on(error):
-                    return
-        finally:
-            self.cancel()
-
-    def _goes_on(self, error: InflightError | None) -> bool:
-        """Makes the next call after one that is over; False where there is none to make."""
-        if self._left.is_set():
-            return False
-        try:
-            again = self._recovery.broken(error, time.monotonic())
-            if isinstance(again, Again):
-                if self._left.wait(again.delay_s):
-                    return False
-                with self._leaving:
-                    if self._left.is_set():
-                        return False
-                    self._call = self._start(self._recovery.call(time.monotonic()))
-                return True
-        except InflightError:
-            self._is_over = True
-            raise
-        self._is_over = True
-        return False
-
-    def cancel(self) -> None:
-        """Ends the request, if it still runs; iterating ends without an error. May be called from another thread.
-
-        One that asked for `detach` or `resume_ttl_s` is only left: `Client.cancel` ends it.
-        """
-        with self._leaving:
-            if not (self._is_over or self._left.is_set()):
-                self._left.set()
-                self._call.cancel()
-                self.transcript.mark_cancelled()
-
-    def text(self) -> str:
-        """Reads to the end and returns the text of the first choice."""
-        for _ in self.events():
-            pass
-        return self.transcript.choices[0].text
-
-    def result(self) -> Completion:
-        """Reads to the end and returns the whole result."""
-        self.text()
-        return self.transcript.result()
-
-    @property
-    def request_id(self) -> str | None:
-        """The request's id."""
-        return self.transcript.request_id
-
-    @property
-    def resume_token(self) -> str | None:
-        """With the request's id, what `Client.resume` needs; a secret."""
-        return self.transcript.resume_token
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the first choice ended."""
-        return self.transcript.choices[0].finish_reason
-
-    @property
-    def usage(self) -> Usage | None:
-        """Tokens counted."""
-        return self.transcript.usage
-
-    @property
-    def timing(self) -> Timing | None:
-        """Where the time went."""
-        return self.transcript.timing
-
-    @property
-    def transcript(self) -> Transcript:
-        """All that the stream has brought so far."""
-        return self._recovery.transcript
-
-    @property
-    def num_resumes(self) -> int:
-        """How often the connection broke and the stream went on."""
-        return self._recovery.num_resumes
-
-    def _deltas(self) -> Generator[Delta, None, None]:
-        with closing(self.events()) as events:
-            for event in events:
-                if isinstance(event, Delta):
-                    yield event
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise client_closed()

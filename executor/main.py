@@ -21,6 +21,7 @@ from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from starlette.applications import Starlette
 
 from common.http_port import HttpPort
+from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from common.logs import start_logging
 from common.machine import num_available_memory_bytes, num_usable_cores
 from common.metrics_page import metrics_route
@@ -37,7 +38,6 @@ from executor.engine_output import EngineOutput
 from executor.garbage import GarbageCollection
 from executor.gpu.host_tier import staging_bytes
 from executor.holdings import Keeping
-from executor.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from executor.launch import StepRunner
 from executor.metrics import executor_metrics
 from executor.model import PagedModel

@@ -9,7 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from bench.workloads.plan import PlannedRequest
-from client.aio import Client, Stream
+from client.aio import Client
+from client.aio_stream import Stream
 from client.errors import InflightError
 
 # The rest is read to its end.

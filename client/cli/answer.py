@@ -8,10 +8,13 @@ from typing import TextIO
 
 from client.cli.request_flags import RESUME_TOKEN_VARIABLE
 from client.events import Accepted, Delta, Resumed
-from client.sync import Stream
+from client.sync_stream import Stream
 
 # Of ANSI's terminals.
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+# What a model says must not command the terminal: control characters are shown by their signs (␛).
+VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+VISIBLE |= dict.fromkeys(range(128, 160), 65533)
 
 
 def print_answer(stream: Stream, out: TextIO, notes: TextIO, *, shows_token: bool = False) -> str:
@@ -23,11 +26,12 @@ def print_answer(stream: Stream, out: TextIO, notes: TextIO, *, shows_token: boo
         InflightError: the request was refused, or broke off.
     """
     began_s = time.monotonic()
+    is_terminal = out.isatty()
     first_s: float | None = None
     for event in stream.events():
         if isinstance(event, Delta):
             first_s = first_s or time.monotonic() - began_s
-            out.write(event.text)
+            out.write(event.text.translate(VISIBLE) if is_terminal else event.text)
             out.flush()
         elif isinstance(event, Resumed):
             write_note(notes, "connection lost; resumed")

@@ -1,100 +1,112 @@
-"""`inflight chat`: a conversation with a model in the terminal."""
+"""`inflight chat`: a conversation with a model in the terminal, or through a pipe."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
+from client.chat.commands import ALIASES, COMMANDS, ChatState, run_command
+from client.chat.conversation import Conversation, ConversationError
+from client.chat.interruption import ctrl_c_cancels
+from client.chat.prompt import Prompt, default_history_file, line_editing
 from client.cli.address import resolve_addresses
 from client.cli.answer import print_answer
 from client.cli.connection import add_connection_flags, connected
-from client.cli.outcome import in_words
+from client.cli.outcome import EXIT_USAGE, CommandError, in_words
 from client.cli.sampling_flags import add_sampling_flags, request_options
 from client.errors import InflightError
-from client.requests import ChatMessage, GenerateOptions
 from client.sync import Client
 
-COMMANDS = "/clear forgets the conversation, /exit leaves, Ctrl-C ends the answer."
-
-
-class Conversation:
-    """What was said so far."""
-
-    def __init__(self, system: str | None) -> None:
-        self._beginning: list[ChatMessage] = [] if system is None else [{"role": "system", "content": system}]
-        self.turns: list[ChatMessage] = list(self._beginning)
-
-    def clear(self) -> None:
-        """Forgets all but the system message."""
-        self.turns = list(self._beginning)
-
-    def asking(self, text: str) -> list[ChatMessage]:
-        """The conversation with the user's next message, which is not taken in yet."""
-        return [*self.turns, {"role": "user", "content": text}]
-
-    def answered(self, text: str, answer: str) -> None:
-        """Takes in a message of the user's and what came back, be it broken off."""
-        self.turns = [*self.asking(text), {"role": "assistant", "content": answer}]
+GREETING = "/help lists commands, Ctrl-C ends the answer, Ctrl-D leaves."
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     flags = _parser().parse_args(argv)
     address = ", ".join(resolve_addresses(flags))
-    conversation = Conversation(flags.system)
+    is_terminal = sys.stdin.isatty()
+    conversation = _begin(flags)
     with connected(flags) as client:
-        client.list_models()  # says at once whether anybody answers
-        if sys.stdin.isatty():
-            with suppress(ImportError):
-                importlib.import_module("readline")  # gives `input` editing and a history
-            print(COMMANDS)
-        while (text := _read_line()) is not None:
-            if text == "/exit":
-                break
-            if text == "/clear":
-                conversation.clear()
-            elif text.startswith("/"):
-                print(COMMANDS)
-            elif text:
-                _answer(client, conversation, text, request_options(flags), address)
+
+        def model_names() -> list[str]:
+            return [model.name for model in client.list_models()]
+
+        model_names()  # says at once whether anybody answers
+        state = ChatState(conversation, model_names, request_options(flags))
+        if is_terminal:
+            print(GREETING)
+        with _editing(flags) if is_terminal else nullcontext():
+            _converse(client, state, Prompt(is_terminal=is_terminal), address)
     return 0
 
 
-def _answer(client: Client, conversation: Conversation, text: str, options: GenerateOptions, address: str) -> None:
-    stream = client.generate(chat=conversation.asking(text), **options)
-    summary = ""
+def _begin(flags: argparse.Namespace) -> Conversation:
+    conversation = Conversation(flags.system)
+    if flags.load is not None:
+        try:
+            conversation.load(Path(flags.load))
+        except ConversationError as error:
+            raise CommandError(f"--load: {error}", EXIT_USAGE) from None
+        if flags.system is not None:
+            conversation.system = flags.system
+    return conversation
+
+
+def _converse(client: Client, state: ChatState, prompt: Prompt, address: str) -> None:
+    while not state.has_left and (text := prompt.read()) is not None:
+        if text.startswith("/") and not text.startswith("//"):
+            _command(state, text, address)
+        elif text:
+            _answer(client, state, text.removeprefix("/") if text.startswith("//") else text, address)
+
+
+def _command(state: ChatState, line: str, address: str) -> None:
     try:
-        summary = print_answer(stream, sys.stdout, sys.stderr)
+        said = run_command(state, line)
+    except InflightError as error:
+        said = f"error: {in_words(error, address)}"
+    if said:
+        print(said, file=sys.stderr)
+
+
+def _answer(client: Client, state: ChatState, text: str, address: str) -> None:
+    try:
+        stream = client.generate(chat=state.conversation.asking(text), **state.options)
+    except (InflightError, ValueError) as error:  # a value of /set that its field cannot hold
+        print(f"error: {error}", file=sys.stderr)
+        return
+    try:
+        with ctrl_c_cancels(stream):
+            summary = print_answer(stream, sys.stdout, sys.stderr)
     except KeyboardInterrupt:
         stream.cancel()
-        summary = "ended"
+        summary = "cancelled"
     except InflightError as error:
         summary = f"error: {in_words(error, address)}"
     print()
     print(summary, file=sys.stderr)
     said = stream.transcript.choices[0].text
     if said:
-        conversation.answered(text, said)
+        state.conversation.answered(text, said)
 
 
-def _read_line() -> str | None:
-    """The user's next line; `None` at the end of the input. Ctrl-C drops a half-written line."""
-    prompt = "> " if sys.stdin.isatty() else ""
-    while True:
-        try:
-            return input(prompt).strip()
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            print(f"\n{COMMANDS}")
+def _editing(flags: argparse.Namespace) -> AbstractContextManager[None]:
+    history_file = None if flags.no_history else Path(flags.history_file or default_history_file())
+    return line_editing(history_file, [f"/{name}" for name in (*COMMANDS, *ALIASES)])
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inflight chat", description=f"Talks with a model. {COMMANDS}")
+    parser = argparse.ArgumentParser(prog="inflight chat", description=f"Talks with a model. {GREETING}")
     parser.add_argument("--system", metavar="TEXT", help="system message that the conversation begins with")
+    parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save has written")
+    history = parser.add_mutually_exclusive_group()
+    history.add_argument(
+        "--history-file", metavar="FILE", help="lines typed before; default: ~/.local/state/inflight/chat_history"
+    )
+    history.add_argument("--no-history", action="store_true", help="keep no history")
     add_sampling_flags(parser)
     add_connection_flags(parser)
     return parser

@@ -14,7 +14,8 @@ from client.cli.outcome import EXIT_USAGE, CommandError
 from client.cli.sampling_flags import add_sampling_flags, request_options
 from client.events import Completion
 from client.requests import ChatMessage
-from client.sync import Client, Stream
+from client.sync import Client
+from client.sync_stream import Stream
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from client import sync
 from client.aio import Client
 from client.events import FinishReason
 from client.stack.local import LocalStack
+from tests.pseudo_terminal import CTRL_C, CTRL_D, at_terminal
 
 QUESTION = "What is the capital of France?"
 
@@ -59,3 +60,29 @@ async def test_models_and_token_ids_are_told(stack: LocalStack) -> None:
         assert model.num_executors == 2
         text = "naïve café 👩‍🚀 你好"
         assert await client.detokenize(await client.tokenize(text)) == text
+
+
+async def test_ctrl_c_in_a_chat_frees_the_seat_long_before_the_answer_would_have_ended(stack: LocalStack) -> None:
+    async with Client(stack.address) as client:
+        before = sum(executor.computed_tokens for executor in (await client.capacity()).executors)
+
+        def chat() -> None:
+            with at_terminal(
+                "chat", "--no-history", "--temperature", "0", "--max-tokens", "500", "--address", stack.address
+            ) as terminal:
+                terminal.expect("> ")
+                terminal.enter("Write a very long story about a whale.")
+                terminal.expect("whale.")
+                terminal.expect(" ")
+                terminal.type(CTRL_C)
+                terminal.expect("cancelled")
+                terminal.expect("> ")
+                terminal.type(CTRL_D)
+                assert terminal.wait() == 0
+
+        await asyncio.to_thread(chat)
+        async with asyncio.timeout(60):
+            while any(e.seats_used + e.blocks_reserved for e in (await client.capacity()).executors):
+                await asyncio.sleep(0.05)
+        computed = sum(executor.computed_tokens for executor in (await client.capacity()).executors) - before
+        assert 0 < computed < 300

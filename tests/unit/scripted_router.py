@@ -38,6 +38,10 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self.models = [inference_pb2.Model(name="smol", context_length=2048, has_chat_template=True, num_executors=1)]
         self.capacity = inference_pb2.GetCapacityResponse()
         self.standing = inference_pb2.GetRequestResponse()
+        # What `GetStats` says, one message after the other without a wait; then it stays silent.
+        self.stats: list[inference_pb2.GetStatsResponse] = []
+        self.stats_left = threading.Event()
+        self._telling: list[threading.Event] = []
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -96,6 +100,22 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetCapacityRequest, context: grpc.ServicerContext
     ) -> inference_pb2.GetCapacityResponse:
         return self.capacity
+
+    def GetStats(
+        self, request: inference_pb2.GetStatsRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GetStatsResponse]:
+        self.requests.put(request)
+        over = threading.Event()
+        self._telling.append(over)
+        context.add_callback(over.set)
+        context.add_callback(self.stats_left.set)
+        yield from self.stats
+        over.wait()
+
+    def end_stats(self) -> None:
+        """Ends the calls of `GetStats` that there are."""
+        for over in self._telling:
+            over.set()
 
 
 def cannot_resume(

@@ -12,6 +12,7 @@ from inflight.v1 import inference_pb2
 
 from common.errors import Reason, RequestError
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, ending, serving, started
+from tests.unit.test_client_stats import message
 
 PAGE = Path(__file__).parents[2] / "docs" / "client.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -68,8 +69,18 @@ def test_the_example_of_another_process_goes_on_where_the_first_was(capsys: pyte
     assert capsys.readouterr().out == "capital is Paris."
 
 
+def test_the_example_of_statistics_looks_on_until_nothing_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    router = ScriptedRouter()
+    busy = message()
+    (idle := message()).ClearField("queues")
+    router.stats = [busy, idle, busy]
+    with serving(router) as address:
+        run(EXAMPLES[4], address)
+    assert capsys.readouterr().out == "<e0> [12.5]\n[('', 5)]\n<e0> [12.5]\n[]\n"
+
+
 def test_every_example_is_run() -> None:
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
 
 
 def run(example: str, address: str) -> None:

@@ -1,4 +1,4 @@
-"""How many KV blocks an executor gets, on its device and in host memory."""
+"""How many KV blocks an executor gets, on its device and in host memory. Pure; `inflight size` reckons by it, too."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ def num_kv_blocks(budget: KvBudget, tokens_per_block: int, bytes_per_block: int)
             f"tokens takes {bytes_per_block}; free memory or raise the fraction or max_tokens_in_paged_kv_cache"
         )
     return num_blocks
+
+
+def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_number: int) -> int:
+    """A key and a value of each KV head in each layer."""
+    return 2 * num_layers * num_kv_heads * head_dim * bytes_per_number
+
+
+def blocks_for(num_tokens: int, tokens_per_block: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-num_tokens // tokens_per_block)
 
 
 def num_host_kv_blocks(num_bytes: int, bytes_per_block: int, free_bytes: int) -> int:

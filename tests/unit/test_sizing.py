@@ -1,0 +1,220 @@
+"""`inflight size`: its arithmetic, its reading of models, and that its blocks are those of a real executor."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from inflight.v1 import inference_pb2
+
+from bench.chaos.tiny_model import write_tiny_model
+from client.cli.main import main
+from client.sizing.arithmetic import (
+    GIBIBYTE,
+    Machine,
+    Speed,
+    Traffic,
+    demand_of,
+    pool_of,
+    seats_at_max_utilization,
+    seats_without_eviction,
+)
+from client.sizing.model_shape import ModelShape, read_model_shape
+from client.sizing.report import better_policy
+from common.model_source import ModelError
+from common.settings import SettingError, load
+from executor import main as executor_main
+from executor.settings import ExecutorSettings
+from tests.torch_threads import torch_threads
+from tests.unit.scripted_router import ScriptedRouter, serving
+
+LLAMA_3_8B = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
+EIGHT_B = ModelShape("llama", 32, 8, 128, 8192, 8_030_261_248, True)
+H100 = Machine(81_559 << 20, True, 0.9, 2 * GIBIBYTE)
+
+
+def traffic(requests_per_s: float | None = 10.0, max_tokens: int = 600) -> Traffic:
+    return Traffic(requests_per_s, 500, 1200, 200, 600, max_tokens)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_3_8B))
+    return path
+
+
+# --- arithmetic
+
+
+def test_a_pool_is_the_fraction_of_what_weights_and_steps_leave() -> None:
+    pool = pool_of(EIGHT_B, H100, "bfloat16", 16)
+    assert pool.bytes_per_token == 131_072
+    assert pool.weight_bytes == 16_060_522_496
+    free = H100.memory_bytes - pool.weight_bytes - 2 * GIBIBYTE
+    assert pool.num_blocks == int(free // (16 * 131_072) * 0.9)
+    assert pool_of(EIGHT_B, H100, "bfloat16", 16, 64_000).num_blocks == 4000
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(SettingError, match="no block"):
+        pool_of(EIGHT_B, Machine(8 * GIBIBYTE, True, 0.9, 0), "bfloat16", 16)
+
+
+def test_heads_are_kept_in_whole_vectors_on_a_cpu() -> None:
+    odd = ModelShape("odd", 2, 2, 10, 256, 1000, True)
+    on_cpu, on_gpu = (pool_of(odd, Machine(GIBIBYTE, gpu, 0.2, 0), "float32", 16) for gpu in (False, True))
+    assert (on_cpu.bytes_per_token, on_gpu.bytes_per_token) == (2 * 2 * 2 * 16 * 4, 2 * 2 * 2 * 10 * 4)
+
+
+def test_seats_are_what_each_policy_reserves() -> None:
+    free = seats_without_eviction(1000, 16, traffic(max_tokens=2000))
+    assert (free.blocks_mean, free.seats_mean) == (157, 6)
+    assert (free.blocks_p95, free.seats_p95) == (200, 5)
+    full = seats_at_max_utilization(1000, 16, traffic(max_tokens=2000))
+    assert (full.blocks_mean, full.seats_mean) == (69, 14)
+    assert better_policy(free, full, wanted=32) == "max_utilization"
+    assert better_policy(free, full, wanted=6) == "guaranteed_no_evict"
+
+
+def test_seats_needed_follow_from_littles_law() -> None:
+    demand = demand_of(traffic(10.0), Speed(step_ms=20.0, max_num_tokens=1024), seats_per_replica=32)
+    assert demand is not None
+    assert demand.seat_time_s == pytest.approx(4.0)  # a step for the prompt and the first token, 199 more
+    assert demand.seats_busy == pytest.approx(40.0)
+    assert demand.seats_needed == 51  # 40 + 1.645 × √40
+    assert demand.replicas == 2
+    assert demand.output_tokens_per_s == 2000
+    assert demand.ttft_ms == 20.0
+    assert demand_of(traffic(None), Speed(20.0, 1024), 32) is None
+
+
+# --- models
+
+
+def test_a_configuration_alone_gives_the_weights_of_a_llama(config_file: Path) -> None:
+    shape = read_model_shape(str(config_file))
+    assert shape.num_parameters == 8_030_261_248, "as published for Llama 3 8B"
+    assert not shape.counted
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (32, 8, 128)
+
+
+def test_weights_that_are_there_are_counted(tmp_path: Path) -> None:
+    shape = read_model_shape(str(write_tiny_model(tmp_path)))
+    assert shape.counted
+    assert shape.name == "tiny"
+    (tmp_path / "tiny" / "model.safetensors").unlink()
+    assert read_model_shape(str(tmp_path / "tiny")).num_parameters == shape.num_parameters
+
+
+def test_a_gguf_file_is_read_without_its_tensors() -> None:
+    shape = read_model_shape("")
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (30, 3, 64)
+    assert (shape.num_parameters, shape.context_length) == (134_515_008, 8192)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF" + struct.pack("<IQQ", 3, 1, 1), b"nothing at all"])
+def test_a_broken_gguf_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=r"m\.gguf is not a GGUF file"):
+        read_model_shape(str(tmp_path / "m.gguf"))
+
+
+def test_what_is_no_model_is_named(tmp_path: Path, config_file: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        read_model_shape("/nowhere/at/all")
+    config_file.write_text('{"num_attention_heads": 4, "hidden_size": 64}')
+    with pytest.raises(ModelError, match="does not say num_hidden_layers"):
+        read_model_shape(str(config_file))
+
+
+# --- against an executor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), [("", "bfloat16"), ("tiny", "bfloat16"), ("tiny", "float32")])
+def test_its_blocks_are_those_of_a_real_executor(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is said to be 300 MB for both: an executor sees it after its weights are loaded, the calculator before."""
+    model = str(write_tiny_model(tmp_path)) if name else ""
+    free_bytes = 300_000_000
+    monkeypatch.setattr(executor_main, "num_available_memory_bytes", lambda: free_bytes)
+    flags = ["--model", model, "--dtype", dtype, "--device", "cpu", "--listen", "127.0.0.1:0", "--num-threads", "1"]
+    with torch_threads(1):
+        loaded = executor_main.load_model(load(ExecutorSettings, "inflight executor", flags))
+
+    shape = read_model_shape(model)
+    weight_bytes = pool_of(shape, Machine(GIBIBYTE, False, 0.2, 0), dtype, 16).weight_bytes
+    pool = pool_of(shape, Machine(free_bytes + weight_bytes, False, 0.2, 0), dtype, 16)
+    assert pool.bytes_per_block == loaded.model.kv_bytes_per_block(16)
+    assert pool.num_blocks == loaded.num_blocks
+
+
+# --- the command
+
+
+def test_size_says_figures_and_flags(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--gpu", "h100-80gb", "--requests-per-s", "10", "--step-ms", "20", "--itl-ms", "15", "--max-tokens", "600"]
+    assert main(["size", "--model", str(config_file), *flags]) == 0
+    shown = capsys.readouterr().out
+    rows = {line[:22].strip(): line[22:].split() for line in shown.splitlines()}
+    assert rows["KV of a token"][:3] == ["131,072", "bytes", "exact"]
+    assert rows["seats needed"][:2] == ["51", "estimated"]
+    assert rows["executors"][0] == "1"
+    assert "--max-num-sequences 51 --max-num-tokens 1024" in shown
+    assert "a step takes longer than the 15 ms between tokens" in shown
+
+
+def test_size_as_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--memory-gib", "8", "--max-tokens-in-paged-kv-cache", "640", "--prompt-tokens", "100"]
+    assert main(["size", "--json", *flags]) == 0
+    sizing = json.loads(capsys.readouterr().out)
+    assert sizing["pool"]["num_blocks"] == 40
+    assert sizing["without_eviction"]["seats_mean"] == 2
+    assert sizing["demand"] is None
+    assert sizing["executor_flags"][:2] == ["--dtype", "bfloat16"]
+
+
+def test_size_takes_figures_of_a_running_system(capsys: pytest.CaptureFixture[str]) -> None:
+    router = ScriptedRouter()
+    router.capacity = inference_pb2.GetCapacityResponse(
+        executors=[
+            inference_pb2.ExecutorCapacity(executor_id="e0", blocks_total=4000, block_size=32, step_ms=12.5),
+            inference_pb2.ExecutorCapacity(executor_id="e1", blocks_total=3000, block_size=32, step_ms=10.0),
+        ]
+    )
+    with serving(router) as address:
+        flags = ["size", "--json", "--from-running", "--address", address, "--requests-per-s", "4"]
+        assert main(flags) == 0
+        sizing = json.loads(capsys.readouterr().out)
+        assert (sizing["pool"]["num_blocks"], sizing["pool"]["tokens_per_block"]) == (3000, 32)
+        assert sizing["speed"]["step_ms"] == 12.5
+        assert sizing["demand"]["seats_busy"] == pytest.approx(4 * 200 * 0.0125)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model", "/nowhere/at/all"], "no such folder"),
+        (["--memory-gib", "0.2"], "no block"),
+        (["--max-tokens-in-paged-kv-cache", "64"], "not one request of 500 + 200 tokens fits"),
+    ],
+)
+def test_what_cannot_be_is_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["size", *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_size_needs_no_torch() -> None:
+    from tests.contract.test_imports import imports_of, path_of, sources
+
+    for path in (*sources("client/sizing"), path_of("client.cli.size"), path_of("common.kv_size")):
+        assert not {name for name in imports_of(path) if name.split(".")[0] in ("torch", "transformers", "executor")}

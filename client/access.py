@@ -14,6 +14,7 @@ from typing import TypedDict
 import grpc
 
 from client.channel import channel_target, client_options, hosts_of, is_this_machine
+from common.tracing import metadata_of
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -46,10 +47,11 @@ class Access:
     token: Callable[[], str] | None
 
     def metadata(self) -> Metadata:
-        """What goes with a call that is made now."""
+        """What goes with a call that is made now, the caller's trace included where there is one."""
+        metadata = (*self.fixed_metadata, *metadata_of())
         if self.token is None:
-            return self.fixed_metadata
-        return (*self.fixed_metadata, ("authorization", f"Bearer {self.token()}"))
+            return metadata
+        return (*metadata, ("authorization", f"Bearer {self.token()}"))
 
 
 def open_access(

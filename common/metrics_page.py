@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +16,13 @@ from starlette.routing import Route
 PATH = "/metrics"
 
 Refresh = Callable[[], Awaitable[None]]
+
+
+def new_registry() -> CollectorRegistry:
+    """An empty registry. Its counters and histograms do not say when they began, for this process from now on: that
+    would be a series more for each, and a scraper sees a restart by a counter that falls."""
+    disable_created_metrics()
+    return CollectorRegistry()
 
 
 def metrics_route(registry: CollectorRegistry, refresh: Refresh | None = None) -> Route:

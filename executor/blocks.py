@@ -45,6 +45,11 @@ class BlockPool:
         return len(self._cached)
 
     @property
+    def num_published(self) -> int:
+        """Blocks that can be found by their hash, held or not."""
+        return len(self._block_of)
+
+    @property
     def num_available(self) -> int:
         """Blocks that can be allocated: the free ones, and the cached ones at the price of their content."""
         return len(self._free) + len(self._cached)

@@ -21,15 +21,17 @@ from collections import deque
 from collections.abc import Callable
 
 from executor.deadlines import Deadlines
-from executor.engine_output import EngineOutput, EngineStatus, HeldSequence
+from executor.engine_output import EngineOutput, EngineStatus, HeldSequence, step_record
 from executor.garbage import GarbageCollection
-from executor.inbox import Cancelled, Command, Draining, Stopping, Submitted
+from executor.inbox import Cancelled, Command, Draining, Listing, Stopping, Submitted
 from executor.launch import FailedStep, PendingStep, StepRunner
+from executor.loop_parts import LoopParts
 from executor.pace import Pace
 from executor.scheduler import Batching, Scheduler
 from executor.sequence import FinishReason, Sequence, StepOutcome, StepPlan, StepResult
 from executor.speed import Speed
 from executor.standby import StandbyDepth
+from executor.step_record import NO_TIMES, DeviceTimes, LoopPart, PlanCounts
 from executor.step_time import StepLoad, StepTime
 
 log = logging.getLogger(__name__)
@@ -71,13 +73,14 @@ class Engine:
         self._standby = StandbyDepth(scheduler.limits.num_standby_sequences)
         self._garbage = garbage
         self._clock = clock
+        self._parts = LoopParts(clock)
         # Steps since the start. Written by the engine's thread only.
         self.num_steps = 0
         self._num_steps_checked = 0
         self._num_failures = 0
         self._stopping = False
         # Launched and not retired, oldest first; so many of them may run on while the next is planned.
-        self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._launched: deque[tuple[StepPlan, PlanCounts, PendingStep]] = deque()
         self.overlaps = overlap
         self._held: tuple[HeldSequence, ...] = ()
         self._num_held_changes_seen = 0
@@ -100,6 +103,10 @@ class Engine:
         """Refuses every further submit."""
         self._inbox.put(Draining())
 
+    def list_sequences(self) -> None:
+        """Asks who is held; the answer comes by `publish`."""
+        self._inbox.put(Listing())
+
     def stop(self, timeout_s: float | None = None) -> bool:
         """Ends the thread after the steps in flight and waits for it, at most so long; says whether it has ended."""
         self._inbox.put(Stopping())
@@ -111,16 +118,20 @@ class Engine:
         long."""
         output = self._take_inbox()
         self._expire(output)
+        self._parts.end(LoopPart.INBOX)
         plan = self._plan()
         output.finished.extend(self._scheduler.take_finished())
         output.paused, output.started = plan.preempted, plan.boarded
+        self._parts.end(LoopPart.PLAN)
         num_ahead = 0
         if plan.sequences:
             step = self._launch(plan)
-            self._launched.append((plan, step))
+            self._launched.append((plan, PlanCounts.of(plan), step))
             # Nothing is planned on top of a step that never began: it leaves no tokens to carry.
             num_ahead = int(self.overlaps and not isinstance(step, FailedStep))
+        self._parts.end(LoopPart.LAUNCH)
         self._publish_answers(output)
+        self._parts.end(LoopPart.PUBLISH)
         while len(self._launched) > num_ahead:
             self._retire(*self._launched.popleft())
         self._check_when_idle()
@@ -162,7 +173,9 @@ class Engine:
             if self._garbage is not None:
                 self._garbage.when_idle()
             self._obey(self._inbox.get(), output)
-            self._speed.wake(self._clock())
+            now_s = self._clock()
+            self._speed.wake(now_s)
+            self._parts.begin(now_s)
         while True:
             try:
                 self._obey(self._inbox.get_nowait(), output)
@@ -184,6 +197,7 @@ class Engine:
         self._standby.ended(len(output.finished), self._clock())
         if output.accepted or output.rejected or output.paused or output.started or output.finished:
             output.status = self._status()
+        if output.status is not None or output.sequences is not None:
             self._publish(output)
 
     def _obey(self, command: Command, output: EngineOutput) -> None:
@@ -206,38 +220,50 @@ class Engine:
                 self._publish(EngineOutput(self.num_steps, status=self._status()))
             case Stopping():
                 self._stopping = True
+            case Listing():
+                output.sequences = self._scheduler.seating.standings()
 
-    def _retire(self, plan: StepPlan, step: PendingStep) -> None:
+    def _retire(self, plan: StepPlan, counts: PlanCounts, step: PendingStep) -> None:
         """Reads the tokens of a step and hands out what they mean."""
-        outcome = self._outcome(plan, step)
+        outcome, times = self._outcome(plan, step)
         self.num_steps += 1
         if outcome.finished:
             self._standby.ended(len(outcome.finished), self._clock())
+        status = self._status()
+        self._parts.end(LoopPart.RETIRE)
         self._publish(
             EngineOutput(
                 step=self.num_steps,
                 tokens=outcome.tokens,
                 finished=list(outcome.finished),
-                status=self._status(),
+                status=status,
+                record=step_record(self.num_steps, counts, outcome, times, self._parts, status),
             )
         )
+        self._parts.end(LoopPart.PUBLISH)
 
-    def _outcome(self, plan: StepPlan, step: PendingStep) -> StepOutcome:
+    def _outcome(self, plan: StepPlan, step: PendingStep) -> tuple[StepOutcome, DeviceTimes]:
         """A step that fails, whatever the reason, ends the sequences in it and nothing else."""
         try:
-            sampled_ids = step.result()
+            sampled_ids = self._read(step)
         except Exception as error:
             log.exception("step %d failed", self.num_steps)
             self._num_failures += 1
             if self._num_failures == MAX_FAILURES:
                 raise DeviceLostError(f"{MAX_FAILURES} steps have failed in a row") from error
-            return self._scheduler.fail(plan, f"the step failed on the device: {type(error).__name__}")
+            return self._scheduler.fail(plan, f"the step failed on the device: {type(error).__name__}"), NO_TIMES
         self._num_failures = 0
-        seconds = self._speed.observe(plan, step)
+        times = self._speed.observe(plan, step)
         if not (plan.swaps_out or plan.swaps_in):
             # What copies take would pass for what the rows take.
-            self._step_time.observe(StepLoad.of(plan), seconds)
-        return self._scheduler.update(StepResult(plan, sampled_ids))
+            self._step_time.observe(StepLoad.of(plan), times.busy_s)
+        return self._scheduler.update(StepResult(plan, sampled_ids)), times
+
+    def _read(self, step: PendingStep) -> tuple[int, ...]:
+        try:
+            return step.result()
+        finally:
+            self._parts.end(LoopPart.WAIT)
 
     def _status(self) -> EngineStatus:
         scheduler = self._scheduler
@@ -268,6 +294,7 @@ class Engine:
             reserve_quantile=scheduler.reserve_quantile,
             constraint=scheduler.bounds.newest,
             bounds=scheduler.bounds.num_steps,
+            kv=scheduler.kv_counts(),
         )
 
     def _num_standby(self) -> int:

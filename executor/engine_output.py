@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from executor.admission import Refusal
-from executor.sequence import FinishEvent, NewTokens, Sequence
+from executor.loop_parts import LoopParts
+from executor.seating import SequenceStanding
+from executor.sequence import FinishEvent, NewTokens, Sequence, StepOutcome
 from executor.step_bounds import StepConstraint
+from executor.step_record import DeviceTimes, KvCounts, PlanCounts, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class EngineStatus:
 
     `exposed_host_ms` is how long the device waits for the host between two steps, `device_busy_fraction` its share of
     the time in which there is work; `device_busy_s` of `elapsed_s` are the totals since the start. `constraint` bound
-    the newest step, `bounds` counts the steps of each.
+    the newest step, `bounds` counts the steps of each. `kv` says more of the blocks.
     """
 
     budget_blocks: int
@@ -53,11 +56,14 @@ class EngineStatus:
     reserve_quantile: float
     constraint: StepConstraint | None
     bounds: tuple[tuple[StepConstraint, int], ...]
+    kv: KvCounts
 
 
 @dataclass(slots=True)
 class EngineOutput:
-    """What came in or what a step brought, in this order: acceptances, seats given up, boardings, tokens, ends."""
+    """What came in or what a step brought, in this order: acceptances, seats given up, boardings, tokens, ends.
+
+    `record` is of the step that was retired, `sequences` is who is held, where somebody asked."""
 
     step: int
     accepted: list[Sequence] = field(default_factory=list)
@@ -67,3 +73,23 @@ class EngineOutput:
     tokens: NewTokens = field(default_factory=NewTokens)
     finished: list[FinishEvent] = field(default_factory=list)
     status: EngineStatus | None = None
+    record: StepRecord | None = None
+    sequences: tuple[SequenceStanding, ...] | None = None
+
+
+def step_record(
+    step: int, plan: PlanCounts, outcome: StepOutcome, times: DeviceTimes, parts: LoopParts, status: EngineStatus
+) -> StepRecord:
+    """The record of a step that is being retired. What the loop's parts took until now goes into it."""
+    return StepRecord(
+        step,
+        parts.read_s,
+        parts.take(),
+        times,
+        plan,
+        len(outcome.tokens),
+        len(outcome.finished),
+        status.num_running,
+        status.num_waiting + status.num_preempted,
+        status.kv,
+    )

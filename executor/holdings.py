@@ -28,6 +28,7 @@ from executor.admission import Refusal
 from executor.ended import Ended, EndedSequences, Placed, output_array
 from executor.engine_output import EngineOutput, HeldSequence
 from executor.sequence import FinishEvent, FinishReason, Sequence
+from executor.sequence_trace import SequenceTrace
 from executor.session import REJECT_REASON_PROTO, Session
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Holding:
     cached_tokens: int = 0
     orphaned_s: float = 0.0
     attaching: dict[Session, int] = field(default_factory=dict)
+    trace: SequenceTrace | None = None
 
     def output(self, offset: int) -> list[int]:
         """Output tokens `[offset, num_published)`."""
@@ -77,7 +79,8 @@ class Holding:
 
 
 class Holdings:
-    """The placements here. `cancel(request_id, attempt, reason)` asks the engine to end one; `clock` is in seconds."""
+    """The placements here. `cancel(request_id, attempt, reason)` asks the engine to end one; `clock` is in seconds;
+    `trace` says what is to be told of one whose request is traced."""
 
     def __init__(
         self,
@@ -85,10 +88,12 @@ class Holdings:
         cancel: Callable[[str, int, FinishReason], None],
         clock: Callable[[], float],
         ended: EndedSequences | None = None,
+        trace: Callable[[executor_pb2.Submit], SequenceTrace | None] = lambda submit: None,
     ) -> None:
         self._keeping = keeping
         self._cancel = cancel
         self._clock = clock
+        self._trace = trace
         self._held: dict[Sequence, Holding] = {}
         # The newest attempt of each request, which is the one that can be attached to.
         self._newest: dict[str, Holding] = {}
@@ -128,6 +133,7 @@ class Holdings:
             return False
         self.ended.forget(submit.request_id)
         holding = Holding(sequence, self._placed(submit), sequence.num_output_tokens, session)
+        holding.trace = self._trace(submit)
         self._held[sequence] = holding
         self._newest[submit.request_id] = holding
         return True
@@ -187,6 +193,8 @@ class Holdings:
             holding = self._held.get(sequence)
             if holding is not None:
                 holding.num_published = offset + 1
+                if holding.trace is not None:
+                    holding.trace.token()
                 if holding.reader is not None:
                     holding.reader.token(sequence, offset, token_id)
         for event in output.finished:
@@ -213,6 +221,8 @@ class Holdings:
         if holding is None:
             return
         holding.is_paused = True
+        if holding.trace is not None:
+            holding.trace.pause()
         if holding.reader is not None:
             holding.reader.pause(sequence)
 
@@ -222,6 +232,8 @@ class Holdings:
             return
         holding.has_started, holding.is_paused = True, False
         holding.cached_tokens = sequence.num_cached_tokens
+        if holding.trace is not None:
+            holding.trace.start(holding.cached_tokens)
         if holding.reader is not None:
             holding.reader.start(sequence)
 
@@ -246,6 +258,8 @@ class Holdings:
 
     def _tell_ended(self, holding: Holding, event: FinishEvent) -> None:
         self._orphans.pop(holding, None)
+        if holding.trace is not None:
+            holding.trace.end(event.reason, event.error)
         if self._take_from_newest(holding):
             self.ended.keep(holding.end(event, self._clock()))
         if holding.reader is not None:
@@ -254,6 +268,8 @@ class Holdings:
     def _tell_rejected(self, holding: Holding, reason: executor_pb2.RejectReason, detail: str) -> None:
         self._orphans.pop(holding, None)
         self._take_from_newest(holding)
+        if holding.trace is not None:
+            holding.trace.refuse(detail)
         request_id, attempt = holding.sequence.request_id, holding.sequence.attempt
         if holding.reader is not None:
             holding.reader.reject(request_id, attempt, reason, detail)

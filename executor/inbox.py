@@ -33,4 +33,9 @@ class Stopping:
     """Inbox: end the thread. What is held gets no end: its routers see their streams break and place it elsewhere."""
 
 
-Command = Submitted | Cancelled | Draining | Stopping
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Inbox: say who is held and where each is."""
+
+
+Command = Submitted | Cancelled | Draining | Stopping | Listing

@@ -26,6 +26,7 @@ from common.process import EXIT_FAILED, run_process
 from common.server import MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from common.tls import TlsFiles
+from common.tracing import Tracing, open_tracing
 from executor.blocks import BlockPool
 from executor.door import RouterNames, open_door
 from executor.engine import Engine
@@ -77,7 +78,7 @@ def main(argv: SequenceOf[str]) -> int:
 
 def _run_with_settings(argv: SequenceOf[str]) -> int:
     settings = load(ExecutorSettings, "inflight executor", argv)
-    start_logging("executor", settings.log_level)
+    start_logging("executor", settings.log_level, settings.log_format)
     for line in describe(settings):
         log.info("setting %s", line)
     tls = open_door(settings)
@@ -192,6 +193,7 @@ class Parts:
     runner: StepRunner
     service: ExecutorService
     server: GrpcServer
+    tracing: Tracing
     failed: asyncio.Event
 
 
@@ -226,6 +228,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) 
     for end in work:
         end.cancel()
     await parts.server.stop(grace_s=0.0 if has_failed else STOP_GRACE_S)
+    await parts.tracing.aclose()
     return await _stop_engine(parts, EXIT_FAILED if has_failed else 0)
 
 
@@ -257,10 +260,12 @@ def build(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garb
         garbage=garbage,
     )
     keeping = Keeping(settings.orphan_grace_s, settings.retain_ended_s)
-    service = ExecutorService(identity(settings, loaded), engine, keeping)
+    who = identity(settings, loaded)
+    tracing = open_tracing("executor", who.description.executor_id, settings.otlp_endpoint)
+    service = ExecutorService(who, engine, keeping, tracing=tracing)
     server = _server(settings, tls)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
-    return Parts(engine, runner, service, server, failed)
+    return Parts(engine, runner, service, server, tracing, failed)
 
 
 async def _watch(parts: Parts, signals: Signals, limit_s: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from collections.abc import Sequence as ReadOnlyList
 
 from executor.blocks import BlockPool
@@ -47,6 +48,9 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, enabled: bool) -> None:
         self._pool = pool
         self._enabled = enabled
+        # Tokens looked up for those that boarded, and of these tokens found, since the start.
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
 
     def attach(self, sequence: Sequence) -> None:
         """Starts the block table with the longest published prefix. At least one token is left to compute: its logits
@@ -59,6 +63,13 @@ class PrefixCache:
         sequence.num_computed = len(sequence.block_table) * block_size
         if not sequence.num_preemptions:
             sequence.num_cached_tokens = sequence.num_computed
+
+    def count(self, boarded: Iterable[Sequence]) -> None:
+        """Counts what was looked up and found for those of them that board for the first time."""
+        for sequence in boarded:
+            if self.is_open_to(sequence) and not sequence.num_preemptions:
+                self.num_query_tokens += len(sequence.token_ids)
+                self.num_hit_tokens += sequence.num_cached_tokens
 
     def is_open_to(self, sequence: Sequence) -> bool:
         """Whether the sequence may share blocks."""

@@ -45,6 +45,7 @@ from executor.overcommitted_room import OvercommittedRoom
 from executor.places import Places
 from executor.prefix_cache import PrefixCache
 from executor.room import ReservedRoom, Room
+from executor.seating import Seating
 from executor.sequence import (
     FinishEvent,
     FinishReason,
@@ -56,6 +57,7 @@ from executor.sequence import (
 )
 from executor.step_bounds import StepBounds, StepConstraint
 from executor.step_draft import StepDraft
+from executor.step_record import KvCounts
 from executor.twins import Twins
 
 __all__ = ["Batching", "Refusal", "Scheduler", "SchedulerLimits", "SchedulerPolicy"]
@@ -74,11 +76,12 @@ class Scheduler:
             context_length=limits.context_length,
             is_overcommitted=limits.is_overcommitted,
         )
-        self._prefix_cache = PrefixCache(pool, limits.enable_prefix_cache)
+        self.prefix_cache = PrefixCache(pool, limits.enable_prefix_cache)
         self._places = places = Places(limits.num_seat_rows)
-        self._room = room = _room_for(limits, pool, self._prefix_cache, places)
-        self._twins = twins = Twins(pool, self._prefix_cache, limits.max_twin_steps)
+        self._room = room = _room_for(limits, pool, self.prefix_cache, places)
+        self._twins = twins = Twins(pool, self.prefix_cache, limits.max_twin_steps)
         self._boarding = Boarding(limits, places, room, twins)
+        self.seating = Seating(places, limits.max_num_sequences)
         self._reserve = ReserveController() if limits.is_overcommitted else None
         self._plans: deque[StepPlan] = deque()
         # Ends that no call has returned yet.
@@ -158,7 +161,7 @@ class Scheduler:
                 continue
             end = start + length
             if length > 1 or end % block_size == 0:
-                self._prefix_cache.publish(sequence, start, end)
+                self.prefix_cache.publish(sequence, start, end)
                 self._twins.publish(sequence, start, end)
             if token_id is None:
                 continue
@@ -249,6 +252,12 @@ class Scheduler:
         """Blocks that can be promised, those included that are."""
         return self._room.budget_blocks(self._gate.num_reserved_blocks)
 
+    def kv_counts(self) -> KvCounts:
+        """The blocks, and what came of looking for prefixes."""
+        return KvCounts.of(
+            self.pool, self.prefix_cache, self._gate.num_reserved_blocks, self._room.num_used_host_blocks
+        )
+
     @property
     def reserve_quantile(self) -> float:
         """How likely output should be to stay within what is reserved for it; 1 reserves to the end."""
@@ -316,15 +325,16 @@ class Scheduler:
         for sequence in draft.ending:
             del places.decodes[sequence]
             places.ending[sequence] = None
-        plan = draft.finish()
+        plan = draft.finish(constraint)
         if plan.sequences:
             self._plans.append(plan)
-            self._count(draft.num_tokens, constraint)
+            self._count(draft.num_tokens, plan)
         assert plan.sequences or not plan.swaps_out, "blocks move for a step that nobody is in"
         return plan
 
-    def _count(self, num_tokens: int, constraint: StepConstraint) -> None:
-        self.bounds.note(constraint)
+    def _count(self, num_tokens: int, plan: StepPlan) -> None:
+        self.bounds.note(plan.constraint)
+        self.prefix_cache.count(plan.boarded)
         self.num_computed_tokens += num_tokens
         if self._reserve is not None:
             self._reserve.observe(self.num_computed_tokens, self._room.num_recomputed_tokens)

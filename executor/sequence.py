@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from executor.step_bounds import StepConstraint
+
 
 class FinishReason(Enum):
     """Why a sequence ended."""
@@ -129,7 +131,7 @@ class PlanRow(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One step in columns; see `PlanRow`. The first `num_decodes` rows have one token and yield one. `boarded` for it,
-    `grown` got blocks for it, `preempted` gave up their seat for it.
+    `grown` got blocks for it, `preempted` gave up their seat for it. `constraint` kept it from holding more.
 
     Before anything else the device copies blocks, in this order: for each pair of `swaps_out` a device block to a host
     block, then for each pair of `swaps_in` a host block to a device block. `swapped` are the sequences whose KV it is.
@@ -147,6 +149,7 @@ class StepPlan:
     swaps_out: tuple[tuple[int, int], ...] = ()
     swaps_in: tuple[tuple[int, int], ...] = ()
     swapped: tuple[Sequence, ...] = ()
+    constraint: StepConstraint = StepConstraint.NO_WORK
 
     @classmethod
     def of(cls, rows: Iterable[PlanRow]) -> StepPlan:

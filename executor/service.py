@@ -8,10 +8,11 @@ of the loop. A stream that breaks leaves its sequences behind for another router
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import grpc
@@ -19,13 +20,16 @@ import grpc.aio
 from inflight.v1 import executor_pb2, executor_pb2_grpc
 
 from common.errors import FieldViolation, Reason, RequestError, invalid
+from common.tracing import NO_TRACING, Tracing
 from executor.engine import Engine
 from executor.engine_output import EngineOutput, EngineStatus
 from executor.holdings import Holdings, Keeping
 from executor.report import report_of
 from executor.reporter import Reporter
 from executor.sequence import FinishReason
+from executor.sequence_trace import trace_submit
 from executor.session import FINISH_REASON_PROTO, PROTOCOL_VERSION, Session
+from executor.step_watch import StepWatch
 from executor.submission import SubmissionError, SubmissionLimits, sequence_from_submit
 
 log = logging.getLogger(__name__)
@@ -58,13 +62,18 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         engine: Engine,
         keeping: Keeping | None = None,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._identity = identity
         self._hello_timeout_s = hello_timeout_s
         self._engine = engine
-        self._holdings = Holdings(keeping or Keeping(), engine.cancel, time.monotonic)
+        trace = functools.partial(trace_submit, tracing)
+        self._holdings = Holdings(keeping or Keeping(), engine.cancel, time.monotonic, trace=trace)
         self._sessions: set[Session] = set()
         self._reporter = Reporter(self._send_report)
+        self.steps = StepWatch(identity.description, engine.list_sequences, lambda: self.has_work)
+        # The newest that the engine said of itself.
+        self.status: EngineStatus | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False
         self._is_closing = False
@@ -83,6 +92,16 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     def has_work(self) -> bool:
         """Whether the engine has something to do."""
         return self._holdings.has_work
+
+    @property
+    def num_orphans(self) -> int:
+        """Of the sequences here, those whose router is gone."""
+        return self._holdings.num_orphans
+
+    @property
+    def description(self) -> executor_pb2.DescribeResponse:
+        """What `Describe` says."""
+        return self._identity.description
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -141,6 +160,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     async def close(self, timeout_s: float) -> None:
         """Ends every router's stream behind what is still to be sent on it, and waits at most so long for that."""
         self._is_closing = True
+        self.steps.close()
         for session in self._sessions:
             session.close()
         with suppress(TimeoutError):
@@ -165,6 +185,16 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         finally:
             reader.cancel()
             self._leave(session)
+
+    async def WatchSteps(
+        self,
+        request: executor_pb2.WatchStepsRequest,
+        context: grpc.aio.ServicerContext[executor_pb2.WatchStepsRequest, executor_pb2.WatchStepsResponse],
+    ) -> None:
+        """Tells what the steps do, for as long as the caller looks on."""
+        async with aclosing(self.steps.watch(request)) as responses:
+            async for response in responses:
+                await context.write(response)
 
     async def _read_hello(self, requests: AsyncIterator[executor_pb2.ServeRequest]) -> executor_pb2.Hello:
         try:
@@ -268,7 +298,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             session.end_step(output.step)
         if output.finished and self._timer is None:
             self._tend()
+        self.steps.take(output)
         if output.status is not None:
+            self.status = output.status
             self._reporter.update(output.status)
         if self.num_held == 0:
             self._all_gone.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from executor.launch import PendingStep
 from executor.sequence import StepPlan
+from executor.step_record import DeviceTimes
 
 # Weight of the newest step in the smoothed speeds: about the last 20 steps count.
 SMOOTHING = 0.05
@@ -34,8 +35,8 @@ class Speed:
         """There is work again: from here on the device waits for the host."""
         self._since_s = max(self._since_s, now_s)
 
-    def observe(self, plan: StepPlan, step: PendingStep) -> float:
-        """Takes in one step; returns how long the device was busy with it.
+    def observe(self, plan: StepPlan, step: PendingStep) -> DeviceTimes:
+        """Takes in one step; returns how long the device waited for it and was busy with it.
 
         A step launched while the one before was running begins when that one ends.
         """
@@ -53,7 +54,7 @@ class Speed:
         self.step_s = self.exposed_host_s + self._busy_s
         if elapsed_s > 0:
             self._observe_rates(plan, elapsed_s)
-        return busy_s
+        return DeviceTimes(exposed_s, busy_s)
 
     def _observe_rates(self, plan: StepPlan, elapsed_s: float) -> None:
         num_prefill = sum(length for length in plan.lengths if length > 1)

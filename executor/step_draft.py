@@ -97,8 +97,8 @@ class StepDraft:
         else:
             self._num_tokens_left = 0
 
-    def finish(self) -> StepPlan:
-        """The plan."""
+    def finish(self, constraint: StepConstraint) -> StepPlan:
+        """The plan, kept from holding more by the constraint."""
         return StepPlan(
             self._sequences,
             self._starts,
@@ -112,6 +112,7 @@ class StepDraft:
             tuple(self.swaps_out),
             tuple(self.swaps_in),
             tuple(self.swapped),
+            constraint,
         )
 
     def _fitting_tokens(self, num_wanted: int) -> int:

@@ -14,6 +14,7 @@ from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 
 from common.time_of_day import unix_ms
 from router.admission_rules import AdmissionRules
+from router.observing import RequestFacts, class_name
 from router.pools import Pool
 from router.prefixes import prefix_hashes
 from router.reading import Deadlines, Reading
@@ -176,7 +177,15 @@ def open_stream(
         kept_s=_ttl_s(context),
         digest=context.digest,
     )
-    return RequestStream(demand, submit, arrived, deadlines.total, prior_ids, reading)
+    facts = RequestFacts(
+        model=pool.name,
+        operation=context.operation or "text_completion",
+        priority_class=class_name(submit.priority),
+        arrived=arrived,
+        prompt_tokens=len(submit.prompt_ids),
+        prior_tokens=len(prior_ids),
+    )
+    return RequestStream(demand, submit, arrived, deadlines.total, prior_ids, reading, pool.listeners.follow(facts))
 
 
 def restore(
@@ -207,6 +216,7 @@ def _context(fitted: FittedRequest, names: Names, model: str, arrived: float) ->
         digest=names.digest,
         detach=spec.detach,
         arrived_unix_ms=unix_ms() - round((time.monotonic() - arrived) * 1000),
+        operation="chat" if isinstance(spec.prompt, ChatPrompt) else "text_completion",
     )
     if spec.resume_ttl_s is not None:
         context.resume_ttl.FromNanoseconds(round(spec.resume_ttl_s * 1e9))

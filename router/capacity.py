@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
 from router.links import ExecutorLink
 from router.pools import Pool
-from router.store.types import ExecutorStanding, Snapshot
+from router.store.snapshot import ExecutorStanding, Snapshot
 
 # What an executor may not have measured.
 MEASURES = ("exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile")
@@ -43,9 +43,7 @@ def described_variants(name: str, pools: Sequence[Pool]) -> inference_pb2.Model:
 
 def add_capacity(response: inference_pb2.GetCapacityResponse, pool: Pool, snapshot: Snapshot) -> None:
     """Adds a pool's executors and queues, and how well its waits were foretold."""
-    standings = {standing.executor_id: standing for standing in snapshot.executors}
-    for link in pool.links:
-        response.executors.append(_executor_capacity(pool.name, link, standings.get(link.executor_id)))
+    response.executors.extend(capacity for _, capacity in executor_capacities(pool, snapshot))
     for priority, num_requests in enumerate(snapshot.num_waiting, start=1):
         if num_requests:
             response.queues.add(
@@ -57,6 +55,15 @@ def add_capacity(response: inference_pb2.GetCapacityResponse, pool: Pool, snapsh
         mean_error=snapshot.estimates.mean_error,
         correction=snapshot.estimates.correction,
     )
+
+
+def executor_capacities(
+    pool: Pool, snapshot: Snapshot
+) -> Iterator[tuple[ExecutorLink, inference_pb2.ExecutorCapacity]]:
+    """How each executor of a pool stands that can be used now, in order of id."""
+    standings = {standing.executor_id: standing for standing in snapshot.executors}
+    for link in pool.links:
+        yield link, _executor_capacity(pool.name, link, standings.get(link.executor_id))
 
 
 def _executor_capacity(

@@ -30,6 +30,7 @@ from router.queue_watch import QueueWatch
 from router.refusals import draining, duplicate, no_executor
 from router.relay import Relay
 from router.request_ids import client_id
+from router.store.snapshot import Snapshot
 from router.store.store import AdmissionStore
 from router.store.types import (
     Adopted,
@@ -44,7 +45,6 @@ from router.store.types import (
     PreemptAsked,
     Queued,
     RequestState,
-    Snapshot,
     StoreEvent,
     TakenOver,
 )
@@ -254,9 +254,9 @@ class Dispatcher:
         """How a request of any router stands; None where there is no such request."""
         return await self._store.explain(request_id)
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self, max_lines: int = 0) -> Snapshot:
         """The ledger as it is now."""
-        return await self._store.snapshot()
+        return await self._store.snapshot(max_lines)
 
     # What links tell.
 
@@ -300,7 +300,7 @@ class Dispatcher:
     def on_withdrawn(self, stream: RequestStream, attempt: int) -> None:
         """A sequence was cancelled that nobody wanted cancelled: the ledger took its placement for superseded."""
         if stream.placement is not None and stream.placement.attempt == attempt:
-            self._placer.void(stream)
+            self._placer.void(stream, Void.WITHDRAWN)
 
     def on_detached(self, stream: RequestStream) -> None:
         """Another router reads the sequence; the ledger's word of that is on its way."""

@@ -66,7 +66,7 @@ class KnownRequests:
         if self.served.get(stream.request_id) is not stream:
             return
         del self.served[stream.request_id]
-        stream.forgotten.set()
+        stream.forget()
         is_lasting = stream.error is not None and stream.error.reason in LASTING_ERRORS
         if stream.reading is not None and not stream.is_let_go and (stream.end is not None or is_lasting):
             self._ended.keep(stream, time.monotonic())

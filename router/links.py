@@ -117,6 +117,8 @@ class ExecutorLink:
         self.description = executor_pb2.DescribeResponse()
         self.report: executor_pb2.Report | None = None
         self.is_up = False
+        # Of the channel that is open now, which it is while the link is up.
+        self.stub: executor_pb2_grpc.ExecutorServiceStub | None = None
         self._router_id = router_id
         self._observer = observer
         self._outbox = executor_pb2.ServeRequest()
@@ -178,6 +180,7 @@ class ExecutorLink:
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _serve(self, stub: executor_pb2_grpc.ExecutorServiceStub) -> None:
+        self.stub = stub
         description = await stub.Describe(executor_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
         check_description(description)
         self.description = description
@@ -211,7 +214,7 @@ class ExecutorLink:
                 self.receive(response)
         except asyncio.CancelledError:
             # gRPC raises it also where the call is cancelled, not the task; or both are.
-            if not silence.is_over or _is_cancelled():
+            if not silence.is_over or is_cancelled():
                 raise
             log.warning("executor %s at %s has been silent for %d s", self.executor_id, self.address, MAX_SILENT_S)
         finally:
@@ -386,7 +389,7 @@ def unread_stream(request_id: str) -> RequestStream:
     return stream
 
 
-def _is_cancelled() -> bool:
+def is_cancelled() -> bool:
     """Whether somebody wants this task to end."""
     current = asyncio.current_task()
     return current is not None and current.cancelling() > 0

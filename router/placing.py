@@ -64,6 +64,21 @@ class Void(Enum):
     """The engine stood still under it."""
     PREEMPTED = auto()
     """It gave way to another sequence."""
+    HANDED_BACK = auto()
+    """Its executor drains, or made it give way again and again: nothing new for it before its next report."""
+    WITHDRAWN = auto()
+    """It was cancelled though nobody wanted that."""
+
+
+# What listeners are told.
+WHY_MOVED = {
+    Void.LOST: "executor_lost",
+    Void.REJECTED: "rejected",
+    Void.STOOD_STILL: "stood_still",
+    Void.PREEMPTED: "preempted",
+    Void.HANDED_BACK: "preempted",
+    Void.WITHDRAWN: "withdrawn",
+}
 
 
 class Placer:
@@ -122,11 +137,12 @@ class Placer:
             return error
         if stream.error is not None and stream.is_let_go:  # meanwhile: the answer is for who has it now
             return stream.error
+        if isinstance(outcome, Refused):
+            return refusal(outcome)
+        if isinstance(outcome, Duplicate):
+            return mismatch() if demand.digest and not is_served else duplicate(client_id(stream.request_id))
+        stream.record.admitted()
         match outcome:
-            case Refused():
-                return refusal(outcome)
-            case Duplicate():
-                return mismatch() if demand.digest and not is_served else duplicate(client_id(stream.request_id))
             case Placement():
                 self.place(outcome)
             case Dropped():
@@ -221,6 +237,7 @@ class Placer:
             self._settle(stream, placement.attempt)
         else:
             stream.pause()
+            stream.record.moved(WHY_MOVED[why])
             self._spawn(self._hand_back(stream, placement, why))
 
     def preempted(self, stream: RequestStream) -> None:
@@ -230,7 +247,7 @@ class Placer:
         link = self.links.get(stream.executor_id)
         drains = link is not None and link.report is not None and link.report.draining
         is_refused = drains or stream.num_fruitless > MAX_FRUITLESS
-        self.void(stream, Void.REJECTED if is_refused else Void.PREEMPTED)
+        self.void(stream, Void.HANDED_BACK if is_refused else Void.PREEMPTED)
 
     def _settle(self, stream: RequestStream, attempt: int) -> None:
         self._ledger.settle(stream.ending(attempt))
@@ -274,7 +291,7 @@ class Placer:
                     placement.request_id,
                     placement.attempt,
                     self._max_attempts,
-                    rejected=why is Void.REJECTED,
+                    rejected=why in (Void.REJECTED, Void.HANDED_BACK),
                     preempted=why is Void.PREEMPTED,
                     output_tokens=len(stream.output_ids),
                     progressed=stream.has_progressed,

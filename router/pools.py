@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from inflight.v1 import executor_pb2
 
 from common.errors import FieldViolation, Reason, RequestError, invalid
+from router.callers import Caller, model_of, sees_model
 from router.discovery import watch
 from router.dispatch import Dispatcher
 from router.executor_channels import ExecutorChannels
 from router.links import ExecutorLink
+from router.observing import NOBODY, Listeners
 from router.refusals import no_executor
 from router.streams import RequestStream
 from router.text.tokenizer import TextModel
@@ -33,6 +35,7 @@ class Pool:
     name: str
     text: TextModel
     dispatcher: Dispatcher
+    listeners: Listeners = NOBODY
 
     @property
     def links(self) -> tuple[ExecutorLink, ...]:
@@ -96,6 +99,18 @@ class Pools:
             f"model: there is no model {model[:100]!r}; known: {known}",
             (FieldViolation("model", f"must be one of {known}"),),
         )
+
+    def names_seen_by(self, caller: Caller, model: str = "") -> list[str]:
+        """The name that a caller gives, or all that it may know of. Raises `RequestError`."""
+        if model:
+            return [model_of(caller, model)]
+        return [name for name in (*self.by_name, *self.variants) if sees_model(caller, name)]
+
+    def seen_by(self, caller: Caller, model: str = "") -> list[Pool]:
+        """The pools that these names can mean, in order of name. Raises `RequestError`."""
+        names = self.names_seen_by(caller, model)
+        pools = {pool.name: pool for name in names for pool in self.find_all(name, caller.models)}
+        return [pool for _, pool in sorted(pools.items())]
 
     async def run(self, addresses: Sequence[str], resolve_interval_s: float) -> None:
         """Serves the pools and links executors until cancelled."""

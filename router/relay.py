@@ -145,6 +145,10 @@ class Relay:
             if self._reading.wants_token_ids:
                 delta.token_ids.extend(new_ids[: step.num_tokens])
             await self._send(inference_pb2.StreamEvent(delta=delta))
+            if step.num_tokens and self._write is not None:
+                self._stream.record.sent(
+                    self.reader, offset, step.num_tokens, is_first_known=not self._stream.has_unknown_past
+                )
         return step
 
     def _feed(self, offset: int, token_ids: list[int], is_stop_token: bool) -> TextStep:

@@ -26,6 +26,11 @@ def client_id(ledger_id: str) -> str:
     return ledger_id.rpartition("/")[2]
 
 
+def tenant_of(ledger_id: str) -> str:
+    """Whose it is."""
+    return ledger_id.rpartition("/")[0] or DEFAULT_TENANT
+
+
 def keyed_request_id(tenant: str, key: str) -> str:
     """The id of the request that a tenant submits with this idempotency key."""
     return "key-" + _hash(b"id", tenant, key, size=_ID_BYTES).hexdigest()

@@ -13,13 +13,14 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any
 
 import grpc.aio
 from inflight.v1 import executor_pb2, inference_pb2, inference_pb2_grpc
+from opentelemetry.trace import NoOpTracer, Span, Tracer
 
-from common.errors import RequestError
+from common.errors import Reason, RequestError
 from router.admission_file import AdmissionFile
 from router.admit import (
     AdmittedRequest,
@@ -37,6 +38,7 @@ from router.capacity import add_capacity, described_model, described_variants
 from router.claims import Claims
 from router.explain import REQUEST_STATE_PROTO, request_standing
 from router.frames import context_of
+from router.observing import NOBODY, Listeners, class_name
 from router.patience import grace_after, patient
 from router.pools import Pool, Pools
 from router.refusals import draining, unknown_request
@@ -44,8 +46,10 @@ from router.relay import Relay, Write
 from router.resume_secret import ResumeTokens
 from router.resumed_places import check_place, resumed_place
 from router.settings import RouterSettings
-from router.store.types import NO_LIMITS, Queued, RequestState
+from router.stats import StatsSource
+from router.store.types import NO_LIMITS, Adopted, Queued, RequestState
 from router.streams import RequestStream
+from router.tracing import call_span
 from router.validation import (
     fit_tokens,
     validate_detokenize,
@@ -59,13 +63,38 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclasses.dataclass(slots=True)
+class Arrival:
+    """A call of `Generate` as far as it has come: when it began, whose model it is, and its request's stream."""
+
+    at: float
+    model: str = ""
+    stream: RequestStream | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether an error now is a refusal: the ledger never had the request."""
+        return self.stream is None or not self.stream.record.is_admitted
+
+
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients. Stateless but for the requests that run."""
 
     def __init__(
-        self, pools: Pools, settings: RouterSettings, admission: AdmissionFile, door: Door, tokens: ResumeTokens
+        self,
+        pools: Pools,
+        settings: RouterSettings,
+        admission: AdmissionFile,
+        door: Door,
+        tokens: ResumeTokens,
+        stats: StatsSource,
+        listeners: Listeners = NOBODY,
+        tracer: Tracer | None = None,
     ) -> None:
         self._pools = pools
+        self._listeners = listeners
+        self._stats = stats
+        self._tracer = tracer or NoOpTracer()
         self._door = door
         self._settings = settings
         self._admission = admission
@@ -93,22 +122,33 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             log.warning("drain: %d streams still run; they are left to other routers", self._num_streams)
         for dispatcher in dispatchers:
             dispatcher.leave_running()
+        self._stats.close()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
-        caller = self._caller(context)
-        authorize(request, caller)
-        with self._serving():
-            await self._generate(request, caller, context)
+        arrival = Arrival(time.monotonic())
+        try:
+            caller = self._caller(context)
+            authorize(request, caller)
+            with self._serving(), self._span("generate", context):
+                await self._generate(request, caller, context, arrival)
+        except RequestError as error:
+            if arrival.is_refused:
+                self._listeners.refused(arrival.model, class_name(request.priority), error.reason)
+            raise
 
-    async def _generate(self, request: inference_pb2.GenerateRequest, caller: Caller, context: Context) -> None:
-        arrived = time.monotonic()
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, caller: Caller, context: Context, arrival: Arrival
+    ) -> None:
         pool = self._pools.find(request.model, sticky_key(request), caller.models)
+        arrival.model = pool.name
         meter = self._meters.meter(request.model, pool.name)
         meter.arrive()
         try:
-            admitted = await self._admit(request, pool, arrived, context.time_remaining())
+            admitted = await self._admit(request, pool, arrival.at, context.time_remaining())
+            arrival.stream = admitted.stream
             relay, stream = await self._begin(admitted, pool, context)
+            arrival.stream = stream
         except RequestError:
             meter.refuse()
             raise
@@ -126,7 +166,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         spec = validate_generate(request, limits, seed_chooser(request))
         names = names_of(request)
         allowed = tenant_limits(names.tenant, self._admission.rules)
-        fitted = fit_tokens(await encode(pool.text, spec.prompt), spec, limits)
+        with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
+            prompt_ids = await encode(pool.text, spec.prompt)
+        fitted = fit_tokens(prompt_ids, spec, limits)
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
         return admit(fitted, names, request.model, allowed, deadlines, arrived, pool, self._tokens)
 
@@ -139,8 +181,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         known = await dispatcher.find_repeated(stream)
         if known is not None:
             known.attend()
+            known.record.resumed()
             return Relay(known, self._generate_writer(context), place), known
         outcome = await dispatcher.submit(stream)
+        if isinstance(outcome, Adopted):
+            stream.record.resumed()
         relay = Relay(stream, self._generate_writer(context), place)
         if isinstance(outcome, Queued) and spec.want_queue_events:
             dispatcher.watch_queue(stream, outcome)
@@ -168,15 +213,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             pool.dispatcher.leave(stream, relay.reader, grace_s)
 
+    def _span(self, call: str, context: Context) -> AbstractContextManager[Span]:
+        return call_span(self._tracer, f"inflight.{call}", tuple(context.invocation_metadata() or ()))
+
     def _caller(self, context: Context) -> Caller:
         """Who calls. Raises `RequestError` where the door does not know."""
         return self._door.identify(tuple(context.invocation_metadata() or ()))
 
     def _pool_of(self, model: str, caller: Caller) -> Pool:
         return self._pools.find(model_of(caller, model), seen=caller.models)
-
-    def _seen_by(self, caller: Caller) -> list[str]:
-        return [name for name in (*self._pools.by_name, *self._pools.variants) if sees_model(caller, name)]
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
@@ -196,12 +241,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Continues the stream of a request of any router."""
         named_id, pool = self._claims.claim_by_token(request.request_id, request.resume_token, self._caller(context))
         place = resumed_place(request)
-        with self._serving():
+        with self._serving(), self._span("resume", context):
             stream = await pool.dispatcher.find(named_id)
             if stream is None:
                 stream = await pool.dispatcher.resume(named_id, functools.partial(self._open_attached, pool))
             check_place(place, stream)
             stream.attend()
+            stream.record.resumed()
             relay = Relay(stream, self._patient(writer(context, inference_pb2.ResumeResponse)), place)
             await self._relay(relay, stream, pool)
             log.info("request %s, resumed, %s", stream.request_id, relay.summary)
@@ -280,15 +326,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetCapacityResponse:
         """Says what every executor of the caller's models holds and what waits; never whose it is."""
         caller = self._caller(context)
-        wanted = [model_of(caller, request.model)] if request.model else self._seen_by(caller)
-        pools = {pool.name: pool for name in wanted for pool in self._pools.find_all(name, caller.models)}
         response = inference_pb2.GetCapacityResponse()
-        for _, pool in sorted(pools.items()):
+        for pool in self._pools.seen_by(caller, request.model):
             add_capacity(response, pool, await pool.dispatcher.snapshot())
+        names = self._pools.names_seen_by(caller, request.model)
         for name, variants in sorted(self._pools.variants.items()):
-            if name in wanted:
+            if name in names:
                 response.variants.extend(self._meters.to_proto(name, variants))
         return response
+
+    async def GetStats(self, request: inference_pb2.GetStatsRequest, context: Context) -> None:
+        """Tells again and again how everything stands, until the caller goes, is let in no longer, or the router
+        stops."""
+        caller = self._caller(context)
+        async with aclosing(self._stats.watch(request, caller)) as stats:
+            async for response in stats:
+                if self._caller(context) != caller:
+                    raise RequestError(Reason.UNAUTHENTICATED, "what the caller may see has changed; call again")
+                await context.write(response)
 
 
 def sticky_key(request: inference_pb2.GenerateRequest) -> str:

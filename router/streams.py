@@ -19,6 +19,7 @@ from inflight.v1 import executor_pb2, types_pb2
 
 from common.errors import RequestError
 from router.frames import FrameError, context_of
+from router.observing import CANCELLED, NOBODY, RequestFacts, RequestRecord, outcome_of
 from router.reading import Reading
 from router.refusals import taken_over
 from router.store.types import Demand, Ending, Placement, Queued
@@ -75,8 +76,10 @@ class RequestStream:
         deadline: float | None = None,
         prior_ids: Sequence[int] = (),
         reading: Reading | None = None,
+        record: RequestRecord | None = None,
     ) -> None:
         self.request_id = demand.request_id
+        self.record = record or NOBODY.follow(RequestFacts())
         self.reading = reading
         self.deadline = deadline
         self._demand = demand
@@ -118,9 +121,7 @@ class RequestStream:
         # It ran before this router had it: when its first token came is not known.
         self._has_unknown_past = False
         self._num_before_placement = 0
-        self._accepted = False
-        self._started = False
-        self._paused = False
+        self._accepted = self._started = self._paused = False
         self._queued: Queued | None = None
         self._num_taken = 0
         self._changed = asyncio.Event()
@@ -220,9 +221,11 @@ class RequestStream:
             self.num_migrations += 1
         self._make_current(placement)
         self._num_before_placement = len(self.output_ids)
+        self.record.placed(placement.executor_id, placement.attempt)
         submit = executor_pb2.Submit()
         submit.CopyFrom(self._submit)
         submit.attempt = placement.attempt
+        submit.traceparent = self.record.traceparent
         submit.reserved_blocks = placement.blocks or self._demand.blocks
         if self.deadline is not None:
             submit.deadline_ms = max(1, round((self.deadline - time.monotonic()) * 1000))
@@ -237,6 +240,7 @@ class RequestStream:
         if not self.has_ended:  # what comes behind the end is dropped
             self.output_ids.clear()
         self._has_unknown_past = has_started
+        self.record.adopted(has_started)
         self.accept()
         if has_started:
             self._has_boarded = self._started = True
@@ -278,6 +282,7 @@ class RequestStream:
             self._has_boarded = True
             self.clock.boarded = time.monotonic()
             self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
+            self.record.boarded(self.num_cached_tokens)
         self._is_paused = False
         self._started = True
         self._changed.set()
@@ -323,12 +328,28 @@ class RequestStream:
         if not self.has_ended:
             self._end = end
             self._changed.set()
+            self._record_end(outcome_of(end.reason))
 
     def fail(self, error: RequestError) -> None:
         """The request cannot go on."""
         if not self.has_ended:
             self._error = error
             self._changed.set()
+            if self.is_let_go:
+                self.record.left()
+            else:
+                self._record_end(error.reason.value, is_error=True)
+
+    def forget(self) -> None:
+        """This router serves it no longer. Without an end it is one that its client gave up while it waited."""
+        self.forgotten.set()
+        if not self.has_ended:
+            self._record_end(CANCELLED)
+
+    def _record_end(self, outcome: str, *, is_error: bool = False) -> None:
+        first, last = self.clock.first_token, self.clock.last_token
+        decode_s = None if first is None or last is None else last - first
+        self.record.ended(outcome, len(self.output_ids), decode_s, is_error=is_error)
 
     async def next(self, reader: int = 0) -> News:
         """Waits for news and takes them all. Raises `RequestError` TAKEN_OVER where another reader came."""

@@ -7,9 +7,8 @@ them, so a wrong token anywhere shows. A `Brake` holds an executor's device, so 
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -21,11 +20,14 @@ from inflight.v1 import (
     inference_pb2_grpc,
     types_pb2,
 )
+from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from common.server import GrpcServer
+from common.tracing import NO_TRACING, Tracing
 from executor.blocks import BlockPool
 from executor.engine import Engine
 from executor.engine_output import EngineOutput
@@ -38,17 +40,12 @@ from executor.service import ExecutorService, Identity
 from executor.session import PROTOCOL_VERSION
 from executor.submission import SubmissionLimits
 from executor.watchdog import watch
-from router.admission_file import AdmissionFile
-from router.dispatch import Dispatcher
-from router.doors import Doors
-from router.main import resume_tokens, store_settings_of
-from router.pools import Pool, Pools
+from router.parts import RouterParts, build
+from router.pools import Pools
 from router.resume_secret import ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
-from router.store.connection import connect
-from router.store.secret import learn_secret
-from router.store.store import AdmissionStore
+from router.stats import StatsSource
 from router.text.tokenizer import TextModel
 from tests.fake_device import VOCABULARY_SIZE, FakeDevice
 
@@ -161,11 +158,34 @@ class RunningRouter:
 
     address: str
     stub: inference_pb2_grpc.InferenceServiceStub
-    pools: Pools
-    server: GrpcServer
-    service: InferenceService
-    tokens: ResumeTokens
+    parts: RouterParts
+    registry: CollectorRegistry
     work: asyncio.Task[None]
+
+    @property
+    def pools(self) -> Pools:
+        """Its models."""
+        return self.parts.pools
+
+    @property
+    def service(self) -> InferenceService:
+        """What clients call."""
+        return self.parts.service
+
+    @property
+    def server(self) -> GrpcServer:
+        """Where they call it."""
+        return self.parts.server
+
+    @property
+    def stats(self) -> StatsSource:
+        """How everything stands."""
+        return self.parts.stats
+
+    @property
+    def tokens(self) -> ResumeTokens:
+        """Its resume tokens."""
+        return self.parts.tokens
 
     async def kill(self) -> None:
         """Ends it as a crash looks to others: nothing is told to the ledger or to executors any more."""
@@ -191,6 +211,7 @@ async def start_executor(
     *,
     keeping: Keeping | None = None,
     watchdog_s: float | None = None,
+    tracing: Tracing = NO_TRACING,
 ) -> RunningExecutor:
     """Starts an executor on a free port, or on the port given; without `watchdog_s` it may stand still."""
     loop = asyncio.get_running_loop()
@@ -215,7 +236,7 @@ async def start_executor(
     device = BrakedDevice(FakeDevice(pool), brake)
     engine = Engine(scheduler, device, publish, lambda error: None, overlap=shape.overlap)
     identity = _identity(name, model, shape, generation, limits)
-    service = ExecutorService(identity, engine, keeping)
+    service = ExecutorService(identity, engine, keeping, tracing=tracing)
     server = GrpcServer(["inflight.v1.ExecutorService"])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(f"127.0.0.1:{port}")
@@ -275,40 +296,21 @@ async def run_router(
 ) -> AsyncIterator[RunningRouter]:
     """A router of one model, ready to be called once an executor is linked."""
     settings = settings or RouterSettings(no_executor_grace_s=1.0)
-    store_settings = store_settings_of(settings)
-    admission = AdmissionFile.open(settings.admission_file, frozenset({model}))
-    redis = connect(redis_url, store_settings)
-
-    tokens = resume_tokens(settings, functools.partial(learn_secret, redis, store_settings))
-
-    def open_store(on_event: Callable[..., None]) -> AdmissionStore:
-        return AdmissionStore(redis, model, name, store_settings, on_event)
-
-    dispatcher = Dispatcher(
-        open_store,
-        settings.max_attempts,
-        settings.no_executor_grace_s,
-        settings.queue_event_interval_s,
-        settings.resume_ttl_s,
-        tokens.check_again,
-    )
-    pools = Pools([Pool(model, TextModel(tiny_tokenizer()), dispatcher)], name, lambda: admission.rules.variants)
-    server = GrpcServer(["inflight.v1.InferenceService"])
-    service = InferenceService(pools, settings, admission, Doors(settings).door, tokens)
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
-    address = await server.start("127.0.0.1:0")
-    work = asyncio.create_task(_work(pools, tokens, addresses))
+    own = {"redis_url": SecretStr(redis_url), "router_id": name}
+    registry = CollectorRegistry()
+    parts = build(settings.model_copy(update=own), {model: TextModel(tiny_tokenizer())}, registry)
+    address = await parts.server.start("127.0.0.1:0")
+    work = asyncio.create_task(_work(parts.pools, parts.tokens, addresses))
     async with grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
         try:
-            yield RunningRouter(
-                address, inference_pb2_grpc.InferenceServiceStub(channel), pools, server, service, tokens, work
-            )
+            yield RunningRouter(address, stub, parts, registry, work)
         finally:
-            await server.grpc.stop(None)
+            await parts.server.grpc.stop(None)
             work.cancel()
             with suppress(asyncio.CancelledError):
                 await work
-            await redis.aclose()
+            await parts.ledgers.aclose()
 
 
 @asynccontextmanager

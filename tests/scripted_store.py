@@ -18,12 +18,15 @@ from router.admission_file import AdmissionFile
 from router.admission_rules import NO_RULES, AdmissionRules
 from router.callers import OpenDoor
 from router.dispatch import Dispatcher
+from router.latencies import Latencies
 from router.links import ExecutorLink
 from router.pools import Pool, Pools
 from router.reading import Deadlines, Reading
 from router.resume_secret import ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
+from router.stats import StatsSource
+from router.store.snapshot import Snapshot
 from router.store.store import AdmissionStore
 from router.store.types import (
     Attempt,
@@ -35,7 +38,6 @@ from router.store.types import (
     Placement,
     Queued,
     ReportOutcome,
-    Snapshot,
     StoreEvent,
 )
 from router.streams import RequestStream
@@ -97,7 +99,7 @@ class ScriptedStore:
     async def explain(self, request_id: str) -> Explanation | None:
         return self.explanations.get(request_id)
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self, max_lines: int = 0) -> Snapshot:
         return Snapshot((), ())
 
     def _answer(self) -> Any:
@@ -116,7 +118,10 @@ class ScriptedRouter:
         self.admission = AdmissionFile(None, rules)
         self.pools = Pools([self._pool(model) for model in models], "router", lambda: self.admission.rules.variants)
         self.tokens = ResumeTokens(b"secret")
-        self.service = InferenceService(self.pools, RouterSettings(), self.admission, OpenDoor(), self.tokens)
+        self.stats = StatsSource(self.pools, "router", Latencies(models))
+        self.service = InferenceService(
+            self.pools, RouterSettings(), self.admission, OpenDoor(), self.tokens, self.stats
+        )
 
     def _pool(self, model: str) -> Pool:
         def open_store(on_event: Callable[[StoreEvent], None]) -> AdmissionStore:

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import Reason
+from router.store.snapshot import ClassQueue, EstimateQuality, ExecutorStanding, Snapshot, TenantLine
 from router.store.types import (
     Adopted,
     CancelAsked,
     Cancelled,
     CancelOutcome,
-    ClassQueue,
     Dropped,
     DropReason,
     Duplicate,
-    EstimateQuality,
-    ExecutorStanding,
     Explanation,
     HandBackRefusal,
     Lost,
@@ -27,7 +25,6 @@ from router.store.types import (
     Queued,
     Refused,
     RequestState,
-    Snapshot,
     StoreEvent,
     TakenOver,
     WaitReason,
@@ -185,6 +182,7 @@ def parse_snapshot(reply: Reply) -> Snapshot:
         tuple(ExecutorStanding(**one) for one in found["executors"]),
         tuple(ClassQueue(*one) for one in found["queues"]),
         EstimateQuality(*found["estimates"]),
+        tuple(TenantLine(*one) for one in found["lines"]),
     )
 
 

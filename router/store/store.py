@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from router.store.replies import (
     parse_submit,
 )
 from router.store.settings import StoreSettings
+from router.store.snapshot import Snapshot
 from router.store.tenures import StoreClock, Tenures
 from router.store.types import (
     Adopted,
@@ -53,7 +55,7 @@ from router.store.types import (
     Refused,
     ReportOutcome,
     RequestState,
-    Snapshot,
+    StoreCall,
     StoreEvent,
 )
 
@@ -87,7 +89,8 @@ class AdmissionStore:
 
     `redis` comes from `connect`. `router_id` is new at every start of the router: its mailbox is read from the
     beginning. `on_event` must not raise; what it is told comes exactly once, but may come before the call that
-    caused it returns. A `Placement` of a request that the router no longer serves is to be settled.
+    caused it returns. A `Placement` of a request that the router no longer serves is to be settled. `on_call` is told,
+    in the caller's context, of every call of a script when it is over.
     """
 
     def __init__(
@@ -98,12 +101,14 @@ class AdmissionStore:
         settings: StoreSettings,
         on_event: Callable[[StoreEvent], None],
         scripts: dict[str, Script] | None = None,
+        on_call: Callable[[StoreCall], None] = lambda call: None,
     ) -> None:
         self._redis = redis
         self._keys = PoolKeys(pool)
         self._router_id = router_id
         self._settings = settings
         self._on_event = on_event
+        self._on_call = on_call
         self._tenures = Tenures(on_event)
         self._clock = StoreClock()
         self._scripts = scripts or load_scripts()
@@ -234,9 +239,9 @@ class AdmissionStore:
         """Removes executors and routers whose lease has lapsed. What that leaves, the next reap does."""
         await self._detached(self._reap())
 
-    async def snapshot(self) -> Snapshot:
-        """The pool as it is now."""
-        reply, _ = await self._detached(self._operate("snapshot"))
+    async def snapshot(self, max_lines: int = 0) -> Snapshot:
+        """The pool as it is now, with at most so many lines of tenants."""
+        reply, _ = await self._detached(self._operate("snapshot", max_lines))
         return parse_snapshot(reply)
 
     # How a script is called ------------------------------------------------------------------------------------
@@ -317,11 +322,16 @@ class AdmissionStore:
     async def _call(self, operation: _Operation, name: str, args: Sequence[Argument]) -> Reply:
         keys = self._keys.for_script(tuple(sorted(operation.mailboxes)))
         call = self._scripts[name].run(self._redis, keys, [self._router_id, *args])
+        began, succeeded = time.monotonic(), False
         try:
             reply = parse_reply(await answered(call, self._settings))
+            succeeded = True
         except RequestError:
             self._missed_reply = True  # with placements, it may be, or the word that the lease has lapsed
             raise
+        finally:
+            ended = time.monotonic()
+            self._on_call(StoreCall(name, ended, ended - began, succeeded))
         self._clock.observe(reply.now_ms)
         operation.mailboxes.update(reply.missing)
         self._deliver(operation, reply)

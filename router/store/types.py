@@ -341,46 +341,10 @@ StoreEvent = Placement | Lost | CancelAsked | PreemptAsked | Cancelled | Dropped
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutorStanding:
-    """How the ledger has an executor. `live`: it reported within the last 2 s."""
+class StoreCall:
+    """A call of a script that is over; `ended` is on `time.monotonic`'s clock."""
 
-    executor_id: str
-    generation: int
-    budget_blocks: int
-    total_blocks: int
-    budget_sequences: int
-    reserved_blocks: int
-    reserved_sequences: int
-    accepting: bool
-    live: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ClassQueue:
-    """What waits in one class."""
-
-    num_requests: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class EstimateQuality:
-    """How well waits were foretold: the mean relative error, and what raw estimates are multiplied by."""
-
-    num_estimates: int
-    mean_error: float
-    correction: float
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The pool at one moment: executors by id, and what waits per class, first class first."""
-
-    executors: tuple[ExecutorStanding, ...]
-    queues: tuple[ClassQueue, ...]
-    estimates: EstimateQuality = EstimateQuality(0, 0.0, 1.0)
-
-    @property
-    def num_waiting(self) -> tuple[int, ...]:
-        """Requests that wait, per class."""
-        return tuple(queue.num_requests for queue in self.queues)
+    script: str
+    ended: float
+    seconds: float
+    succeeded: bool

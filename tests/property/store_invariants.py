@@ -77,7 +77,7 @@ def _check_tenants(records: Records, waiting: dict[str, Any], placed: dict[str, 
         own = [one for one in waiting.values() if one["tenant"] == name]
         running = sum(one["sequences"] for one in placed.values() if one["tenant"] == name)
         assert (tenant["waiting"], tenant["running"]) == (len(own), running)
-        assert tenant["tokens"] == sum(map(_tokens, own))
+        assert tenant["tokens"] == [sum(_tokens(one) for one in own if one["class"] == class_) for class_ in CLASSES]
         assert tenant["bytes"] == sum(one["bytes"] for one in own)
         assert tenant["lines"] == [sum(one["class"] == class_ for one in own) for class_ in CLASSES]
         assert tenant["active"] == (bool(own) and running < tenant["max_running"])

@@ -47,7 +47,7 @@ def id_forms(token_ids: Sequence[int]) -> Iterator[bytes]:
             yield separator.join(map(str, ids)).encode()
 
 
-def settings_of(folder: Path) -> tuple[str, ...]:
+def settings_of(folder: Path, log_format: str) -> tuple[str, ...]:
     keys, jwks = folder / "keys.toml", folder / "jwks.json"
     keys.write_text(key_entry(KEY, id='"the-key"', classes='["standard"]'))
     write_jwks(jwks, public_jwk(ec_key(), "one"))
@@ -62,6 +62,8 @@ def settings_of(folder: Path) -> tuple[str, ...]:
         "0.1",
         "--log-level",
         "debug",
+        "--log-format",
+        log_format,
     )
 
 
@@ -131,9 +133,16 @@ def stub_of_bytes(stub: Any) -> Any:
 
 
 @pytest.mark.slow
-async def test_no_prompt_output_or_credential_is_in_any_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("log_format", ["text", "json"])
+async def test_no_prompt_output_or_credential_is_in_any_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_format: str
+) -> None:
     monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
-    options = StackOptions(router_args=settings_of(tmp_path), executor_args=EXECUTOR_ARGS, run_dir=tmp_path / "run")
+    options = StackOptions(
+        router_args=settings_of(tmp_path, log_format),
+        executor_args=(*EXECUTOR_ARGS, "--log-format", log_format),
+        run_dir=tmp_path / "run",
+    )
     token = Signer(ec_key(), "ES256").token(sub="subject-Zyx77344")
     # Given requests that succeed, fail, and are cancelled
     async with LocalStack(options) as stack, routers_of(stack) as channel:
@@ -173,7 +182,7 @@ async def test_no_prompt_output_or_credential_is_in_any_log(tmp_path: Path, monk
     ]
     assert not found, "\n".join(found)
     router_log = next(path.read_text() for path in logs if path.name.startswith("router"))
-    assert "DEBUG" in router_log
+    assert {"text": " DEBUG ", "json": '"level": "debug"'}[log_format] in router_log
     assert "a caller is not let in" in router_log
     assert USER_METADATA in router_log  # which is for the log, and shows that what is there is found
 

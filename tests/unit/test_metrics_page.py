@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from common.metrics_page import Refresh, exposition, metrics_route
+from common.metrics_page import Refresh, exposition, metrics_route, new_registry
 
 # What Prometheus 3 and 2 send.
 PROMETHEUS_3 = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;q=0.4"
@@ -17,7 +17,7 @@ PROMETHEUS_2 = "application/openmetrics-text;version=1.0.0,application/openmetri
 
 
 def registry() -> CollectorRegistry:
-    found = CollectorRegistry()
+    found = new_registry()
     Counter("cars_total", "Cars.", ["color"], registry=found).labels("red").inc(3)
     Gauge("speed", "Speed.", registry=found).set(50)
     return found
@@ -44,6 +44,11 @@ def test_everybody_else_gets_text(accept: str) -> None:
     assert samples["speed"] == 50.0
 
 
+def test_a_counter_is_one_series() -> None:
+    content, _ = exposition(registry(), "", [])
+    assert "_created" not in content.decode()
+
+
 def test_a_page_of_some_names_has_only_these() -> None:
     with TestClient(app(registry())) as client:
         answer = client.get("/metrics", params={"name[]": ["speed"]})
@@ -54,7 +59,7 @@ def test_a_page_of_some_names_has_only_these() -> None:
 
 
 def test_what_has_to_be_looked_up_is_looked_up_before_each_page() -> None:
-    found = CollectorRegistry()
+    found = new_registry()
     looks = Counter("looks_total", "Looks.", registry=found)
 
     async def look() -> None:

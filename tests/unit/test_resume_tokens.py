@@ -101,7 +101,7 @@ async def test_without_a_secret_nothing_is_begun() -> None:
     router = ScriptedRouter("m")
     router.link("e0", "m")
     tokens = ResumeTokens(None)
-    router.service = InferenceService(router.pools, RouterSettings(), router.admission, _Open(), tokens)
+    router.service = InferenceService(router.pools, RouterSettings(), router.admission, _Open(), tokens, router.stats)
     with pytest.raises(RequestError) as caught:
         await router.service.Generate(token_request([1], 2), cast(Any, Context()))
     assert caught.value.reason is Reason.STORE_UNAVAILABLE

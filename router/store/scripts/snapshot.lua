@@ -1,10 +1,10 @@
 -- snapshot: the pool at one moment, for people and gauges.
 --
 -- KEYS        the pool's keys
--- ARGV        [1] caller
+-- ARGV        [1] caller  [2] most lines of tenants to tell of; none where it is left out
 -- returns     {'SNAPSHOT', JSON}: executors with how they stand, requests and tokens that wait per class, how true
---             estimates were
--- complexity  O(E) for E executors
+--             estimates were; of so many lines class, tenant, requests, tokens, milliseconds that the first has waited
+-- complexity  O(E + L · log N) for E executors and L lines
 local found, names = {}, redis.call('HKEYS', EXECUTORS)
 table.sort(names)
 for i, id in ipairs(names) do
@@ -16,10 +16,32 @@ for i, id in ipairs(names) do
     accepting = executor.accepting, live = NOW - executor.last_report_ms <= SILENT_MS,
   }
 end
+-- Lines in order of class and tenant: a class has them one behind the other.
+local function lines(most)
+  local told = {}
+  for class = 1, NUM_CLASSES do
+    local from = '-'
+    while #told < most do
+      local member = redis.call('ZRANGEBYLEX', KEYS[WAITING + class], from, '+', 'LIMIT', '0', '1')[1]
+      if not member then
+        break
+      end
+      local name = member:match('^[^%z]*')
+      local tenant, first = load_tenant(name), load_request(id_in_line(name, member))
+      told[#told + 1] = {
+        class, name, tenant.lines[class], tenant.tokens[class], first and NOW - first.since_ms or 0,
+      }
+      from = '(' .. name .. '\1'
+    end
+  end
+  return told
+end
+
 local queues = {}
 for class = 1, NUM_CLASSES do
   queues[class] = {redis.call('ZCARD', KEYS[WAITING + class]), state.tokens[class]}
 end
 return finish({'SNAPSHOT', cjson.encode({
   executors = found, queues = queues, estimates = {state.num_estimates, state.error, state.correction},
+  lines = lines(tonumber(ARGV[2] or '0')),
 })})

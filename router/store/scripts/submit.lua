@@ -108,7 +108,7 @@ end
 local function exceeded(tenant)
   local tokens = state.tokens[1] + state.tokens[2] + state.tokens[3]
   return tenant.waiting > max_requests and 'tenant max_queue_requests'
-    or tenant.tokens > max_tokens and 'tenant max_queue_tokens'
+    or tenant.tokens[1] + tenant.tokens[2] + tenant.tokens[3] > max_tokens and 'tenant max_queue_tokens'
     or tenant.bytes > max_bytes and 'tenant max_queue_bytes'
     or state.waiting > max_pool_requests and 'max_queue_requests'
     or tokens > max_pool_tokens and 'max_queue_tokens'

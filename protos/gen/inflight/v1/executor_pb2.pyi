@@ -349,12 +349,14 @@ class DrainResponse(_message.Message):
     def __init__(self, num_held: _Optional[int] = ...) -> None: ...
 
 class WatchStepsRequest(_message.Message):
-    __slots__ = ("interval_ms", "want_sequences")
+    __slots__ = ("interval_ms", "want_sequences", "after_iter")
     INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     WANT_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    AFTER_ITER_FIELD_NUMBER: _ClassVar[int]
     interval_ms: int
     want_sequences: bool
-    def __init__(self, interval_ms: _Optional[int] = ..., want_sequences: _Optional[bool] = ...) -> None: ...
+    after_iter: int
+    def __init__(self, interval_ms: _Optional[int] = ..., want_sequences: _Optional[bool] = ..., after_iter: _Optional[int] = ...) -> None: ...
 
 class WatchStepsResponse(_message.Message):
     __slots__ = ("generation", "iterations", "sequences")

@@ -20,7 +20,7 @@
 --  has_old_prefixes? unboarded? remember_ms tenant_cursor$ sweep_cursor$ claims$
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
 --  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? claim$
---@record tenant counter weight lines[3] listed[3] active? waiting tokens bytes running max_running output_share \
+--@record tenant counter weight lines[3] listed[3] active? waiting tokens[3] bytes running max_running output_share \
 --  request_ms token_ms ms_per_token used_ms
 --@record request state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ blamed$ class asked_class deadline_in_ms deadline_ms \
 --  order_ms since_ms arrival blocks sequences prompt max output block_size bytes attempt strikes counted \
@@ -131,7 +131,7 @@ local function load_tenant(name)
     local text = redis.call('HGET', TENANTS, name)
     tenant = text and unpack_tenant(text) or {
       counter = 0, weight = 1, lines = {0, 0, 0}, listed = {math.huge, math.huge, math.huge}, active = false,
-      waiting = 0, tokens = 0, bytes = 0, running = 0, max_running = math.huge, output_share = state.output_share,
+      waiting = 0, tokens = {0, 0, 0}, bytes = 0, running = 0, max_running = math.huge, output_share = state.output_share,
       request_ms = 0, token_ms = 0, ms_per_token = 0, used_ms = NOW,
     }
     tenants[name] = tenant

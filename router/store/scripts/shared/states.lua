@@ -33,9 +33,9 @@ end
 local function count_waiting(request, sign, class)
   class = class or request.class
   local tenant, tokens = load_tenant(request.tenant), request.prompt + request.max
-  tenant.waiting, tenant.tokens = tenant.waiting + sign, tenant.tokens + sign * tokens
-  tenant.bytes = tenant.bytes + sign * request.bytes
+  tenant.waiting, tenant.bytes = tenant.waiting + sign, tenant.bytes + sign * request.bytes
   tenant.lines[class] = tenant.lines[class] + sign
+  tenant.tokens[class] = tenant.tokens[class] + sign * tokens
   state.waiting, state.bytes = state.waiting + sign, state.bytes + sign * request.bytes
   state.tokens[class] = state.tokens[class] + sign * tokens
   save_tenant(request.tenant, tenant)

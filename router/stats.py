@@ -1,0 +1,116 @@
+"""How everything stands, told again and again: `GetStats` and the board.
+
+Merges what links, the ledger, executors' steps and this router's own latencies say. Nothing is asked while nobody
+watches; the ledger is asked once for all watchers and executors' steps come once for all of them. A watcher that is
+slow gets the newest when it comes back, for each message is made when it is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+
+from inflight.v1 import inference_pb2
+
+from common.errors import FieldViolation, invalid
+from common.time_of_day import unix_ms
+from router.callers import Caller
+from router.capacity import executor_capacities
+from router.latencies import Latencies
+from router.ledger_look import LedgerLook
+from router.pools import Pool, Pools
+from router.stats_view import seen_queues, seen_sequence
+from router.step_feeds import StepFeeds, Subscription, Wants
+from router.store.snapshot import Snapshot
+
+DEFAULT_INTERVAL_MS = 1000
+MIN_INTERVAL_MS = 50
+MAX_INTERVAL_MS = 60_000
+# That the first message waits for executors to begin to tell.
+BEGIN_S = 0.5
+NOTHING_KNOWN = Snapshot((), ())
+
+
+class StatsSource:
+    """All who watch. `close` ends what they watch."""
+
+    def __init__(self, pools: Pools, router_id: str, latencies: Latencies) -> None:
+        self._pools = pools
+        self._router_id = router_id
+        self._latencies = latencies
+        self._looks = {name: LedgerLook(pool.dispatcher.snapshot) for name, pool in pools.by_name.items()}
+        self._feeds = StepFeeds()
+        self._intervals_ms: Counter[int] = Counter()
+        self._closing = asyncio.Event()
+
+    @property
+    def num_watchers(self) -> int:
+        """Who watches."""
+        return self._intervals_ms.total()
+
+    def close(self) -> None:
+        """Ends everybody's stream."""
+        self._closing.set()
+
+    async def watch(
+        self, request: inference_pb2.GetStatsRequest, caller: Caller
+    ) -> AsyncGenerator[inference_pb2.GetStatsResponse]:
+        """How everything stands that the caller may see, now and then once in each interval, for as long as somebody
+        asks for more. To be closed in the end (`contextlib.aclosing`). Raises `RequestError`."""
+        interval_ms = _interval_ms(request)
+        pools = self._pools.seen_by(caller, request.model)
+        wants = Wants(interval_ms, request.want_sequences)
+        subscription = Subscription(self._feeds, wants)
+        wants_steps = request.want_iterations or request.want_sequences
+        self._intervals_ms[interval_ms] += 1
+        try:
+            if wants_steps:
+                subscription.follow([link for pool in pools for link in pool.links])
+                await subscription.begun(min(BEGIN_S, interval_ms / 1000))
+            while not self._closing.is_set():
+                snapshots = await self._look(pools)
+                if wants_steps:
+                    subscription.follow([link for pool in pools for link in pool.links])
+                yield self._response(request, pools, snapshots, subscription, caller)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), interval_ms / 1000)
+        finally:
+            subscription.close()
+            self._intervals_ms[interval_ms] -= 1
+            self._intervals_ms += Counter()
+
+    async def _look(self, pools: Sequence[Pool]) -> list[Snapshot]:
+        """What the ledgers say; nothing is known of one that is away."""
+        max_age_s = min(self._intervals_ms) / 1000
+        found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
+        return [snapshot or NOTHING_KNOWN for snapshot in found]
+
+    def _response(
+        self,
+        request: inference_pb2.GetStatsRequest,
+        pools: Sequence[Pool],
+        snapshots: Sequence[Snapshot],
+        subscription: Subscription,
+        caller: Caller,
+    ) -> inference_pb2.GetStatsResponse:
+        response = inference_pb2.GetStatsResponse(router_id=self._router_id, timestamp_ms=unix_ms())
+        for pool, snapshot in zip(pools, snapshots, strict=True):
+            for link, capacity in executor_capacities(pool, snapshot):
+                iterations, held = subscription.of(link)
+                response.executors.add(
+                    capacity=capacity,
+                    iterations=iterations if request.want_iterations else (),
+                    sequences=[seen_sequence(one, caller) for one in held] if request.want_sequences else (),
+                )
+            response.queues.extend(seen_queues(pool.name, snapshot, caller))
+            response.latencies.append(self._latencies.by_model[pool.name].to_proto(pool.name))
+        return response
+
+
+def _interval_ms(request: inference_pb2.GetStatsRequest) -> int:
+    interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
+    if not MIN_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
+        raise invalid(FieldViolation("interval_ms", f"must be from {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}"))
+    return interval_ms

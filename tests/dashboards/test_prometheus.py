@@ -1,0 +1,108 @@
+"""A real Prometheus scrapes real processes, answers every panel and loads the alerts; a script draws it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import urllib.parse
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client.stack.ports import free_ports
+from tests.dashboards.conftest import Watched
+from tests.dashboards.queries import FOLDER, REPOSITORY, alerts, panel_queries, panels
+from tests.http_pages import page
+
+pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+
+CONFIGURATION = """
+global: {{scrape_interval: 500ms, evaluation_interval: 1s}}
+rule_files: [{rules}]
+scrape_configs:
+  - job_name: inflight
+    static_configs: [{{targets: {targets}}}]
+"""
+WAIT_S = 60.0
+
+
+class Prometheus:
+    """One that runs, by its HTTP API."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    async def query(self, expression: str) -> list[Any]:
+        """The samples of now."""
+        found = await self._ask("query", query=expression)
+        result: list[Any] = found["result"]
+        return result
+
+    async def rules(self) -> set[str]:
+        """Names of the rules that it evaluates."""
+        groups = (await self._ask("rules"))["groups"]
+        return {rule["name"] for group in groups for rule in group["rules"]}
+
+    async def _ask(self, what: str, **asked: str) -> Any:
+        _, text = await page(self.address, f"/api/v1/{what}?{urllib.parse.urlencode(asked)}")
+        return json.loads(text)["data"]
+
+    async def until(self, expression: str, is_enough: Any) -> None:
+        """Waits until the samples are enough; before it serves there are none."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                try:
+                    if is_enough(await self.query(expression)):
+                        return
+                except OSError:
+                    pass
+                await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def run_prometheus(folder: Path, targets: Sequence[str]) -> AsyncIterator[Prometheus]:
+    """Prometheus with its files in `folder`."""
+    (port,) = free_ports("127.0.0.1", 1)
+    (folder / "prometheus.yml").write_text(
+        CONFIGURATION.format(rules=FOLDER / "alerts.yaml", targets=json.dumps(list(targets)))
+    )
+    address = f"127.0.0.1:{port}"
+    flags = ["--config.file=prometheus.yml", "--storage.tsdb.path=.", f"--web.listen-address={address}"]
+    with (folder / "log").open("w") as log:
+        process = await asyncio.create_subprocess_exec("prometheus", *flags, cwd=folder, stderr=log, stdout=log)
+    try:
+        yield Prometheus(address)
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="session")
+async def test_prometheus_answers_every_panel_and_a_script_draws_them(watched: Watched, tmp_path: Path) -> None:
+    async with run_prometheus(tmp_path, watched.targets) as prometheus:
+        await prometheus.until("min_over_time(up[1m])", lambda up: len(up) == len(watched.targets))
+        await watched.ask()
+        await prometheus.until(
+            "count_over_time(up[1m])", lambda counts: all(float(one["value"][1]) >= 4 for one in counts)
+        )
+        answered = {query.where for query in panel_queries() if await prometheus.query(query.text)}
+        assert answered == {panel["title"] for panel in panels()}
+        assert await prometheus.rules() == {rule["alert"] for rule in alerts()}
+        picture = tmp_path / "dashboard.png"
+        await asyncio.to_thread(draw, prometheus.address, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def draw(address: str, picture: Path) -> None:
+    script = REPOSITORY / "deploy" / "dashboards" / "render.py"
+    flags = ["--prometheus", f"http://{address}", "--minutes", "1", "--output", str(picture)]
+    drawn = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, timeout=120)
+    assert drawn.returncode == 0, drawn.stderr
+    assert "0 without figures" in drawn.stdout

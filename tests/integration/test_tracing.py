@@ -1,0 +1,141 @@
+"""One trace from a client's own span to the executor's steps, as a real collector receives it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from client.aio import Client
+from client.errors import InflightError
+from common.errors import Reason
+from common.settings import SettingError
+from common.tracing import Tracing, open_tracing, traceparent_of
+from router.settings import RouterSettings
+from tests.cluster import ExecutorShape, run_router, start_executor, until_ready
+from tests.collector import CollectedSpan, Collector, run_collector
+
+SHAPE = ExecutorShape()
+
+
+class Traced:
+    """A router and an executor that send their spans to one collector, and so do their clients."""
+
+    def __init__(self, redis_url: str, model: str) -> None:
+        self.redis_url = redis_url
+        self.model = model
+
+    async def run(self, collector: Collector, ask: Any) -> None:
+        """Has `ask(address, tracing)` done, and all spans sent."""
+        executors = open_tracing("executor", "e", collector.address)
+        clients = open_tracing("client", "c", collector.address)
+        executor = await start_executor("executor-0", self.model, SHAPE, tracing=executors)
+        settings = RouterSettings(no_executor_grace_s=1.0, otlp_endpoint=collector.address)
+        try:
+            async with run_router("r", self.model, self.redis_url, [executor.address], settings) as router:
+                await until_ready(router, 1)
+                await ask(router.address, clients)
+                await asyncio.wait_for(router.pools.by_name[self.model].dispatcher.emptied(), 20)
+                await router.parts.tracing.aclose()
+        finally:
+            await executor.stop()
+            for tracing in (executors, clients):
+                await tracing.aclose()
+
+
+def ask_within_a_span() -> Any:
+    async def ask(address: str, tracing: Tracing) -> None:
+        async with Client(address) as client:
+            with tracing.tracer.start_as_current_span("the user's own"):
+                await client.complete(token_ids=[1, 2, 3, 4, 0], max_tokens=6, ignore_eos=True)
+
+    return ask
+
+
+async def test_one_trace_spans_client_router_redis_and_executor(redis_url: str, pool: str) -> None:
+    async with run_collector() as collector:
+        await Traced(redis_url, pool).run(collector, ask_within_a_span())
+    (own,) = collector.named("the user's own")
+    assert {one.span.trace_id for one in collector.spans} == {own.span.trace_id}
+    assert collector.children_of(own) == ["inflight.generate"]
+    (call,) = collector.named("inflight.generate")
+    assert collector.children_of(call) == [
+        "inflight.tokenize",
+        "inflight.ledger submit",
+        "inflight.queue",
+        "inflight.placement",
+    ]
+    (placement,) = collector.named("inflight.placement")
+    assert collector.children_of(placement) == ["inflight.sequence"]
+    (sequence,) = collector.named("inflight.sequence")
+    assert collector.children_of(sequence) == ["inflight.prefill", "inflight.decode"]
+    services = {one.span.name: one.service for one in collector.spans}
+    assert services["inflight.ledger submit"] == "inflight-router"
+    assert services["inflight.sequence"] == "inflight-executor"
+
+
+async def test_spans_say_how_much_and_how_it_ended(redis_url: str, pool: str) -> None:
+    async with run_collector() as collector:
+        await Traced(redis_url, pool).run(collector, ask_within_a_span())
+
+    def attributes(name: str) -> dict[str, Any]:
+        one: CollectedSpan = collector.named(name)[0]
+        return one.attributes
+
+    call = attributes("inflight.generate")
+    assert call["gen_ai.request.model"] == pool
+    assert call["gen_ai.operation.name"] == "text_completion"
+    assert (call["gen_ai.usage.input_tokens"], call["gen_ai.usage.output_tokens"]) == (5, 6)
+    assert call["gen_ai.response.finish_reasons"] == ["length"]
+    assert attributes("inflight.placement")["inflight.executor_id"] == "executor-0"
+    assert attributes("inflight.ledger submit")["db.system.name"] == "redis"
+    assert attributes("inflight.prefill")["gen_ai.usage.input_tokens"] == 5
+    assert attributes("inflight.decode")["gen_ai.usage.output_tokens"] == 5
+    # And no event of any span holds a text
+    assert {e.name for one in collector.spans for e in one.span.events} <= {"boarded", "first token sent"}
+
+
+async def test_request_that_its_client_does_not_sample_is_traced_nowhere(redis_url: str, pool: str) -> None:
+    unsampled = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-00"
+
+    async def ask(address: str, tracing: Tracing) -> None:
+        async with Client(address, metadata={"traceparent": unsampled}) as client:
+            await client.complete(token_ids=[1, 2], max_tokens=2)
+
+    async with run_collector() as collector:
+        await Traced(redis_url, pool).run(collector, ask)
+    assert not collector.spans
+
+
+async def test_refusal_is_an_error_with_its_reason_and_without_its_text(redis_url: str, pool: str) -> None:
+    async def ask(address: str, tracing: Tracing) -> None:
+        async with Client(address) as client:
+            with pytest.raises(InflightError):
+                await client.complete(token_ids=[1, 2], max_tokens=1 << 20)
+
+    async with run_collector() as collector:
+        await Traced(redis_url, pool).run(collector, ask)
+    (call,) = collector.named("inflight.generate")
+    assert call.attributes["error.type"] == Reason.INVALID_FIELD.value
+    assert call.span.status.code == 2
+    assert not call.span.status.message
+    assert not call.span.events
+
+
+async def test_collector_that_is_away_holds_up_nobody(redis_url: str, pool: str) -> None:
+    nobody = Collector("http://127.0.0.1:1")
+    async with asyncio.timeout(60):
+        await Traced(redis_url, pool).run(nobody, ask_within_a_span())
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4317", "ftp://collector:4317", "http://"])
+def test_endpoint_that_is_no_url_is_refused_by_name(endpoint: str) -> None:
+    with pytest.raises(SettingError, match=r"--otlp-endpoint .* is not http://host:port"):
+        open_tracing("router", "r", endpoint)
+
+
+def test_without_an_endpoint_nothing_is_recorded() -> None:
+    tracing = open_tracing("router", "r", "")
+    assert not tracing.is_on
+    assert traceparent_of(tracing.tracer.start_span("x")) == ""

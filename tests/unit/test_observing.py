@@ -1,0 +1,164 @@
+"""What listeners are told of a request: each fact once, whoever reads it and however often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from inflight.v1 import inference_pb2, types_pb2
+
+from common.errors import Reason, RequestError
+from router.observing import Listeners, RequestFacts, RequestRecord, class_name, outcome_of
+from router.relay import Relay
+from router.streams import End, RequestStream
+from tests.scripted_store import new_reading, new_stream, placement
+
+
+class Told:
+    """A recorder that remembers what it was told, times left out."""
+
+    def __init__(self) -> None:
+        self.facts: list[tuple[Any, ...]] = []
+
+    def admitted(self) -> None:
+        self.facts.append(("admitted",))
+
+    def placed(self, placed: Any) -> None:
+        self.facts.append(("placed", placed.executor_id, placed.attempt, placed.wait_s is not None))
+
+    def boarded(self, cached_tokens: int) -> None:
+        self.facts.append(("boarded", cached_tokens))
+
+    def first_sent(self, after_s: float) -> None:
+        self.facts.append(("first_sent",))
+
+    def sent(self, num_tokens: int, interval_s: float | None) -> None:
+        self.facts.append(("sent", num_tokens, interval_s is not None))
+
+    def moved(self, why: str) -> None:
+        self.facts.append(("moved", why))
+
+    def resumed(self) -> None:
+        self.facts.append(("resumed",))
+
+    def ended(self, end: Any) -> None:
+        self.facts.append(("ended", end.outcome, end.is_error, end.output_tokens))
+
+    def left(self) -> None:
+        self.facts.append(("left",))
+
+
+def recorded(**facts: Any) -> tuple[RequestRecord, Told]:
+    told = Told()
+    return RequestRecord(RequestFacts(**facts), (told,)), told
+
+
+def recorded_stream() -> tuple[RequestStream, Told]:
+    stream = new_stream(reading=new_reading())
+    stream.record, told = recorded()
+    stream.record.admitted()
+    told.facts.clear()
+    return stream, told
+
+
+async def ignore(event: inference_pb2.StreamEvent) -> None:
+    """A client that reads everything."""
+
+
+async def test_stream_tells_of_places_boarding_tokens_and_its_end() -> None:
+    stream, told = recorded_stream()
+    stream.place(placement())
+    stream.accept()
+    stream.start(3)
+    stream.token(0, 1)
+    relay = Relay(stream, ignore)
+    await relay._tell_tokens(await stream.next())
+    stream.token(1, 1)
+    stream.token(2, 1)
+    await relay._tell_tokens(await stream.next())
+    stream.displace()
+    stream.place(placement(2))
+    stream.start(0)
+    stream.finish(End(types_pb2.FINISH_REASON_LENGTH, None))
+    stream.fail(RequestError(Reason.INTERNAL, "too late"))
+    stream.forget()
+    assert told.facts == [
+        ("placed", "e0", 1, True),
+        ("boarded", 3),
+        ("first_sent",),
+        ("sent", 1, False),
+        ("sent", 2, True),
+        ("placed", "e0", 2, False),
+        ("ended", "length", False, 3),
+    ]
+
+
+def test_tokens_that_a_second_reader_is_sent_again_count_once() -> None:
+    record, told = recorded()
+    record.sent(0, 0, 4, is_first_known=True)
+    record.sent(1, 0, 3, is_first_known=True)
+    record.sent(1, 3, 3, is_first_known=True)
+    assert told.facts == [("first_sent",), ("sent", 4, False), ("sent", 2, True)]
+
+
+def test_stream_of_another_router_has_no_first_token_here() -> None:
+    record, told = recorded()
+    record.adopted(has_started=True)
+    record.placed("e", 2)
+    record.boarded(1)
+    record.sent(0, 5, 2, is_first_known=False)
+    assert told.facts == [("admitted",), ("placed", "e", 2, False), ("sent", 2, False)]
+
+
+def test_first_token_behind_output_that_the_client_brought_is_the_first() -> None:
+    record, told = recorded(prior_tokens=7)
+    record.sent(0, 0, 7, is_first_known=True)
+    record.sent(0, 7, 1, is_first_known=True)
+    assert told.facts == [("first_sent",), ("sent", 1, True)]
+
+
+def test_request_that_was_never_admitted_has_no_end() -> None:
+    record, told = recorded()
+    record.ended("INTERNAL", 0, None, is_error=True)
+    assert told.facts == []
+
+
+def test_request_given_up_in_line_ends_cancelled() -> None:
+    stream, told = recorded_stream()
+    stream.forget()
+    assert told.facts == [("ended", "cancelled", False, 0)]
+
+
+def test_request_that_goes_on_elsewhere_leaves() -> None:
+    stream, told = recorded_stream()
+    stream.let_go(RequestError(Reason.TAKEN_OVER, "gone"))
+    stream.forget()
+    assert told.facts == [("left",)]
+
+
+def test_every_listener_hears_everything() -> None:
+    told = [Told(), Told()]
+
+    class One:
+        def __init__(self, recorder: Told) -> None:
+            self.recorder = recorder
+
+        def follow(self, facts: RequestFacts) -> Told:
+            return self.recorder
+
+        def refused(self, model: str, priority_class: str, reason: Reason) -> None:
+            self.recorder.facts.append((model, priority_class, reason))
+
+    listeners = Listeners([One(one) for one in told])
+    listeners.refused("m", "batch", Reason.QUEUE_FULL)
+    listeners.follow(RequestFacts()).moved("preempted")
+    assert told[0].facts == told[1].facts == [("m", "batch", Reason.QUEUE_FULL), ("moved", "preempted")]
+
+
+@pytest.mark.parametrize(("priority", "name"), [(0, "standard"), (1, "interactive"), (3, "batch"), (77, "standard")])
+def test_class_has_a_name_whatever_a_client_sends(priority: int, name: str) -> None:
+    assert class_name(priority) == name
+
+
+def test_end_is_called_as_its_finish_reason() -> None:
+    assert outcome_of(types_pb2.FINISH_REASON_STOP_TOKEN) == "stop_token"

@@ -1,0 +1,55 @@
+"""What each tenant has waiting, as a snapshot tells it."""
+
+from __future__ import annotations
+
+from router.store.snapshot import TenantLine
+from router.store.types import Demand, TenantLimits
+from tests.store_pool import StorePool
+
+
+def demand(request_id: str, tenant: str, priority_class: int = 2, prompt_tokens: int = 3) -> Demand:
+    return Demand(
+        request_id,
+        priority_class,
+        10,
+        tenant=tenant,
+        prompt_tokens=prompt_tokens,
+        max_tokens=5,
+        limits=TenantLimits(max_running=1),
+    )
+
+
+async def test_a_snapshot_tells_what_each_tenant_has_waiting_by_class(store_pool: StorePool) -> None:
+    router = store_pool.router("a")
+    await router.store.report(store_pool.next_report(blocks=10))
+    await router.place_demand(demand("runs", "ann"))
+    await router.queue(demand("one", "ann"))
+    await store_pool.wait(400)
+    for one in (demand("two", "ann"), demand("urgent", "ann", 1, 7), demand("other", "bob"), demand("late", "bob", 3)):
+        await router.queue(one)
+    await store_pool.wait(100)
+
+    snapshot = await router.store.snapshot(10)
+
+    # Of ann, who runs all that it may, too.
+    assert snapshot.lines == (
+        TenantLine(1, "ann", 1, 12, 100),
+        TenantLine(2, "ann", 2, 16, 500),
+        TenantLine(2, "bob", 1, 8, 100),
+        TenantLine(3, "bob", 1, 8, 100),
+    )
+    for number, queue in enumerate(snapshot.queues, start=1):
+        lines = [line for line in snapshot.lines if line.priority_class == number]
+        assert queue.num_requests == sum(line.num_requests for line in lines)
+        assert queue.num_tokens == sum(line.num_tokens for line in lines)
+
+
+async def test_a_snapshot_tells_of_no_more_lines_than_asked_for(store_pool: StorePool) -> None:
+    router = store_pool.router("a")
+    await router.store.report(store_pool.next_report(blocks=10))
+    await router.place_demand(demand("runs", "someone"))
+    for number in range(5):
+        await router.queue(demand(f"r{number}", f"tenant-{number}"))
+
+    assert [line.tenant for line in (await router.store.snapshot(3)).lines] == ["tenant-0", "tenant-1", "tenant-2"]
+    assert (await router.store.snapshot()).lines == ()

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_with_settings(argv: Sequence[str]) -> int:
     settings = load(GatewaySettings, "inflight gateway", argv)
-    start_logging("gateway", settings.log_level)
+    start_logging("gateway", settings.log_level, settings.log_format)
     for line in describe(settings):
         log.info("setting %s", line)
     check_listen(settings.listen)

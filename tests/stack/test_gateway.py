@@ -40,7 +40,8 @@ async def test_openais_client_chats_whole_in_pieces_and_synchronously(stack: Loc
         # and without an event loop
         def ask() -> str | None:
             with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as synchronous:
-                return synchronous.chat.completions.create(**GREEDY).choices[0].message.content
+                answer: str | None = synchronous.chat.completions.create(**GREEDY).choices[0].message.content
+                return answer
 
         assert await asyncio.to_thread(ask) == text
 

@@ -11,9 +11,8 @@ from typing import Any
 import httpx2
 import openai
 
-from common.http_port import HttpPort
 from gateway.app import GatewayApp
-from gateway.main import open_client
+from gateway.main import open_client, open_port
 from gateway.metrics import Metrics
 from gateway.service import GatewayService
 from gateway.settings import GatewaySettings
@@ -39,7 +38,7 @@ async def run_gateway(*routers: str, **settings: Any) -> AsyncIterator[RunningGa
     chosen = GatewaySettings(listen="127.0.0.1:0", routers=routers, **settings)
     client, metrics = open_client(chosen), Metrics()
     app = GatewayApp(GatewayService(client, chosen, metrics), chosen, metrics)
-    port = HttpPort(app)
+    port = open_port(app, chosen)
     address = await port.start(chosen.listen)
     try:
         yield RunningGateway(f"http://{address}", app)

@@ -6,6 +6,7 @@ OpenAI's own client asks wherever it can.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import httpx2
 import openai
 import pytest
 
+from client.stack.certificates import make_certificates
 from router.settings import RouterSettings
 from tests.cluster import Cluster, ExecutorShape, run_cluster
 from tests.fuzz.served import until_empty
@@ -374,3 +376,13 @@ async def test_bodies_have_limits_and_answers_an_id() -> None:
         headers = {"origin": "https://a.test", "access-control-request-method": "POST"}
         options = await http.options(f"{gateway.url}/v1/completions", headers=headers)
         assert options.headers["access-control-allow-origin"] == "https://a.test"
+
+
+async def test_https_by_certificate_files(redis_url: str, pool: str, tmp_path: Path) -> None:
+    made = make_certificates(tmp_path / "certificates")
+    files = {"tls_cert_file": made.certificate("router"), "tls_key_file": made.key("router")}
+    async with run_cluster(redis_url, pool) as cluster, run_gateway(address_of(cluster), **files) as gateway:
+        trusting = ssl.create_default_context(cafile=str(made.ca_file))
+        async with httpx2.AsyncClient(verify=trusting) as http:
+            answer = await http.get(f"{gateway.url.replace('http:', 'https:')}/v1/models")
+        assert answer.json()["data"][0]["id"] == pool

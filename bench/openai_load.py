@@ -62,7 +62,11 @@ async def run_guidellm(command: Sequence[str], report: Path) -> list[dict[str, A
     process = await asyncio.create_subprocess_exec(
         *command, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    output, _ = await process.communicate()
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
     if process.returncode:
         raise RuntimeError(f"guidellm ended with {process.returncode}: {output.decode(errors='replace')[-2000:]}")
     return _benchmarks_of(report)

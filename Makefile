@@ -27,6 +27,7 @@ VENV := .venv
 # Clients of others whose requirements conflict with ours, each in an environment of its own; tests drive them.
 CLIENTS := .clients
 CLIENT_LISTS := tests/clients
+LOADGEN := $(CLIENTS)/guidellm/.installed
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 GENERATED := protos/gen
@@ -40,7 +41,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
 
-.PHONY: help setup clients demo up test test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures docs docs-links docs-reference
+.PHONY: help setup clients demo up test test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures docs docs-links docs-reference bench-openai loadgen
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -63,6 +64,8 @@ help:
 	@echo "make bench-host   what the host's part of a step costs"
 	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
 	@echo "make bench-soak   10,000 short requests, watching the memory of the processes"
+	@echo "make bench-openai  GuideLLM, a load generator of others, through the OpenAI-compatible gateway"
+	@echo "make loadgen  install GuideLLM into .clients, for its test and make bench-openai"
 	@echo "make bench-admission  what the admission ledger does on one core of Redis; QUEUED=1000000 EXECUTORS=1000, or ARGS=--matrix"
 	@echo "make bench-scheduling  scheduling policies side by side, in virtual time; ARGS=\"--scale 0.3\""
 	@echo "make bench-gpu  decode, prefill and workloads on an NVIDIA GPU against its limits and transformers"
@@ -156,6 +159,19 @@ audit:
 
 bench-soak: setup
 	@$(BIN)/inflight bench --soak $(SOAK_REQUESTS) --seats 32 $(ARGS)
+
+# A load generator that others wrote, in an environment of its own. More than make test should wait for: its test is
+# skipped without it.
+loadgen: $(LOADGEN)
+
+$(LOADGEN): .clients/%/.installed: bench/clients/%.txt
+	@echo "==> $*, into .clients/$*"
+	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -q --prefer-binary --no-input $(PIP_ARGS) -r $<
+	@touch $@
+
+bench-openai: setup loadgen
+	@$(BIN)/python -m bench.openai_load $(ARGS)
 
 bench-admission: setup
 	@$(BIN)/python -m bench.ledger.main --queued $(QUEUED) --executors $(EXECUTORS) $(ARGS)

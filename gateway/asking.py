@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from google.protobuf.message import Error as MessageError
 from inflight.v1 import inference_pb2, types_pb2
 
 from client.requests import PRIORITIES, Priority
@@ -21,8 +22,8 @@ UINT64 = 2**64
 MAX_KEY_CHARACTERS = 100
 
 _SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    "seed",
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
 _TIERS: Mapping[str | None, Priority] = {"priority": "interactive", "flex": "batch"}
 
@@ -200,7 +201,8 @@ def _message(message: Message) -> inference_pb2.ChatMessage:
 def _set_template_variables(request: inference_pb2.GenerateRequest, variables: dict[str, Any]) -> None:
     try:
         request.chat.template_kwargs.update(variables)
-    except (ValueError, OverflowError, TypeError, RecursionError) as error:
+        inference_pb2.GenerateRequest.FromString(request.SerializeToString())  # which takes no deep nesting
+    except (ValueError, OverflowError, TypeError, RecursionError, MessageError) as error:
         raise refused("chat_template_kwargs", f"cannot be passed on: {error}") from None
 
 

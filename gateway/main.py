@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_with_settings(argv: Sequence[str]) -> int:
     settings = load(GatewaySettings, "inflight gateway", argv)
-    start_logging("gateway", settings.log_level)
+    start_logging("gateway", settings.log_level, settings.log_format)
     for line in describe(settings):
         log.info("setting %s", line)
     check_listen(settings.listen)
@@ -47,7 +47,7 @@ async def run(settings: GatewaySettings) -> int:
     client = open_client(settings)
     metrics = Metrics()
     app = GatewayApp(GatewayService(client, settings, metrics), settings, metrics)
-    port = _open_port(app, settings)
+    port = open_port(app, settings)
     address = await port.start(settings.listen)
     log.info("gateway serves %s on %s", ", ".join(settings.routers), address)
 
@@ -91,7 +91,8 @@ def _read(setting: str, path: Path) -> bytes:
         raise SettingError(f"{setting}: cannot read {path}: {error.strerror}") from None
 
 
-def _open_port(app: GatewayApp, settings: GatewaySettings) -> HttpPort:
+def open_port(app: GatewayApp, settings: GatewaySettings) -> HttpPort:
+    """Where clients come in, by HTTPS where there is a certificate. Raises `SettingError`."""
     certificate, key = settings.tls_cert_file, settings.tls_key_file
     if certificate is not None and key is not None:
         _read("tls_cert_file", certificate)

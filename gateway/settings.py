@@ -54,6 +54,7 @@ class GatewaySettings(ProcessSettings):
     )
     drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running requests get to end on SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
+    log_format: Literal["text", "json"] = Field("text", description="json: every line of the log is one JSON object")
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:

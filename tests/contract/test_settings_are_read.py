@@ -8,6 +8,7 @@ import pytest
 
 from common.settings import ProcessSettings
 from executor.settings import ExecutorSettings
+from gateway.settings import GatewaySettings
 from router.settings import RouterSettings
 from tests.contract.test_imports import parsed, sources
 
@@ -23,6 +24,8 @@ def attributes_read_in(*packages: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(("package", "settings"), [("router", RouterSettings), ("executor", ExecutorSettings)])
+@pytest.mark.parametrize(
+    ("package", "settings"), [("router", RouterSettings), ("executor", ExecutorSettings), ("gateway", GatewaySettings)]
+)
 def test_every_setting_is_read(package: str, settings: type[ProcessSettings]) -> None:
     assert not set(settings.model_fields) - attributes_read_in(package, "common")

@@ -1,0 +1,282 @@
+"""The gateway's pure parts: what bodies ask of the router, what is refused and how, ids of events, errors' statuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from inflight.v1 import inference_pb2, types_pb2
+
+from client.errors import FieldError, InflightError
+from client.events import FinishReason
+from common.errors import Reason
+from gateway.asking import Ask, Defaults, ask_chat, ask_completion
+from gateway.bodies import UNSUPPORTED_IN_CHAT, UNSUPPORTED_IN_COMPLETIONS, parse_chat, parse_completion
+from gateway.errors import _OF_REASON, ApiError, from_end, from_router
+from gateway.event_ids import AnswerId, Place, event_id, read_event_id
+from gateway.exchange import route_of
+
+DEFAULTS = Defaults(max_choices=16)
+HI = [{"role": "user", "content": "hi"}]
+
+
+def chat(key: str = "", defaults: Defaults = DEFAULTS, **fields: Any) -> Ask:
+    body = {"model": "m", "messages": HI, **fields}
+    return ask_chat(parse_chat(json.dumps(body).encode()), defaults, key)
+
+
+def completion(key: str = "", **fields: Any) -> Ask:
+    body = {"model": "m", "prompt": "hi", **fields}
+    return ask_completion(parse_completion(json.dumps(body).encode()), DEFAULTS, key)
+
+
+def test_parameters_become_the_routers_fields() -> None:
+    ask = chat(
+        temperature=0.5, top_p=0.9, top_k=-1, seed=-1, stop="x", max_completion_tokens=7, min_tokens=2, ignore_eos=True,
+        stop_token_ids=[3], frequency_penalty=1, logit_bias={"5": -100}, user="u", metadata={"a": "b"},
+        prompt_cache_key="s", priority=1, chat_template_kwargs={"thinking": False}, truncate_prompt_tokens=9,
+    )  # fmt: skip
+    expected = inference_pb2.GenerateRequest(
+        model="m",
+        sampling=types_pb2.SamplingParams(
+            temperature=0.5, top_p=0.9, top_k=0, seed=2**64 - 1, frequency_penalty=1, logit_bias={5: -100}
+        ),
+        stopping=types_pb2.StoppingParams(max_tokens=7, min_tokens=2, stop=["x"], stop_token_ids=[3], ignore_eos=True),
+        priority=types_pb2.PRIORITY_CLASS_BATCH,
+        session_id="s",
+        truncate_prompt_tokens=9,
+        metadata={"user": "u", "a": "b"},
+    )
+    message = inference_pb2.ChatMessage(role="user", content=[inference_pb2.ContentPart(text="hi")])
+    expected.chat.messages.append(message)
+    expected.chat.template_kwargs.update({"thinking": False})
+    assert ask.requests == (expected,)
+    assert (ask.is_stream, ask.renamed) == (False, {"max_tokens": "max_completion_tokens"})
+
+
+def test_what_is_left_out_is_left_to_the_model() -> None:
+    (request,) = chat().requests
+    assert not request.HasField("sampling") or request.sampling == types_pb2.SamplingParams()
+    assert not request.stopping.HasField("max_tokens")
+    assert request.priority == types_pb2.PRIORITY_CLASS_UNSPECIFIED
+    # but OpenAI's completions are short by default
+    assert completion().requests[0].stopping.max_tokens == 16
+
+
+def test_messages_keep_roles_parts_and_calls() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    answered = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []}
+    messages = [
+        {"role": "developer", "content": parts}, answered, {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ]  # fmt: skip
+    developer, assistant, tool = chat(messages=messages).requests[0].chat.messages
+    assert (developer.role, [part.text for part in developer.content]) == ("system", ["a", "b"])
+    assert (assistant.tool_calls[0].name, len(assistant.content)) == ("f", 0)
+    assert tool.tool_call_id == "1"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]])],
+)
+def test_prompts_may_be_texts_and_token_ids(prompt: Any, prompts: list[Any]) -> None:
+    ask = completion(prompt=prompt)
+    assert [request.text or list(request.token_ids.ids) for request in ask.requests] == prompts
+
+
+def test_choices_of_a_prompt_differ_by_their_seed_and_every_choice_by_its_key() -> None:
+    ask = completion(key="k", prompt=["a", "b"], n=2, seed=2**63 - 1)
+    assert [request.text for request in ask.requests] == ["a", "a", "b", "b"]
+    assert [request.sampling.seed for request in ask.requests] == [2**63 - 1, 2**63] * 2
+    assert [request.idempotency_key for request in ask.requests] == ["k", "k:1", "k:2", "k:3"]
+    assert not any(request.sampling.HasField("seed") for request in completion(n=2).requests)
+
+
+def test_priorities_by_name_number_and_tier() -> None:
+    def of(**fields: Any) -> types_pb2.PriorityClass:
+        return chat(**fields).requests[0].priority
+
+    assert of(priority="interactive") == of(priority=-3) == of(service_tier="priority")
+    assert of(priority="batch") == of(priority=3) == of(service_tier="flex") == types_pb2.PRIORITY_CLASS_BATCH
+    assert of(priority=0) == of(service_tier="auto") == types_pb2.PRIORITY_CLASS_UNSPECIFIED
+    batch = Defaults(max_choices=1, priority="batch")
+    assert chat(defaults=batch).requests[0].priority == types_pb2.PRIORITY_CLASS_BATCH
+
+
+def test_a_stream_goes_on_without_its_client_only_where_that_is_asked_for() -> None:
+    assert not chat(stream=True).requests[0].HasField("resume_ttl")
+    assert chat(stream=True, resume_ttl_s=2.5).requests[0].resume_ttl.ToMilliseconds() == 2500
+    lasting = Defaults(max_choices=1, resume_ttl_s=4.0)
+    assert chat(defaults=lasting, stream=True).requests[0].resume_ttl.seconds == 4
+    assert not chat(defaults=lasting, stream=True, resume_ttl_s=0).requests[0].HasField("resume_ttl")
+    assert not chat(defaults=lasting).requests[0].HasField("resume_ttl")
+    assert chat(stream=True).requests[0].want_queue_events
+    assert not chat().requests[0].want_queue_events
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"foo": 1}, "foo"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True}, "logprobs"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": "hi"}, "messages"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
+        ({"seed": 2**64}, "seed"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"resume_ttl_s": 5}, "resume_ttl_s"),
+        ({"chat_template_kwargs": {"x": 10**400}}, "chat_template_kwargs"),
+        ({"model": None}, "model"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(**fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert refused.value.text.startswith(param.partition("_options")[0])
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], ["a", 1], [[1], "a"], [-1], [2**32], [True], 5, None, [[1], []]])
+def test_prompts_that_are_none_are_refused(prompt: Any) -> None:
+    with pytest.raises(ApiError, match="prompt") as refused:
+        completion(prompt=prompt)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}, {"logprobs": 0}])
+def test_unsupported_parameters_of_completions_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as refused:
+        completion(**fields)
+    assert (refused.value.param, refused.value.code) == (next(iter(fields)), "unsupported_parameter")
+
+
+def test_unsupported_parameters_are_taken_where_they_ask_for_nothing() -> None:
+    for values in zip(*(((name, None), *((name, value) for value in neutral))[:2] for name, neutral in
+                        UNSUPPORTED_IN_CHAT.items() if neutral), strict=True):  # fmt: skip
+        chat(**dict(values))
+    for name, neutral in UNSUPPORTED_IN_COMPLETIONS.items():
+        for value in (None, *neutral):
+            completion(**{name: value})
+
+
+def test_event_ids_say_where_the_client_is() -> None:
+    places = [Place("key-1", "t_1-", 5, 17), Place("a.b:c", "t2", 0, 0, has_finished=True)]
+    answer = AnswerId("chatcmpl-12", 1700000000)
+    text = event_id(answer, places)
+    assert "\n" not in text
+    assert read_event_id(text) == (answer, places)
+    assert not event_id(answer, [*places, Place()])
+    assert not event_id(answer, places * 5)
+
+
+@pytest.mark.parametrize("text", ["", "5", "1~a~b", "1~a~5~", "2~a~5~r,t,0,0,", "1~a~5~r,t,-1,0,", "1~a~5~r,t,0,0,x"])
+def test_what_is_no_event_id_is_refused(text: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_event_id(text)
+    assert (refused.value.status, refused.value.param) == (400, "Last-Event-ID")
+
+
+def test_every_reason_has_a_status_and_retries_only_where_they_help() -> None:
+    assert set(_OF_REASON) == set(Reason)
+    error = InflightError(grpc.StatusCode.RESOURCE_EXHAUSTED, "slow down", "RATE_LIMITED", retry_after_s=1.2)
+    limited = from_router(error, "prompt")
+    assert limited.headers() == {"retry-after": "2", "retry-after-ms": "1200"}
+    shut_out = from_router(InflightError(grpc.StatusCode.RESOURCE_EXHAUSTED, "no", "RATE_LIMITED"), "prompt")
+    assert shut_out.headers() == {"x-should-retry": "false"}
+    poison = from_router(InflightError(grpc.StatusCode.INTERNAL, "died", "ATTEMPTS_EXHAUSTED"), "prompt")
+    assert (poison.status, poison.may_retry) == (500, False)
+    unreachable = from_router(InflightError(grpc.StatusCode.UNAVAILABLE, "10.1.2.3: connection refused"), "prompt")
+    assert (unreachable.status, unreachable.text) == (503, "the router could not be reached")
+    assert from_end(FinishReason.DEADLINE).status == 504
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ("sampling.temperature", "temperature"),
+        ("stopping.max_tokens", "max_completion_tokens"),
+        ("stopping.stop[2]", "stop[2]"),
+        ("chat.messages[1].role", "messages[1].role"),
+        ("chat", "messages"),
+        ("model", "model"),
+        ("session_id", "prompt_cache_key"),
+        ("offsets[0]", "Last-Event-ID"),
+    ],
+)
+def test_the_routers_fields_get_openais_names(field: str, param: str) -> None:
+    wrong = InflightError(grpc.StatusCode.INVALID_ARGUMENT, "", "INVALID_FIELD", (FieldError(field, "is wrong"),))
+    told = from_router(wrong, "messages", {"max_tokens": "max_completion_tokens"})
+    assert (told.status, told.param, told.text) == (400, param, f"{param}: is wrong")
+
+
+def test_routes_are_counted_under_names_that_clients_cannot_choose() -> None:
+    assert [route_of(path) for path in ("/v1/models", "/v1/models/a/b", "/x", "/v1/x")] == [
+        "/v1/models", "/v1/models/{id}", "other", "other",
+    ]  # fmt: skip
+
+
+NAMES = st.sampled_from(
+    (
+        *("model", "messages", "prompt", "n", "stop", "stream", "stream_options", "temperature", "seed", "logit_bias"),
+        *("role", "content", "type", "text", "max_tokens", "metadata", "user", "priority", "chat_template_kwargs"),
+    )
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["user", "text", "m"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES | st.text(), inner, max_size=5),
+    max_leaves=12,
+)
+
+
+def told(parse: Callable[[bytes], Any], ask: Callable[[Any, Defaults, str], Ask], raw: bytes) -> int:
+    """What a body gets: the status, or 200 where it is a request that can be sent."""
+    try:
+        for request in ask(parse(raw), DEFAULTS, "").requests:
+            assert inference_pb2.GenerateRequest.FromString(request.SerializeToString()) == request
+    except ApiError as error:
+        json.dumps(error.body())
+        return error.status
+    return 200
+
+
+@given(st.dictionaries(NAMES, VALUES) | VALUES)
+def test_any_json_is_a_request_or_refused_in_words(body: Any) -> None:
+    for sound in ({}, {"model": "m", "messages": HI, "prompt": "hi"}):
+        raw = json.dumps({**body, **sound} if isinstance(body, dict) else body).encode()
+        assert told(parse_chat, ask_chat, raw) in (200, 400)
+        assert told(parse_completion, ask_completion, raw) in (200, 400)
+
+
+def test_what_nests_too_deep_is_refused() -> None:
+    nested: Any = 1
+    for _ in range(150):
+        nested = {"a": nested}
+    with pytest.raises(ApiError, match="chat_template_kwargs"):
+        chat(chat_template_kwargs={"x": nested})
+    with pytest.raises(ApiError, match="JSON"):
+        parse_chat(b"[" * 100_000)
+
+
+@given(st.binary())
+def test_any_bytes_are_refused_in_words(raw: bytes) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_chat(raw)
+    assert refused.value.status == 400

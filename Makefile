@@ -37,7 +37,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
 
-.PHONY: help setup demo up test test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean
+.PHONY: help setup demo up test pictures test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -50,6 +50,7 @@ help:
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate protos/gen again"
 	@echo "make chaos   kill, stop and cut off the processes of a system under load; SECONDS=600 SEED=1, ARGS=\"--model tiny\""
+	@echo "make pictures  take the pictures of the docs anew, of a stack under load in Chromium"
 	@echo "make soak    full load with cancellations and vanishing clients, and whether anything grows; SECONDS=3600"
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
 	@echo "make bench-host   what the host's part of a step costs"
@@ -86,6 +87,9 @@ up: setup
 
 test: setup
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+pictures: setup
+	@$(BIN)/python -m tests.board_pictures docs/pictures $(ARGS)
 
 test-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m pytest -q tests/gpu $(PYTEST_ARGS)

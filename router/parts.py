@@ -16,6 +16,8 @@ from common.server import GrpcServer
 from common.tls import TlsFiles
 from common.tracing import Tracing, open_tracing
 from router.admission_file import AdmissionFile
+from router.board.feed import Feeds
+from router.board.routes import board_routes
 from router.client_port import connection_limits_of, open_tls
 from router.dispatch import Dispatcher
 from router.doors import Doors
@@ -78,6 +80,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
     stats = StatsSource(pools, router_id, latencies)
     service = InferenceService(pools, settings, admission, doors.door, tokens, stats, listeners, tracing.tracer)
+    board = board_routes(Feeds(stats), doors.door) if settings.board else []
     server = GrpcServer([SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     return RouterParts(
@@ -92,7 +95,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         service=service,
         server=server,
         tracing=tracing,
-        http=HttpPort(http_app(registry, (), LookedUpMetrics(registry, models).refresh))
+        http=HttpPort(http_app(registry, board, LookedUpMetrics(registry, models).refresh))
         if settings.http_listen
         else None,
     )

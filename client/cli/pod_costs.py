@@ -39,8 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="inflight pod-costs",
         description=f"Runs in a pod. Keeps {ANNOTATION} of executor pods at the number of KV blocks that sequences "
-        "hold there, so that a Deployment that gets smaller deletes the pods with the least to lose first. An executor's id "
-        "must be the name of its pod. Its service account may list and patch pods, and needs no more.",
+        "hold there, so that a Deployment that gets smaller deletes the pods with the least to lose first. An "
+        "executor's id must be the name of its pod. Its service account may list and patch pods, and needs no more.",
     )
     add_connection_flags(parser)
     parser.add_argument(

@@ -79,7 +79,7 @@ class ApiServer:
         made = make_certificates(folder / "certificates")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(made.certificate("router"), made.key("router"))
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), _calls_of(self))
         self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
         token_file = folder / "token"
@@ -103,8 +103,8 @@ class ApiServer:
         return 200, {}
 
 
-def _handler_of(api: ApiServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+def _calls_of(api: ApiServer) -> type[BaseHTTPRequestHandler]:
+    class Calls(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, answer = api.answer(self.command, self.path, body, self.headers["Authorization"])
@@ -119,7 +119,7 @@ def _handler_of(api: ApiServer) -> type[BaseHTTPRequestHandler]:
         def log_message(self, format: str, *args: Any) -> None:
             """Nothing."""
 
-    return Handler
+    return Calls
 
 
 @pytest.fixture

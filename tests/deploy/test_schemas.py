@@ -14,6 +14,7 @@ from kubernetes_validate import utils
 
 from tests.deploy.custom_resources import SCHEMAS
 from tests.deploy.manifests import FOLDER, OVERLAYS, Object, needs_kubectl, overlay, rendered
+from tests.deploy.rules import ALERTS, RULES, rules_of
 
 # The oldest with `preStop: sleep` on by default; image volumes, which `ha` mounts, came one later.
 OLDEST = {"ha": "1.31"}
@@ -105,3 +106,8 @@ def test_group_example_is_whole() -> None:
         },
         NEWEST,
     )
+
+
+@pytest.mark.skipif(not ALERTS.exists(), reason="deploy/dashboards/alerts.yaml is not here")
+def test_prometheus_rule_is_made_of_the_alerts() -> None:
+    assert RULES.read_text() == rules_of(ALERTS.read_text())

@@ -123,17 +123,26 @@ class ChatBody(Common):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_completion_tokens: Tokens | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: is allowed only with logprobs")
+        return self
+
 
 class CompletionBody(Common):
     """`POST /v1/completions`. The prompt is text, texts, token ids, or lists of token ids."""
 
     prompt: str | list[Any]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -150,7 +159,6 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),  # about calls, of which there are none without tools
@@ -162,14 +170,12 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "tool_choice": ("none",),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (),
     "suffix": ("",),
 }
 

@@ -126,7 +126,6 @@ def test_a_stream_goes_on_without_its_client_only_where_that_is_asked_for() -> N
         ({"foo": 1}, "foo"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          "messages[0].content[0].type"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
@@ -161,7 +160,7 @@ def test_prompts_that_are_none_are_refused(prompt: Any) -> None:
     assert refused.value.status == 400
 
 
-@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}, {"logprobs": 0}])
+@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}])
 def test_unsupported_parameters_of_completions_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         completion(**fields)
@@ -178,7 +177,9 @@ def test_unsupported_parameters_are_taken_where_they_ask_for_nothing() -> None:
 
 
 def test_event_ids_say_where_the_client_is() -> None:
-    places = [Place("key-1", "t_1-", 5, 17), Place("a.b:c", "t2", 0, 0, has_finished=True)]
+    places = [
+        Place("key-1", "t_1-", 5, 17), Place("a.b:c", "t2", 0, 0, has_finished=True), Place("d", "t3", 2, 9, False, 4),
+    ]  # fmt: skip
     answer = AnswerId("chatcmpl-12", 1700000000)
     text = event_id(answer, places)
     assert "\n" not in text
@@ -187,7 +188,12 @@ def test_event_ids_say_where_the_client_is() -> None:
     assert not event_id(answer, places * 5)
 
 
-@pytest.mark.parametrize("text", ["", "5", "1~a~b", "1~a~5~", "2~a~5~r,t,0,0,", "1~a~5~r,t,-1,0,", "1~a~5~r,t,0,0,x"])
+GROUPS = ("r,t,-1,0,", "r,t,0,0,x", "r,t,0,0,,", "r,t,0,0,f,-1")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "1~a~b", "1~a~5~", "2~a~5~r,t,0,0,", *(f"1~a~5~{group}" for group in GROUPS)]
+)
 def test_what_is_no_event_id_is_refused(text: str) -> None:
     with pytest.raises(ApiError) as refused:
         read_event_id(text)

@@ -22,7 +22,7 @@ from common.errors import Reason, RequestError
 from router.executor_channels import ExecutorChannels
 from router.frames import FrameError, check_description, check_frame
 from router.refusals import taken_over
-from router.silence import Silence, is_cancelled
+from router.silence import Silence
 from router.store.types import Demand
 from router.streams import End, RequestStream
 
@@ -391,6 +391,12 @@ def unread_stream(request_id: str) -> RequestStream:
     stream = RequestStream(Demand(request_id, 1, 1), executor_pb2.Submit(), 0.0)
     stream.let_go(taken_over())
     return stream
+
+
+def is_cancelled() -> bool:
+    """Whether somebody wants this task to end."""
+    current = asyncio.current_task()
+    return current is not None and current.cancelling() > 0
 
 
 def _is_current(stream: RequestStream, attempt: int) -> bool:

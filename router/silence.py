@@ -41,9 +41,3 @@ class Silence:
             await asyncio.sleep(LOOK_EVERY_S)
             self.look(loop.time() - due)
         end()
-
-
-def is_cancelled() -> bool:
-    """Whether somebody wants this task to end, and not only the call that it makes."""
-    current = asyncio.current_task()
-    return current is not None and current.cancelling() > 0

@@ -16,8 +16,7 @@ import grpc
 import grpc.aio
 from inflight.v1 import executor_pb2, stats_pb2
 
-from router.links import ExecutorLink
-from router.silence import is_cancelled
+from router.links import ExecutorLink, is_cancelled
 
 log = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,11 +16,17 @@ from inflight.v1 import inference_pb2, types_pb2
 from client.errors import FieldError, InflightError
 from client.events import FinishReason
 from common.errors import Reason
+from common.settings import SettingError
+from gateway.app import GatewayApp
 from gateway.asking import Ask, Defaults, ask_chat, ask_completion
 from gateway.bodies import MAX_VALUES, UNSUPPORTED_IN_CHAT, UNSUPPORTED_IN_COMPLETIONS, parse_chat, parse_completion
 from gateway.errors import _OF_REASON, ApiError, from_end, from_router
 from gateway.event_ids import AnswerId, Place, event_id, read_event_id
 from gateway.exchange import route_of
+from gateway.main import open_client, open_port
+from gateway.metrics import Metrics
+from gateway.service import GatewayService
+from gateway.settings import GatewaySettings
 
 DEFAULTS = Defaults(max_choices=16)
 HI = [{"role": "user", "content": "hi"}]
@@ -304,3 +311,14 @@ def test_any_bytes_are_refused_in_words(raw: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         parse_chat(raw)
     assert refused.value.status == 400
+
+
+async def test_certificate_that_cannot_be_used_is_a_wrong_setting(tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing.pem"
+    nothing.write_text("nothing")
+    settings = GatewaySettings(tls_cert_file=nothing, tls_key_file=nothing)
+    client = open_client(settings)
+    app = GatewayApp(GatewayService(client, settings, Metrics()), settings, Metrics())
+    with pytest.raises(SettingError, match="tls_cert_file"):
+        open_port(app, settings)
+    await client.close()

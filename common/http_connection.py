@@ -44,9 +44,9 @@ class Connection(H11Protocol):
         _stop(self._write_due)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, received: bytes) -> None:
         """See `asyncio.Protocol`."""
-        super().data_received(data)
+        super().data_received(received)
         if self._is_answering:
             _stop(self._request_due)
 

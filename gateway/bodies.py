@@ -15,7 +15,11 @@ from pydantic_core import ErrorDetails, from_json
 from gateway.errors import ApiError, refused, unsupported
 
 MAX_UINT32 = 2**32 - 1
+MAX_UINT32_DIGITS = len(str(MAX_UINT32))
 MAX_INT32 = 2**31 - 1
+
+# Of all lists and objects of a body together, but of a prompt's token ids: reading a body holds up everybody's streams.
+MAX_VALUES = 2**14
 
 Tokens = Annotated[int, Field(ge=0, le=MAX_INT32)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_UINT32)]
@@ -78,7 +82,8 @@ class Common(_Body):
     @classmethod
     def _check_token_ids(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
         for token_id in biases or ():
-            if not (token_id.isascii() and token_id.isdigit() and int(token_id[:11]) <= MAX_UINT32):
+            is_number = token_id.isascii() and token_id.isdigit() and len(token_id) <= MAX_UINT32_DIGITS
+            if not (is_number and int(token_id) <= MAX_UINT32):
                 raise ValueError(f"{token_id[:20]!r} is not a token id")
         return biases
 
@@ -199,6 +204,7 @@ def _parse(kind: type[Kind], raw: bytes, unsupported_params: Mapping[str, tuple[
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    _check_num_values({name: value for name, value in body.items() if name != "prompt"})
     for name, neutral in unsupported_params.items():
         value = body.pop(name, None)
         if value is not None and value not in neutral:
@@ -207,6 +213,18 @@ def _parse(kind: type[Kind], raw: bytes, unsupported_params: Mapping[str, tuple[
         return kind.model_validate(body)
     except ValidationError as error:
         raise _explained(error) from None
+
+
+def _check_num_values(body: dict[str, Any]) -> None:
+    num_values = 0
+    unread: list[Any] = [body]
+    while unread:
+        value = unread.pop()
+        if isinstance(value, dict | list):
+            num_values += len(value)
+            if num_values > MAX_VALUES:
+                raise ApiError(400, f"the body has more than {MAX_VALUES} values", code="request_too_large")
+            unread.extend(value.values() if isinstance(value, dict) else value)
 
 
 def _explained(error: ValidationError) -> ApiError:

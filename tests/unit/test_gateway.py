@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,11 +16,17 @@ from inflight.v1 import inference_pb2, types_pb2
 from client.errors import FieldError, InflightError
 from client.events import FinishReason
 from common.errors import Reason
+from common.settings import SettingError
+from gateway.app import GatewayApp
 from gateway.asking import Ask, Defaults, ask_chat, ask_completion
-from gateway.bodies import UNSUPPORTED_IN_CHAT, UNSUPPORTED_IN_COMPLETIONS, parse_chat, parse_completion
+from gateway.bodies import MAX_VALUES, UNSUPPORTED_IN_CHAT, UNSUPPORTED_IN_COMPLETIONS, parse_chat, parse_completion
 from gateway.errors import _OF_REASON, ApiError, from_end, from_router
 from gateway.event_ids import AnswerId, Place, event_id, read_event_id
 from gateway.exchange import route_of
+from gateway.main import open_client, open_port
+from gateway.metrics import Metrics
+from gateway.service import GatewayService
+from gateway.settings import GatewaySettings
 
 DEFAULTS = Defaults(max_choices=16)
 HI = [{"role": "user", "content": "hi"}]
@@ -139,6 +146,8 @@ def test_a_stream_goes_on_without_its_client_only_where_that_is_asked_for() -> N
         ({"n": 0}, "n"),
         ({"seed": 2**64}, "seed"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"0" * 11 + "9" * 11: 1}}, "logit_bias"),
+        ({"logit_bias": {"0" * 5000: 1}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"resume_ttl_s": 5}, "resume_ttl_s"),
@@ -281,8 +290,41 @@ def test_what_nests_too_deep_is_refused() -> None:
         parse_chat(b"[" * 100_000)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [1] * MAX_VALUES},
+        {"messages": [{"role": "user", "content": [{}] * MAX_VALUES}]},
+        {"stop": [1] * MAX_VALUES},
+        {"chat_template_kwargs": {"a": [[1] * (MAX_VALUES // 2)] * 3}},
+        {f"a{i}": 1 for i in range(MAX_VALUES)},
+    ],
+    ids=["messages", "parts", "stop", "nested", "unknown"],
+)
+def test_body_of_more_values_than_can_be_read_in_a_moment_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(**fields)
+    assert (refused.value.status, refused.value.code) == (400, "request_too_large")
+
+
+def test_token_ids_of_prompts_are_not_counted_as_values() -> None:
+    ids = [1] * (MAX_VALUES + 1)
+    assert len(completion(prompt=[ids, ids]).requests) == 2
+
+
 @given(st.binary())
 def test_any_bytes_are_refused_in_words(raw: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         parse_chat(raw)
     assert refused.value.status == 400
+
+
+async def test_certificate_that_cannot_be_used_is_a_wrong_setting(tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing.pem"
+    nothing.write_text("nothing")
+    settings = GatewaySettings(tls_cert_file=nothing, tls_key_file=nothing)
+    client = open_client(settings)
+    app = GatewayApp(GatewayService(client, settings, Metrics()), settings, Metrics())
+    with pytest.raises(SettingError, match="tls_cert_file"):
+        open_port(app, settings)
+    await client.close()

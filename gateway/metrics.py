@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
+
+from common.metrics_page import new_registry
 
 # From an answer of one token to a long one on a slow machine.
 BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -15,7 +17,7 @@ class Metrics:
     """Counts requests and streams."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = new_registry()
         self._requests = Counter(
             "inflight_gateway_requests", "HTTP requests ended", ("route", "status"), registry=self.registry
         )

@@ -56,6 +56,10 @@ LENGTH = struct.Struct("<I")
 
 # Of one tensor: more than any model's context, and few enough to be read within a moment: everybody waits meanwhile.
 MAX_ELEMENTS = 2**20
+# A product of many sizes takes long to reckon.
+MAX_DIMENSIONS = 8
+# Of one request: more than there are names.
+MAX_TENSORS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class Tensor:
 def decode_inputs(request: grpc_service_pb2.ModelInferRequest) -> dict[str, Tensor]:
     """The tensors of a request by name. Raises `RequestError`."""
     raw = request.raw_input_contents
+    if len(request.inputs) > MAX_TENSORS:
+        raise invalid(FieldViolation("inputs", f"has {len(request.inputs)} tensors; at most {MAX_TENSORS} are allowed"))
     if raw and len(raw) != len(request.inputs):
         text = f"has {len(raw)} entries for {len(request.inputs)} tensors"
         raise invalid(FieldViolation("raw_input_contents", text))
@@ -101,6 +107,8 @@ def _decode(sent: grpc_service_pb2.ModelInferRequest.InferInputTensor, raw: byte
         raise _wrong(sent.name, f"has parameters ({names[:100]}); none are known here, and no shared memory")
     if sent.datatype != BYTES and sent.datatype not in NUMPY_TYPES:
         raise _wrong(sent.name, f"is of type {sent.datatype[:20]!r}; known: {', '.join([BYTES, *NUMPY_TYPES])}")
+    if len(sent.shape) > MAX_DIMENSIONS:
+        raise _wrong(sent.name, f"has {len(sent.shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
     if any(size < 0 for size in sent.shape):
         raise _wrong(sent.name, "has a shape with a negative size")
     if raw is None:
@@ -110,8 +118,7 @@ def _decode(sent: grpc_service_pb2.ModelInferRequest.InferInputTensor, raw: byte
     else:
         elements = _split(sent.name, raw) if sent.datatype == BYTES else _numbers(sent.name, sent.datatype, raw)
     if math.prod(sent.shape) != len(elements):
-        shape = list(sent.shape)[:8]
-        raise _wrong(sent.name, f"has {len(elements)} elements, and its shape is {shape}")
+        raise _wrong(sent.name, f"has {len(elements)} elements, and its shape is {list(sent.shape)}")
     return Tensor(sent.name, sent.datatype, tuple(sent.shape), elements)
 
 

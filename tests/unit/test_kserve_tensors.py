@@ -140,3 +140,13 @@ def test_tensor_of_too_many_elements_is_refused_before_it_is_read() -> None:
     sent = request.inputs.add(name="x", datatype="BOOL", shape=[MAX_ELEMENTS + 1])
     sent.contents.bool_contents.extend([True] * (MAX_ELEMENTS + 1))
     assert "too many elements" in refusal(request)
+
+
+def test_too_many_sizes_or_tensors_are_refused_before_they_are_reckoned_with() -> None:
+    request = by_raw(Tensor("x", "INT32", (1,), (1,)))
+    request.inputs[0].shape[:] = [2**62] * 200_000  # whose product takes minutes
+    assert refusal(request) == "inputs[x]: has 200000 dimensions; at most 8 are allowed"
+    request = grpc_service_pb2.ModelInferRequest()
+    for number in range(1000):
+        request.inputs.add(name=f"x{number}", datatype="INT32", shape=[0])
+    assert refusal(request) == "inputs: has 1000 tensors; at most 100 are allowed"

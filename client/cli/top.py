@@ -31,6 +31,11 @@ from client.top.view import render
 # Until a router that has gone is asked for again, or another one.
 RETRY_S = 1.0
 PICTURE_WIDTH = 110
+SVG_OPENING = '<svg class="rich-terminal" role="img" aria-labelledby="title desc"'
+SVG_WORDS = (
+    '<title id="title">inflight top</title><desc id="desc">A terminal: seats, KV blocks, steps and speeds of each '
+    "executor, what waits by class and tenant, and times to the first token and between tokens.</desc>"
+)
 FONT_FACES = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 Messages = AsyncGenerator[inference_pb2.GetStatsResponse, None]
@@ -116,10 +121,11 @@ def _write(path: Path, picture: str) -> None:
 
 
 def as_svg(screen: Screen) -> str:
-    """A picture that needs no font of another site."""
+    """A picture that needs no font of another site and says in words what it shows."""
     console = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), markup=False, highlight=False)
     console.print(render(screen, PICTURE_WIDTH))
-    return FONT_FACES.sub("", console.export_svg(title="inflight top", unique_id="top"))
+    drawn = FONT_FACES.sub("", console.export_svg(title="inflight top", unique_id="top"))
+    return drawn.replace('<svg class="rich-terminal"', SVG_OPENING, 1).replace(">", f">{SVG_WORDS}", 1)
 
 
 class LiveTop:

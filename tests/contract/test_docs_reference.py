@@ -38,7 +38,9 @@ def test_picture_says_what_it_shows_and_has_a_dark_side(picture: Path) -> None:
     assert description is not None
     assert len(description.text or "") > 100
     assert root.get("aria-labelledby") == "title desc"
-    assert "prefers-color-scheme: dark" in picture.read_text(encoding="utf-8")
+    text = picture.read_text(encoding="utf-8")
+    is_screenshot = "Generated with Rich" in text  # terminals have one theme
+    assert is_screenshot or "prefers-color-scheme: dark" in text
 
 
 @pytest.mark.slow

@@ -155,8 +155,8 @@ class Node:
             for name, value in environment_of(self.overlay, container, {"metadata.name": pod.name}).items()
         }
         words = [expanded(word, environment) for word in (*container["command"], *container.get("args", ()))]
-        words = [*REPLACED_WORDS.get(words[0], (words[0],)), *words[1:]]
-        command = [self._mapped(word, pod, container, volumes) for word in words]
+        program, *arguments = (self._mapped(word, pod, container, volumes) for word in words)
+        command = [*REPLACED_WORDS.get(program, (program,)), *arguments]
         with pod.log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 *guarded(command),

@@ -104,8 +104,8 @@ def row(streams: int, benchmark: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def report_text(load: Load, benchmarks: Sequence[dict[str, Any]], command: str) -> str:
-    """The report."""
+def report_text(load: Load, benchmarks: Sequence[dict[str, Any]], command: str, load_average: float) -> str:
+    """The report. `load_average`: the machine's before anything ran, which says whether the figures mean much."""
     lines = [
         "# GuideLLM through the OpenAI-compatible gateway",
         "",
@@ -115,7 +115,8 @@ def report_text(load: Load, benchmarks: Sequence[dict[str, Any]], command: str) 
         "",
         f"    {command}",
         "",
-        "The figures are GuideLLM's own, mean / p99; at the same time means how many requests it keeps under way.",
+        "The figures are GuideLLM's own, mean / p99; at the same time means how many requests it keeps under way. The "
+        f"machine's load average was {load_average:.1f} at the beginning.",
         "",
         "| at the same time | succeeded | failed | requests/s | output tok/s | TTFT ms | inter-token ms | latency s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -151,9 +152,10 @@ def main(argv: Sequence[str]) -> int:
         model=flags.model or None, gateways=1, executor_args=tuple(shlex.split(flags.executor_args)),
         run_dir=Path("run/bench-openai"),
     )  # fmt: skip
+    load_average = os.getloadavg()[0]
     benchmarks = asyncio.run(measure(load, options, GUIDELLM, flags.model))
     given = f" ARGS={shlex.quote(' '.join(argv))}" if argv else ""
-    text = report_text(load, benchmarks, f"make bench-openai{given}")
+    text = report_text(load, benchmarks, f"make bench-openai{given}", load_average)
     flags.report.parent.mkdir(parents=True, exist_ok=True)
     flags.report.with_suffix(".md").write_text(text)
     print(text)

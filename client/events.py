@@ -31,10 +31,20 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token with the natural logarithm of its probability."""
+    """A token with the natural logarithm of its probability, which is minus infinity where it cannot come.
+
+    A character may need the `text_bytes` of several tokens. `is_special`: it is left out of the text.
+    """
 
     token_id: int
     logprob: float
+    text_bytes: bytes = b""
+    is_special: bool = False
+
+    @property
+    def text(self) -> str:
+        """What it stands for; parts of characters are U+FFFD."""
+        return self.text_bytes.decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +86,17 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More output. `offset` is the index of its first token among the choice's output tokens."""
+    """More output. `offset` is the index of its first token among the choice's output tokens.
+
+    `logprobs` has one value for each token, where they were asked for; `None` where it is not known any more.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     offset: int
     num_tokens: int
     choice: int = 0
-    logprobs: tuple[PositionLogprobs, ...] = ()
+    logprobs: tuple[PositionLogprobs | None, ...] = ()
 
     def __str__(self) -> str:
         return self.text
@@ -155,11 +168,12 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     num_tokens: int = 0
     finish_reason: FinishReason | None = None
+    logprobs: list[PositionLogprobs | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole result of a request. `text`, `token_ids` and `finish_reason` are those of the first choice."""
+    """The whole result of a request. `text`, `token_ids`, `logprobs` and `finish_reason` are the first choice's."""
 
     request_id: str
     choices: tuple[Choice, ...]
@@ -175,6 +189,11 @@ class Completion:
     def token_ids(self) -> tuple[int, ...]:
         """The output's token ids; empty unless `want_token_ids` was set."""
         return tuple(self.choices[0].token_ids)
+
+    @property
+    def logprobs(self) -> tuple[PositionLogprobs | None, ...]:
+        """One for each output token; empty unless `want_logprobs` or `top_logprobs` was set."""
+        return tuple(self.choices[0].logprobs)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -224,6 +243,7 @@ class Transcript:
                 choice.text += event.text
                 choice.token_ids.extend(event.token_ids)
                 choice.num_tokens += event.num_tokens
+                choice.logprobs.extend(event.logprobs)
             case Finished():
                 self._choice(event.choice).finish_reason = event.reason
             case Done():
@@ -288,7 +308,7 @@ def _delta(wire: inference_pb2.Delta) -> Delta:
         offset=wire.offset,
         num_tokens=wire.num_tokens,
         choice=wire.choice,
-        logprobs=tuple(PositionLogprobs(_logprob(p.chosen), tuple(map(_logprob, p.top))) for p in wire.logprobs),
+        logprobs=tuple(map(_position, wire.logprobs)),
     )
 
 
@@ -309,8 +329,14 @@ def finish_reason(wire: int) -> FinishReason:
     return FinishReason[name] if name in FinishReason.__members__ else FinishReason.UNKNOWN
 
 
+def _position(wire: types_pb2.PositionLogprobs) -> PositionLogprobs | None:
+    if not wire.HasField("chosen"):
+        return None
+    return PositionLogprobs(_logprob(wire.chosen), tuple(map(_logprob, wire.top)))
+
+
 def _logprob(wire: types_pb2.TokenLogprob) -> Logprob:
-    return Logprob(wire.token_id, wire.logprob)
+    return Logprob(wire.token_id, wire.logprob, wire.text_bytes, wire.is_special)
 
 
 def _usage(wire: types_pb2.Usage) -> Usage:

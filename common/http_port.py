@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from common.http_connection import Connection, HttpLimits
 from common.server import ListenError
 
 # Connections that have no place in the loop yet wait in the kernel.
 BACKLOG = 1024
+DEFAULT_LIMITS = HttpLimits()
 
 
 class _Server(uvicorn.Server):
@@ -31,15 +35,23 @@ class HttpPort:
     """Serves `app` over HTTP/1.1. After `stop` it cannot be started again.
 
     Streams that still run `grace_s` seconds after `stop` are cut off. With the files of a certificate chain and of its
-    key it speaks HTTPS only.
+    key it speaks HTTPS only; raises `OSError` where these cannot be used.
     """
 
     def __init__(
-        self, app: ASGIApp, *, grace_s: int = 1, cert_file: Path | None = None, key_file: Path | None = None
+        self,
+        app: ASGIApp,
+        *,
+        grace_s: int = 1,
+        limits: HttpLimits = DEFAULT_LIMITS,
+        cert_file: Path | None = None,
+        key_file: Path | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
             loop="none",
+            http=functools.partial(Connection, limits),  # type: ignore[arg-type]  # it is called, no more
+            ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -49,6 +61,10 @@ class HttpPort:
             ssl_certfile=cert_file,
             ssl_keyfile=key_file,
         )
+        # Here, where an error is somebody's to see, and not in the task that serves.
+        config.load()
+        if config.ssl is not None:
+            config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 

@@ -9,6 +9,7 @@ span.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
@@ -53,4 +54,18 @@ def open_tracing(process: str, instance: str, endpoint: str) -> Tracing:
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http:"), timeout=FLUSH_TIMEOUT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Tracing(provider.get_tracer("inflight"), provider.shutdown)
+    return Tracing(
+        provider.get_tracer("inflight"), lambda: flush(provider.shutdown, exporter.shutdown, FLUSH_TIMEOUT_S)
+    )
+
+
+def flush(send_all: Callable[[], object], give_up: Callable[[], object], timeout_s: float) -> None:
+    """Sends what has collected; after so long `give_up` makes that end. While no collector answers, each of many
+    batches would take its time."""
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        send_all()
+    finally:
+        timer.cancel()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from client.catalogue import Model
-from client.events import FinishReason, Usage
+from client.events import FinishReason, PositionLogprobs, Usage
+from gateway import logprobs as openai_logprobs
 from gateway.asking import Ask
 from gateway.errors import from_end
 from gateway.event_ids import AnswerId
@@ -27,6 +28,7 @@ class Choice:
     text: str
     reason: FinishReason
     usage: Usage
+    logprobs: Sequence[PositionLogprobs | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,10 @@ class Chunks:
             return None
         return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}])
 
-    def text(self, index: int, text: str) -> dict[str, Any]:
-        """More text of a choice."""
-        if self.ask.kind == "completion":
-            return self._chunk([{"index": index, "text": text, **_UNFINISHED}])
-        return self._chunk([{"index": index, "delta": {"content": text}, **_UNFINISHED}])
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        """More text of a choice, and of its tokens' log probabilities."""
+        more: dict[str, Any] = {"text": text} if self.ask.kind == "completion" else {"delta": {"content": text}}
+        return self._chunk([{"index": index, **more, **_UNFINISHED, "logprobs": logprobs}])
 
     def finished(self, index: int, reason: FinishReason) -> dict[str, Any]:
         """The end of a choice. Raises `ApiError` for one that OpenAI's API has no word for."""
@@ -99,10 +100,19 @@ def whole_answer(ask: Ask, answer: AnswerId, choices: Sequence[Choice]) -> dict[
 
 
 def _whole_choice(ask: Ask, index: int, choice: Choice) -> dict[str, Any]:
-    end = {"logprobs": None, "finish_reason": finish_reason(choice.reason)}
+    end = {"logprobs": logprobs_of(ask, choice.logprobs), "finish_reason": finish_reason(choice.reason)}
     if ask.kind == "completion":
         return {"index": index, "text": choice.text, **end}
     return {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None}, **end}
+
+
+def logprobs_of(ask: Ask, positions: Sequence[PositionLogprobs | None], text_offset: int = 0) -> dict[str, Any] | None:
+    """The log probabilities of tokens, where they are asked for. `text_offset`: characters before them."""
+    if not ask.has_logprobs or not positions:
+        return None
+    if ask.kind == "chat":
+        return openai_logprobs.of_chat(positions)
+    return openai_logprobs.of_completion(positions, text_offset)
 
 
 def finish_reason(reason: FinishReason) -> Literal["stop", "length"]:

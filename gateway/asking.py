@@ -47,6 +47,7 @@ class Ask:
     n: int
     is_stream: bool
     include_usage: bool
+    has_logprobs: bool
     includes_running_usage: bool = False
     renamed: dict[str, str] = field(default_factory=dict)
 
@@ -63,6 +64,8 @@ def ask_chat(body: ChatBody, defaults: Defaults, key: str) -> Ask:
         raise refused("max_completion_tokens", "differs from max_tokens, its older name; give one of them")
     max_tokens = both[0] if both[1] is None else both[1]
     request = _request(body, defaults, max_tokens)
+    if body.logprobs:
+        _set_logprobs(request, body.top_logprobs or 0)
     request.chat.messages.extend(_message(message) for message in body.messages)
     if body.chat_template_kwargs:
         _set_template_variables(request, body.chat_template_kwargs)
@@ -88,6 +91,8 @@ def ask_completion(body: CompletionBody, defaults: Defaults, key: str) -> Ask:
             request.text = prompt
         else:
             request.token_ids.ids.extend(prompt)
+        if body.logprobs is not None:
+            _set_logprobs(request, body.logprobs)
         requests.append(request)
     return _ask("completion", body, requests, defaults, key, {})
 
@@ -108,7 +113,8 @@ def _ask(
     options = body.stream_options
     include_usage = options is not None and options.include_usage
     is_running = options is not None and options.continuous_usage_stats
-    return Ask(kind, body.model, choices, n, bool(body.stream), include_usage, is_running, renamed)
+    has_logprobs = requests[0].output.logprobs
+    return Ask(kind, body.model, choices, n, bool(body.stream), include_usage, has_logprobs, is_running, renamed)
 
 
 def _check_count(num_choices: int, defaults: Defaults) -> None:
@@ -173,6 +179,11 @@ def _set_stopping(stopping: types_pb2.StoppingParams, body: Common, max_tokens: 
     stopping.stop_token_ids.extend(body.stop_token_ids or [])
     stopping.ignore_eos = bool(body.ignore_eos)
     stopping.include_stop = bool(body.include_stop_str_in_output)
+
+
+def _set_logprobs(request: inference_pb2.GenerateRequest, num_top: int) -> None:
+    request.output.logprobs = True
+    request.output.top_logprobs = num_top
 
 
 def _priority(asked: Literal["interactive", "standard", "batch"] | int | None) -> Priority | None:

@@ -15,7 +15,11 @@ from pydantic_core import ErrorDetails, from_json
 from gateway.errors import ApiError, refused, unsupported
 
 MAX_UINT32 = 2**32 - 1
+MAX_UINT32_DIGITS = len(str(MAX_UINT32))
 MAX_INT32 = 2**31 - 1
+
+# Of all lists and objects of a body together, but of a prompt's token ids: reading a body holds up everybody's streams.
+MAX_VALUES = 2**14
 
 Tokens = Annotated[int, Field(ge=0, le=MAX_INT32)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_UINT32)]
@@ -78,7 +82,8 @@ class Common(_Body):
     @classmethod
     def _check_token_ids(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
         for token_id in biases or ():
-            if not (token_id.isascii() and token_id.isdigit() and int(token_id[:11]) <= MAX_UINT32):
+            is_number = token_id.isascii() and token_id.isdigit() and len(token_id) <= MAX_UINT32_DIGITS
+            if not (is_number and int(token_id) <= MAX_UINT32):
                 raise ValueError(f"{token_id[:20]!r} is not a token id")
         return biases
 
@@ -123,17 +128,26 @@ class ChatBody(Common):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_completion_tokens: Tokens | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: is allowed only with logprobs")
+        return self
+
 
 class CompletionBody(Common):
     """`POST /v1/completions`. The prompt is text, texts, token ids, or lists of token ids."""
 
     prompt: str | list[Any]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -150,7 +164,6 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),  # about calls, of which there are none without tools
@@ -162,14 +175,12 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "tool_choice": ("none",),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (),
     "suffix": ("",),
 }
 
@@ -193,6 +204,7 @@ def _parse(kind: type[Kind], raw: bytes, unsupported_params: Mapping[str, tuple[
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    _check_num_values({name: value for name, value in body.items() if name != "prompt"})
     for name, neutral in unsupported_params.items():
         value = body.pop(name, None)
         if value is not None and value not in neutral:
@@ -201,6 +213,18 @@ def _parse(kind: type[Kind], raw: bytes, unsupported_params: Mapping[str, tuple[
         return kind.model_validate(body)
     except ValidationError as error:
         raise _explained(error) from None
+
+
+def _check_num_values(body: dict[str, Any]) -> None:
+    num_values = 0
+    unread: list[Any] = [body]
+    while unread:
+        value = unread.pop()
+        if isinstance(value, dict | list):
+            num_values += len(value)
+            if num_values > MAX_VALUES:
+                raise ApiError(400, f"the body has more than {MAX_VALUES} values", code="request_too_large")
+            unread.extend(value.values() if isinstance(value, dict) else value)
 
 
 def _explained(error: ValidationError) -> ApiError:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from inflight.v1 import inference_pb2
 
 from client.aio import Client, Stream
-from client.events import Accepted, Delta, Done, Event, Finished, FinishReason
+from client.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs
 from gateway.answers import Choice
 from gateway.asking import Ask
 from gateway.event_ids import Place
@@ -73,18 +73,21 @@ class Source:
 
     async def _collect(self, request: inference_pb2.GenerateRequest) -> Choice:
         texts: list[str] = []
+        logprobs: list[PositionLogprobs | None] = []
         reason = FinishReason.UNKNOWN
         async with aclosing(self.begun(request, takes_back=True)) as events:
             async for event in events:
                 match event:
                     case Accepted():
                         texts.clear()
+                        logprobs.clear()
                     case Delta():
                         texts.append(event.text)
+                        logprobs.extend(event.logprobs)
                     case Finished():
                         reason = event.reason
                     case Done():
-                        return Choice("".join(texts), reason, event.usage)
+                        return Choice("".join(texts), reason, event.usage, logprobs)
         raise AssertionError("a stream without an error ends with Done")
 
 

@@ -2,7 +2,8 @@
 
     1~<answer's id>~<created>~<request id>,<resume token>,<tokens>,<bytes of text>,<f where it has finished>~…
 
-with one group for each choice, in order. It is as secret as the resume tokens in it.
+with one group for each choice, in order; where log probabilities are told, a group ends in a comma and the characters
+that their tokens stand for. It is as secret as the resume tokens in it.
 """
 
 from __future__ import annotations
@@ -18,19 +19,25 @@ HEADER = "Last-Event-ID"
 # More would make events longer than what they say, and headers longer than servers take.
 MAX_CHOICES = 8
 _ANSWER_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
-_GROUP = re.compile(r"([A-Za-z0-9._:-]{1,128}),([A-Za-z0-9_-]{1,2048}),([0-9]{1,9}),([0-9]{1,10}),(f?)")
+_GROUP = re.compile(
+    r"([A-Za-z0-9._:-]{1,128}),([A-Za-z0-9_-]{1,2048}),([0-9]{1,9}),([0-9]{1,10}),(f?)(?:,([0-9]{1,10}))?"
+)
 _CREATED = re.compile(r"[0-9]{1,12}")
 
 
 @dataclass(slots=True)
 class Place:
-    """How far the client is in one choice: tokens, and bytes of their text; whether it knows that the choice ended."""
+    """How far the client is in one choice: tokens, and bytes of their text; whether it knows that the choice ended.
+
+    `num_characters` are those of the tokens whose log probabilities it has.
+    """
 
     request_id: str = ""
     resume_token: str = ""
     num_tokens: int = 0
     text_bytes: int = 0
     has_finished: bool = False
+    num_characters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +53,7 @@ def event_id(answer: AnswerId, places: list[Place]) -> str:
     known yet."""
     if len(places) > MAX_CHOICES or not all(place.resume_token for place in places):
         return ""
-    groups = [
-        f"{place.request_id},{place.resume_token},{place.num_tokens},{place.text_bytes},{'f' * place.has_finished}"
-        for place in places
-    ]
-    return "~".join((VERSION, answer.name, str(answer.created), *groups))
+    return "~".join((VERSION, answer.name, str(answer.created), *map(_group, places)))
 
 
 def read_event_id(text: str) -> tuple[AnswerId, list[Place]]:
@@ -62,8 +65,18 @@ def read_event_id(text: str) -> tuple[AnswerId, list[Place]]:
     found = [_GROUP.fullmatch(group) for group in groups]
     if not (_ANSWER_ID.fullmatch(name) and _CREATED.fullmatch(created)) or None in found:
         raise _no_id()
-    places = [Place(one[1], one[2], int(one[3]), int(one[4]), bool(one[5])) for one in found if one is not None]
+    places = [
+        Place(one[1], one[2], int(one[3]), int(one[4]), bool(one[5]), int(one[6] or 0))
+        for one in found
+        if one is not None
+    ]
     return AnswerId(name, int(created)), places
+
+
+def _group(place: Place) -> str:
+    parts = (place.request_id, place.resume_token, place.num_tokens, place.text_bytes, "f" * place.has_finished)
+    characters = (place.num_characters,) if place.num_characters else ()
+    return ",".join(map(str, (*parts, *characters)))
 
 
 def _no_id() -> ApiError:

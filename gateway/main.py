@@ -14,6 +14,7 @@ import grpc
 
 from client.aio import Client
 from client.channel import is_this_machine
+from common.http_connection import HttpLimits
 from common.http_port import HttpPort
 from common.logs import start_logging
 from common.process import run_process
@@ -97,4 +98,9 @@ def open_port(app: GatewayApp, settings: GatewaySettings) -> HttpPort:
     if certificate is not None and key is not None:
         _read("tls_cert_file", certificate)
         _read("tls_key_file", key)
-    return HttpPort(app, cert_file=certificate, key_file=key)
+    # As many connections as there are requests may be idle. Streams have their own, shorter limit of what lies unread.
+    limits = HttpLimits(max_connections=2 * settings.max_requests, write_s=settings.write_timeout_s + 1)
+    try:
+        return HttpPort(app, limits=limits, cert_file=certificate, key_file=key)
+    except OSError as error:
+        raise SettingError(f"tls_cert_file and tls_key_file: cannot be used: {error}") from None

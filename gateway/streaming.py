@@ -17,10 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 from client.errors import InflightError
 from client.events import Accepted, Delta, Done, Event, Finished, FinishReason, Queued, Usage
-from gateway.answers import Chunks, encoded
+from gateway.answers import Chunks, encoded, logprobs_of
 from gateway.errors import ApiError, from_router
 from gateway.event_ids import Place, event_id
 from gateway.leaving import while_connected
+from gateway.logprobs import num_characters
 from gateway.metrics import Metrics
 
 # Of all choices together; one that is full holds its readers up, and the router's flow control sees that.
@@ -151,10 +152,13 @@ class EventStream:
                 self._prompt_tokens[index] = accepted.prompt_tokens
                 yield from self._opening(index)
             case Delta() as delta:
+                logprobs = logprobs_of(self._chunks.ask, delta.logprobs, place.num_characters)
                 place.num_tokens = delta.offset + delta.num_tokens
-                if delta.text:
+                place.num_characters += num_characters(delta.logprobs)
+                # Tokens without text have log probabilities, too.
+                if delta.text or logprobs:
                     place.text_bytes += len(delta.text.encode())
-                    yield self._event(self._chunks.text(index, delta.text))
+                    yield self._event(self._chunks.text(index, delta.text, logprobs))
             case Finished() as finished if not place.has_finished:
                 yield self._finished(index, finished.reason)
             case Done() as done:

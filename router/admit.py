@@ -170,6 +170,7 @@ def open_stream(
             max_tokens=submit.stopping.max_tokens,
         ),
         new_text=functools.partial(_new_text, pool.text, context, submit.stopping.min_tokens),
+        name_token=functools.partial(_name_token, pool.text),
         wants_text=context.wants_text,
         wants_token_ids=context.wants_token_ids,
         wants_logprobs=submit.HasField("num_top_logprobs"),
@@ -230,6 +231,11 @@ def _ttl_s(context: resume_pb2.RouterContext) -> float | None:
 
 def _new_text(text: TextModel, context: resume_pb2.RouterContext, min_tokens: int) -> OutputText:
     return OutputText(text.detokenizer(), stops=context.stop, include_stop=context.include_stop, min_tokens=min_tokens)
+
+
+def _name_token(text: TextModel, token: types_pb2.TokenLogprob) -> None:
+    token.text_bytes = text.token_bytes(token.token_id)
+    token.is_special = token.token_id in text.special_token_ids
 
 
 def _prior_output(fitted: FittedRequest) -> tuple[tuple[int, ...], End | None]:

@@ -14,12 +14,12 @@ from inflight.v1 import executor_pb2
 
 from common.errors import RequestError
 from router.ledger_writer import LedgerWriter
-from router.links import Answer, NotAttached, unread_stream
+from router.links import Answer, NotAttached
 from router.placing import Placer
 from router.refusals import mismatch, out_of_reach, output_lost
 from router.store.store import AdmissionStore
 from router.store.types import Adopted, Ending, Placement
-from router.streams import RequestStream
+from router.streams import RequestStream, unread_stream
 
 log = logging.getLogger(__name__)
 

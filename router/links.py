@@ -21,10 +21,8 @@ from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from common.errors import Reason, RequestError
 from router.executor_channels import ExecutorChannels
 from router.frames import FrameError, check_description, check_frame
-from router.refusals import taken_over
 from router.silence import Silence
-from router.store.types import Demand
-from router.streams import End, RequestStream
+from router.streams import End, RequestStream, unread_stream
 
 log = logging.getLogger(__name__)
 
@@ -384,13 +382,6 @@ class ExecutorLink:
                 stream.finish(End(finished.reason, stop_token_id))
         if not stream.is_let_go:
             self._observer.on_finished(self, stream, attempt)
-
-
-def unread_stream(request_id: str) -> RequestStream:
-    """Stands for a request that nobody reads here, so that frames can name it."""
-    stream = RequestStream(Demand(request_id, 1, 1), executor_pb2.Submit(), 0.0)
-    stream.let_go(taken_over())
-    return stream
 
 
 def is_cancelled() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from inflight.v1 import inference_pb2
+from inflight.v1 import inference_pb2, types_pb2
 
 from router.text.output import OutputText
 
@@ -27,13 +27,14 @@ class Deadlines:
 class Reading:
     """What a request's client wants to read, and for how long the request goes on without one.
 
-    `accepted` is the event that begins every stream of it. `unattended_s` None: to its end; 0: not at all. `kept_s` is
-    how long its output is wanted after its end; None: for as long as it is kept anyway. `digest` is that of a request
-    that may be repeated.
+    `accepted` is the event that begins every stream of it. `name_token` writes to a token what its id stands for.
+    `unattended_s` None: to its end; 0: not at all. `kept_s` is how long its output is wanted after its end; None: for
+    as long as it is kept anyway. `digest` is that of a request that may be repeated.
     """
 
     accepted: inference_pb2.Accepted
     new_text: Callable[[], OutputText]
+    name_token: Callable[[types_pb2.TokenLogprob], None]
     wants_text: bool
     wants_token_ids: bool
     deadlines: Deadlines

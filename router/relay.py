@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from google.protobuf import duration_pb2
 from inflight.v1 import inference_pb2, types_pb2
@@ -149,12 +149,19 @@ class Relay:
             if self._reading.wants_logprobs:
                 known_logprobs = (news.logprobs.get(offset + i, UNKNOWN_LOGPROBS) for i in range(step.num_tokens))
                 delta.logprobs.extend(known_logprobs)
+                self._name_tokens(delta.logprobs)
             await self._send(inference_pb2.StreamEvent(delta=delta))
             if step.num_tokens and self._write is not None:
                 self._stream.record.sent(
                     self.reader, offset, step.num_tokens, is_first_known=not self._stream.has_unknown_past
                 )
         return step
+
+    def _name_tokens(self, logprobs: Iterable[types_pb2.PositionLogprobs]) -> None:
+        for values in logprobs:
+            if values.HasField("chosen"):
+                for token in (values.chosen, *values.top):
+                    self._reading.name_token(token)
 
     def _feed(self, offset: int, token_ids: list[int], is_stop_token: bool) -> TextStep:
         return self._text.feed(offset, token_ids, last_is_stop_token=is_stop_token and bool(token_ids))

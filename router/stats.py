@@ -8,6 +8,7 @@ slow gets the newest when it comes back, for each message is made when it is ask
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
@@ -30,6 +31,8 @@ MIN_INTERVAL_MS = 50
 MAX_INTERVAL_MS = 60_000
 # That the first message waits for executors to begin to tell.
 BEGIN_S = 0.5
+# Of the loop's time, what making messages may take, for all watchers together: who has tokens to wait for goes first.
+SHARE = 0.1
 NOTHING_KNOWN = Snapshot((), ())
 
 
@@ -73,9 +76,13 @@ class StatsSource:
                 snapshots = await self._look(pools)
                 if wants_steps:
                     subscription.follow([link for pool in pools for link in pool.links])
-                yield self._response(request, pools, snapshots, subscription, caller)
+                began_s = time.thread_time()
+                response = self._response(request, pools, snapshots, subscription, caller)
+                took_s = time.thread_time() - began_s
+                yield response
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), interval_ms / 1000)
+                    pause_s = pause_after(took_s, interval_ms / 1000, self.num_watchers)
+                    await asyncio.wait_for(self._closing.wait(), pause_s)
         finally:
             subscription.close()
             self._intervals_ms[interval_ms] -= 1
@@ -107,6 +114,11 @@ class StatsSource:
             response.queues.extend(seen_queues(pool.name, snapshot, caller))
             response.latencies.append(self._latencies.by_model[pool.name].to_proto(pool.name))
         return response
+
+
+def pause_after(took_s: float, interval_s: float, num_watchers: int) -> float:
+    """How long a watcher whose message took so long to make waits for the next."""
+    return max(interval_s, took_s * num_watchers / SHARE)
 
 
 def _interval_ms(request: inference_pb2.GetStatsRequest) -> int:

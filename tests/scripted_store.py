@@ -210,6 +210,7 @@ def new_reading(**fields: Any) -> Reading:
     return Reading(
         accepted=inference_pb2.Accepted(request_id="r", prompt_tokens=10, max_tokens=100),
         new_text=lambda: OutputText(TextModel(tiny_tokenizer()).detokenizer()),
+        name_token=lambda token: None,
         **{"wants_text": True, "wants_token_ids": True, "deadlines": Deadlines(None, None), **fields},
     )
 

@@ -22,27 +22,40 @@ Serve = Callable[
 
 
 class InferStream:
-    """Serves the requests of one call. `is_strict`: the first refusal ends the call with its status."""
+    """Serves the requests of one call. `is_strict`: the first refusal ends the call with its status. Where there is no
+    `room` the next request is not read, and gRPC holds the client up."""
 
-    def __init__(self, serve: Serve, write: Write, max_requests: int, *, is_strict: bool) -> None:
+    def __init__(self, serve: Serve, write: Write, room: asyncio.Semaphore, *, is_strict: bool) -> None:
         self._serve = serve
         self._unordered_write = write
         self._is_strict = is_strict
         # A call takes one write at a time.
         self._writing = asyncio.Lock()
-        # Once so many run the next is not read, and gRPC holds the client up.
-        self._room = asyncio.Semaphore(max_requests)
+        self._room = room
 
     async def run(self, requests: AsyncIterator[grpc_service_pb2.ModelInferRequest]) -> None:
         """Serves until the client has sent its last request and all have ended. Raises `RequestError`."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._room.acquire()
-                async for request in requests:
-                    tasks.create_task(self._serve_one(request))
-                    await self._room.acquire()
+                unread = aiter(requests)
+                while (request := await self._next(unread)) is not None:
+                    serving = tasks.create_task(self._serve_one(request))
+                    serving.add_done_callback(lambda _: self._room.release())
         except BaseExceptionGroup as group:
             raise _told(group) from group
+
+    async def _next(
+        self, requests: AsyncIterator[grpc_service_pb2.ModelInferRequest]
+    ) -> grpc_service_pb2.ModelInferRequest | None:
+        """The next request, with its place in the room; None, and no place, where there is no more."""
+        await self._room.acquire()
+        request = None
+        try:
+            request = await anext(requests, None)
+        finally:
+            if request is None:
+                self._room.release()
+        return request
 
     async def _serve_one(self, request: grpc_service_pb2.ModelInferRequest) -> None:
         async def send(response: grpc_service_pb2.ModelInferResponse) -> None:
@@ -55,8 +68,6 @@ class InferStream:
             if self._is_strict or error.reason is Reason.STALLED:
                 raise
             await self._write(error_response(request, error))
-        finally:
-            self._room.release()
 
     async def _write(self, response: grpc_service_pb2.ModelStreamInferResponse) -> None:
         async with self._writing:

@@ -35,6 +35,10 @@ OUTPUTS = (
     TensorKind(translation.FINISH_REASON, BYTES, -1),
     TensorKind(translation.NUM_INPUT_TOKENS, "UINT32", 1),
     TensorKind(translation.NUM_OUTPUT_TOKENS, "UINT32", -1),
+    TensorKind(translation.OUTPUT_LOG_PROBS, "FP32", -1),
+    TensorKind(translation.CUM_LOG_PROBS, "FP32", -1),
+    TensorKind(translation.LOGPROBS, BYTES, -1),
+    TensorKind(translation.CUMULATIVE_LOGPROB, "FP32", -1),
 )
 
 

@@ -95,10 +95,11 @@ OPTIONS = (
     _sampling(Kind.BOOL, "BOOL", "", "early_stopping"),
     _sampling(Kind.BOOL, "BOOL", "", "skip_special_tokens"),
     _sampling(Kind.BOOL, "BOOL", "", "use_beam_search"),
-    # What would have to be answered with log probabilities, logits or measurements.
+    _sampling(Kind.INT, "INT32", "output.top_logprobs", "logprobs"),
     Option(("return_log_probs",), Kind.BOOL, "BOOL"),
     Option(("return_logprobs",), Kind.BOOL, "BOOL"),
     Option(("return_cumulative_logprob",), Kind.BOOL, "BOOL"),
+    # What would have to be answered with logits or measurements.
     Option(("return_context_logits",), Kind.BOOL, "BOOL"),
     Option(("return_generation_logits",), Kind.BOOL, "BOOL"),
     Option(("return_perf_metrics", "sampling_param_return_perf_metrics"), Kind.BOOL, "BOOL"),

@@ -9,6 +9,7 @@ from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import RequestError
 from router.kserve import translation
+from router.kserve.logprobs import as_json, logprob_of
 from router.kserve.tensors import BYTES, Element, Tensor, encode_output
 from router.kserve.translation import VERSION, Wanted
 
@@ -39,6 +40,9 @@ class Responder:
         self._text = wanted.prompt
         self._token_ids: list[int] = []
         self._num_tokens = 0
+        self._logprobs: list[types_pb2.PositionLogprobs] = []
+        # Of all that any response has carried.
+        self._cumulative_logprob = 0.0
 
     async def write(self, event: inference_pb2.StreamEvent) -> None:
         """Takes the next event of the request."""
@@ -49,6 +53,8 @@ class Responder:
                 self._text += event.delta.text.encode()
                 self._token_ids += event.delta.token_ids
                 self._num_tokens += event.delta.num_tokens
+                self._logprobs += event.delta.logprobs
+                self._cumulative_logprob += sum(map(logprob_of, event.delta.logprobs))
                 if self._wanted.is_streamed:
                     await self._respond(is_final=False)
             case "finished":
@@ -63,7 +69,7 @@ class Responder:
         response.parameters[FINAL_RESPONSE].bool_param = is_final
         if is_final:
             response.parameters[translation.FINISH_REASON].string_param = FINISH_REASONS[self._reason]
-        self._text, self._token_ids, self._num_tokens = b"", [], 0
+        self._text, self._token_ids, self._num_tokens, self._logprobs = b"", [], 0, []
         await self._send(response)
 
     def _tensors(self, is_final: bool) -> list[Tensor]:
@@ -72,15 +78,26 @@ class Responder:
             # All has been said but how it ended.
             wanted = wanted & {translation.FINISH_REASON}
         ids, reason = self._token_ids, FINISH_REASONS[self._reason]
-        tensors = (
+        tensors = [
             _tensor(translation.TEXT_OUTPUT, BYTES, self._text),
             Tensor(translation.OUTPUT_IDS, "INT32", (1, 1, len(ids)), tuple(ids)),
             Tensor(translation.SEQUENCE_LENGTH, "INT32", (1, 1), (self._num_tokens,)),
             _tensor(translation.FINISH_REASON, BYTES, reason.encode()),
             _tensor(translation.NUM_INPUT_TOKENS, "UINT32", self._num_prompt_tokens),
             _tensor(translation.NUM_OUTPUT_TOKENS, "UINT32", self._num_tokens),
-        )
+        ]
+        if not wanted.isdisjoint(translation.OUTPUTS_OF_LOGPROBS):
+            tensors += self._logprob_tensors()
         return [tensor for tensor in tensors if tensor.name in wanted]
+
+    def _logprob_tensors(self) -> tuple[Tensor, ...]:
+        values, total = tuple(map(logprob_of, self._logprobs)), self._cumulative_logprob
+        return (
+            Tensor(translation.OUTPUT_LOG_PROBS, "FP32", (1, 1, len(values)), values),
+            Tensor(translation.CUM_LOG_PROBS, "FP32", (1, 1), (total,)),
+            _tensor(translation.LOGPROBS, BYTES, as_json(self._logprobs)),
+            _tensor(translation.CUMULATIVE_LOGPROB, "FP32", total),
+        )
 
 
 def begun(wanted: Wanted) -> grpc_service_pb2.ModelInferResponse:

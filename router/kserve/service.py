@@ -6,9 +6,11 @@ deadlines and drain. docs/kserve.md says what is understood.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import grpc.aio
 from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
@@ -58,13 +60,15 @@ class Generator(Protocol):
 
 
 class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Serves clients of KServe v2. Stateless."""
+    """Serves clients of KServe v2. Stateless but for what runs."""
 
     def __init__(self, pools: Pools, door: Door, generator: Generator, settings: RouterSettings) -> None:
         self._pools = pools
         self._door = door
         self._generator = generator
         self._settings = settings
+        # For how many more requests there is room on each connection that has streams.
+        self._rooms: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def ServerLive(
         self, request: grpc_service_pb2.ServerLiveRequest, context: Context
@@ -161,8 +165,15 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
 
         write = patient(context.write, self._settings.write_timeout_s)
         is_strict = (STATUS_KEY, "true") in _metadata(context)
-        stream = InferStream(serve, write, self._settings.max_streams_per_connection, is_strict=is_strict)
+        stream = InferStream(serve, write, self._room_of(context.peer()), is_strict=is_strict)
         await stream.run(requests)
+
+    def _room_of(self, peer: str) -> asyncio.Semaphore:
+        """All streams of a connection share it: a stream is no way to have more than a connection may."""
+        room = self._rooms.get(peer)
+        if room is None:
+            room = self._rooms[peer] = asyncio.Semaphore(self._settings.max_streams_per_connection)
+        return room
 
     async def _infer(self, inference: Inference, send: Send, context: Context) -> None:
         responder, metadata = Responder(inference.wanted, send), _metadata(context)

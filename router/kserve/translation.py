@@ -37,9 +37,6 @@ PRIORITIES = (
 
 # What asks for nothing where it is false, and cannot be had where it is true.
 UNBUILT_FLAGS: Mapping[str, str] = {
-    "return_log_probs": "reporting log probabilities is",
-    "return_logprobs": "reporting log probabilities is",
-    "return_cumulative_logprob": "reporting log probabilities is",
     "return_context_logits": "returning logits is",
     "return_generation_logits": "returning logits is",
     "return_perf_metrics": "returning measurements of a request is",
@@ -49,7 +46,24 @@ UNBUILT_FLAGS: Mapping[str, str] = {
 
 TEXT_OUTPUT, OUTPUT_IDS, SEQUENCE_LENGTH = "text_output", "output_ids", "sequence_length"
 FINISH_REASON, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS = "finish_reason", "num_input_tokens", "num_output_tokens"
-OUTPUTS = (TEXT_OUTPUT, OUTPUT_IDS, SEQUENCE_LENGTH, FINISH_REASON, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS)
+# TensorRT-LLM's log probabilities, and vLLM's.
+OUTPUT_LOG_PROBS, CUM_LOG_PROBS = "output_log_probs", "cum_log_probs"
+LOGPROBS, CUMULATIVE_LOGPROB = "logprobs", "cumulative_logprob"
+OUTPUTS_OF_LOGPROBS = (OUTPUT_LOG_PROBS, CUM_LOG_PROBS, LOGPROBS, CUMULATIVE_LOGPROB)
+OUTPUTS = (
+    *(TEXT_OUTPUT, OUTPUT_IDS, SEQUENCE_LENGTH, FINISH_REASON, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS),
+    *OUTPUTS_OF_LOGPROBS,
+)
+
+# What a flag adds to the answer.
+RETURNED: Mapping[str, tuple[str, ...]] = {
+    "return_finish_reason": (FINISH_REASON,),
+    "return_num_input_tokens": (NUM_INPUT_TOKENS,),
+    "return_num_output_tokens": (NUM_OUTPUT_TOKENS,),
+    "return_log_probs": (OUTPUT_LOG_PROBS, CUM_LOG_PROBS),
+    "return_logprobs": (LOGPROBS,),
+    "return_cumulative_logprob": (CUMULATIVE_LOGPROB,),
+}
 
 # Fields of a GenerateRequest that no option alone stands for, and what the client calls them.
 OWN_NAMES: Mapping[str, str] = {
@@ -118,6 +132,7 @@ def translate(request: grpc_service_pb2.ModelInferRequest) -> Inference:
     )
     generate.output.text = TEXT_OUTPUT in wanted.outputs
     generate.output.token_ids = OUTPUT_IDS in wanted.outputs
+    generate.output.logprobs = not wanted.outputs.isdisjoint(OUTPUTS_OF_LOGPROBS)
     return Inference(generate, wanted, given)
 
 
@@ -245,7 +260,7 @@ def _utf8(text: bytes, called: str) -> str:
 
 def _outputs(request: grpc_service_pb2.ModelInferRequest, given: Given) -> frozenset[str]:
     """The tensors of the answer: those that `outputs` names, and those that flags ask for."""
-    asked = {name for name in (FINISH_REASON, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS) if given.flag(f"return_{name}")}
+    asked = {name for flag, names in RETURNED.items() if given.flag(flag) for name in names}
     for output in request.outputs:
         called = f"outputs[{output.name[:100]}]"
         if output.name not in OUTPUTS:

@@ -84,6 +84,18 @@ class TextModel:
         assert isinstance(rendered, str)
         return rendered
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself, a special one, too; nothing for an id without a token.
+
+        Where only `decode` is known, an incomplete character is U+FFFD.
+        """
+        if self._pieces is not None:
+            pieces = self._pieces.pieces
+            return pieces[token_id] if token_id < len(pieces) else b""
+        if token_id >= self.vocabulary_size:
+            return b""
+        return self._decode_whole([token_id], skip_special_tokens=False).encode()
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, the same as a stream of them gives. Incomplete characters become U+FFFD."""
         if self._pieces is None:

@@ -153,7 +153,7 @@ def refusals(client: Any, model: str) -> Any:
     tensors = {
         "unknown": tensor("lora_task_id", [1], "UINT64"),
         "beams": tensor("beam_width", [4], "INT32"),
-        "logprobs": tensor("return_log_probs", [True], "BOOL"),
+        "logits": tensor("return_context_logits", [True], "BOOL"),
         "penalty": tensor("repetition_penalty", [1.2], "FP32"),
         "top_p": tensor("runtime_top_p", [2.0], "FP32"),
         "streamed": tensor("stream", [True], "BOOL"),
@@ -164,6 +164,22 @@ def refusals(client: Any, model: str) -> Any:
     refused["parameter"] = refusal(lambda: client.infer(model, [prompt], parameters={"colour": "blue"}))
     refused["sequence"] = refusal(lambda: client.infer(model, [prompt], sequence_id=3))
     return refused
+
+
+def log_probabilities(client: Any, model: str) -> Any:
+    """As TensorRT-LLM's clients ask for them, as vLLM's do, and vLLM's in pieces."""
+    names = ("return_logprobs", "return_cumulative_logprob", "return_num_output_tokens")
+    flags = [tensor(name, [True], "BOOL") for name in names]
+    stream = Stream(client)
+    stream.send([*text_inputs(PROMPTS[0], 6, stream=True, logprobs=2), *flags], model, "pieces")
+    taken = stream.take_until_ended(1)
+    client.stop_stream()
+    inputs = [*text_inputs(PROMPTS[0], 6, stream=False), tensor("return_log_probs", [[True]], "BOOL")]
+    return {
+        "tensorrt_llm": response(client.infer(model, inputs)),
+        "vllm": response(client.infer(model, [*text_inputs(PROMPTS[0], 6, stream=False, logprobs=2), *flags])),
+        "streamed": taken,
+    }
 
 
 def interleaved(client: Any, model: str) -> Any:
@@ -273,7 +289,7 @@ def asynchronously(address: str, model: str) -> Any:
 
 
 SCENARIOS = (
-    *(health, metadata, infer, infer_like_tensorrt_llm, infer_by_ids, refusals, interleaved),
+    *(health, metadata, infer, infer_like_tensorrt_llm, infer_by_ids, log_probabilities, refusals, interleaved),
     *(without_empty_final_response, refused_on_a_stream, refused_with_a_status, cancelled, cancelled_call, timed_out),
 )
 

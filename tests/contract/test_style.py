@@ -14,7 +14,8 @@ MAX_FUNCTION_LINES = 60
 EMPTY_NAMES = frozenset(
     {"manager", "managers", "handler", "handlers", "util", "utils", "helper", "helpers", "data", "info", "job", "jobs"}
 )
-GIVEN_NAMES = frozenset({"handler_call_details"})  # gRPC's own, of an interceptor's parameter
+# gRPC's own, of an interceptor's parameter; asyncio's and uvicorn's, of a connection's methods.
+GIVEN_NAMES = frozenset({"handler_call_details", "data_received", "timeout_keep_alive_handler"})
 
 
 def trees() -> Iterator[tuple[Path, ast.Module]]:

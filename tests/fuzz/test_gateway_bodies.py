@@ -28,6 +28,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3) | JSON,
     "stop_token_ids": st.lists(st.integers(-1, 9), max_size=3) | JSON,
     "logit_bias": st.dictionaries(st.integers(0, 9).map(str), st.floats(-100, 100), max_size=2) | JSON,
+    "logprobs": st.integers(-1, 7) | JSON,
     "min_tokens": st.integers(0, 20) | JSON,
     "stream": st.booleans() | JSON,
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}) | JSON,

@@ -20,6 +20,14 @@ from tests.cluster import ExecutorShape, run_router, start_executor, until_ready
 from tests.collector import CollectedSpan, Collector, run_collector
 
 SHAPE = ExecutorShape()
+# All that a span may say: numbers, names of the configuration, and words of ours.
+ATTRIBUTES = {
+    *("db.operation.name", "db.stored_procedure.name", "db.system.name", "error.type"),
+    *("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", "gen_ai.response.finish_reasons"),
+    *("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"),
+    *("inflight.attempt", "inflight.cached_tokens", "inflight.executor_id", "inflight.prior_tokens"),
+    "inflight.priority_class",
+}
 
 
 class Traced:
@@ -95,6 +103,7 @@ async def test_spans_say_how_much_and_how_it_ended(redis_url: str, pool: str) ->
     assert attributes("inflight.ledger submit")["db.system.name"] == "redis"
     assert attributes("inflight.prefill")["gen_ai.usage.input_tokens"] == 5
     assert attributes("inflight.decode")["gen_ai.usage.output_tokens"] == 5
+    assert {name for one in collector.spans for name in one.attributes} <= ATTRIBUTES
     # And no event of any span holds a text
     assert {e.name for one in collector.spans for e in one.span.events} <= {"boarded", "first token sent"}
 

@@ -32,6 +32,7 @@ class Stage:
             new_text=lambda: OutputText(
                 model.detokenizer(), stops=stops, include_stop=include_stop, min_tokens=min_tokens
             ),
+            name_token=lambda token: None,
             wants_text=True,
             wants_token_ids=True,
             deadlines=Deadlines(None, None),

@@ -46,6 +46,48 @@ async def test_openais_client_chats_whole_in_pieces_and_synchronously(stack: Loc
         assert await asyncio.to_thread(ask) == text
 
 
+async def test_log_probabilities_of_a_chat_are_those_of_its_text(stack: LocalStack) -> None:
+    async with run_gateway(*stack.router_addresses) as gateway, gateway.openai() as client:
+        asked: dict[str, Any] = {**GREEDY, "logprobs": True, "top_logprobs": 2}
+        whole = (await client.chat.completions.create(**asked)).choices[0]
+        assert whole.logprobs is not None
+        content = whole.logprobs.content or []
+        *said, end = content
+        assert b"".join(bytes(one.bytes or ()) for one in said).decode() == whole.message.content
+        assert end.token == "<|im_end|>"
+        # Greedy: the token produced is the likeliest.
+        assert [one.top_logprobs[0].token for one in content] == [one.token for one in content]
+        assert all(one.logprob <= 0 and len(one.top_logprobs) == 2 for one in content)
+        streamed: list[Any] = []
+        async for chunk in await client.chat.completions.create(stream=True, **asked):
+            told = chunk.choices[0].logprobs
+            streamed += [] if told is None else told.content or []
+        assert [one.token for one in streamed] == [one.token for one in content]
+        assert [one.logprob for one in streamed] == pytest.approx([one.logprob for one in content], abs=0.1)
+
+
+async def test_parts_of_a_character_come_with_their_bytes(stack: LocalStack) -> None:
+    async with run_gateway(*stack.router_addresses) as gateway, gateway.openai() as client:
+        told = await client.completions.create(
+            model=MODEL,
+            prompt="🎉🎉🎉🎉🎉🎉🎉🎉",
+            max_tokens=9,
+            temperature=0,
+            logprobs=2,
+            extra_body={"ignore_eos": True},
+        )
+        text, logprobs = told.choices[0].text, told.choices[0].logprobs
+        assert logprobs is not None
+        tokens, offsets = logprobs.tokens or [], logprobs.text_offset or []
+        parts = [i for i, token in enumerate(tokens) if token.startswith("bytes:")]
+        assert parts, "a character takes several tokens"
+        for i, (token, offset) in enumerate(zip(tokens, offsets, strict=True)):
+            is_part = i in parts
+            assert is_part or text[offset:].startswith(token)
+            assert not is_part or text[offset] in "🎉\ufffd"
+        assert all(token in (top or {}) for token, top in zip(tokens, logprobs.top_logprobs or (), strict=True))
+
+
 async def test_stop_seed_and_n_do_what_openai_says(stack: LocalStack) -> None:
     async with run_gateway(*stack.router_addresses) as gateway, gateway.openai() as client:
         stopped = await client.chat.completions.create(**GREEDY, stop=["of Fr"])

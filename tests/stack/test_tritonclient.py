@@ -99,11 +99,30 @@ def test_infer_by_ids(scenario: Any) -> None:
     assert scenario["tensors"]["sequence_length"] == [[4]]
 
 
+def test_log_probabilities(scenario: Any) -> None:
+    tensorrt_llm, vllm = scenario["tensorrt_llm"]["tensors"], scenario["vllm"]["tensors"]
+    (((values),),) = tensorrt_llm["output_log_probs"]
+    assert len(values) == 6
+    assert all(value <= 0 for value in values)
+    assert tensorrt_llm["cum_log_probs"] == [[pytest.approx(sum(values), rel=1e-5)]]
+    positions = json.loads(vllm["logprobs"][0])
+    assert [len(position) for position in positions] == [2] * 6
+    # Greedy: the likeliest token is the one produced.
+    likeliest = [max(position.values(), key=lambda one: one["logprob"]) for position in positions]
+    assert [one["logprob"] for one in likeliest] == pytest.approx(values, rel=1e-4)
+    assert [one["rank"] for one in likeliest] == [1] * 6
+    assert vllm["cumulative_logprob"] == [pytest.approx(sum(values), rel=1e-4)]
+    pieces = [one["tensors"] for one in scenario["streamed"] if one["tensors"]]
+    streamed = [position for piece in pieces for position in json.loads(piece["logprobs"][0])]
+    assert [list(position) for position in streamed] == [list(position) for position in positions]
+    assert pieces[-1]["cumulative_logprob"] == [pytest.approx(sum(values), rel=1e-4)]
+
+
 def test_refusals(scenario: Any) -> None:
     assert {name: refused["status"] for name, refused in scenario.items()} == {
         "unknown": "StatusCode.INVALID_ARGUMENT",
         "beams": "StatusCode.UNIMPLEMENTED",
-        "logprobs": "StatusCode.UNIMPLEMENTED",
+        "logits": "StatusCode.UNIMPLEMENTED",
         "penalty": "StatusCode.UNIMPLEMENTED",
         "top_p": "StatusCode.INVALID_ARGUMENT",
         "streamed": "StatusCode.UNIMPLEMENTED",

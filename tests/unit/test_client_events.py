@@ -10,6 +10,7 @@ from client.errors import InflightError
 from client.events import (
     Delta,
     FinishReason,
+    Logprob,
     Notice,
     PositionLogprobs,
     Queued,
@@ -73,11 +74,20 @@ def test_events_are_decoded_with_their_details() -> None:
     assert decode_event(started("e")) == Started("e", 0, 0.25)
     notice = inference_pb2.Notice(kind=inference_pb2.Notice.KIND_MIGRATED, text="moved")
     assert decode_event(inference_pb2.StreamEvent(notice=notice)) == Notice("migrated", "moved")
-    values = types_pb2.PositionLogprobs(chosen=types_pb2.TokenLogprob(token_id=5, logprob=-0.5))
-    with_logprobs = decode_event(inference_pb2.StreamEvent(delta=inference_pb2.Delta(text="x", logprobs=[values])))
+
+
+def test_log_probabilities_come_with_their_tokens_and_are_none_where_they_are_not_known() -> None:
+    half = types_pb2.TokenLogprob(token_id=5, logprob=-0.5, text_bytes=b"a\xf0\x9f")
+    values = types_pb2.PositionLogprobs(chosen=half, top=[half])
+    delta = inference_pb2.Delta(text="a", num_tokens=2, logprobs=[values, types_pb2.PositionLogprobs()])
+    transcript = Transcript()
+    with_logprobs = transcript.add(inference_pb2.StreamEvent(delta=delta))
     assert isinstance(with_logprobs, Delta)
-    assert isinstance(with_logprobs.logprobs[0], PositionLogprobs)
-    assert with_logprobs.logprobs[0].chosen.token_id == 5
+    told = Logprob(5, -0.5, b"a\xf0\x9f")
+    assert told.text == "a\ufffd"
+    assert with_logprobs.logprobs == (PositionLogprobs(told, (told,)), None)
+    transcript.add(inference_pb2.StreamEvent(done=inference_pb2.Done()))
+    assert transcript.result().logprobs == with_logprobs.logprobs
 
 
 def test_every_finish_reason_of_the_protocol_has_its_plain_form() -> None:

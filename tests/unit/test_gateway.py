@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,11 +16,17 @@ from inflight.v1 import inference_pb2, types_pb2
 from client.errors import FieldError, InflightError
 from client.events import FinishReason
 from common.errors import Reason
+from common.settings import SettingError
+from gateway.app import GatewayApp
 from gateway.asking import Ask, Defaults, ask_chat, ask_completion
-from gateway.bodies import UNSUPPORTED_IN_CHAT, UNSUPPORTED_IN_COMPLETIONS, parse_chat, parse_completion
+from gateway.bodies import MAX_VALUES, UNSUPPORTED_IN_CHAT, UNSUPPORTED_IN_COMPLETIONS, parse_chat, parse_completion
 from gateway.errors import _OF_REASON, ApiError, from_end, from_router
 from gateway.event_ids import AnswerId, Place, event_id, read_event_id
 from gateway.exchange import route_of
+from gateway.main import open_client, open_port
+from gateway.metrics import Metrics
+from gateway.service import GatewayService
+from gateway.settings import GatewaySettings
 
 DEFAULTS = Defaults(max_choices=16)
 HI = [{"role": "user", "content": "hi"}]
@@ -126,7 +133,6 @@ def test_a_stream_goes_on_without_its_client_only_where_that_is_asked_for() -> N
         ({"foo": 1}, "foo"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          "messages[0].content[0].type"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
@@ -140,6 +146,8 @@ def test_a_stream_goes_on_without_its_client_only_where_that_is_asked_for() -> N
         ({"n": 0}, "n"),
         ({"seed": 2**64}, "seed"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"0" * 11 + "9" * 11: 1}}, "logit_bias"),
+        ({"logit_bias": {"0" * 5000: 1}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"resume_ttl_s": 5}, "resume_ttl_s"),
@@ -161,7 +169,7 @@ def test_prompts_that_are_none_are_refused(prompt: Any) -> None:
     assert refused.value.status == 400
 
 
-@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}, {"logprobs": 0}])
+@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}])
 def test_unsupported_parameters_of_completions_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         completion(**fields)
@@ -178,7 +186,9 @@ def test_unsupported_parameters_are_taken_where_they_ask_for_nothing() -> None:
 
 
 def test_event_ids_say_where_the_client_is() -> None:
-    places = [Place("key-1", "t_1-", 5, 17), Place("a.b:c", "t2", 0, 0, has_finished=True)]
+    places = [
+        Place("key-1", "t_1-", 5, 17), Place("a.b:c", "t2", 0, 0, has_finished=True), Place("d", "t3", 2, 9, False, 4),
+    ]  # fmt: skip
     answer = AnswerId("chatcmpl-12", 1700000000)
     text = event_id(answer, places)
     assert "\n" not in text
@@ -187,7 +197,12 @@ def test_event_ids_say_where_the_client_is() -> None:
     assert not event_id(answer, places * 5)
 
 
-@pytest.mark.parametrize("text", ["", "5", "1~a~b", "1~a~5~", "2~a~5~r,t,0,0,", "1~a~5~r,t,-1,0,", "1~a~5~r,t,0,0,x"])
+GROUPS = ("r,t,-1,0,", "r,t,0,0,x", "r,t,0,0,,", "r,t,0,0,f,-1")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "1~a~b", "1~a~5~", "2~a~5~r,t,0,0,", *(f"1~a~5~{group}" for group in GROUPS)]
+)
 def test_what_is_no_event_id_is_refused(text: str) -> None:
     with pytest.raises(ApiError) as refused:
         read_event_id(text)
@@ -275,8 +290,41 @@ def test_what_nests_too_deep_is_refused() -> None:
         parse_chat(b"[" * 100_000)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [1] * MAX_VALUES},
+        {"messages": [{"role": "user", "content": [{}] * MAX_VALUES}]},
+        {"stop": [1] * MAX_VALUES},
+        {"chat_template_kwargs": {"a": [[1] * (MAX_VALUES // 2)] * 3}},
+        {f"a{i}": 1 for i in range(MAX_VALUES)},
+    ],
+    ids=["messages", "parts", "stop", "nested", "unknown"],
+)
+def test_body_of_more_values_than_can_be_read_in_a_moment_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat(**fields)
+    assert (refused.value.status, refused.value.code) == (400, "request_too_large")
+
+
+def test_token_ids_of_prompts_are_not_counted_as_values() -> None:
+    ids = [1] * (MAX_VALUES + 1)
+    assert len(completion(prompt=[ids, ids]).requests) == 2
+
+
 @given(st.binary())
 def test_any_bytes_are_refused_in_words(raw: bytes) -> None:
     with pytest.raises(ApiError) as refused:
         parse_chat(raw)
     assert refused.value.status == 400
+
+
+async def test_certificate_that_cannot_be_used_is_a_wrong_setting(tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing.pem"
+    nothing.write_text("nothing")
+    settings = GatewaySettings(tls_cert_file=nothing, tls_key_file=nothing)
+    client = open_client(settings)
+    app = GatewayApp(GatewayService(client, settings, Metrics()), settings, Metrics())
+    with pytest.raises(SettingError, match="tls_cert_file"):
+        open_port(app, settings)
+    await client.close()

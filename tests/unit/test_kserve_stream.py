@@ -43,7 +43,7 @@ async def echo(request: Request, send: Callable[[Any], Awaitable[None]]) -> None
 
 async def test_requests_run_side_by_side_and_writes_do_not_overlap() -> None:
     client = Client()
-    await InferStream(echo, client.write, 10, is_strict=False).run(requests_of("a", "b"))
+    await InferStream(echo, client.write, asyncio.Semaphore(10), is_strict=False).run(requests_of("a", "b"))
     assert client.read == [("a", ""), ("b", ""), ("a", ""), ("b", "")]
 
 
@@ -57,8 +57,27 @@ async def test_no_more_run_than_there_is_room_for() -> None:
         await asyncio.sleep(0)
         running -= 1
 
-    await InferStream(serve, Client().write, 2, is_strict=False).run(requests_of(*"abcdefg"))
+    await InferStream(serve, Client().write, asyncio.Semaphore(2), is_strict=False).run(requests_of(*"abcdefg"))
     assert most == 2
+
+
+async def test_streams_of_a_connection_share_their_room_and_give_it_back() -> None:
+    room, running, go_on = asyncio.Semaphore(2), [], asyncio.Event()
+
+    async def serve(request: Request, send: object) -> None:
+        running.append(request.id)
+        await go_on.wait()
+
+    streams = [InferStream(serve, Client().write, room, is_strict=False) for _ in range(3)]
+    runs = [asyncio.create_task(stream.run(requests_of("a"))) for stream in streams]
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert len(running) == 2
+    runs[0].cancel()
+    go_on.set()
+    await asyncio.wait(runs)
+    assert len(running) == 3
+    assert room._value == 2
 
 
 async def refuse(request: Request, send: Callable[[Any], Awaitable[None]]) -> None:
@@ -69,7 +88,9 @@ async def refuse(request: Request, send: Callable[[Any], Awaitable[None]]) -> No
 
 async def test_refusal_is_a_message_and_the_stream_goes_on() -> None:
     client = Client()
-    await InferStream(refuse, client.write, 10, is_strict=False).run(requests_of("QUEUE_FULL", "right"))
+    await InferStream(refuse, client.write, asyncio.Semaphore(10), is_strict=False).run(
+        requests_of("QUEUE_FULL", "right")
+    )
     assert sorted(client.read) == [("QUEUE_FULL", "no"), ("right", ""), ("right", "")]
 
 
@@ -77,7 +98,7 @@ async def test_refusal_is_a_message_and_the_stream_goes_on() -> None:
 async def test_refusal_ends_a_strict_stream_and_a_stalled_reader_any(request_id: str, is_strict: bool) -> None:
     client = Client()
     with pytest.raises(RequestError) as error:
-        await InferStream(refuse, client.write, 10, is_strict=is_strict).run(requests_of(request_id))
+        await InferStream(refuse, client.write, asyncio.Semaphore(10), is_strict=is_strict).run(requests_of(request_id))
     assert error.value.reason is Reason[request_id]
     assert not client.read
 
@@ -91,7 +112,9 @@ async def test_end_of_the_call_ends_every_request() -> None:
         finally:
             ended.append(request.id)
 
-    run = asyncio.create_task(InferStream(serve, Client().write, 10, is_strict=False).run(requests_of("a", "b")))
+    run = asyncio.create_task(
+        InferStream(serve, Client().write, asyncio.Semaphore(10), is_strict=False).run(requests_of("a", "b"))
+    )
     for _ in range(5):
         await asyncio.sleep(0)
     run.cancel()
@@ -105,4 +128,4 @@ async def test_bug_of_ours_is_no_refusal() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await InferStream(serve, Client().write, 10, is_strict=False).run(requests_of("a"))
+        await InferStream(serve, Client().write, asyncio.Semaphore(10), is_strict=False).run(requests_of("a"))

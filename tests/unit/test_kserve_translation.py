@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -134,6 +135,18 @@ def test_answer_is_what_outputs_and_flags_ask_for() -> None:
     assert not translated(outputs=("output_ids",)).generate.output.text
 
 
+def test_log_probabilities_are_computed_where_a_tensor_of_the_answer_has_them() -> None:
+    tensorrt_llm = translated(one("return_log_probs", "BOOL", True))
+    assert tensorrt_llm.wanted.outputs == {"text_output", "output_log_probs", "cum_log_probs"}
+    assert tensorrt_llm.generate.output.logprobs
+    by_vllm = translated(one("return_logprobs", "BOOL", True), vllm(logprobs=3))
+    assert by_vllm.wanted.outputs == {"text_output", "logprobs"}
+    assert (by_vllm.generate.output.logprobs, by_vllm.generate.output.top_logprobs) == (True, 3)
+    assert generated(one("return_cumulative_logprob", "BOOL", True)).output.logprobs
+    assert generated(outputs=("cum_log_probs",)).output.logprobs
+    assert not generated().output.logprobs
+
+
 @pytest.mark.parametrize(
     ("inputs", "fields", "text"),
     [
@@ -151,7 +164,8 @@ def test_answer_is_what_outputs_and_flags_ask_for() -> None:
         ((PROMPT, one("stream", "INT32", 1)), {}, "inputs[stream]: must be true or false"),
         ((PROMPT, one("stop_words", BYTES, b"\xff")), {}, "inputs[stop_words]: is not UTF-8"),
         ((PROMPT, one("beam_width", "INT32", 2)), {}, "inputs[beam_width]: beam search is not implemented"),
-        ((PROMPT, vllm(logprobs=3)), {}, "inputs[sampling_parameters].logprobs: there is no such parameter"),
+        ((PROMPT, vllm(logprobs=-1)), {}, "inputs[sampling_parameters].logprobs: is out of range"),
+        ((PROMPT, vllm(prompt_logprobs=3)), {}, "inputs[sampling_parameters].prompt_logprobs: there is no such"),
         ((PROMPT, vllm(temperature=[])), {}, "inputs[sampling_parameters].temperature: must be a number"),
         ((PROMPT, vllm(skip_special_tokens=False)), {}, "text with special tokens is not implemented"),
         ((PROMPT, one("sampling_parameters", BYTES, b"[" * 100_000)), {}, "is no JSON"),
@@ -166,7 +180,7 @@ def test_answer_is_what_outputs_and_flags_ask_for() -> None:
         ((PROMPT,), {"parameters": {"priority": 4}}, "parameters[priority]: must be 0, or 1"),
         ((PROMPT,), {"parameters": {"timeout": -1}}, "parameters[timeout]: must be a whole number"),
         ((PROMPT,), {"parameters": {"sequence_id": 1}}, "parameters[sequence_id]: requests that form a sequence"),
-        ((PROMPT,), {"outputs": ("cum_log_probs",)}, "outputs[cum_log_probs]: there is no such tensor"),
+        ((PROMPT,), {"outputs": ("context_logits",)}, "outputs[context_logits]: there is no such tensor"),
         ((PROMPT,), {"model_version": "2"}, "model_version: is '2'"),
         ((PROMPT,), {"id": "x" * 300}, "id: has 300 characters"),
         (
@@ -287,3 +301,55 @@ def test_metadata_and_configuration_list_every_tensor() -> None:
     assert len(metadata.outputs) == len(config.output) == len(OUTPUTS)
     assert config.model_transaction_policy.decoupled
     assert config.parameters["context_length"].string_value == "9"
+
+
+def known(*values: tuple[int, bytes, float]) -> types_pb2.PositionLogprobs:
+    """What the router says of a position: the token produced, then the likeliest ones."""
+    chosen, *top = [types_pb2.TokenLogprob(token_id=i, text_bytes=text, logprob=logprob) for i, text, logprob in values]
+    return types_pb2.PositionLogprobs(chosen=chosen, top=top)
+
+
+LOGPROBS = (
+    known((1, b"a", -0.5), (1, b"a", -0.5), (7, b"\xf0\x9f", -1.0)),
+    known((2, b"b", -2.0), (9, b"i", -0.25), (8, b"h", -math.inf)),
+    types_pb2.PositionLogprobs(),
+)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_log_probabilities_are_tensors_as_both_backends_have_them(is_streamed: bool) -> None:
+    flags = [one(f"return_{name}", "BOOL", True) for name in ("log_probs", "logprobs", "cumulative_logprob")]
+    accepted, _, _, *ending = EVENTS
+    deltas = [inference_pb2.Delta(num_tokens=1, logprobs=[values]) for values in LOGPROBS[:2]]
+    news = [inference_pb2.StreamEvent(delta=delta) for delta in deltas]
+    inference = translated(one("stream", "BOOL", is_streamed), *flags)
+    responses = await responses_of(inference, accepted, *news, *ending)
+    told = [one for response in responses for one in response["output_log_probs"]]
+    assert told == [-0.5, -2.0]
+    cumulative = [[-0.5], [-2.5], [-2.5]] if is_streamed else [[-2.5]]
+    assert [response["cum_log_probs"] for response in responses] == cumulative
+    assert [response["cumulative_logprob"] for response in responses] == cumulative
+    by_position = [one for response in responses for one in json.loads(response["logprobs"][0])]
+    assert by_position == [
+        {
+            "1": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+            "7": {"logprob": -1.0, "rank": 2, "decoded_token": "\ufffd"},
+        },
+        {
+            "9": {"logprob": -0.25, "rank": 1, "decoded_token": "i"},
+            "8": {"logprob": -9999.0, "rank": 2, "decoded_token": "h"},
+            "2": {"logprob": -2.0, "rank": None, "decoded_token": "b"},
+        },
+    ]
+
+
+async def test_log_probabilities_that_are_not_known_any_more_are_no_numbers() -> None:
+    flags = [one(f"return_{name}", "BOOL", True) for name in ("log_probs", "logprobs")]
+    delta = inference_pb2.Delta(num_tokens=2, logprobs=[LOGPROBS[0], LOGPROBS[2]])
+    events = (EVENTS[0], inference_pb2.StreamEvent(delta=delta), *EVENTS[-2:])
+    (response,) = await responses_of(translated(*flags), *events)
+    first, second = response["output_log_probs"]
+    assert first == -0.5
+    assert math.isnan(second)
+    assert math.isnan(response["cum_log_probs"][0])
+    assert json.loads(response["logprobs"][0])[1] is None

@@ -1,10 +1,12 @@
-"""What a caller sees of other tenants."""
+"""What a caller sees of other tenants, and how often."""
 
 from __future__ import annotations
 
+import pytest
 from inflight.v1 import stats_pb2
 
 from router.callers import ANYBODY, Caller
+from router.stats import SHARE, pause_after
 from router.stats_view import seen_queues, seen_sequence
 from router.store.snapshot import ClassQueue, Snapshot, TenantLine
 
@@ -61,3 +63,10 @@ def test_a_sequence_without_a_tenant_is_the_default_tenants() -> None:
     assert seen_sequence(held, OPERATOR).tenant == "default"
     assert seen_sequence(held, Caller(tenant="default")).request_id == "r1"
     assert seen_sequence(held, ANN).request_id == ""
+
+
+def test_watchers_are_told_less_often_where_their_messages_cost_too_much_together() -> None:
+    assert pause_after(0.0001, 0.05, num_watchers=10) == 0.05
+    assert pause_after(0.01, 0.05, num_watchers=10) == pytest.approx(1.0)
+    took_s, num_watchers = 0.02, 200
+    assert num_watchers * took_s / pause_after(took_s, 0.05, num_watchers) == pytest.approx(SHARE)

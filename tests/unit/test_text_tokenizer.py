@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -48,6 +48,22 @@ def test_prompt_is_encoded_as_transformers_does() -> None:
     assert TextModel(tokenizer).encode(text)[0] == tokenizer.bos_token_id
     without = TextModel(tokenizer).encode(text, add_special_tokens=False)
     assert without == tokenizer.encode(text)[1:]
+
+
+@pytest.mark.parametrize("build", [text_models.smollm2, text_models.byte_level, text_models.llama_like])
+def test_bytes_of_tokens_are_those_of_their_text(build: Callable[[], PreTrainedTokenizerBase]) -> None:
+    model = text_model(build)
+    ids = model.encode("hello 日本 🦙", add_special_tokens=False)
+    assert b"".join(map(model.token_bytes, ids)).decode().strip() == "hello 日本 🦙"
+    assert len(ids) > len({"hello", "日本", "🦙"}), "a character takes several tokens"
+    assert {model.token_bytes(token_id) for token_id in model.special_token_ids} != {b""}
+    assert model.token_bytes(10**6) == b""
+
+
+def test_bytes_of_tokens_without_a_table_are_what_decode_says() -> None:
+    model = text_model(text_models.wordpiece)
+    assert [model.token_bytes(token_id) for token_id in model.encode("hello the")] == [b"hello", b"the"]
+    assert model.token_bytes(10**6) == b""
 
 
 def test_prompt_is_never_truncated_or_padded() -> None:

@@ -1,0 +1,22 @@
+"""A process that stops does not wait for a collector that does not answer."""
+
+from __future__ import annotations
+
+import threading
+
+from common.tracing import flush
+
+TIMEOUT_S = 20
+
+
+def test_sending_that_does_not_end_is_given_up() -> None:
+    given_up = threading.Event()
+    came_back = []
+    flush(lambda: came_back.append(given_up.wait(TIMEOUT_S)), given_up.set, 0.01)
+    assert came_back == [True]
+
+
+def test_sending_that_ends_is_not_disturbed() -> None:
+    given_up = threading.Event()
+    flush(lambda: None, given_up.set, 0.01)
+    assert not given_up.wait(0.05)

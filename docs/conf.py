@@ -7,15 +7,6 @@ every warning for an error: a page in no table of contents, a link or an anchor 
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from sphinx.application import Sphinx
-
-PAGES = Path(__file__).parent
-
 project = "inflight"
 author = "the inflight authors"
 copyright = author
@@ -41,18 +32,3 @@ html_theme_options = {"navigation_with_keys": True}
 # `make docs-links` asks the outside world; addresses of examples are nobody's.
 linkcheck_ignore = [r"https?://localhost.*", r"https?://127\..*", r"https?://[^/]*\.example(\..*)?/?.*"]
 linkcheck_timeout = 20
-
-
-def setup(app: Sphinx) -> dict[str, Any]:
-    """Registers what this configuration does itself."""
-    app.connect("source-read", drop_pages_that_are_not_here)
-    return {"parallel_read_safe": True}
-
-
-def drop_pages_that_are_not_here(app: Sphinx, page: str, source: list[str]) -> None:
-    """The table of contents names the pages of every part, `page?`; a tree may lack a part, and then lacks its page."""
-    if page == root_doc:
-        names = re.findall(r"^(\S+)\?$", source[0], re.MULTILINE)
-        for name in names:
-            there = name if (PAGES / f"{name}.md").exists() else ""
-            source[0] = source[0].replace(f"\n{name}?\n", f"\n{there}\n" if there else "\n")

@@ -97,7 +97,7 @@ async def _show_once(client: Client, flags: argparse.Namespace) -> None:
         await asyncio.to_thread(_write, Path(flags.svg), as_svg(screen))
         return
     console = terminal.console()
-    console.print(render(screen, console.width))
+    console.print(render(screen, console.width, has_keys=False))
 
 
 async def _settled(client: Client, flags: argparse.Namespace) -> Screen:

@@ -104,7 +104,7 @@ def _greet(console: Console, stack: LocalStack) -> None:
         f"  live board             http://{router.http_address}/",
         f"  metrics                {_metrics_urls(stack)}",
         f'  inflight generate{where} "Name three fruits."',
-        f"  inflight status{where} --watch",
+        f"  inflight top{where}",
         f"Ctrl-C ends it. Logs are in {stack.options.run_dir}.",
     ]
     console.print("\n".join(lines))

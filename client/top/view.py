@@ -45,9 +45,9 @@ TAKEN_SEAT = ("■", "green")
 HELD, PROMISED, KEPT, FREE = ("█", "green"), ("▓", "yellow"), ("▒", "cyan"), ("░", "dim")
 
 
-def render(screen: Screen, width: int) -> RenderableType:
-    """The whole screen, for a terminal so many columns wide."""
-    parts: list[RenderableType] = [_heading(screen), _latencies(screen.now.latencies), Text()]
+def render(screen: Screen, width: int, *, has_keys: bool = True) -> RenderableType:
+    """The whole screen, for a terminal so many columns wide; `has_keys`: whether somebody may press them."""
+    parts: list[RenderableType] = [_heading(screen, has_keys), _latencies(screen.now.latencies), Text()]
     for executor in screen.executors:
         parts += _executor(executor, screen, width)
     if not screen.executors:
@@ -56,12 +56,13 @@ def render(screen: Screen, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def _heading(screen: Screen) -> Text:
+def _heading(screen: Screen, has_keys: bool) -> Text:
     now = screen.now
     counted = f"{len(now.executors)} executor{'' if len(now.executors) == 1 else 's'}"
     heading = Text.assemble(("inflight top", "bold"), f"  {_plain(now.router_id)}  {_clock(now.timestamp_ms)}  ")
     heading.append(f"{counted}  by {screen.sorting}  ")
-    heading.append(KEYS, "dim")
+    if has_keys:
+        heading.append(KEYS, "dim")
     if screen.note:
         heading.append(f"\n{_plain(screen.note)}", "bold yellow")
     return heading

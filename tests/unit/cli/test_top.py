@@ -176,6 +176,7 @@ def test_top_once_shows_speeds(address: str, router: ScriptedRouter, capsys: pyt
     shown = capsys.readouterr().out
     assert "50 steps/s" in shown
     assert "■ ◧ □ □ □ □ □ □" in shown
+    assert "q leaves" not in shown, "nobody is asked for keys"
     assert asked(router) == [
         inference_pb2.GetStatsRequest(model="smol", interval_ms=500, want_iterations=True, want_sequences=True)
     ]

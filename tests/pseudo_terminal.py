@@ -40,6 +40,21 @@ class Terminal:
         """Types a line."""
         self.type(f"{text}\r")
 
+    def interrupt_the_prompt(self) -> None:
+        """Types Ctrl-C when the process waits for a key. Of a signal that comes just before, Python's line editor takes
+        no notice until the next key."""
+        end_s, before = time.monotonic() + WAIT_S, ""
+        while (now := self._main_thread()) != before or "State:\tS" not in now:
+            assert time.monotonic() < end_s, "it never waits for a key"
+            before = now
+            self._read(time.monotonic() + 0.02)
+        self.type(CTRL_C)
+
+    def _main_thread(self) -> str:
+        """Whether it sleeps, and how often it has gone to sleep: as before, where it has slept all the time."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return "\n".join(line for line in status.splitlines() if line.startswith(("State:", "voluntary_ctxt")))
+
     @property
     def text(self) -> str:
         return COLOURS.sub("", self.screen)

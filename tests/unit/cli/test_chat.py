@@ -211,16 +211,16 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_twice_leaves(
         terminal.expect("> ")
         terminal.type("half a th")
         terminal.expect("half a th")
-        terminal.type(CTRL_C)
+        terminal.interrupt_the_prompt()
         terminal.expect("Ctrl-C again")
         terminal.expect("> ")
         terminal.enter("whole")
         terminal.expect(SAID)
         terminal.expect("> ")
-        terminal.type(CTRL_C)
+        terminal.interrupt_the_prompt()
         terminal.expect("Ctrl-C again")
         terminal.expect("> ")
-        terminal.type(CTRL_C)
+        terminal.interrupt_the_prompt()
         assert terminal.wait() == 0
     assert [request.chat.messages[0].content[0].text for request in asked(router)] == ["whole"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from common.http_connection import Connection, HttpLimits
-from common.server import ListenError
+from common.server import bind
 
 # Connections that have no place in the loop yet wait in the kernel.
 BACKLOG = 1024
@@ -74,7 +73,7 @@ class HttpPort:
         Raises:
             ListenError: the port is in use, or the address is not this machine's.
         """
-        port = _bind(listen)
+        port = bind(listen)
         address = f"{listen.rpartition(':')[0]}:{port.getsockname()[1]}"
         # Listening from here on: who connects before the loop comes round is not turned away.
         port.listen(BACKLOG)
@@ -86,21 +85,3 @@ class HttpPort:
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving
-
-
-def _bind(listen: str) -> socket.socket:
-    host, _, number = listen.rpartition(":")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]") or None, int(number), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        port = socket.socket(family, kind, protocol)
-    except (OSError, ValueError) as error:
-        raise ListenError(f"cannot listen on {listen}: {error}") from error
-    try:
-        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        port.bind(address)
-    except OSError as error:
-        port.close()
-        raise ListenError(f"cannot listen on {listen}: {error}") from error
-    return port

@@ -127,22 +127,32 @@ def _server_options(limits: ConnectionLimits) -> list[tuple[str, int]]:
     return options
 
 
-def check_listen(listen: str) -> None:
-    """Fails early, before minutes of loading, where `listen` cannot be had.
+def bind(listen: str) -> socket.socket:
+    """A TCP socket bound to `host:port` that does not listen yet; port 0 takes a free one.
 
     Raises:
         ListenError: the port is in use, or the address is not this machine's.
     """
-    host, _, port = listen.rpartition(":")
+    host, _, number = listen.rpartition(":")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host.strip("[]") or None, int(number), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        port = socket.socket(family, kind, protocol)
+        try:
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port.bind(address)
+        except OSError:
+            port.close()
+            raise
     except (OSError, ValueError) as error:
         raise ListenError(f"cannot listen on {listen}: {error}") from error
+    return port
+
+
+def check_listen(listen: str) -> None:
+    """Fails early, before minutes of loading, where `listen` cannot be had. Raises `ListenError` as `bind` does."""
+    bind(listen).close()
 
 
 class GrpcServer:

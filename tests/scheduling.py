@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from executor.blocks import BlockPool
+from executor.launch import PendingStep, StepRunner
 from executor.scheduler import Batching, Scheduler, SchedulerLimits
 from executor.sequence import (
     FinishEvent,
@@ -74,6 +76,18 @@ def retire(scheduler: Scheduler, plan: StepPlan, token_id: int = 1) -> StepOutco
 def step(scheduler: Scheduler, token_id: int = 1) -> StepOutcome:
     """Plans a step and retires it."""
     return retire(scheduler, scheduler.schedule(), token_id)
+
+
+def run_overlapped(scheduler: Scheduler, runner: StepRunner) -> None:
+    """To the end of everyone held, each step launched before the one before is read."""
+    launched: deque[tuple[StepPlan, PendingStep]] = deque()
+    while launched or not scheduler.is_idle:
+        plan = scheduler.schedule()
+        if plan.sequences:
+            launched.append((plan, runner.launch(plan)))
+        if len(launched) > (1 if plan.sequences else 0):
+            done, pending = launched.popleft()
+            scheduler.update(StepResult(done, pending.result(), pending.logprobs()))
 
 
 def run_until_idle(scheduler: Scheduler) -> list[FinishEvent]:

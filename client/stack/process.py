@@ -96,10 +96,8 @@ class ChildProcess:
         with suppress(ProcessLookupError):
             self.process.terminate()
         try:
-            async with asyncio.timeout(grace_s):
-                await self.process.wait()
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), grace_s)
         finally:
             self.kill()
         await self.process.wait()

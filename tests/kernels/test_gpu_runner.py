@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +13,13 @@ from common.model_source import resolve_model
 from executor.blocks import BlockPool
 from executor.gpu.device_step import DeviceStep
 from executor.gpu.runner import MAX_IN_FLIGHT, GpuRunner
-from executor.launch import PendingStep, StepRunner
+from executor.launch import StepRunner
 from executor.limits import Batching, SchedulerLimits
 from executor.model import PagedModel
 from executor.runner import ModelRunner
 from executor.scheduler import Scheduler
-from executor.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping
+from executor.sequence import Sampling, Sequence, Stopping
+from tests.scheduling import run_overlapped
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
 
@@ -85,14 +85,7 @@ def outputs(runner: StepRunner, sequences: list[Sequence]) -> list[list[int]]:
     scheduler = Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
     for some in sequences:
         assert scheduler.offer(some) is None
-    launched: deque[tuple[StepPlan, PendingStep]] = deque()
-    while launched or not scheduler.is_idle:
-        plan = scheduler.schedule()
-        if plan.sequences:
-            launched.append((plan, runner.launch(plan)))
-        if len(launched) > (1 if plan.sequences else 0):
-            done, pending = launched.popleft()
-            scheduler.update(StepResult(done, pending.result(), pending.logprobs()))
+    run_overlapped(scheduler, runner)
     runner.close()
     return [some.token_ids[some.num_prompt_tokens :] for some in sequences]
 

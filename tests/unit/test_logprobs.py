@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.model_source import resolve_model
 from executor.blocks import BlockPool
-from executor.launch import PendingStep
 from executor.logprobs import step_logprobs
 from executor.model import PagedModel
 from executor.runner import ModelRunner
 from executor.scheduler import Scheduler
-from executor.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping
-from tests.scheduling import LIMITS
+from executor.sequence import Sampling, Sequence, Stopping
+from tests.scheduling import LIMITS, run_overlapped
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
 
@@ -82,14 +80,7 @@ def run(model: PagedModel, offered: list[Sequence]) -> None:
     runner, scheduler = ModelRunner(model, LIMITS, BLOCK_SIZE), Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
     for sequence in offered:
         assert scheduler.offer(sequence) is None
-    launched: deque[tuple[StepPlan, PendingStep]] = deque()
-    while launched or not scheduler.is_idle:
-        plan = scheduler.schedule()
-        if plan.sequences:
-            launched.append((plan, runner.launch(plan)))
-        if len(launched) > (1 if plan.sequences else 0):
-            done, step = launched.popleft()
-            scheduler.update(StepResult(done, step.result(), step.logprobs()))
+    run_overlapped(scheduler, runner)
     runner.close()
 
 

@@ -24,7 +24,7 @@ from inflight.v1 import inference_pb2, inference_pb2_grpc
 
 from client import requests
 from client.access import AccessOptions, open_access
-from client.aio_stream import Stream, task_is_cancelled
+from client.aio_stream import Stream
 from client.catalogue import (
     Capacity,
     Model,
@@ -40,6 +40,7 @@ from client.errors import client_closed, from_rpc_error
 from client.events import Completion
 from client.recovery import Call, Recovery, RecoveryPolicy, new_idempotency_key
 from client.statistics import Statistics, decode_stats, stats_request
+from common.cancellation import task_is_cancelled
 
 __all__ = ["Client", "Stream"]
 

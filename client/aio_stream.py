@@ -19,6 +19,7 @@ import grpc.aio
 from client.errors import InflightError, client_closed, from_rpc_error
 from client.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
 from client.recovery import Again, Call, Recovery
+from common.cancellation import task_is_cancelled
 
 
 class Stream:
@@ -164,9 +165,3 @@ class Stream:
             async for event in events:
                 if isinstance(event, Delta):
                     yield event
-
-
-def task_is_cancelled() -> bool:
-    """Whether it is the task, not only a call, that was cancelled; gRPC raises `CancelledError` for both."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
+from common.cancellation import task_is_cancelled
 from common.errors import Reason, RequestError
 from router.executor_channels import ExecutorChannels
 from router.frames import FrameError, check_description, check_frame
@@ -212,7 +213,7 @@ class ExecutorLink:
                 self.receive(response)
         except asyncio.CancelledError:
             # gRPC raises it also where the call is cancelled, not the task; or both are.
-            if not silence.is_over or is_cancelled():
+            if not silence.is_over or task_is_cancelled():
                 raise
             log.warning("executor %s at %s has been silent for %d s", self.executor_id, self.address, MAX_SILENT_S)
         finally:
@@ -382,12 +383,6 @@ class ExecutorLink:
                 stream.finish(End(finished.reason, stop_token_id))
         if not stream.is_let_go:
             self._observer.on_finished(self, stream, attempt)
-
-
-def is_cancelled() -> bool:
-    """Whether somebody wants this task to end."""
-    current = asyncio.current_task()
-    return current is not None and current.cancelling() > 0
 
 
 def _is_current(stream: RequestStream, attempt: int) -> bool:

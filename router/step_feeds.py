@@ -16,7 +16,8 @@ import grpc
 import grpc.aio
 from inflight.v1 import executor_pb2, stats_pb2
 
-from router.links import ExecutorLink, is_cancelled
+from common.cancellation import task_is_cancelled
+from router.links import ExecutorLink
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class StepFeed:
             return error.code() is not grpc.StatusCode.UNIMPLEMENTED
         except asyncio.CancelledError:
             # gRPC raises it also where the link's channel was closed.
-            if is_cancelled():
+            if task_is_cancelled():
                 raise
         finally:
             call.cancel()

@@ -1,4 +1,4 @@
-"""Habits that a reader can rely on: short files and functions, names that say what a thing is, no notes to self."""
+"""Habits that a reader can rely on: short functions, names that say what a thing is, no notes to self."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tests.contract.test_imports import PACKAGES, REPOSITORY, imports_of, parsed, sources
 
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 EMPTY_NAMES = frozenset(
     {"manager", "managers", "handler", "handlers", "util", "utils", "helper", "helpers", "data", "info", "job", "jobs"}
@@ -46,12 +45,6 @@ def is_empty_name(name: str, imports: set[str]) -> bool:
     # A task is asyncio's.
     empty = EMPTY_NAMES if "asyncio" in imports else EMPTY_NAMES | {"task", "tasks"}
     return not empty.isdisjoint(words_of(name))
-
-
-def test_files_are_short() -> None:
-    lengths = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources(*PACKAGES)}
-    assert lengths
-    assert not {path: length for path, length in lengths.items() if length > MAX_FILE_LINES}
 
 
 def test_functions_are_short() -> None:

@@ -115,7 +115,7 @@ class SamplingColumns:
         self._seed[seat] = sampling.seed
         self._prompt_length[seat] = sequence.num_prompt_tokens
         self._restrained.pop(seat, None)
-        if sequence.stopping.min_tokens > 1 and sequence.stopping.stop_token_ids:
+        if sequence.stopping.min_tokens > 0 and sequence.stopping.stop_token_ids:
             self._restrained[seat] = sequence
         self._reporting.pop(seat, None)
         if sequence.num_top_logprobs is not None:
@@ -137,12 +137,11 @@ class SamplingColumns:
         )
 
     def _banned_at(self, seat: int, output_index: int) -> frozenset[int]:
-        """The ids that would end the sequence are banned until it has its least number of tokens."""
+        """The ids that would end the sequence are banned until it has its least number of tokens before them."""
         sequence = self._restrained.get(seat)
         if sequence is None:
             return NO_IDS
-        # The token at output_index is the (output_index + 1)-th.
-        if output_index + 1 < sequence.stopping.min_tokens:
+        if output_index < sequence.stopping.min_tokens:
             return sequence.stopping.stop_token_ids
         del self._restrained[seat]
         return NO_IDS

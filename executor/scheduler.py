@@ -349,7 +349,8 @@ class Scheduler:
     def _end_after(self, sequence: Sequence, token_id: int) -> Iterator[FinishEvent]:
         """Ends the sequence if this token, its newest, is its last."""
         stopping = sequence.stopping
-        if token_id in stopping.stop_token_ids and sequence.num_output_tokens >= stopping.min_tokens:
+        # The token itself does not count towards min_tokens.
+        if token_id in stopping.stop_token_ids and sequence.num_output_tokens > stopping.min_tokens:
             yield self._finish(sequence, FinishReason.STOP_TOKEN, stop_token_id=token_id)
         elif len(sequence.token_ids) == sequence.length_limit:
             yield self._finish(sequence, FinishReason.LENGTH)

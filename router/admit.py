@@ -242,7 +242,7 @@ def _prior_output(fitted: FittedRequest) -> tuple[tuple[int, ...], End | None]:
     """The output that the client brought, as far as it goes, and the end that it has come to."""
     prior_ids = fitted.spec.prior_ids
     for index, token_id in enumerate(prior_ids):
-        if token_id in fitted.ending_token_ids and index + 1 >= fitted.spec.stopping.min_tokens:
+        if token_id in fitted.ending_token_ids and index >= fitted.spec.stopping.min_tokens:
             return prior_ids[: index + 1], End(types_pb2.FINISH_REASON_STOP_TOKEN, token_id)
     is_full = len(prior_ids) == fitted.max_tokens
     return prior_ids, End(types_pb2.FINISH_REASON_LENGTH, None) if is_full else None

@@ -189,6 +189,6 @@ def solo_output(sequence: Sequence, context_length: int) -> tuple[list[int], Fin
 
 
 def _end_reason(output: ReadOnlyList[int], stopping: Stopping) -> FinishReason | None:
-    if output[-1] in stopping.stop_token_ids and len(output) >= stopping.min_tokens:
+    if output[-1] in stopping.stop_token_ids and len(output) > stopping.min_tokens:
         return FinishReason.STOP_TOKEN
     return FinishReason.LENGTH if len(output) == stopping.max_tokens else None

@@ -92,7 +92,8 @@ class OutputText:
         return TextStep("".join(texts), len(token_ids), None)
 
     def _push_text(self, text: str) -> str:
-        """Passes on the text that the newest token completed. A stop counts from token `min_tokens` on."""
-        step = self._stops.push(text, may_stop=self._num_tokens >= self._min_tokens)
+        """Passes on the text that the newest token completed. A stop counts where that token has at least `min_tokens`
+        before it, as in vLLM."""
+        step = self._stops.push(text, may_stop=self._num_tokens > self._min_tokens)
         self._matched = step.matched
         return step.text

@@ -103,7 +103,7 @@ def test_seats_are_taken_again_with_tables_and_parameters_of_their_own(model: Ad
     for sequence in made:
         mine = [row for row in rows if row.sampling == sequence.sampling]
         assert [row.output_index for row in mine] == list(range(sequence.stopping.max_tokens))
-        is_early = [index + 1 < sequence.stopping.min_tokens for index in range(len(mine))]
+        is_early = [index < sequence.stopping.min_tokens for index in range(len(mine))]
         assert [bool(row.banned_ids) for row in mine] == is_early
 
 
@@ -111,7 +111,7 @@ def test_greedy_step_is_known_as_one(model: AddingModel, runner: ModelRunner) ->
     scheduler = make_scheduler()
     scheduler.offer(make_sequence("a", [120], max_tokens=1))
     run_ahead(scheduler, runner, 2)
-    scheduler.offer(make_sequence("b", [120], max_tokens=2, min_tokens=2))
+    scheduler.offer(make_sequence("b", [120], max_tokens=2, min_tokens=1))
     run_ahead(scheduler, runner, 3)
 
     # The one id that would stop it is banned from the first token of "b".

@@ -198,9 +198,21 @@ class TestEnds:
 
     def test_stop_token_before_min_tokens_does_not_end(self) -> None:
         scheduler = make_scheduler()
-        scheduler.offer(make_sequence("a", [1], min_tokens=3))
+        scheduler.offer(make_sequence("a", [1], min_tokens=2))
 
         assert [ends_of(step(scheduler, STOP_ID)) for _ in range(3)] == [[], [], [("a", FinishReason.STOP_TOKEN)]]
+
+    def test_one_token_that_stops_is_not_one_of_min_tokens(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", [1], min_tokens=1))
+
+        assert [ends_of(step(scheduler, STOP_ID)) for _ in range(2)] == [[], [("a", FinishReason.STOP_TOKEN)]]
+
+    def test_min_tokens_as_large_as_max_tokens_ends_by_length(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", [1], max_tokens=2, min_tokens=2))
+
+        assert [ends_of(step(scheduler, STOP_ID)) for _ in range(2)] == [[], [("a", FinishReason.LENGTH)]]
 
     def test_stop_token_as_the_last_allowed_token_counts_as_stop(self) -> None:
         scheduler = make_scheduler()
@@ -246,7 +258,7 @@ class TestResume:
 
     def test_min_tokens_counts_prior_output(self) -> None:
         scheduler = make_scheduler()
-        scheduler.offer(make_sequence("a", [1], prior_output=[7, 8], min_tokens=3))
+        scheduler.offer(make_sequence("a", [1], prior_output=[7, 8], min_tokens=2))
 
         assert ends_of(step(scheduler, STOP_ID)) == [("a", FinishReason.STOP_TOKEN)]
 

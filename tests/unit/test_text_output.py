@@ -54,12 +54,12 @@ def test_held_text_comes_at_the_end() -> None:
 
 
 def test_stop_before_min_tokens_is_not_honoured() -> None:
-    output = output_of("a STOP", " b STOP", " c STOP", stops=["STOP"], min_tokens=3)
+    output = output_of("a STOP", " b STOP", " c STOP", stops=["STOP"], min_tokens=2)
     assert output.feed(0, [0, 1, 2]) == TextStep("a STOP b STOP c ", 3, "STOP")
 
 
-def test_stop_that_token_min_tokens_completes_is_honoured() -> None:
-    output = output_of("a ST", "OP b", stops=["STOP"], min_tokens=2)
+def test_stop_that_the_token_behind_min_tokens_completes_is_honoured() -> None:
+    output = output_of("a ST", "OP b", stops=["STOP"], min_tokens=1)
     assert output.feed(0, [0, 1]) == TextStep("a ", 2, "STOP")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 from inflight.v1 import executor_pb2, types_pb2
 
 from executor.sequence import Sampling, Sequence, Stopping
@@ -21,6 +22,13 @@ MAX_REQUEST_ID_CHARACTERS = 512
 
 # As OpenAI's API.
 MAX_TOP_LOGPROBS = 20
+
+# Below it a row is greedy, as in vLLM: divided by less, logits leave the range of float32, and backends would differ.
+# Rounded as the protocol's values are.
+MIN_TEMPERATURE = float(np.float32(1e-5))
+
+# As the router's; the buffers of a step are made for it.
+MAX_STOP_TOKEN_IDS = 256
 
 # What is not built yet must be left at the value that changes nothing.
 NEUTRAL_SAMPLING = {
@@ -50,7 +58,10 @@ class SubmissionError(Exception):
 
 
 def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) -> Sequence:
-    """Builds the sequence; raises `SubmissionError`."""
+    """Builds the sequence; raises `SubmissionError`.
+
+    Here is where a temperature near 0 becomes greedy. The placement keeps what was submitted, and so does a resume.
+    """
     if not 0 < len(submit.request_id) <= MAX_REQUEST_ID_CHARACTERS or not submit.request_id.isprintable():
         raise _invalid(f"request_id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable characters")
     _refuse_unsupported(submit)
@@ -65,6 +76,8 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
     stop_token_ids = frozenset(submit.stopping.stop_token_ids)
     if not submit.stopping.ignore_eos:
         stop_token_ids |= limits.eos_token_ids
+    if len(submit.stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise _invalid(f"at most {MAX_STOP_TOKEN_IDS} stop token ids are allowed")
     if max(submit.stopping.stop_token_ids, default=0) >= limits.vocabulary_size:
         raise _invalid(f"a stop token id is not below {limits.vocabulary_size}")
     return Sequence(
@@ -97,7 +110,8 @@ def _sampling(submit: executor_pb2.Submit) -> Sampling:
         raise _invalid("sampling.top_p must be in (0, 1]")
     if sampling.top_k < 0:
         raise _invalid("sampling.top_k must be at least 0")
-    return Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
+    temperature = sampling.temperature if sampling.temperature >= MIN_TEMPERATURE else 0.0
+    return Sampling(temperature, sampling.top_k, sampling.top_p, sampling.seed)
 
 
 def _refuse_unsupported(submit: executor_pb2.Submit) -> None:

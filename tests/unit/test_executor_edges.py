@@ -63,12 +63,21 @@ def test_bypassed_cache_keeps_the_sequence_out_of_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("temperature", "expected"), [(0.0, 0.0), (1e-40, 0.0), (9e-6, 0.0), (1e-5, pytest.approx(1e-5)), (0.5, 0.5)]
+)
+def test_a_temperature_near_0_is_greedy_in_every_backend(temperature: float, expected: object) -> None:
+    submit = make_submit(sampling=types_pb2.SamplingParams(temperature=temperature))
+    assert sequence_from_submit(submit, LIMITS).sampling.temperature == expected
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"prompt_ids": [100]},
         {"prior_output_ids": [1] * 8},
         {"stopping": types_pb2.StoppingParams(max_tokens=30)},
         {"stopping": types_pb2.StoppingParams(stop_token_ids=[100])},
+        {"stopping": types_pb2.StoppingParams(stop_token_ids=[1] * 256)},
         {"sampling": types_pb2.SamplingParams(temperature=float("nan"))},
         {"sampling": types_pb2.SamplingParams(temperature=-1.0)},
         {"sampling": types_pb2.SamplingParams(top_p=0.0)},

@@ -82,8 +82,9 @@ class StepBatch:
         return replace(here, **moved)
 
     def resolve(self, sampled_ids: Tensor) -> None:
-        """Fills in the tokens that the step before sampled, on the device that they are on."""
-        self.token_ids[self.carried_rows] = sampled_ids[self.carried_from]
+        """Fills in the tokens that the step before sampled, on the device that they are on. One that is none becomes 0:
+        the embedding is read at it, and what comes of it is dropped."""
+        self.token_ids[self.carried_rows] = sampled_ids[self.carried_from].clamp(min=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,13 +161,12 @@ class StepPacker:
 
     def _follow_tables(self, plan: StepPlan) -> None:
         for sequence in plan.boarded:
-            assert sequence.seat is not None
-            self._num_written[sequence.seat] = 0
+            self._num_written[sequence.seat_row] = 0
         for sequence in chain(plan.boarded, plan.grown):
-            assert sequence.seat is not None
-            first, num_blocks = self._num_written[sequence.seat], len(sequence.block_table)
-            self._tables[sequence.seat, first:num_blocks] = sequence.block_table[first:]
-            self._num_written[sequence.seat] = num_blocks
+            seat = sequence.seat_row
+            first, num_blocks = self._num_written[seat], len(sequence.block_table)
+            self._tables[seat, first:num_blocks] = sequence.block_table[first:]
+            self._num_written[seat] = num_blocks
 
 
 def pack(plan: StepPlan, block_size: int) -> StepBatch:

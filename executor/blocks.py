@@ -20,6 +20,10 @@ from collections.abc import Sequence as ReadOnlyList
 from itertools import chain
 
 
+class BlockError(Exception):
+    """A block would be shared or given back although it is not the sequence's. Nothing was changed."""
+
+
 class BlockPool:
     """Reference-counted blocks; published ones stay findable by their hash until they are needed for something else."""
 
@@ -86,17 +90,35 @@ class BlockPool:
         return block_hash in self._block_of
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Makes a full block findable. Where an equal one is published already, that one stays and this is private."""
-        assert self._num_references[block] > 0, f"block {block} is published but nobody refers to it"
-        assert self._hash_of[block] is None, f"block {block} is published twice"
+        """Makes a full block findable. Where an equal one is published already, that one stays and this is private.
+
+        Raises `BlockError`: a block that no sequence holds could be read while another sequence writes to it.
+        """
+        if self._num_references[block] == 0:
+            raise BlockError(f"block {block} is published and no sequence holds it")
+        if self._hash_of[block] is not None:
+            raise BlockError(f"block {block} is published twice")
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
+    def retract(self, block_table: ReadOnlyList[int]) -> None:
+        """Takes back the names of those blocks that no other sequence holds: what they hold is not to be shared."""
+        for block in block_table:
+            block_hash = self._hash_of[block]
+            if block_hash is not None and self._num_references[block] == 1:
+                del self._block_of[block_hash]
+                self._hash_of[block] = None
+
     def release(self, block_table: ReadOnlyList[int]) -> None:
-        """Gives one reference to each block back. Backwards: of a prefix, the tail must be evicted before the head."""
+        """Gives one reference to each block back. Backwards: of a prefix, the tail must be evicted before the head.
+
+        Raises `BlockError`: a block that is given back twice would belong to two sequences.
+        """
+        for block in block_table:
+            if self._num_references[block] == 0:
+                raise BlockError(f"block {block} is released and no sequence holds it")
         for block in reversed(block_table):
-            assert self._num_references[block] > 0, f"block {block} is released but nobody refers to it"
             self._num_references[block] -= 1
             if self._num_references[block] > 0:
                 continue

@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from executor.deadlines import Deadlines
 from executor.engine_output import EngineOutput, EngineStatus, HeldSequence, step_record
@@ -28,7 +28,7 @@ from executor.launch import FailedStep, PendingStep, StepRunner
 from executor.loop_parts import LoopParts
 from executor.pace import Pace
 from executor.scheduler import Batching, Scheduler
-from executor.sequence import FinishReason, Sequence, StepOutcome, StepPlan, StepResult
+from executor.sequence import FinishEvent, FinishReason, Sequence, StepOutcome, StepPlan, StepResult
 from executor.speed import Speed
 from executor.standby import StandbyDepth
 from executor.step_record import NO_TIMES, DeviceTimes, LoopPart, PlanCounts
@@ -78,6 +78,7 @@ class Engine:
         self.num_steps = 0
         self._num_steps_checked = 0
         self._num_failures = 0
+        self._errors_logged: set[str] = set()
         self._stopping = False
         # Launched and not retired, oldest first; so many of them may run on while the next is planned.
         self._launched: deque[tuple[StepPlan, PlanCounts, PendingStep]] = deque()
@@ -120,7 +121,7 @@ class Engine:
         self._expire(output)
         self._parts.end(LoopPart.INBOX)
         plan = self._plan()
-        output.finished.extend(self._scheduler.take_finished())
+        output.finished.extend(self._told(self._scheduler.take_finished()))
         output.paused, output.started = plan.preempted, plan.boarded
         self._parts.end(LoopPart.PLAN)
         num_ahead = 0
@@ -245,7 +246,7 @@ class Engine:
     def _outcome(self, plan: StepPlan, step: PendingStep) -> tuple[StepOutcome, DeviceTimes]:
         """A step that fails, whatever the reason, ends the sequences in it and nothing else."""
         try:
-            sampled_ids = self._read(step)
+            sampled_ids = self._read(plan, step)
         except Exception as error:
             log.exception("step %d failed", self.num_steps)
             self._num_failures += 1
@@ -257,13 +258,27 @@ class Engine:
         if not (plan.swaps_out or plan.swaps_in):
             # What copies take would pass for what the rows take.
             self._step_time.observe(StepLoad.of(plan), times.busy_s)
-        return self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs())), times
+        outcome = self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs()))
+        self._told(outcome.finished)
+        return outcome, times
 
-    def _read(self, step: PendingStep) -> tuple[int, ...]:
+    def _told(self, finished: Iterable[FinishEvent]) -> Iterable[FinishEvent]:
+        """Says in the log what sequences ended with where the step itself has not failed: each error once."""
+        for event in finished:
+            if event.reason is FinishReason.ERROR and event.error not in self._errors_logged:
+                self._errors_logged.add(event.error)
+                log.error("%s ended, the first with this error: %s", event.sequence.request_id, event.error)
+        return finished
+
+    def _read(self, plan: StepPlan, step: PendingStep) -> tuple[int | None, ...]:
+        """The tokens of the rows that sample. With too few or too many, rows would get those of others."""
         try:
-            return step.result()
+            sampled_ids = step.result()
         finally:
             self._parts.end(LoopPart.WAIT)
+        if len(sampled_ids) != sum(plan.samples):
+            raise RuntimeError(f"{len(sampled_ids)} tokens for {sum(plan.samples)} rows")
+        return sampled_ids
 
     def _status(self) -> EngineStatus:
         scheduler = self._scheduler
@@ -295,6 +310,7 @@ class Engine:
             constraint=scheduler.bounds.newest,
             bounds=scheduler.bounds.num_steps,
             kv=scheduler.kv_counts(),
+            num_invalid_logits=scheduler.num_invalid_logits,
         )
 
     def _num_standby(self) -> int:

@@ -27,7 +27,8 @@ class EngineStatus:
 
     `exposed_host_ms` is how long the device waits for the host between two steps, `device_busy_fraction` its share of
     the time in which there is work; `device_busy_s` of `elapsed_s` are the totals since the start. `constraint` bound
-    the newest step, `bounds` counts the steps of each. `kv` says more of the blocks.
+    the newest step, `bounds` counts the steps of each. `kv` says more of the blocks. `num_invalid_logits` counts the
+    sequences that ended because the logits of a row of theirs held no number.
     """
 
     budget_blocks: int
@@ -57,6 +58,7 @@ class EngineStatus:
     constraint: StepConstraint | None
     bounds: tuple[tuple[StepConstraint, int], ...]
     kv: KvCounts
+    num_invalid_logits: int = 0
 
 
 @dataclass(slots=True)

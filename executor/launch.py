@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from collections.abc import Sequence as ReadOnlyList
 from typing import Protocol
 
 from executor.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
+
+
+# What a device returns for a row whose logits hold no number. Where it is carried into the next step it counts as 0.
+NO_TOKEN = -1
+
+
+def token_ids_of(sampled: ReadOnlyList[int]) -> tuple[int | None, ...]:
+    """Sampled ids as the host has them, None for `NO_TOKEN`."""
+    if min(sampled, default=0) >= 0:
+        return tuple(sampled)
+    return tuple(None if token_id == NO_TOKEN else token_id for token_id in sampled)
 
 
 class PendingStep(Protocol):
@@ -22,8 +34,9 @@ class PendingStep(Protocol):
         """By the clock of the engine."""
         ...
 
-    def result(self) -> tuple[int, ...]:
-        """Waits, and returns the sampled token ids of the rows that sample, in the order of the plan's rows.
+    def result(self) -> tuple[int | None, ...]:
+        """Waits, and returns the sampled token ids of the rows that sample, in the order of the plan's rows; None for a
+        row whose logits hold no number.
 
         Raises when the step failed, whatever the reason.
         """
@@ -41,7 +54,7 @@ class FailedStep:
         self.began_s = self.ended_s = time.perf_counter()
         self._error = error
 
-    def result(self) -> tuple[int, ...]:
+    def result(self) -> tuple[int | None, ...]:
         """Raises."""
         raise self._error
 

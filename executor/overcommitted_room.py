@@ -23,7 +23,7 @@ from executor.limits import SchedulerLimits
 from executor.places import Places
 from executor.preemption import Candidate, Kept, choose_victim, is_swap_cheaper, recompute_cost, swap_cost
 from executor.prefix_cache import PrefixCache
-from executor.sequence import HostCopy, Sequence
+from executor.sequence import HostCopy, Restored, Sequence
 from executor.step_draft import StepDraft
 
 
@@ -56,8 +56,8 @@ class OvercommittedRoom:
         growing = {s: None for s in places.decodes if s.num_computed >= len(s.block_table) * block_size}
         self._settle_pausing(growing, draft)
         num_missing = len(growing) - pool.num_available - self._num_coming_blocks()
-        while num_missing > 0:
-            num_missing -= self._preempt_one(growing, num_missing, draft)
+        while num_missing > 0 and (victim := self._choose_victim(num_missing)) is not None:
+            num_missing -= self._preempt_one(victim, growing, num_missing, draft)
         if len(growing) <= pool.num_available:
             return places.decodes
         skipping = set(islice(growing, pool.num_available, None))
@@ -86,9 +86,10 @@ class OvercommittedRoom:
         num_shared = min(sequence.num_cached_tokens // self._pool.block_size, len(sequence.block_table) - 1)
         return max(0, len(sequence.block_table) - num_shared)
 
-    def _preempt_one(self, growing: dict[Sequence, None], num_missing: int, draft: StepDraft) -> int:
-        """Chooses a victim; returns how many fewer blocks are missing, now or once its last step has retired."""
-        victim = self._choose_victim(num_missing)
+    def _preempt_one(
+        self, victim: Sequence, growing: dict[Sequence, None], num_missing: int, draft: StepDraft
+    ) -> int:
+        """Returns how many fewer blocks are missing, now or once the victim's last step has retired."""
         num_fewer = int(victim in growing)
         growing.pop(victim, None)
         self._last_victim = victim
@@ -100,15 +101,14 @@ class OvercommittedRoom:
         self._preempt(victim, num_missing, draft)
         return num_fewer + self._pool.num_available - num_available
 
-    def _choose_victim(self, num_missing: int) -> Sequence:
+    def _choose_victim(self, num_missing: int) -> Sequence | None:
+        """None where no sequence is on a seat. Alone each fits to its end, the gate made sure; and who is left grows by
+        what the others give up."""
         candidates = [
             Candidate(sequence, self._cost_of(sequence, num_missing))
             for sequence in chain(self._places.decodes, self._places.prefills)
         ]
-        victim = choose_victim(candidates, self._last_victim)
-        # Alone everyone fits to its end, the gate made sure; and who is left grows by what the others give up.
-        assert victim is not None, f"{num_missing} blocks are missing and nobody holds any"
-        return victim
+        return choose_victim(candidates, self._last_victim)
 
     def _kept(self, sequence: Sequence, num_missing: int) -> Kept:
         is_published = self._prefix_cache.is_open_to(sequence)
@@ -167,7 +167,9 @@ class OvercommittedRoom:
             self.release_blocks(sequence)
             return False
         blocks = self._pool.allocate(num_missing)
-        assert blocks is not None
+        if blocks is None:
+            self.release_blocks(sequence)
+            return False
         num_found = len(sequence.block_table)
         sequence.block_table.extend(blocks)
         if is_back:
@@ -182,6 +184,8 @@ class OvercommittedRoom:
                 host_blocks = copy.host_blocks[num_found - copy.first_index :]
                 draft.swaps_in += zip(host_blocks, sequence.block_table[num_found:], strict=False)
                 draft.swapped.append(sequence)
+                start, blocks = num_found * self._pool.block_size, sequence.block_table[num_found:]
+                draft.restored.append(Restored(sequence, start, copy.num_computed, tuple(blocks[: len(host_blocks)])))
                 sequence.num_computed = copy.num_computed
             self._drop_copy(sequence)
         self.num_recomputed_tokens += max(0, sequence.num_lost_tokens - sequence.num_computed)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ReadOnlyList
 
 from executor.blocks import BlockPool
-from executor.sequence import Sequence
+from executor.sequence import Restored, Sequence
 
 # 256 bits: finding two prefixes with one hash, and so reading another's KV, is out of reach.
 HASH_BYTES = 32
@@ -95,3 +95,15 @@ class PrefixCache:
                 filled = sequence.token_ids[index * block_size : (index + 1) * block_size]
                 sequence.block_hashes.append(block_hash(parent, filled))
             self._pool.publish(sequence.block_table[index], sequence.block_hashes[index])
+
+    def publish_restored(self, restored: Restored) -> None:
+        """Publishes the full blocks whose KV came back from host memory, under the names that they had. Not if the
+        sequence has lost those blocks since."""
+        sequence, start, end, blocks = restored
+        first = start // self._pool.block_size
+        if sequence.block_table[first : first + len(blocks)] == list(blocks):
+            self.publish(sequence, start, end)
+
+    def retract(self, sequence: Sequence) -> None:
+        """Keeps what only this sequence holds from being found."""
+        self._pool.retract(sequence.block_table)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from executor.batch import StepBatch, StepPacker
 from executor.host_tier import open_host_tier
-from executor.launch import PendingStep
+from executor.launch import PendingStep, token_ids_of
 from executor.limits import SchedulerLimits
 from executor.logprobs import StepLogprobs
 from executor.model import PagedModel
@@ -43,14 +43,14 @@ class LaunchedStep:
         """Hands the sampled ids over, on the host, or the failure."""
         self._outcome.put(outcome)
 
-    def result(self) -> tuple[int, ...]:
+    def result(self) -> tuple[int | None, ...]:
         """See `PendingStep`."""
         outcome = self._outcome.get()
         if isinstance(outcome, BaseException):
             raise outcome
         if self.marks is not None:
             self.began_s, self.ended_s = self.marks.wait()
-        return tuple(outcome.tolist())
+        return token_ids_of(outcome.tolist())
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """See `PendingStep`."""

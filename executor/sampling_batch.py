@@ -107,8 +107,7 @@ class SamplingColumns:
         )
 
     def _board(self, sequence: Sequence) -> None:
-        seat, sampling = sequence.seat, sequence.sampling
-        assert seat is not None
+        seat, sampling = sequence.seat_row, sequence.sampling
         self._temperature[seat] = sampling.temperature
         self._top_k[seat] = sampling.top_k
         self._top_p[seat] = sampling.top_p

@@ -8,6 +8,8 @@ Invariants:
   sum fits the pool, and nobody takes more blocks than it reserved. Under max_utilization whoever is inside would fit
   alone, and some are preempted until the others fit. Either way whoever is accepted ends, whatever else happens.
 - Each accepted sequence is released once and yields one `FinishEvent`.
+- A plan is a transaction. `update` commits it. `fail` ends every sequence that it touched: what the device knows of
+  their rows, tables, parameters and KV is not known any more.
 
 Running a step ahead. `schedule()` may be called while the plan before is still in flight; `update()` retires the
 oldest. So planning counts what it plans as done: `num_computed` includes the steps in flight, and the tokens they will
@@ -31,12 +33,13 @@ Its promise is given back at once, its blocks with that step, and nobody boards 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 
 from executor.admission import Gate, Refusal
-from executor.blocks import BlockPool
+from executor.blocks import BlockError, BlockPool
 from executor.boarding import Boarding
 from executor.demand import PrefillDemand
 from executor.limits import Batching, SchedulerLimits, SchedulerPolicy
@@ -59,6 +62,11 @@ from executor.step_bounds import StepBounds, StepConstraint
 from executor.step_draft import StepDraft
 from executor.step_record import KvCounts
 from executor.twins import Twins
+
+log = logging.getLogger(__name__)
+
+# What a sequence ends with whose row has no logit above -inf, after bans.
+INVALID_LOGITS = "the model's logits hold no number"
 
 __all__ = ["Batching", "Refusal", "Scheduler", "SchedulerLimits", "SchedulerPolicy"]
 
@@ -89,6 +97,8 @@ class Scheduler:
         self.bounds = StepBounds()
         self._num_arrivals = 0
         self.num_computed_tokens = 0
+        # Rows whose logits held no number.
+        self.num_invalid_logits = 0
         # Changes whenever somebody is held or no longer held.
         self.num_held_changes = 0
 
@@ -132,7 +142,8 @@ class Scheduler:
         Prompts get at most `max_prefill_tokens` of it, if that is given. Without work the plan has no rows; such a plan
         is not in flight, and there is nothing to update.
         """
-        assert len(self._plans) < 2, "two plans are in flight"
+        if len(self._plans) == 2:
+            raise RuntimeError("two plans are in flight: a third would write to rows and blocks that they read")
         draft = StepDraft(self.limits, self.pool, max_prefill_tokens)
         for sequence in self._room.overdue():
             self._untold.append(self._finish(sequence, FinishReason.PREEMPTED))
@@ -143,9 +154,14 @@ class Scheduler:
         return self._launch(draft, self._boarding.board(draft))
 
     def update(self, result: StepResult) -> StepOutcome:
-        """Retires the oldest plan: appends the sampled tokens, publishes full blocks, decides who gets off."""
+        """Retires the oldest plan: appends the sampled tokens, publishes full blocks, decides who gets off.
+
+        A row without a number to choose from ends its sequence, and the others go on.
+        """
         plan = self._land(result.plan)
         result.keep_logprobs()
+        for restored in plan.restored:
+            self.prefix_cache.publish_restored(restored)
         num_sampling = sum(plan.samples)
         assert len(result.sampled_ids) == num_sampling, f"{len(result.sampled_ids)} tokens for {num_sampling} rows"
         sampled_ids = iter(result.sampled_ids)
@@ -161,9 +177,12 @@ class Scheduler:
                 finished.extend(self._let_go(sequence))
                 continue
             end = start + length
-            if length > 1 or end % block_size == 0:
-                self.prefix_cache.publish(sequence, start, end)
-                self._twins.publish(sequence, start, end)
+            if token_id is None and samples:
+                finished.append(self._end_without_token(sequence))
+                continue
+            if (length > 1 or end % block_size == 0) and (error := self._publish(sequence, start, end)):
+                finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
+                continue
             if token_id is None:
                 continue
             sequence.token_ids.append(token_id)
@@ -175,7 +194,8 @@ class Scheduler:
         return StepOutcome(tokens, tuple(finished))
 
     def fail(self, plan: StepPlan, error: str) -> StepOutcome:
-        """Retires the oldest plan, whose step failed: who was in it ends, and what it wrote is not published."""
+        """Retires the oldest plan, whose step failed: every sequence that it touched ends, with or without a row, and
+        what it wrote is not published."""
         self._land(plan)
         finished = list(self.take_finished())
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
@@ -183,12 +203,7 @@ class Scheduler:
             sequence.num_pending -= samples
             if sequence in self._places.leaving:
                 finished.extend(self._let_go(sequence))
-            else:
-                finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
-        # Whose KV was to move with it: nobody knows whether it did.
-        for sequence in plan.swapped:
-            if self._gate.find(sequence.request_id) is sequence:
-                finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
+        finished.extend(self._end_touched(plan, error))
         return StepOutcome(NewTokens(), tuple(finished))
 
     # Leaving.
@@ -327,10 +342,14 @@ class Scheduler:
             del places.decodes[sequence]
             places.ending[sequence] = None
         plan = draft.finish(constraint)
-        if plan.sequences:
-            self._plans.append(plan)
-            self._count(draft.num_tokens, plan)
-        assert plan.sequences or not plan.swaps_out, "blocks move for a step that nobody is in"
+        for sequence, error in draft.broken.items():
+            self._untold.append(self._finish(sequence, FinishReason.ERROR, error=error))
+        if not plan.sequences:
+            # Without rows there is no step, and nothing that it was to change reaches the device.
+            self._untold.extend(self._end_touched(plan, "no step was made that it could board"))
+            return plan
+        self._plans.append(plan)
+        self._count(draft.num_tokens, plan)
         return plan
 
     def _count(self, num_tokens: int, plan: StepPlan) -> None:
@@ -345,6 +364,28 @@ class Scheduler:
     def _land(self, plan: StepPlan) -> StepPlan:
         assert self._plans and plan is self._plans[0], "only the oldest plan in flight can be retired"
         return self._plans.popleft()
+
+    def _publish(self, sequence: Sequence, start: int, end: int) -> str | None:
+        """Lets others find the blocks that computing `[start, end)` has filled. Returns an error if those are not the
+        sequence's."""
+        try:
+            self.prefix_cache.publish(sequence, start, end)
+        except BlockError as error:
+            return str(error)
+        self._twins.publish(sequence, start, end)
+        return None
+
+    def _end_touched(self, plan: StepPlan, error: str) -> Iterator[FinishEvent]:
+        """Ends those whose part of the plan did not take effect, but for those that have ended before."""
+        for sequence in plan.touched:
+            if self._gate.find(sequence.request_id) is sequence:
+                yield self._finish(sequence, FinishReason.ERROR, error=error)
+
+    def _end_without_token(self, sequence: Sequence) -> FinishEvent:
+        """Ends a sequence whose logits held no number. The KV that they come from is no good for others either."""
+        self.num_invalid_logits += 1
+        self.prefix_cache.retract(sequence)
+        return self._finish(sequence, FinishReason.ERROR, error=INVALID_LOGITS)
 
     def _end_after(self, sequence: Sequence, token_id: int) -> Iterator[FinishEvent]:
         """Ends the sequence if this token, its newest, is its last."""
@@ -389,10 +430,15 @@ class Scheduler:
             yield FinishEvent(sequence, reason)
 
     def _release(self, sequence: Sequence) -> None:
-        """The one way out: row of its seat and blocks are given back together."""
+        """The one way out: row of its seat and blocks are given back together. Blocks that are not its own to give
+        back stay taken, until the check of an idle executor finds them missing."""
         del self._places.leaving[sequence]
         self._places.free_seat(sequence)
-        self._room.release(sequence)
+        try:
+            self._room.release(sequence)
+        except BlockError:
+            log.exception("the blocks of %s are lost", sequence.request_id)
+            sequence.block_table = []
 
 
 def _room_for(limits: SchedulerLimits, pool: BlockPool, prefix_cache: PrefixCache, places: Places) -> Room:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -126,6 +127,13 @@ class Sequence:
         """Output tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def seat_row(self) -> int:
+        """The row of its seat in arrays. Raises where it has none: such an index would mean every row."""
+        if self.seat is None:
+            raise RuntimeError(f"{self.request_id} is in a step and has no seat")
+        return self.seat
+
 
 class PlanRow(NamedTuple):
     """What a step does with one sequence: compute positions `[start, start + num_tokens)`.
@@ -146,13 +154,26 @@ class PlanRow(NamedTuple):
         return self.start + self.num_tokens - self.sequence.num_prompt_tokens
 
 
+class Restored(NamedTuple):
+    """The KV of the positions from `start` up to `end` comes back from host memory into `blocks`, the first of which
+    is block `start // block_size` of the sequence's table."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    blocks: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One step in columns; see `PlanRow`. The first `num_decodes` rows have one token and yield one. `boarded` for it,
     `grown` got blocks for it, `preempted` gave up their seat for it. `constraint` kept it from holding more.
 
     Before anything else the device copies blocks, in this order: for each pair of `swaps_out` a device block to a host
-    block, then for each pair of `swaps_in` a host block to a device block. `swapped` are the sequences whose KV it is.
+    block, then for each pair of `swaps_in` a host block to a device block. `swapped` are the sequences whose KV it is;
+    `restored` says which positions of theirs come back.
+
+    A plan is a transaction: it takes effect for all of `touched` or, when its step fails, those end.
     """
 
     sequences: list[Sequence]
@@ -168,6 +189,7 @@ class StepPlan:
     swaps_in: tuple[tuple[int, int], ...] = ()
     swapped: tuple[Sequence, ...] = ()
     constraint: StepConstraint = StepConstraint.NO_WORK
+    restored: tuple[Restored, ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[PlanRow]) -> StepPlan:
@@ -190,6 +212,12 @@ class StepPlan:
         return tuple(PlanRow(*row) for row in zip(*columns, strict=True))
 
     @property
+    def touched(self) -> tuple[Sequence, ...]:
+        """Every sequence of which the plan changes something on the device, each once: rows, block tables, sampling
+        parameters, KV that moves. A sequence may board without a row."""
+        return tuple(dict.fromkeys(chain(self.sequences, self.boarded, self.grown, self.swapped)))
+
+    @property
     def num_rows(self) -> int:
         """Sequences in the step."""
         return len(self.sequences)
@@ -203,10 +231,11 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What the device returned: the sampled token ids of the rows that sample, in the order of the plan's rows, and by
-    number of such a row the log probabilities of those that report them."""
+    number of such a row the log probabilities of those that report them. The id is None where the row's logits hold
+    no number to choose: each is NaN, -inf or banned."""
 
     plan: StepPlan
-    sampled_ids: tuple[int, ...]
+    sampled_ids: tuple[int | None, ...]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
 
     def keep_logprobs(self) -> None:
@@ -215,7 +244,8 @@ class StepResult:
             return
         sampling = [s for s, samples in zip(self.plan.sequences, self.plan.samples, strict=True) if samples]
         for row, values in self.logprobs.items():
-            sampling[row].logprobs[sampling[row].num_output_tokens] = values
+            if self.sampled_ids[row] is not None:
+                sampling[row].logprobs[sampling[row].num_output_tokens] = values
 
 
 @dataclass(slots=True)

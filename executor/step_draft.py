@@ -1,6 +1,7 @@
 """A step plan while it is being made: its rows, what is left of its token budget, the blocks that its rows need.
 
-Whose turn it is, the scheduler decides. A row that is added counts as in flight from then on.
+Whose turn it is, the scheduler decides. A row that is added counts as in flight from then on. A sequence whose blocks
+are not there gets no row and is `broken`: it has to end, and the others go on.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 
 from executor.blocks import BlockPool
 from executor.limits import SchedulerLimits
-from executor.sequence import Sequence, StepPlan
+from executor.sequence import Restored, Sequence, StepPlan
 from executor.step_bounds import StepConstraint
 
 
@@ -42,9 +43,12 @@ class StepDraft:
         self.swaps_out: list[tuple[int, int]] = []
         self.swaps_in: list[tuple[int, int]] = []
         self.swapped: list[Sequence] = []
+        self.restored: list[Restored] = []
         # Whose prompt is computed with this step, and whose last token it yields, whatever the tokens are.
         self.prompts_done: list[Sequence] = []
         self.ending: list[Sequence] = []
+        # Sequences that cannot be in this step or any other, with the reason.
+        self.broken: dict[Sequence, str] = {}
 
     @property
     def is_full(self) -> bool:
@@ -71,8 +75,8 @@ class StepDraft:
         block_size = self._pool.block_size
         for sequence in sequences:
             start, num_pending = sequence.num_computed, sequence.num_pending
-            if start >= len(sequence.block_table) * block_size:
-                self._grow(sequence, start + 1)
+            if start >= len(sequence.block_table) * block_size and not self._grow(sequence, start + 1):
+                continue
             self._sequences.append(sequence)
             self._starts.append(start)
             self._carries.append(num_pending > 0)
@@ -98,7 +102,8 @@ class StepDraft:
             self._num_tokens_left = 0
 
     def finish(self, constraint: StepConstraint) -> StepPlan:
-        """The plan, kept from holding more by the constraint."""
+        """The plan, kept from holding more by the constraint. It touches none of the broken."""
+        broken = self.broken
         return StepPlan(
             self._sequences,
             self._starts,
@@ -106,13 +111,14 @@ class StepDraft:
             self._samples,
             self._carries,
             self._num_decodes,
-            tuple(self._boarded),
+            tuple(sequence for sequence in self._boarded if sequence not in broken),
             tuple(self._grown),
             tuple(self.preempted),
             tuple(self.swaps_out),
             tuple(self.swaps_in),
-            tuple(self.swapped),
+            tuple(sequence for sequence in self.swapped if sequence not in broken),
             constraint,
+            tuple(self.restored),
         )
 
     def _fitting_tokens(self, num_wanted: int) -> int:
@@ -125,7 +131,8 @@ class StepDraft:
     def _add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed
         end = start + num_tokens
-        self._grow(sequence, end)
+        if not self._grow(sequence, end):
+            return
         samples = end == sequence.num_tokens
         self._sequences.append(sequence)
         self._starts.append(start)
@@ -147,11 +154,15 @@ class StepDraft:
                 self._is_pace_spent = True
                 self._num_tokens_left = 0
 
-    def _grow(self, sequence: Sequence, end: int) -> None:
-        """Makes the block table reach position `end`."""
+    def _grow(self, sequence: Sequence, end: int) -> bool:
+        """Makes the block table reach position `end`. False, and the sequence is broken, if there are no blocks for
+        that: a row of it would write to blocks of others."""
         num_missing = -(-end // self._pool.block_size) - len(sequence.block_table)
         if num_missing > 0:
             blocks = self._pool.allocate(num_missing)
-            assert blocks is not None, f"{sequence.request_id}: {num_missing} reserved blocks are not there"
+            if blocks is None:
+                self.broken[sequence] = f"{num_missing} of the KV blocks reserved for it are not there"
+                return False
             sequence.block_table.extend(blocks)
             self._grown.append(sequence)
+        return True

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from executor.launch import token_ids_of
 from executor.logprobs import StepLogprobs
 from executor.sequence import NO_LOGPROBS, TokenLogprobs
 
@@ -85,12 +86,12 @@ class LaunchedStep:
         self._before = before
         self._reported = reported
 
-    def result(self) -> tuple[int, ...]:
+    def result(self) -> tuple[int | None, ...]:
         """Waits for the ids; called once."""
         before, self._before = self._before, None  # or every step would hold the one before it
         try:
             self.ended_s = self._timer.wait(before.ended_s if before is not None else 0.0)
-            return tuple(self._on_host[: self._num_ids].tolist())
+            return token_ids_of(self._on_host[: self._num_ids].tolist())
         finally:
             self._read_back.give_back(self._on_host)
 

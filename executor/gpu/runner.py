@@ -92,6 +92,7 @@ class GpuRunner:
             if self._host_tier is not None:
                 self._host_tier.swap(plan.swaps_out, plan.swaps_in)
             self._buffers.upload(layout, batch, sampling, entries)
+            self._follower.sent()
             self._compute(layout, bucket, batch.num_decodes)
             self._draw_crowded(sampling)
             reported = self._report(sampling)

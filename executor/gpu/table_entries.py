@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from executor.sequence import StepPlan
+from executor.sequence import Sequence, StepPlan
 
 Places = npt.NDArray[np.int64]
 
@@ -34,24 +34,38 @@ NO_ENTRIES = TableEntries(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class TableFollower:
-    """Remembers how much of each seat's table was sent."""
+    """Remembers how much of each seat's table was sent. What plans changed is kept until `sent` says that it reached
+    the device: after a launch that failed it goes out with the next one."""
 
     def __init__(self, num_tables: int, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._num_sent = [0] * num_tables
+        # Sequences with new entries, by seat, and how long their tables were when `follow` returned those.
+        self._changed: dict[int, Sequence] = {}
+        self._num_following: dict[int, int] = {}
 
     def follow(self, plan: StepPlan) -> TableEntries:
-        """What a plan adds to the tables; from now on it counts as sent."""
+        """What the device lacks of the tables, this plan included."""
+        for sequence in plan.boarded:
+            self._num_sent[sequence.seat_row] = 0
+        self._changed.update((sequence.seat_row, sequence) for sequence in chain(plan.boarded, plan.grown))
         places: list[int] = []
         blocks: list[int] = []
-        for sequence in plan.boarded:
-            assert sequence.seat is not None
-            self._num_sent[sequence.seat] = 0
-        for sequence in chain(plan.boarded, plan.grown):
-            assert sequence.seat is not None
-            first, num_blocks = self._num_sent[sequence.seat], len(sequence.block_table)
-            row = sequence.seat * self._max_blocks
+        self._num_following = {}
+        for seat, sequence in self._changed.items():
+            if sequence.seat != seat:
+                continue  # it has ended since
+            first, num_blocks = self._num_sent[seat], len(sequence.block_table)
+            if num_blocks > self._max_blocks:
+                raise RuntimeError(f"{sequence.request_id} has {num_blocks} blocks, a table holds {self._max_blocks}")
+            row = seat * self._max_blocks
             places += range(row + first, row + num_blocks)
             blocks += sequence.block_table[first:]
-            self._num_sent[sequence.seat] = num_blocks
+            self._num_following[seat] = num_blocks
         return TableEntries(np.array(places, np.int64), np.array(blocks, np.int64)) if places else NO_ENTRIES
+
+    def sent(self) -> None:
+        """The device has the entries that `follow` returned last."""
+        for seat, num_blocks in self._num_following.items():
+            self._num_sent[seat] = num_blocks
+        self._changed, self._num_following = {}, {}

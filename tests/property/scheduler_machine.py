@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from executor.blocks import BlockPool
 from executor.places import turn
-from executor.scheduler import Refusal, Scheduler, SchedulerLimits
+from executor.scheduler import INVALID_LOGITS, Refusal, Scheduler, SchedulerLimits
 from executor.sequence import (
     FinishEvent,
     FinishReason,
@@ -36,7 +36,7 @@ class Launched:
     """A plan in flight, and what the device sampled if it has run it."""
 
     plan: StepPlan
-    sampled_ids: tuple[int, ...] | None = None
+    sampled_ids: tuple[int | None, ...] | None = None
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -130,6 +130,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.launched)
     @rule()
     def retire(self) -> None:
+        self._retire()
+
+    @precondition(lambda self: self.launched)
+    @rule(number=st.integers(0, 4))
+    def one_row_has_no_number(self, number: int) -> None:
+        self._run_device(1)
+        launched = self.launched[0]
+        assert launched.sampled_ids is not None
+        launched.sampled_ids = tuple(
+            None if row == number else token_id for row, token_id in enumerate(launched.sampled_ids)
+        )
         self._retire()
 
     @precondition(lambda self: self.promises.held)
@@ -282,8 +293,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _fail(self) -> None:
         plan = self.launched.pop(0).plan
         self.device.corrupt(plan)
-        moved = [*plan.sequences, *plan.swapped]
-        ended = {sequence for sequence in moved if not self.expectations[sequence].is_over}
+        ended = {sequence for sequence in plan.touched if not self.expectations[sequence].is_over}
         outcome = self.scheduler.fail(plan, "lost")
         assert ended <= {event.sequence for event in outcome.finished}
         self._receive(outcome)
@@ -341,7 +351,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.promises.held.remove(event.sequence)
         if event.reason is FinishReason.ERROR:
-            assert event.error == "lost"
+            assert event.error in ("lost", INVALID_LOGITS)
             return
         if event.reason is FinishReason.PREEMPTED:
             assert event.sequence.num_preemptions > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from executor.blocks import BlockPool
+from executor.blocks import BlockError, BlockPool
 
 
 def _counts(pool: BlockPool) -> tuple[int, int, int]:
@@ -131,8 +131,37 @@ def test_double_release_is_caught() -> None:
     held = pool.allocate(1) or []
     pool.release(held)
 
-    with pytest.raises(AssertionError, match="block 1 is released but nobody refers to it"):
+    with pytest.raises(BlockError, match="block 1 is released and no sequence holds it"):
         pool.release(held)
+    assert pool.num_free == 2
+
+
+def test_publishing_a_block_that_no_sequence_holds_or_twice_is_refused() -> None:
+    pool = BlockPool(2, 16)
+    held = pool.allocate(1) or []
+    with pytest.raises(BlockError, match="block 2 is published and no sequence holds it"):
+        pool.publish(2, b"hash")
+    pool.publish(held[0], b"hash")
+    with pytest.raises(BlockError, match="block 1 is published twice"):
+        pool.publish(held[0], b"other")
+    pool.check([held])
+
+
+def test_retracted_blocks_are_not_found_unless_another_holds_them() -> None:
+    pool = BlockPool(3, 16)
+    held = pool.allocate(2) or []
+    for block in held:
+        pool.publish(block, bytes([block]))
+    shared = pool.share([bytes([held[0]])])
+
+    pool.retract(held)
+
+    assert [pool.is_findable(bytes([block])) for block in held] == [True, False]
+    pool.check([held, shared])
+    pool.release(shared)
+    pool.retract(held)
+    pool.release(held)
+    assert pool.num_free == 3
 
 
 def test_check_reports_a_leaked_block() -> None:

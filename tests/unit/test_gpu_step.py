@@ -120,6 +120,7 @@ def test_tables_are_sent_once_and_grow_from_there() -> None:
     first, second = seated(2, [7, 8]), seated(0, [5])
 
     boarded = follower.follow(StepPlan([], [], [], [], [], boarded=(first, second), grown=(first,)))
+    follower.sent()
     first.block_table += [9, 4]
     grown = follower.follow(StepPlan([], [], [], [], [], grown=(first,)))
 
@@ -130,14 +131,34 @@ def test_tables_are_sent_once_and_grow_from_there() -> None:
 def test_who_boards_a_seat_again_starts_its_table_anew() -> None:
     follower = TableFollower(num_tables=1, max_blocks=4)
     follower.follow(StepPlan([], [], [], [], [], boarded=(seated(0, [1, 2, 3]),)))
+    follower.sent()
     entries = follower.follow(StepPlan([], [], [], [], [], boarded=(seated(0, [9]),)))
     assert (entries.places.tolist(), entries.blocks.tolist()) == ([0], [9])
+
+
+def test_what_was_not_sent_goes_out_with_the_next_launch() -> None:
+    # Given a launch that failed before its copy, and of its sequences one that has ended
+    follower = TableFollower(num_tables=3, max_blocks=4)
+    first, ended = seated(1, [7, 8]), seated(0, [3])
+    follower.follow(StepPlan([], [], [], [], [], boarded=(first, ended)))
+    ended.seat = None
+
+    first.block_table.append(9)
+    entries = follower.follow(StepPlan([], [], [], [], [], grown=(first,)))
+    assert (entries.places.tolist(), entries.blocks.tolist()) == ([4, 5, 6], [7, 8, 9])
+
+
+def test_a_table_longer_than_its_row_is_refused() -> None:
+    follower = TableFollower(num_tables=2, max_blocks=2)
+    with pytest.raises(RuntimeError, match="has 3 blocks, a table holds 2"):
+        follower.follow(StepPlan([], [], [], [], [], boarded=(seated(0, [1, 2, 3]),)))
 
 
 def test_entries_are_split_into_what_a_copy_holds() -> None:
     follower = TableFollower(num_tables=1, max_blocks=10)
     entries = follower.follow(StepPlan([], [], [], [], [], boarded=(seated(0, list(range(7))),)))
     assert [part.blocks.tolist() for part in entries.split(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    follower.sent()
     nothing = follower.follow(StepPlan([], [], [], [], []))
     assert [part.blocks.tolist() for part in nothing.split(3)] == [[]]
 

@@ -261,6 +261,42 @@ class TestHostTier:
             step(scheduler)
         assert scheduler.num_recomputed_tokens > 0
 
+    def away_and_back(self) -> tuple[Scheduler, Sequence, StepPlan]:
+        """A sequence whose prefix was published and evicted, and the plan in which it comes back."""
+        scheduler = make_scheduler(replace(TIGHT, num_host_blocks=8, overcommit=self.cheap), num_blocks=6)
+        first, second = modest("a", [1, 2], max_tokens=20), modest("b", [3, 4], max_tokens=20)
+        first.cache_salt = second.cache_salt = b""
+        assert scheduler.offer(first) is None
+        assert scheduler.offer(second) is None
+        assert run_until_preempted(scheduler) == [second]
+        while not (plan := scheduler.schedule()).swaps_in:
+            retire(scheduler, plan)
+        return scheduler, second, plan
+
+    def test_publishes_full_blocks_again_with_the_step_that_brings_them_back(self) -> None:
+        scheduler, second, plan = self.away_and_back()
+        (restored,) = plan.restored
+        num_found = restored.start // BLOCK_SIZE
+        hashes = second.block_hashes[num_found : restored.end // BLOCK_SIZE]
+        assert hashes
+        assert not any(scheduler.pool.is_findable(block_hash) for block_hash in hashes)
+
+        retire(scheduler, plan)
+
+        assert all(scheduler.pool.is_findable(block_hash) for block_hash in hashes)
+        scheduler.check()
+
+    def test_blocks_that_a_failed_step_brings_back_are_not_published(self) -> None:
+        scheduler, second, plan = self.away_and_back()
+
+        (restored,) = plan.restored
+        hashes = second.block_hashes[restored.start // BLOCK_SIZE : restored.end // BLOCK_SIZE]
+
+        scheduler.fail(plan, "lost")
+
+        assert not any(scheduler.pool.is_findable(block_hash) for block_hash in hashes)
+        scheduler.check()
+
     def test_step_that_fails_with_kv_on_its_way_ends_whose_it_is(self) -> None:
         scheduler, _, _ = crowded(num_host_blocks=8, overcommit=self.cheap)
         while not (plan := scheduler.schedule()).preempted:

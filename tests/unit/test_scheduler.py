@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from executor.places import MAX_PASSED_BY
 from executor.scheduler import Batching, Refusal, Scheduler
-from executor.sequence import FinishEvent, FinishReason, NewTokens, Sequence, StepOutcome
+from executor.sequence import FinishEvent, FinishReason, NewTokens, Sequence, StepOutcome, StepResult, TokenLogprobs
 from tests.scheduling import (
     LIMITS,
     STOP_ID,
@@ -94,7 +95,7 @@ class TestStep:
         scheduler.schedule()
         scheduler.schedule()
 
-        with pytest.raises(AssertionError, match="two plans"):
+        with pytest.raises(RuntimeError, match="two plans"):
             scheduler.schedule()
 
     def test_retiring_another_plan_is_a_bug(self) -> None:
@@ -243,6 +244,122 @@ class TestEnds:
         assert outcome == StepOutcome(NewTokens(), (FinishEvent(sequence, FinishReason.ERROR, error="device lost"),))
         assert (scheduler.pool.num_used, scheduler.pool.num_cached) == (0, 0)
         assert [event.sequence.request_id for event in run_until_idle(scheduler)] == ["b"]
+
+
+class TestTransactions:
+    """What goes wrong with one sequence, or with a step, ends those it concerns and nothing else."""
+
+    def test_failed_step_ends_who_boarded_it_without_a_row(self) -> None:
+        scheduler = make_scheduler(replace(LIMITS, batching=Batching.STATIC))
+        scheduler.offer(make_sequence("a", range(8)))
+        scheduler.offer(make_sequence("b", range(20, 28)))
+        plan = scheduler.schedule()
+        assert [len(plan.rows), len(plan.boarded)] == [1, 2]
+
+        assert ends_of(scheduler.fail(plan, "lost")) == [("a", FinishReason.ERROR), ("b", FinishReason.ERROR)]
+        scheduler.check_when_idle()
+        assert scheduler.is_idle
+
+    def test_failed_step_lets_who_boarded_without_a_row_finish_the_step_after_it(self) -> None:
+        scheduler = make_scheduler(replace(LIMITS, batching=Batching.STATIC))
+        scheduler.offer(make_sequence("a", range(8)))
+        scheduler.offer(make_sequence("b", range(20, 26)))
+        first, second = scheduler.schedule(), scheduler.schedule()
+        assert ("b", 0, 6, True) in rows_of(second)
+
+        failed = scheduler.fail(first, "lost")
+        assert [event.sequence.request_id for event in failed.finished] == ["a", "b"]
+        assert retire(scheduler, second) == StepOutcome(NewTokens(), ())
+        scheduler.check_when_idle()
+        assert scheduler.is_idle
+
+    @pytest.mark.parametrize(("num_prompt_tokens", "num_missing"), [(4, 1), (6, 2)], ids=["decode", "prompt"])
+    def test_sequence_whose_blocks_are_not_there_ends_alone(self, num_prompt_tokens: int, num_missing: int) -> None:
+        # Given a pool that lacks blocks which were promised
+        scheduler = make_scheduler(num_blocks=4)
+        scheduler.offer(make_sequence("a", [1], max_tokens=3))
+        step(scheduler)
+        missing = scheduler.pool.allocate(2) or []
+        scheduler.offer(make_sequence("b", range(10, 10 + num_prompt_tokens), max_tokens=2))
+
+        ended: list[FinishEvent] = []
+        while not scheduler.is_idle:
+            plan = scheduler.schedule()
+            ended += scheduler.take_finished()
+            ended += retire(scheduler, plan).finished if plan.rows else ()
+
+        assert [(event.sequence.request_id, event.reason, event.error) for event in ended] == [
+            ("b", FinishReason.ERROR, f"{num_missing} of the KV blocks reserved for it are not there"),
+            ("a", FinishReason.LENGTH, ""),
+        ]
+        scheduler.pool.check([missing])
+
+    def test_sequence_whose_blocks_cannot_be_published_ends_alone(self) -> None:
+        scheduler = make_scheduler()
+        broken, other = make_sequence("a", range(4)), make_sequence("b", range(10, 14))
+        scheduler.offer(broken)
+        scheduler.offer(other)
+        plan = scheduler.schedule()
+        scheduler.pool.publish(broken.block_table[0], b"another name")
+
+        outcome = retire(scheduler, plan)
+
+        assert [(event.sequence.request_id, event.error) for event in outcome.finished] == [
+            ("a", "block 1 is published twice")
+        ]
+        assert outcome.tokens.sequences == [other]
+        assert ends_of(StepOutcome(NewTokens(), tuple(run_until_idle(scheduler)))) == [("b", FinishReason.LENGTH)]
+        scheduler.check_when_idle()
+
+
+class TestInvalidLogits:
+    """A row with no number to choose from."""
+
+    def test_ends_its_sequence_with_an_error_and_no_other(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", range(4)))
+        scheduler.offer(make_sequence("b", range(10, 14)))
+        plan = scheduler.schedule()
+
+        outcome = scheduler.update(StepResult(plan, (None, 5)))
+
+        assert ends_of(outcome) == [("a", FinishReason.ERROR)]
+        assert outcome.finished[0].error == "the model's logits hold no number"
+        assert [token[1:] for token in outcome.tokens] == [(0, 5)]
+        assert scheduler.num_invalid_logits == 1
+        assert [event.sequence.request_id for event in run_until_idle(scheduler)] == ["b"]
+        scheduler.check_when_idle()
+
+    def test_drops_the_row_of_it_that_is_in_flight(self) -> None:
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", range(4)))
+        first, second = scheduler.schedule(), scheduler.schedule()
+
+        assert ends_of(scheduler.update(StepResult(first, (None,)))) == [("a", FinishReason.ERROR)]
+        assert scheduler.update(StepResult(second, (None,))) == StepOutcome(NewTokens(), ())
+        assert (scheduler.num_invalid_logits, scheduler.is_idle) == (1, True)
+
+    def test_leaves_no_blocks_for_others_to_find(self) -> None:
+        # Given a prompt whose first chunk was published before its logits were seen
+        scheduler = make_scheduler()
+        scheduler.offer(make_sequence("a", range(12)))
+        step(scheduler)
+        assert scheduler.pool.num_published == 2
+
+        scheduler.update(StepResult(scheduler.schedule(), (None,)))
+
+        assert scheduler.pool.num_published == 0
+        scheduler.check_when_idle()
+
+    def test_brings_no_log_probabilities(self) -> None:
+        scheduler = make_scheduler()
+        sequence = make_sequence("a", range(4))
+        scheduler.offer(sequence)
+        values = TokenLogprobs(-math.inf, (), ())
+
+        scheduler.update(StepResult(scheduler.schedule(), (None,), {0: values}))
+
+        assert sequence.logprobs == {}
 
 
 class TestResume:

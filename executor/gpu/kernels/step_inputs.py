@@ -6,11 +6,12 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["count"])
 def resolve_kernel(token_ids, is_carried, carried_from, sampled_ids, count, TILE: tl.constexpr):
-    """Puts the tokens that the step before sampled where they are the input. Grid: tiles of `count` sequences."""
+    """Puts the tokens that the step before sampled where they are the input, 0 for none. Grid: tiles of `count`
+    sequences."""
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     carries = (rows < count) & (tl.load(is_carried + rows, mask=rows < count, other=0) != 0)
     sampled = tl.load(sampled_ids + tl.load(carried_from + rows, mask=carries, other=0), mask=carries, other=0)
-    tl.store(token_ids + rows, sampled, mask=carries)
+    tl.store(token_ids + rows, tl.maximum(sampled, 0), mask=carries)
 
 
 @triton.jit(do_not_specialize=["count"])

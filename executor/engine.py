@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import threading
 import time
 from collections import deque
@@ -263,10 +264,11 @@ class Engine:
         return outcome, times
 
     def _told(self, finished: Iterable[FinishEvent]) -> Iterable[FinishEvent]:
-        """Says in the log what sequences ended with where the step itself has not failed: each error once."""
+        """Says in the log what sequences ended with where the step itself has not failed: each kind of error once."""
         for event in finished:
-            if event.reason is FinishReason.ERROR and event.error not in self._errors_logged:
-                self._errors_logged.add(event.error)
+            kind = re.sub(r"\d+", "", event.error)
+            if event.reason is FinishReason.ERROR and kind not in self._errors_logged:
+                self._errors_logged.add(kind)
                 log.error("%s ended, the first with this error: %s", event.sequence.request_id, event.error)
         return finished
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from executor.sampling import numbers_of
 from executor.sequence import TokenLogprobs
 
 
@@ -39,15 +40,27 @@ class StepLogprobs:
         }
 
 
-def step_logprobs(logits: Tensor, sampled_ids: Tensor, rows: Sequence[tuple[int, int]]) -> StepLogprobs:
+def step_logprobs(
+    logits: Tensor, sampled_ids: Tensor, rows: Sequence[tuple[int, int]], chosen_rows: Tensor | None = None
+) -> StepLogprobs:
     """Of `logits[R, vocabulary]` and the ids `[R]` that were drawn from them. `rows` are pairs of a row and how many of
-    the likeliest tokens it reports."""
-    chosen_rows = torch.tensor([row for row, _ in rows], device=logits.device)
-    some = logits[chosen_rows].float()
+    the likeliest tokens it reports; `chosen_rows` are the rows on the device, where they are there already."""
+    if chosen_rows is None:
+        chosen_rows = _on_device([row for row, _ in rows], logits.device)
+    some = numbers_of(logits.index_select(0, chosen_rows).float())
     total = torch.logsumexp(some, dim=1, keepdim=True)
-    chosen = some.gather(1, sampled_ids[chosen_rows].long()[:, None]) - total
+    # A row without a number has no id; nothing is reported of it.
+    chosen_ids = sampled_ids.index_select(0, chosen_rows).long().clamp(min=0)
+    chosen = some.gather(1, chosen_ids[:, None]) - total
     top = some.topk(min(max(num_top for _, num_top in rows), some.shape[1]), dim=1)
     return StepLogprobs(rows, _sound(chosen[:, 0]), _sound(top.values - total), top.indices)
+
+
+def _on_device(numbers: list[int], device: torch.device) -> Tensor:
+    """Without waiting for the device: a copy from memory that is not pinned would end behind the steps launched."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers).pin_memory().to(device, non_blocking=True)
 
 
 def _sound(logprobs: Tensor) -> Tensor:

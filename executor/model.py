@@ -33,7 +33,7 @@ from executor.native.sampler import NativeSampler, choose_sampler
 from executor.packed_linear import pack_linears
 from executor.paged_attention import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
 from executor.quiet import quiet_transformers
-from executor.sampling import sample
+from executor.sampling import choose_greedily, sample
 from executor.sampling_batch import SamplingBatch
 from executor.self_check import BLOCK_SIZE, NUM_BLOCKS, compare, expect
 
@@ -181,7 +181,7 @@ class PagedModel:
 
     def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
         if sampling.is_greedy:
-            return logits.argmax(-1)
+            return choose_greedily(logits)
         if self._sampler is not None:
             return self._sampler.sample(logits, sampling)
         return sample(logits, sampling.rows())

@@ -9,6 +9,9 @@ softmax). So a row's token does not depend on the other rows, their order, chunk
     otherwise                  logits / temperature, then the top_k largest, then the fewest of those that hold top_p of
                                their probability; at least one token is always kept
 
+A NaN is never chosen and weighs nothing. A row in which nothing is left (every logit is NaN, -inf or banned) yields
+`NO_TOKEN`, and ends its sequence.
+
 Among equal logits at the edge of top_k or top_p the lowest ids are kept, so that the count is exact.
 
 On a CPU our C++ code does this ten to forty times faster (native/sampler.h, native/compare_samplers.py); what is
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from executor.launch import NO_TOKEN
 from executor.philox import MASK, philox
 from executor.sequence import Sampling
 
@@ -46,16 +50,30 @@ class SampleRow:
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Returns the token ids `[R]` int64 of `logits[R, vocabulary]`, which it leaves as they are."""
     assert logits.shape[0] == len(rows)
-    logits = _without_banned(logits, rows)
+    logits = _without_banned(numbers_of(logits), rows)
     token_ids = logits.argmax(-1)
+    is_empty = logits.gather(1, token_ids[:, None])[:, 0] == float("-inf")
     random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
     restricted = [i for i in random if rows[i].sampling.top_k > 0 or rows[i].sampling.top_p < 1]
     free = sorted(set(random) - set(restricted))
     if free:
         token_ids[free] = _draw_from_all(_scaled(logits, rows, free), [rows[i] for i in free])
     if restricted:
-        token_ids[restricted] = _draw_from_top(_scaled(logits, rows, restricted), [rows[i] for i in restricted])
-    return token_ids
+        # An empty row has no largest logits to keep; what is drawn from it does not count.
+        scaled = _scaled(logits.masked_fill(is_empty[:, None], 0.0), rows, restricted)
+        token_ids[restricted] = _draw_from_top(scaled, [rows[i] for i in restricted])
+    return token_ids.masked_fill(is_empty, NO_TOKEN)
+
+
+def choose_greedily(logits: Tensor) -> Tensor:
+    """The ids `[R]` int64 of the largest of `logits[R, vocabulary]`, the lowest id among equals."""
+    largest, token_ids = numbers_of(logits).max(-1)
+    return token_ids.masked_fill(largest == float("-inf"), NO_TOKEN)
+
+
+def numbers_of(logits: Tensor) -> Tensor:
+    """The logits with -inf in place of NaN, which torch would take for the largest."""
+    return logits.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
 
 
 def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ class CpuAttention:
             num_kv_heads=kv.shape.num_kv_heads,
             head_dim=kv.shape.head_dim,
         )
-        self._write[kv.keys.dtype](self.pool.address, ctypes.byref(call))
+        _call(self._write[kv.keys.dtype], self.pool, call)
 
     def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
         """Causal attention of the new tokens."""
@@ -89,7 +89,7 @@ class CpuAttention:
             scale=scoring.scale,
             softcap=scoring.softcap or 0.0,
         )
-        self._attend[kv.keys.dtype](self.pool.address, ctypes.byref(call))
+        _call(self._attend[kv.keys.dtype], self.pool, call)
         return outputs
 
 
@@ -125,8 +125,13 @@ class _AttendCall(ctypes.Structure):
 def _entry(calls: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
     function = calls[name]
     function.argtypes = (c_void_p, c_void_p)
-    function.restype = None
+    function.restype = c_int64
     return function
+
+
+def _call(function: ctypes._NamedFuncPointer, pool: NativePool, call: ctypes.Structure) -> None:
+    if function(pool.address, ctypes.byref(call)):
+        raise MemoryError("there is not enough memory for the threads that compute attention")
 
 
 def _with_contiguous_heads(tensor: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from executor.attention.backend import LayerKv
@@ -23,12 +22,11 @@ from executor.gpu.host_tier import GpuHostTier
 from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
 from executor.gpu.pending import LaunchedStep, ReadBack, StepTimer
 from executor.gpu.step_buffers import StepBuffers
-from executor.gpu.step_layout import StepLayout, has_room
+from executor.gpu.step_layout import StepLayout
 from executor.gpu.table_entries import NO_ENTRIES, TableFollower
 from executor.launch import PendingStep
 from executor.limits import SchedulerLimits
 from executor.logprobs import StepLogprobs, step_logprobs
-from executor.sampling import sample
 from executor.sampling_batch import SamplingBatch, SamplingColumns
 from executor.sequence import StepPlan
 
@@ -94,8 +92,7 @@ class GpuRunner:
             self._buffers.upload(layout, batch, sampling, entries)
             self._follower.sent()
             self._compute(layout, bucket, batch.num_decodes)
-            self._draw_crowded(sampling)
-            reported = self._report(sampling)
+            reported = self._report(layout, sampling)
             on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
         timer.stop()
         self._newest = LaunchedStep(timer, self._read_back, on_host, sampling.num_rows, self._newest, reported)
@@ -126,21 +123,13 @@ class GpuRunner:
         else:
             self._step.compute(layout, num_decodes if bucket is None else bucket)
 
-    def _draw_crowded(self, sampling: SamplingBatch) -> None:
-        """Rows that ban more ids than the layout holds are drawn again, by torch."""
-        chosen = np.flatnonzero(~has_room(sampling)).tolist()
-        if chosen:
-            rows = sampling.rows()
-            token_ids = sample(self._step.logits[chosen].float(), [rows[i] for i in chosen])
-            self._buffers.sampled_ids[chosen] = token_ids.to(torch.int32)
-
-    def _report(self, sampling: SamplingBatch) -> StepLogprobs | None:
+    def _report(self, layout: StepLayout, sampling: SamplingBatch) -> StepLogprobs | None:
         """The log probabilities that rows report, on their way to the host."""
         if not sampling.reporting:
             return None
-        num_rows = sampling.num_rows
-        drawn = step_logprobs(self._step.logits[:num_rows], self._buffers.sampled_ids[:num_rows], sampling.reporting)
-        return drawn.start_copy()
+        num_rows, rows = sampling.num_rows, self._buffers.reported_rows(layout, len(sampling.reporting))
+        logits, sampled_ids = self._step.logits[:num_rows], self._buffers.sampled_ids[:num_rows]
+        return step_logprobs(logits, sampled_ids, sampling.reporting, rows).start_copy()
 
     def _compute_decodes(self, bucket: int) -> None:
         """Computes padding rows alone, or captures what any rows of the bucket need."""

@@ -1,7 +1,6 @@
 """Sampling on the GPU by the Triton kernels; the host waits for nothing.
 
-Rows that restrict the draw (top_k, top_p) get a threshold first, which costs the other rows nothing. A row that bans
-more ids than there is room for goes through `executor.sampling` afterwards.
+Rows that restrict the draw (top_k, top_p) get a threshold first, which costs the other rows nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ RESTRICTION_WARPS = 16
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawRows:
     """How rows are drawn: `temperatures` (0 is greedy) and `top_ps` float32, the others int32; all `[R]` but
-    `banned_ids[R, room]`.
+    `banned_ids` and `banned_starts[R + 1]`.
 
-    A seed is 64 bits, in two words. The first `num_banned` of a row's `banned_ids` cannot come out.
+    A seed is 64 bits, in two words. Of row i, `banned_ids[banned_starts[i]:banned_starts[i + 1]]` cannot come out.
     """
 
     temperatures: Tensor
@@ -37,7 +36,7 @@ class DrawRows:
     seeds_high: Tensor
     output_indices: Tensor
     banned_ids: Tensor
-    num_banned: Tensor
+    banned_starts: Tensor
 
 
 def restrict(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
@@ -46,8 +45,8 @@ def restrict(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
     edges = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     last_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     restrict_kernel[(num_rows,)](
-        *(logits, rows.temperatures, rows.top_ks, rows.top_ps, rows.banned_ids, rows.num_banned, edges, last_ids),
-        *(vocabulary_size, logits.stride(0), rows.banned_ids.stride(0)),
+        *(logits, rows.temperatures, rows.top_ks, rows.top_ps, rows.banned_ids, rows.banned_starts, edges, last_ids),
+        *(vocabulary_size, logits.stride(0)),
         CHUNK=min(RESTRICTION_CHUNK, power_of_two(vocabulary_size)),
         num_warps=RESTRICTION_WARPS,
     )
@@ -55,7 +54,7 @@ def restrict(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits: Tensor, rows: DrawRows, token_ids: Tensor) -> None:
-    """Puts the tokens drawn from `logits[R, vocabulary]` into `token_ids[R]`."""
+    """Puts the tokens drawn from `logits[R, vocabulary]` into `token_ids[R]`; `NO_TOKEN` for a row without a number."""
     num_rows, vocabulary_size = logits.shape
     edges, last_ids = restrict(logits, rows)
     num_chunks = -(-vocabulary_size // CHUNK)
@@ -63,8 +62,8 @@ def draw(logits: Tensor, rows: DrawRows, token_ids: Tensor) -> None:
     best_ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
     draw_kernel[(num_rows, num_chunks)](
         *(logits, rows.temperatures, rows.seeds_low, rows.seeds_high, rows.output_indices),
-        *(rows.banned_ids, rows.num_banned, edges, last_ids, best_values, best_ids),
-        *(vocabulary_size, logits.stride(0), rows.banned_ids.stride(0)),
+        *(rows.banned_ids, rows.banned_starts, edges, last_ids, best_values, best_ids),
+        *(vocabulary_size, logits.stride(0)),
         CHUNK=CHUNK,
     )
     choose_kernel[(num_rows,)](best_values, best_ids, token_ids, num_chunks, PADDED_CHUNKS=power_of_two(num_chunks))

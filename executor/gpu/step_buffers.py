@@ -13,7 +13,7 @@ from torch import Tensor
 from executor.batch import StepBatch
 from executor.gpu.kernels.step_inputs import follow_tables_kernel, resolve_kernel
 from executor.gpu.sampling import DrawRows
-from executor.gpu.step_layout import ALIGNMENT_WORDS, MAX_BANNED, StepLayout, Words
+from executor.gpu.step_layout import ALIGNMENT_WORDS, StepLayout, Words
 from executor.gpu.table_entries import TableEntries
 from executor.sampling_batch import SamplingBatch
 
@@ -45,7 +45,7 @@ class HostRing:
         """Copies the first words of what was taken."""
         target[:num_words].copy_(self._buffers[self._next][:num_words], non_blocking=True)
         if self._device.type == "cuda":
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)
             event.record()
             self._copied[self._next] = event
         self._next = (self._next + 1) % RING
@@ -68,8 +68,8 @@ class StepBuffers:
         for part in before:
             self._send(self._ring.take(), 0, part)
         words = self._ring.take()
-        layout.fill(words, batch, sampling, self.spare_table_row)
-        self._send(words, layout.num_words, last)
+        num_used = layout.fill(words, batch, sampling, self.spare_table_row)
+        self._send(words, num_used, last)
 
     def batch(self, layout: StepLayout, num_decodes: int, block_size: int) -> StepBatch:
         """The inputs as kernels take them."""
@@ -100,9 +100,13 @@ class StepBuffers:
             seeds_low=of(layout, "seeds_low"),
             seeds_high=of(layout, "seeds_high"),
             output_indices=of(layout, "output_indices"),
-            banned_ids=of(layout, "banned_ids").view(-1, MAX_BANNED),
-            num_banned=of(layout, "num_banned"),
+            banned_ids=of(layout, "banned_ids"),
+            banned_starts=of(layout, "banned_starts"),
         )
+
+    def reported_rows(self, layout: StepLayout, count: int) -> Tensor:
+        """The first `count` of the rows that report log probabilities, int32."""
+        return self._field(layout, "reported_rows")[:count]
 
     def resolve(self, layout: StepLayout) -> None:
         """Fills in the tokens that the step before sampled."""

@@ -4,8 +4,12 @@ With T tokens, S sequences and R rows that sample, each field starts at a multip
 
     token_ids, positions, slot_mapping [T]
     query_starts [S + 1], context_lengths, table_rows, is_carried, carried_from [S]
-    logit_rows, temperatures and top_ps (float32), top_ks, seeds_low, seeds_high, output_indices, num_banned [R]
-    banned_ids [R, 8]
+    logit_rows, temperatures and top_ps (float32), top_ks, seeds_low, seeds_high, output_indices [R]
+    reported_rows [R], of which the first are those that report log probabilities
+    banned_starts [R + 1]
+    banned_ids [320 R], of row i: [banned_starts[i], banned_starts[i + 1])
+
+The last field is copied as far as it is used.
 
 A step of decodes may have a layout for more rows than it has. The padding rows compute a token 0 that alone has a
 context, write its KV to the spare block 0, which the table row they name consists of, and sample greedily.
@@ -21,11 +25,12 @@ import numpy.typing as npt
 
 from executor.batch import StepBatch
 from executor.sampling_batch import SamplingBatch
+from executor.submission import MAX_STOP_TOKEN_IDS
 
 Words = npt.NDArray[np.int32]
 
-# Ids that a row can have banned here; a row with more is drawn by torch.
-MAX_BANNED = 8
+# Ids that a row can have banned: those that a request may stop at, and those that the model ends with.
+MAX_BANNED = MAX_STOP_TOKEN_IDS + 64
 ALIGNMENT_WORDS = 4
 
 
@@ -51,34 +56,36 @@ class StepLayout:
             ("query_starts", sequences + 1),
             *((name, sequences) for name in ("context_lengths", "table_rows", "is_carried", "carried_from")),
             *((name, logits) for name in ("logit_rows", "temperatures", "top_ks", "top_ps")),
-            *((name, logits) for name in ("seeds_low", "seeds_high", "output_indices", "num_banned")),
+            *((name, logits) for name in ("seeds_low", "seeds_high", "output_indices", "reported_rows")),
+            ("banned_starts", logits + 1),
             ("banned_ids", logits * MAX_BANNED),
         )
         fields, start = {}, 0
         for name, size in sizes:
             fields[name] = slice(start, start + size)
-            start += -(-size // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
+            start += _aligned(size)
         return fields
 
     @cached_property
     def num_words(self) -> int:
         """Words of the whole."""
         end: int = self.fields["banned_ids"].stop
-        return -(-end // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
+        return _aligned(end)
 
-    def fill(self, words: Words, batch: StepBatch, sampling: SamplingBatch, spare_table_row: int) -> None:
-        """Writes a step of at most these sizes; only a step of decodes may be smaller."""
+    def fill(self, words: Words, batch: StepBatch, sampling: SamplingBatch, spare_table_row: int) -> int:
+        """Writes a step of at most these sizes; only a step of decodes may be smaller. Returns how many words are used;
+        what is behind them is not read."""
         views = {name: words[field] for name, field in self.fields.items()}
         _fill_tokens(views, batch)
         _fill_sequences(views, batch, spare_table_row)
         views["logit_rows"][:] = np.arange(self.num_logits)
         views["logit_rows"][: sampling.num_rows] = batch.logit_rows.numpy()
         _fill_sampling(views, sampling)
+        return _aligned(self.fields["banned_ids"].start + len(sampling.banned_ids))
 
 
-def has_room(sampling: SamplingBatch) -> npt.NDArray[np.bool_]:
-    """Which rows can have all their banned ids in the layout."""
-    return np.asarray(np.diff(sampling.banned_starts) <= MAX_BANNED)
+def _aligned(num_words: int) -> int:
+    return -(-num_words // ALIGNMENT_WORDS) * ALIGNMENT_WORDS
 
 
 def _fill_tokens(views: dict[str, Words], batch: StepBatch) -> None:
@@ -109,12 +116,8 @@ def _fill_sampling(views: dict[str, Words], sampling: SamplingBatch) -> None:
     seeds = sampling.seed.view(np.uint32).reshape(-1, 2).view(np.int32)  # little-endian: the low word comes first
     views["seeds_low"][:num_rows], views["seeds_high"][:num_rows] = seeds[:, 0], seeds[:, 1]
     views["output_indices"][:num_rows] = sampling.output_index
-    views["num_banned"][:] = 0
-    if not len(sampling.banned_ids):
-        return
-    banned_ids = views["banned_ids"].reshape(-1, MAX_BANNED)
-    counts = np.diff(sampling.banned_starts)
-    for row in np.flatnonzero((counts > 0) & (counts <= MAX_BANNED)):
-        first, count = sampling.banned_starts[row], counts[row]
-        banned_ids[row, :count] = sampling.banned_ids[first : first + count]
-        views["num_banned"][row] = count
+    views["reported_rows"][: len(sampling.reporting)] = [row for row, _ in sampling.reporting]
+    num_banned = len(sampling.banned_ids)
+    views["banned_starts"][: num_rows + 1] = sampling.banned_starts
+    views["banned_starts"][num_rows + 1 :] = num_banned
+    views["banned_ids"][:num_banned] = sampling.banned_ids

@@ -89,9 +89,10 @@ void attend_all(Pool& pool, const AttendCall& call) {
     const auto items = attention_items(call.query_starts, call.num_sequences, call.num_heads, call.num_kv_heads,
                                        pool.num_threads());
     const auto num_items = (int64_t)items.size();
+    pool.reserve(sizeof(Workspace<Element>));
     run_on(num_items > 1 ? &pool : nullptr, [&](Team& team) {
         const TilesInUse tiles;
-        Workspace<Element> work;
+        Workspace<Element>& work = *new (pool.room(team.thread)) Workspace<Element>;
         team.each(num_items, [&](int64_t index) {
             const int64_t next = index + team.num_threads;
             attend<Element>(attention, items[index], next < num_items ? &items[next] : nullptr, work);
@@ -105,10 +106,19 @@ Pool& pool_of(void* pool) { return *static_cast<Pool*>(pool); }
 
 extern "C" {
 
-void inflight_write_kv_float32(void* pool, const WriteCall* call) { write_kv<Float32>(pool_of(pool), *call); }
-void inflight_write_kv_bfloat16(void* pool, const WriteCall* call) { write_kv<BFloat16>(pool_of(pool), *call); }
-void inflight_attend_float32(void* pool, const AttendCall* call) { attend_all<Float32>(pool_of(pool), *call); }
-void inflight_attend_bfloat16(void* pool, const AttendCall* call) { attend_all<BFloat16>(pool_of(pool), *call); }
+// These return 0, or 1 where there is not enough memory.
+int64_t inflight_write_kv_float32(void* pool, const WriteCall* call) {
+    return or_out_of_memory([&] { write_kv<Float32>(pool_of(pool), *call); });
+}
+int64_t inflight_write_kv_bfloat16(void* pool, const WriteCall* call) {
+    return or_out_of_memory([&] { write_kv<BFloat16>(pool_of(pool), *call); });
+}
+int64_t inflight_attend_float32(void* pool, const AttendCall* call) {
+    return or_out_of_memory([&] { attend_all<Float32>(pool_of(pool), *call); });
+}
+int64_t inflight_attend_bfloat16(void* pool, const AttendCall* call) {
+    return or_out_of_memory([&] { attend_all<BFloat16>(pool_of(pool), *call); });
+}
 
 // Largest head size.
 int64_t inflight_max_head_dim() { return MAX_DIM; }

@@ -22,7 +22,8 @@ class DecoderOf final : public Decoder {
         : shape_(shape),
           windows_(shape.sliding_windows, shape.sliding_windows + shape.num_layers),
           frequencies_(shape.inverse_frequencies, shape.inverse_frequencies + shape.head_dim / 2),
-          weights_(shape, has_int8_weights) {}
+          weights_(shape, has_int8_weights),
+          wide_bytes_(has_int8_weights ? weights_.most_steps() * STEP_BYTES : 0) {}
 
     int64_t matrix_bytes() const override { return weights_.matrix_bytes(); }
 
@@ -34,7 +35,10 @@ class DecoderOf final : public Decoder {
             attention_items(step.query_starts, step.num_sequences, shape_.num_heads, shape_.num_kv_heads,
                             pool.num_threads());
         while ((int)scratch_.size() < pool.num_threads()) scratch_.push_back(std::make_unique<Scratch>());
-        for (auto& scratch : scratch_) scratch->best.assign(step.num_logits, {-INFINITY, 0});
+        for (auto& scratch : scratch_) {
+            scratch->best.assign(step.num_logits, {-INFINITY, NO_TOKEN});
+            scratch->wide.reserve(wide_bytes_);
+        }
         pool.run([&](Team& team) {
             const TilesInUse tiles;
             Run(*this, step, items, team).through_layers();
@@ -51,7 +55,7 @@ class DecoderOf final : public Decoder {
         Workspace<Element> attention;
         alignas(64) float tile[TILE_NUMBERS];
         std::vector<Best> best;
-        std::unique_ptr<Arena> wide;  // blocks of int8 weights as elements
+        Room wide;  // a block of int8 weights as elements
     };
 
     // A thread's way through one step.
@@ -129,7 +133,7 @@ class DecoderOf final : public Decoder {
         // Rows [start, end) times a block, some steps after the other, each while it is in the first-level cache.
         void multiply_block(const Matrix<Element>& matrix, int64_t index, const Rows<Element>& rows, int64_t start,
                             int64_t end, float* out, int64_t stride) {
-            const char* block = widened(matrix, index, wide_room(matrix.num_steps * STEP_BYTES));
+            const char* block = widened(matrix, index, scratch_.wide.data());
             const int64_t num_passes = end - start > TILE_ROWS ? (matrix.num_steps + CACHED_STEPS - 1) / CACHED_STEPS : 1;
             for (int64_t pass = 0; pass < num_passes; ++pass) {
                 const int64_t first = pass * matrix.num_steps / num_passes;
@@ -143,13 +147,6 @@ class DecoderOf final : public Decoder {
             for (int64_t row = start; row < end; row += TILE_ROWS)
                 scale_columns(matrix.scales + index * BLOCK_COLUMNS, rows_of_tile(row, end), out + (row - start) * stride,
                               stride);
-        }
-
-        char* wide_room(int64_t num_bytes) {
-            if (!decoder_.weights_.are_int8) return nullptr;
-            if (scratch_.wide == nullptr || (int64_t)scratch_.wide->size() < num_bytes)
-                scratch_.wide = std::make_unique<Arena>(num_bytes);
-            return scratch_.wide->data();
         }
 
         void embed() {
@@ -315,6 +312,7 @@ class DecoderOf final : public Decoder {
     const std::vector<int64_t> windows_;
     const std::vector<float> frequencies_;
     PackedWeights<Element> weights_;
+    const int64_t wide_bytes_;  // of the largest block of int8 weights as elements
     Activations<Element> activations_;
     std::vector<std::unique_ptr<Scratch>> scratch_;
 };
@@ -349,12 +347,8 @@ int64_t inflight_decoder_matrix_bytes(void* decoder) {
 
 // 0, or 1 where there is not enough memory for so many tokens.
 int64_t inflight_decoder_step(void* decoder, void* pool, const inflight::DecoderStep* step) {
-    try {
-        static_cast<inflight::Decoder*>(decoder)->step(*static_cast<inflight::Pool*>(pool), *step);
-        return 0;
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
+    return inflight::or_out_of_memory(
+        [&] { static_cast<inflight::Decoder*>(decoder)->step(*static_cast<inflight::Pool*>(pool), *step); });
 }
 
 }  // extern "C"

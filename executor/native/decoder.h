@@ -45,7 +45,7 @@ struct DecoderStep {
 // The parts of a step that are timed apart.
 enum Part { EMBED, NORM, QKV, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, NUM_PARTS };
 
-// The largest logit of a row and its id; the lowest id among equals.
+// The largest logit of a row and its id; the lowest id among equals, NO_TOKEN where no logit is above -inf.
 struct Best {
     float logit;
     int64_t id;

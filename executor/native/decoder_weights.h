@@ -61,6 +61,15 @@ class PackedWeights {
         return num_bytes;
     }
 
+    // Steps of the deepest matrix.
+    int64_t most_steps() const {
+        int64_t most = head.num_steps;
+        for (const Layer<Element>& layer : layers)
+            most = std::max({most, layer.qkv.num_steps, layer.output.num_steps, layer.gate_up.num_steps,
+                             layer.down.num_steps});
+        return most;
+    }
+
     void pack(int64_t layer, int64_t part, const void* numbers) {
         const int64_t hidden = shape_.hidden_size, heads = shape_.num_heads + 2 * shape_.num_kv_heads;
         const int64_t dim = shape_.head_dim, inner = shape_.intermediate_size;

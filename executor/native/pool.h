@@ -4,6 +4,9 @@
 // of them are done. Handing out one by one matters more than locality: where another process takes a core for a while, the
 // other threads do the rest of the phase. Within a step a waiting thread spins, then offers its core to whoever else wants it, and
 // sleeps only when a phase takes unreasonably long: being woken takes longer than most phases. Between steps it sleeps soon.
+//
+// Nothing is allocated in a run. An exception on one thread could not be handed to the caller, and on the caller's it would leave
+// the others waiting. What threads need is reserved before, on the caller's thread, where a failure is one of the call.
 
 #pragma once
 
@@ -16,7 +19,10 @@
 #include <atomic>
 #include <climits>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
+#include <memory>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -91,6 +97,28 @@ class NoTinyNumbers {
 #endif
 };
 
+// Memory of one thread, kept between runs. Not on a stack: those of threads may be small.
+class Room {
+  public:
+    // Throws std::bad_alloc. What the room held is lost.
+    void reserve(size_t num_bytes) {
+        if (num_bytes <= num_bytes_) return;
+        const size_t rounded = round_up(num_bytes, ALIGNMENT);
+        memory_.reset(static_cast<char*>(std::aligned_alloc(ALIGNMENT, rounded)));
+        num_bytes_ = memory_ == nullptr ? 0 : rounded;
+        if (memory_ == nullptr) throw std::bad_alloc();
+    }
+    char* data() const { return memory_.get(); }
+
+  private:
+    static constexpr int64_t ALIGNMENT = 64;
+    struct Free {
+        void operator()(char* memory) const { std::free(memory); }
+    };
+    std::unique_ptr<char, Free> memory_;
+    size_t num_bytes_ = 0;
+};
+
 // One thread's view of a step.
 class Team {
   public:
@@ -120,7 +148,7 @@ class Team {
 // The threads themselves: the caller of `run` and `num_threads - 1` more. One `run` at a time.
 class Pool {
   public:
-    explicit Pool(int num_threads) : num_threads_(num_threads) {
+    explicit Pool(int num_threads) : num_threads_(num_threads), rooms_(num_threads) {
         for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
     }
 
@@ -135,7 +163,13 @@ class Pool {
 
     int num_threads() const { return num_threads_; }
 
-    // Calls `work` on every thread at once and returns when all of them are through.
+    // Gives each thread a room of so many bytes. Throws std::bad_alloc.
+    void reserve(size_t num_bytes) {
+        for (Room& room : rooms_) room.reserve(num_bytes);
+    }
+    char* room(int thread) const { return rooms_[thread].data(); }
+
+    // Calls `work` on every thread at once and returns when all of them are through. `work` does not throw.
     void run(const std::function<void(Team&)>& work) {
         work_ = &work;
         started_.raise();
@@ -143,7 +177,7 @@ class Pool {
     }
 
   private:
-    void take_part(int thread) {
+    void take_part(int thread) noexcept {
         const NoTinyNumbers no_tiny_numbers;
         Team team(thread, num_threads_, phase_);
         (*work_)(team);
@@ -163,8 +197,20 @@ class Pool {
     const std::function<void(Team&)>* work_ = nullptr;
     Phase phase_;
     alignas(64) Signal started_;
+    std::vector<Room> rooms_;
     std::vector<std::thread> threads_;
 };
+
+// For calls with a C interface: 0, or 1 where there is not enough memory for `work`.
+template <class Work>
+int64_t or_out_of_memory(const Work& work) {
+    try {
+        work();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
 
 // Calls `work` on every thread of the pool, or on this one alone where there is none to be had or to be woken.
 template <class Work>

@@ -1,5 +1,9 @@
 // The sampler for callers with a C interface (sampler.py): each row of a step on some thread.
 
+#include <memory>
+#include <mutex>
+#include <new>
+
 #include "pool.h"
 #include "sampler.h"
 
@@ -21,30 +25,79 @@ struct SampleCall {
     int64_t num_rows, vocabulary_size, row_stride;
 };
 
-// `pool` may be null: then the caller's thread does all.
-void inflight_sample_rows(void* pool, const SampleCall* call) {
-    auto sample_one = [&](int64_t index, Scratch& scratch, std::vector<float>& copy) {
-        const int32_t start = call->banned_starts[index];
-        const SampleRow row = {call->temperatures[index],
-                               call->top_ks[index],
-                               call->top_ps[index],
-                               call->seeds[index],
-                               call->output_indices[index],
-                               call->banned_ids + start,
-                               call->banned_starts[index + 1] - start};
-        // A row that would be written to is copied; the others are only read.
-        float* logits = const_cast<float*>(call->logits + index * call->row_stride);
-        if (changes_logits(row, call->vocabulary_size)) {
-            copy.assign(logits, logits + call->vocabulary_size);
-            logits = copy.data();
-        }
-        call->token_ids[index] = sample_row(logits, call->vocabulary_size, row, scratch);
-    };
-    run_on(call->num_rows > 1 ? static_cast<Pool*>(pool) : nullptr, [&](Team& team) {
+}  // extern "C"
+
+namespace {
+
+// What the threads keep between calls. One call at a time; others wait.
+class Sampler {
+  public:
+    void sample(Pool* pool, const SampleCall& call) {
+        const std::lock_guard<std::mutex> alone(mutex_);
+        Pool* const used = call.num_rows > 1 ? pool : nullptr;
+        reserve(used == nullptr ? 1 : used->num_threads(), call);
+        run_on(used, [&](Team& team) {
+            Kept& kept = *kept_[team.thread];
+            team.each(call.num_rows, [&](int64_t index) { sample_one(call, index, kept); });
+        });
+    }
+
+  private:
+    struct Kept {
         Scratch scratch;
         std::vector<float> copy;
-        team.each(call->num_rows, [&](int64_t index) { sample_one(index, scratch, copy); });
-    });
+    };
+
+    static SampleRow row_of(const SampleCall& call, int64_t index) {
+        const int32_t start = call.banned_starts[index];
+        return {call.temperatures[index],
+                call.top_ks[index],
+                call.top_ps[index],
+                call.seeds[index],
+                call.output_indices[index],
+                call.banned_ids + start,
+                call.banned_starts[index + 1] - start};
+    }
+
+    void reserve(int num_threads, const SampleCall& call) {
+        bool copies = false, restricted = false;
+        for (int64_t index = 0; index < call.num_rows; ++index) {
+            const SampleRow row = row_of(call, index);
+            copies |= changes_logits(row, call.vocabulary_size);
+            restricted |= restricts(row, call.vocabulary_size);
+        }
+        while ((int)kept_.size() < num_threads) kept_.push_back(std::make_unique<Kept>());
+        for (int thread = 0; thread < num_threads; ++thread) {
+            kept_[thread]->scratch.reserve(call.vocabulary_size, restricted);
+            if (copies) kept_[thread]->copy.reserve(call.vocabulary_size);
+        }
+    }
+
+    // A row that would be written to is copied; the others are only read.
+    static void sample_one(const SampleCall& call, int64_t index, Kept& kept) {
+        const SampleRow row = row_of(call, index);
+        float* logits = const_cast<float*>(call.logits + index * call.row_stride);
+        if (changes_logits(row, call.vocabulary_size)) {
+            kept.copy.assign(logits, logits + call.vocabulary_size);
+            logits = kept.copy.data();
+        }
+        call.token_ids[index] = sample_row(logits, call.vocabulary_size, row, kept.scratch);
+    }
+
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Kept>> kept_;
+};
+
+}  // namespace
+
+extern "C" {
+
+void* inflight_sampler_new() { return new (std::nothrow) Sampler; }
+void inflight_sampler_free(void* sampler) { delete static_cast<Sampler*>(sampler); }
+
+// 0, or 1 where there is not enough memory. `pool` may be null: then the caller's thread does all.
+int64_t inflight_sample_rows(void* sampler, void* pool, const SampleCall* call) {
+    return or_out_of_memory([&] { static_cast<Sampler*>(sampler)->sample(static_cast<Pool*>(pool), *call); });
 }
 
 // For tests: Philox of one counter, and the words and the noise of 64 ids.

@@ -7,7 +7,7 @@
 // at hand, only groups that reach into the top are read.
 //
 // Thread-safe: everything that is kept between calls lies in the caller's Scratch. A NaN is never chosen and weighs nothing.
-// Where there is nothing to choose (all NaN or -inf) the lowest id that is not banned comes out.
+// Where there is nothing to choose (all NaN, -inf or banned) NO_TOKEN comes out.
 
 #pragma once
 
@@ -36,6 +36,9 @@ struct Scratch {
     std::vector<float> candidates;  // values that may stay
     std::vector<double> masses;     // of top_p's bins
     alignas(64) float tail[GROUP];  // the last group, where the vocabulary does not fill it
+
+    // Makes room for rows of so many logits: sampling them allocates nothing then. Throws std::bad_alloc.
+    void reserve(int64_t vocabulary_size, bool restricts);
 };
 
 // A row as groups; a value is what the memory holds, divided by `divisor`.
@@ -291,15 +294,16 @@ inline int64_t draw(const Values& values, int64_t first, uint64_t seed, int64_t 
     return draw.id;
 }
 
-inline int64_t lowest_allowed(const SampleRow& row, int64_t vocabulary_size) {
-    const int32_t* end = row.banned + row.num_banned;
-    for (int64_t id = 0; id < vocabulary_size; ++id)
-        if (std::find(row.banned, end, (int32_t)id) == end) return id;
-    return 0;
-}
-
 inline bool restricts(const SampleRow& row, int64_t vocabulary_size) {
     return (row.top_k > 0 && row.top_k < vocabulary_size) || row.top_p < 1;
+}
+
+inline void Scratch::reserve(int64_t vocabulary_size, bool restricts) {
+    const int64_t num_groups = (vocabulary_size + GROUP - 1) / GROUP;
+    maxima.reserve(num_groups);
+    if (!restricts) return;
+    candidates.reserve(num_groups * GROUP);
+    masses.reserve(NUM_BINS);
 }
 
 // Whether sample_row writes to the logits of this row.
@@ -314,7 +318,7 @@ inline int64_t sample_row(float* logits, int64_t vocabulary_size, const SampleRo
     Values values = as_groups(logits, vocabulary_size, scratch);
     const int64_t first = find_maxima(values);
     const float largest = values.maxima[first];
-    if (largest == NOTHING) return lowest_allowed(row, vocabulary_size);
+    if (largest == NOTHING) return NO_TOKEN;
     const float* group = values.group(first);
     const int64_t greedy = first * GROUP + (std::find(group, group + GROUP, largest) - group);
     // A temperature near 0 may take even the largest out of float's range.
@@ -336,6 +340,7 @@ inline int64_t sample_row(float* logits, int64_t vocabulary_size, const SampleRo
 }  // namespace sampling
 
 using sampling::changes_logits;
+using sampling::restricts;
 using sampling::sample_row;
 using sampling::Scratch;
 

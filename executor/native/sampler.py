@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
 from ctypes import c_int64, c_void_p
 
 import numpy as np
@@ -24,19 +25,30 @@ log = logging.getLogger(__name__)
 
 
 class NativeSampler:
-    """Calls the sampler, on the threads of `pool` if there is one, else on the caller's."""
+    """Calls the sampler, on the threads of `pool` if there is one, else on the caller's. What the threads need is kept
+    between calls, of which one runs at a time."""
 
     def __init__(self, library: NativeLibrary, pool: NativePool | None = None) -> None:
+        new, free = library.calls.inflight_sampler_new, library.calls.inflight_sampler_free
+        new.argtypes, new.restype = (), c_void_p
+        free.argtypes, free.restype = (c_void_p,), None
         self._sample_rows = library.calls.inflight_sample_rows
-        self._sample_rows.argtypes = (c_void_p, c_void_p)
-        self._sample_rows.restype = None
+        self._sample_rows.argtypes = (c_void_p, c_void_p, c_void_p)
+        self._sample_rows.restype = c_int64
         self._pool = pool
+        self._sampler = new()
+        if not self._sampler:
+            raise MemoryError("there is no memory for the sampler")
+        weakref.finalize(self, free, self._sampler)
 
     def sample(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
         """Returns the token ids `[R]` int64 of `logits[R, vocabulary]` float32, which it leaves as they are."""
         num_rows, vocabulary_size = logits.shape
-        assert logits.device.type == "cpu" and logits.dtype is torch.float32
-        assert sampling.num_rows == num_rows and vocabulary_size > 0
+        # From here on there are only addresses.
+        if logits.device.type != "cpu" or logits.dtype is not torch.float32 or vocabulary_size == 0:
+            raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} on {logits.device}, not float32 on cpu")
+        if sampling.num_rows != num_rows:
+            raise ValueError(f"{num_rows} rows of logits for {sampling.num_rows} rows that sample")
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         token_ids = torch.empty(num_rows, dtype=torch.int64)
@@ -54,7 +66,9 @@ class NativeSampler:
             vocabulary_size=vocabulary_size,
             row_stride=logits.stride(0),
         )
-        self._sample_rows(None if self._pool is None else self._pool.address, ctypes.byref(call))
+        pool = None if self._pool is None else self._pool.address
+        if self._sample_rows(self._sampler, pool, ctypes.byref(call)):
+            raise MemoryError(f"there is not enough memory to sample {num_rows} rows")
         return token_ids
 
 
@@ -82,5 +96,6 @@ class _SampleCall(ctypes.Structure):
 
 
 def _address(column: npt.NDArray[np.generic], dtype: type[np.generic]) -> int:
-    assert column.dtype == dtype and column.flags.c_contiguous
+    if column.dtype != dtype or not column.flags.c_contiguous:
+        raise ValueError(f"a column is {column.dtype}, not {np.dtype(dtype)}, or not contiguous")
     return column.ctypes.data

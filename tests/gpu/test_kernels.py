@@ -83,8 +83,8 @@ def test_draws_are_those_of_the_torch_sampler(gpu: torch.device) -> None:
             seeds_low=(seeds & 0x7FFF_FFFF).to(gpu, torch.int32),
             seeds_high=(seeds >> 32).to(gpu, torch.int32),
             output_indices=torch.tensor([row.output_index for row in rows], dtype=torch.int32, device=gpu),
-            banned_ids=words[:, None],
-            num_banned=words,
+            banned_ids=words,
+            banned_starts=torch.zeros(num_rows + 1, dtype=torch.int32, device=gpu),
         ),
         token_ids,
     )

@@ -147,7 +147,7 @@ def launch_layers() -> None:
         gated(empty(8, 2 * intermediate_size, dtype=torch.bfloat16))
         words = empty(8, dtype=torch.int32)
         numbers = empty(8, dtype=torch.float32)
-        rows = DrawRows(numbers, words, numbers, words, words, words, empty(8, 8, dtype=torch.int32), words)
+        rows = DrawRows(numbers, words, numbers, words, words, words, words, empty(9, dtype=torch.int32))
         draw(empty(8, vocabulary_size, dtype=torch.bfloat16), rows, words)
     layout = StepLayout(100, 20, 20)
     buffers = StepBuffers(META, layout, 40, 512)

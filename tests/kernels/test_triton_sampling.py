@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from executor.gpu.sampling import CHUNK, DrawRows, draw, restrict
+from executor.launch import NO_TOKEN
 from executor.philox import MASK
 from executor.philox import philox as torch_philox
 from executor.sampling import LARGEST_UNIFORM, SampleRow, sample
+from executor.sampling_batch import SamplingBatch
 from executor.sequence import Sampling
 from tests.kernels.probes import noise_kernel, words_kernel
 from tests.torch_threads import torch_threads
@@ -31,9 +33,7 @@ def signed(words: Sequence[int]) -> Tensor:
 
 
 def draw_rows(rows: Sequence[SampleRow]) -> DrawRows:
-    banned = torch.zeros(len(rows), 3, dtype=torch.int32)
-    for i, row in enumerate(rows):
-        banned[i, : len(row.banned_ids)] = torch.tensor(sorted(row.banned_ids), dtype=torch.int32)
+    batch = SamplingBatch.of(rows)
     return DrawRows(
         temperatures=torch.tensor([row.sampling.temperature for row in rows]),
         top_ks=torch.tensor([row.sampling.top_k for row in rows], dtype=torch.int32),
@@ -41,8 +41,8 @@ def draw_rows(rows: Sequence[SampleRow]) -> DrawRows:
         seeds_low=signed([row.sampling.seed & MASK for row in rows]),
         seeds_high=signed([row.sampling.seed >> 32 for row in rows]),
         output_indices=torch.tensor([row.output_index for row in rows], dtype=torch.int32),
-        banned_ids=banned,
-        num_banned=torch.tensor([len(row.banned_ids) for row in rows], dtype=torch.int32),
+        banned_ids=torch.from_numpy(batch.banned_ids),
+        banned_starts=torch.from_numpy(batch.banned_starts),
     )
 
 
@@ -111,6 +111,20 @@ def test_logits_of_half_precision_are_drawn_from_as_float32() -> None:
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     rows = [row(0.0), row(1.0, seed=1), row(0.5, seed=2)]
     assert drawn(logits, rows) == sample(logits, rows).tolist()
+
+
+@pytest.mark.parametrize("nothing", [float("nan"), float("-inf")])
+def test_row_with_nothing_to_choose_gives_no_token_and_the_others_theirs(nothing: float) -> None:
+    rows = [row(0.0), row(1.0), row(1.0, top_k=3), row(1.0, top_p=0.5), row(0.7, seed=3, top_k=3, top_p=0.5)]
+    logits = torch.full((10, 500), nothing)
+    logits[5:, [9, 300]] = torch.tensor([-4.0, -90.0])
+    assert drawn(logits, [*rows, *rows]) == sample(logits, [*rows, *rows]).tolist() == [NO_TOKEN] * 5 + [9] * 5
+
+
+def test_row_that_bans_everything_gives_no_token() -> None:
+    logits = torch.zeros(2, 30)
+    rows = [row(0.0, banned=range(30)), row(1.0, banned=range(1, 30))]
+    assert drawn(logits, rows) == sample(logits, rows).tolist() == [NO_TOKEN, 0]
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from executor.batch import pack
 from executor.gpu.buckets import bucket_of, decode_buckets
 from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
-from executor.gpu.step_layout import MAX_BANNED, StepLayout, has_room
+from executor.gpu.step_layout import MAX_BANNED, StepLayout
 from executor.gpu.table_entries import TableFollower
 from executor.sampling import SampleRow
 from executor.sampling_batch import SamplingBatch
@@ -90,7 +92,7 @@ def test_chunks_and_carried_tokens_keep_their_rows() -> None:
 
 def test_seeds_are_two_words_and_banned_ids_stay_with_their_row() -> None:
     sequences = [make_sequence([1, 2], [i + 1]) for i in range(3)]
-    sampling = sampling_of(3, {0: [5, 6], 2: list(range(MAX_BANNED + 1))})
+    sampling = sampling_of(3, {0: [5, 6], 2: list(range(MAX_BANNED))})
 
     words = filled(StepLayout.of_decodes(3), StepPlan.of(PlanRow(s, 1, 1, True) for s in sequences), sampling)
 
@@ -98,9 +100,23 @@ def test_seeds_are_two_words_and_banned_ids_stay_with_their_row() -> None:
     assert [word & 0xFFFF_FFFF for word in words["seeds_low"]] == [seed & 0xFFFF_FFFF for seed in seeds]
     assert [word & 0xFFFF_FFFF for word in words["seeds_high"]] == [seed >> 32 for seed in seeds]
     assert words["output_indices"] == [0, 10, 20]
-    assert words["num_banned"] == [2, 0, 0], "the last row bans more than there is room for"
-    assert words["banned_ids"][:2] == [5, 6]
-    assert has_room(sampling).tolist() == [True, True, False]
+    assert words["banned_starts"] == [0, 2, 2, 2 + MAX_BANNED]
+    assert words["banned_ids"][: 2 + MAX_BANNED] == [5, 6, *range(MAX_BANNED)]
+
+
+def test_banned_ids_are_copied_as_far_as_there_are_any() -> None:
+    layout, plan = StepLayout.of_decodes(4), StepPlan.of([PlanRow(make_sequence([1, 2], [1]), 1, 1, True)])
+    words, first = np.full(layout.num_words, 77, np.int32), layout.fields["banned_ids"].start
+    assert layout.fill(words, pack(plan, 16), sampling_of(1, {}), SPARE_ROW) == first
+    assert layout.fill(words, pack(plan, 16), sampling_of(1, {0: [4, 8]}), SPARE_ROW) == first + 4
+    assert words[layout.fields["banned_starts"]].tolist() == [0, 2, 2, 2, 2], "padding rows ban nothing"
+
+
+def test_rows_that_report_log_probabilities_travel_with_the_step() -> None:
+    sequences = [make_sequence([1, 2], [i + 1]) for i in range(3)]
+    sampling = replace(sampling_of(3, {}), reporting=((0, 5), (2, 0)))
+    words = filled(StepLayout.of_decodes(3), StepPlan.of(PlanRow(s, 1, 1, True) for s in sequences), sampling)
+    assert words["reported_rows"][:2] == [0, 2]
 
 
 def test_fields_start_at_multiples_of_16_bytes() -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.model_source import resolve_model
 from executor.blocks import BlockPool
+from executor.launch import NO_TOKEN
 from executor.logprobs import step_logprobs
 from executor.model import PagedModel
 from executor.runner import ModelRunner
@@ -45,9 +46,17 @@ def test_more_tokens_than_there_are_and_none_at_all() -> None:
 
 
 def test_logits_that_are_no_numbers_are_reported_as_impossible() -> None:
-    read = step_logprobs(torch.full((1, 4), math.nan), torch.tensor([2]), [(0, 1)]).read()
-    assert read[0].logprob == -math.inf
-    assert read[0].top_logprobs == (-math.inf,)
+    for sampled_id in (2, NO_TOKEN):
+        read = step_logprobs(torch.full((1, 4), math.nan), torch.tensor([sampled_id]), [(0, 1)]).read()
+        assert read[0].logprob == -math.inf
+        assert read[0].top_logprobs == (-math.inf,)
+
+
+def test_a_logit_that_is_no_number_does_not_change_the_others() -> None:
+    logits = torch.tensor([[0.0, math.nan, 0.0]])
+    read = step_logprobs(logits, torch.tensor([2]), [(0, 2)]).read()
+    assert read[0].logprob == pytest.approx(-math.log(2))
+    assert read[0].top_ids == (0, 2)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from executor.launch import NO_TOKEN
 from executor.native import compare_samplers
 from executor.native.build import BuildFailure
 from executor.native.library import NativeLibrary
@@ -140,13 +141,14 @@ def test_lowest_ids_stay_among_equals_at_the_edge(native: NativeSampler) -> None
     assert int(half.max()) < 500
 
 
-def test_row_with_nothing_to_choose_gives_the_lowest_id_that_is_not_banned(native: NativeSampler) -> None:
+def test_row_with_nothing_to_choose_gives_no_token_and_the_others_theirs(native: NativeSampler) -> None:
     for nothing in (float("nan"), float("-inf")):
         logits = torch.full((len(ALL_WAYS), 100), nothing)
-        assert drawn(native, logits, ALL_WAYS).tolist() == [0] * len(ALL_WAYS)
-    banned = row(banned_ids=frozenset({0, 1, 5}))
-    assert drawn(native, torch.full((1, 100), float("nan")), [banned]).tolist() == [2]
-    assert drawn(native, torch.zeros(1, 2), [row(banned_ids=frozenset({0, 1}))]).tolist() == [0]
+        assert drawn(native, logits, ALL_WAYS).tolist() == [NO_TOKEN] * len(ALL_WAYS)
+        logits = torch.full((3, 100), nothing)
+        logits[1, 70] = 1.0
+        assert drawn(native, logits, [row(), row(), row(0)]).tolist() == [NO_TOKEN, 70, NO_TOKEN]
+    assert drawn(native, torch.zeros(1, 2), [row(banned_ids=frozenset({0, 1}))]).tolist() == [NO_TOKEN]
 
 
 def test_nan_is_never_chosen_and_weighs_nothing(native: NativeSampler) -> None:

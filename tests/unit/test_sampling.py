@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from executor.launch import NO_TOKEN
 from executor.philox import philox
-from executor.sampling import FIRST_CANDIDATES, SampleRow, gumbel_noise, keep_top, sample
+from executor.sampling import FIRST_CANDIDATES, SampleRow, choose_greedily, gumbel_noise, keep_top, sample
 from executor.sequence import Sampling
 from tests.sampling_oracle import PHILOX_ANSWERS
 from tests.torch_threads import torch_threads
@@ -152,7 +153,13 @@ def test_top_p_looks_beyond_the_first_candidates() -> None:
     assert probabilities[lowest:].sum() >= 0.9 > probabilities[lowest + 1 :].sum()
 
 
-def test_logits_that_are_nan_still_give_a_token_of_the_vocabulary() -> None:
-    logits = torch.full((3, 16), float("nan"))
-    token_ids = sample(logits, [row(temperature=0), row(), row(top_k=3, top_p=0.5)])
-    assert all(0 <= token_id < 16 for token_id in token_ids.tolist())
+@pytest.mark.parametrize("nothing", [float("nan"), float("-inf")])
+def test_row_with_nothing_to_choose_gives_no_token_and_the_others_theirs(nothing: float) -> None:
+    rows = [row(temperature=0), row(), row(top_k=3, top_p=0.5), row(top_p=0.5), row(top_k=3)]
+    assert sample(torch.full((5, 16), nothing), rows).tolist() == [NO_TOKEN] * 5
+    logits = torch.full((10, 16), nothing)
+    logits[5:, 9] = -4.0
+    assert sample(logits, [*rows, *rows]).tolist() == [NO_TOKEN] * 5 + [9] * 5
+    assert choose_greedily(logits).tolist() == [NO_TOKEN] * 5 + [9] * 5
+    assert sample(torch.zeros(1, 2), [row(banned_ids=frozenset({0, 1}))]).tolist() == [NO_TOKEN]
+

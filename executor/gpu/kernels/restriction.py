@@ -18,10 +18,10 @@ ALL_IDS = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def restrict_kernel(
-    logits, temperatures, top_ks, top_ps, banned_ids, num_banned,
+    logits, temperatures, top_ks, top_ps, banned_ids, banned_starts,
     edges,  # tokens above it are kept,
     last_ids,  # and those equal to it up to this id
-    vocabulary_size, logits_stride, banned_stride, CHUNK: tl.constexpr,
+    vocabulary_size, logits_stride, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows. A row that restricts nothing keeps everything and is not read."""
     row = tl.program_id(0)
@@ -31,8 +31,11 @@ def restrict_kernel(
     tl.store(last_ids + row, ALL_IDS)
     if (temperature > 0.0) & ((limit < vocabulary_size) | (top_p < 1.0)):
         values = logits + row.to(tl.int64) * logits_stride
-        banned, count = banned_ids + row * banned_stride, tl.load(num_banned + row)
+        first_banned = tl.load(banned_starts + row)
+        banned, count = banned_ids + first_banned, tl.load(banned_starts + row + 1) - first_banned
         highest = largest(values, vocabulary_size, temperature, banned, count, CHUNK)
+        # Of a row without a number nothing is drawn, whatever is kept.
+        highest = tl.where(highest > float("-inf"), highest, 0.0)
         key = kth_largest(values, vocabulary_size, temperature, banned, count, limit, highest, CHUNK)
         num_above, mass = above(values, vocabulary_size, temperature, banned, count, key, highest, CHUNK)
         # Without top_k the key is that of -inf, and what equals it weighs nothing.

@@ -1,5 +1,7 @@
 """Drawing tokens, in Triton: the largest noisy logit of those kept, with the noise of `executor.sampling`.
 
+A NaN is never chosen and weighs nothing. A row in which nothing is left yields NO_TOKEN (`executor.launch`).
+
 The random words are those of `executor.philox`, bit for bit: key = seed, counter = (id // 4, output index, 0, 0), word
 `id % 4`. The noise made of them may differ in its last bits from the one that torch computes.
 """
@@ -15,13 +17,14 @@ ROUNDS = tl.constexpr(10)
 # The same as in executor.sampling: 1 - 2**-24.
 LARGEST_UNIFORM = tl.constexpr(0.999999940395355224609375)
 WORD_SCALE = tl.constexpr(2.0**-32)
+NO_TOKEN = tl.constexpr(-1)
 
 
 @triton.jit
 def draw_kernel(
     logits,  # [rows, vocabulary_size]
-    temperatures, seeds_low, seeds_high, output_indices, banned_ids, num_banned, edges, last_ids, best_values, best_ids,
-    vocabulary_size, logits_stride, banned_stride, CHUNK: tl.constexpr,
+    temperatures, seeds_low, seeds_high, output_indices, banned_ids, banned_starts, edges, last_ids, best_values, best_ids,
+    vocabulary_size, logits_stride, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The winner of one chunk of the vocabulary of one row, the lowest id among equals. Grid: rows, chunks."""
     row, chunk = tl.program_id(0), tl.program_id(1)
@@ -40,7 +43,8 @@ def draw_kernel(
     largest = tl.full([CHUNK // 4], float("-inf"), tl.float32)
     winners = counters * 4
     row_logits = logits + row.to(tl.int64) * logits_stride
-    banned, count = banned_ids + row * banned_stride, tl.load(num_banned + row)
+    first_banned = tl.load(banned_starts + row)
+    banned, count = banned_ids + first_banned, tl.load(banned_starts + row + 1) - first_banned
     edge, last_id = tl.load(edges + row), tl.load(last_ids + row)
     for lane in tl.static_range(4):
         ids = counters * 4 + lane
@@ -65,14 +69,17 @@ def choose_kernel(best_values, best_ids, token_ids, num_chunks, PADDED_CHUNKS: t
     mask = chunks < num_chunks
     values = tl.load(best_values + row * num_chunks + chunks, mask=mask, other=float("-inf"))
     ids = tl.load(best_ids + row * num_chunks + chunks, mask=mask, other=0x7FFFFFFF)
-    winner = tl.min(tl.where(values == tl.max(values, 0), ids, 0x7FFFFFFF), 0)
+    best = tl.max(values, 0)
+    winner = tl.min(tl.where(values == best, ids, 0x7FFFFFFF), 0)
+    winner = tl.where(best > float("-inf"), winner, NO_TOKEN)
     tl.store(token_ids + row, winner.to(token_ids.dtype.element_ty))
 
 
 @triton.jit
 def scaled(row_logits, ids, vocabulary_size, divisor, banned, num_banned):
-    """Logits over the temperature, -inf where they are banned or none."""
+    """Logits over the temperature, -inf where they are banned, NaN or none."""
     value = tl.load(row_logits + ids, mask=ids < vocabulary_size, other=float("-inf")).to(tl.float32) / divisor
+    value = tl.where(value == value, value, float("-inf"))
     for index in range(num_banned):
         value = tl.where(ids == tl.load(banned + index), float("-inf"), value)
     return value

@@ -122,7 +122,11 @@ class StandingMetrics(Collector):
             ("recomputed_tokens", "Of these, tokens computed once more.", status.recomputed_tokens),
             ("prefix_query_tokens", "Tokens of prompts looked up in the prefix cache.", kv.query_tokens),
             ("prefix_hit_tokens", "Of these, tokens found.", kv.hit_tokens),
-            ("executor_invalid_logits", "Sequences ended because their logits held no number.", status.num_invalid_logits),
+            (
+                "executor_invalid_logits",
+                "Sequences ended because their logits held no number.",
+                status.num_invalid_logits,
+            ),
         ):
             counter = CounterMetricFamily(f"inflight_{name}", text, labels=["model"])
             counter.add_metric([self._service.description.model], value)

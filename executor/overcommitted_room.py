@@ -86,9 +86,7 @@ class OvercommittedRoom:
         num_shared = min(sequence.num_cached_tokens // self._pool.block_size, len(sequence.block_table) - 1)
         return max(0, len(sequence.block_table) - num_shared)
 
-    def _preempt_one(
-        self, victim: Sequence, growing: dict[Sequence, None], num_missing: int, draft: StepDraft
-    ) -> int:
+    def _preempt_one(self, victim: Sequence, growing: dict[Sequence, None], num_missing: int, draft: StepDraft) -> int:
         """Returns how many fewer blocks are missing, now or once the victim's last step has retired."""
         num_fewer = int(victim in growing)
         growing.pop(victim, None)

@@ -101,6 +101,7 @@ async def test_what_is_counted_is_what_was_done() -> None:
     assert (value(samples, "inflight_blocks"), value(samples, "inflight_blocks_used")) == (32, 0)
     assert value(samples, "inflight_blocks_cached") == value(samples, "inflight_blocks_evictable") > 0
     assert value(samples, "inflight_draining") == 0
+    assert value(samples, "inflight_executor_invalid_logits_total") == 0
     assert value(samples, "vllm:cache_config_info", block_size="4", num_gpu_blocks="32") == 1
 
 

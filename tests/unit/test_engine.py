@@ -37,11 +37,11 @@ class WatchedStep:
 
     began_s: float
     ended_s: float
-    sampled_ids: tuple[int, ...]
+    sampled_ids: tuple[int | None, ...]
     gate: threading.Event
     error: Exception | None = None
 
-    def result(self) -> tuple[int, ...]:
+    def result(self) -> tuple[int | None, ...]:
         """See `PendingStep`."""
         assert self.gate.wait(TIMEOUT_S)
         if self.error is not None:
@@ -63,6 +63,8 @@ class WatchedDevice:
         self.launched: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
         self.failing: dict[int, Exception] = {}
         self.failing_launches: dict[int, Exception] = {}
+        # What steps return in place of their tokens.
+        self.returning: dict[int, tuple[int | None, ...]] = {}
         self.num_launched = 0
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -75,7 +77,8 @@ class WatchedDevice:
         if began_s in self.failing_launches:
             self.launched.put(plan)
             raise self.failing_launches[int(began_s)]
-        sampled_ids = () if error is not None else self._device.run(plan)
+        sampled_ids: tuple[int | None, ...] = () if error is not None else self._device.run(plan)
+        sampled_ids = self.returning.get(int(began_s), sampled_ids)
         self.launched.put(plan)
         return WatchedStep(began_s, began_s + 1, sampled_ids, self.gate, error)
 
@@ -219,6 +222,30 @@ def test_step_that_cannot_be_launched_ends_only_who_was_in_it(
     assert reason is FinishReason.ERROR
     # What was launched before it counts.
     assert tokens == solo_output(make_sequence("a", [1], max_tokens=60), LIMITS.context_length)[0][:num_steps_before]
+    assert_goes_on(loop)
+
+
+def test_step_that_returns_tokens_for_other_rows_than_it_has_ends_only_who_was_in_it(loop: Loop) -> None:
+    loop.device.returning[2] = (1, 1)
+    loop.engine.submit(make_sequence("a", [1], max_tokens=60))
+    tokens, reason = loop.run_until_ended(1)["a"]
+    assert (len(tokens), reason) == (2, FinishReason.ERROR)
+    assert_goes_on(loop)
+
+
+def test_sequence_whose_logits_hold_no_number_ends_and_is_counted_and_the_first_is_logged(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "c"):
+        step = loop.device.num_launched + 2
+        loop.device.returning[step] = (None,)
+        loop.engine.submit(make_sequence(name, [1], max_tokens=60))
+        tokens, reason = loop.run_until_ended(1)[name]
+        assert (len(tokens), reason) == (2, FinishReason.ERROR)
+        assert loop.status_when_idle().num_invalid_logits == (1 if name == "a" else 2)
+    assert [record.message for record in caplog.records] == [
+        "a ended, the first with this error: the model's logits hold no number"
+    ]
     assert_goes_on(loop)
 
 

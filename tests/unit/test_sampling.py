@@ -162,4 +162,3 @@ def test_row_with_nothing_to_choose_gives_no_token_and_the_others_theirs(nothing
     assert sample(logits, [*rows, *rows]).tolist() == [NO_TOKEN] * 5 + [9] * 5
     assert choose_greedily(logits).tolist() == [NO_TOKEN] * 5 + [9] * 5
     assert sample(torch.zeros(1, 2), [row(banned_ids=frozenset({0, 1}))]).tolist() == [NO_TOKEN]
-

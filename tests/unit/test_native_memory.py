@@ -1,0 +1,115 @@
+"""Memory of the C++ code: taken before its threads run, where a failure is one of the call, and not from their stacks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from executor.native.build import FLAGS
+from executor.native.library import COMMON_FLAGS, INSTRUCTION_SETS, SOURCES, InstructionSet
+
+REPOSITORY = Path(__file__).parents[2]
+# The first test of a build may have to wait for the compiler.
+pytestmark = pytest.mark.timeout(600)
+# The smallest stack that a thread has by default on Linux (musl) is 128 KB; a quarter of that for the kernels.
+MAX_FRAME_BYTES = 32 << 10
+
+SETUP = """
+import resource, sys, threading
+import numpy as np, torch
+from executor.attention.backend import KvShape, Scoring
+from executor.attention.cpu import CpuAttention
+from executor.native.library import load_native
+from executor.native.pool import NativePool
+from executor.native.sampler import NativeSampler
+from executor.sampling import SampleRow
+from executor.sampling_batch import SamplingBatch
+from executor.sequence import Sampling
+from tests.paged_cases import Spec, make_case
+
+torch.set_num_threads(1)
+library = load_native()
+pool = NativePool(library, 2)
+sampler = NativeSampler(library, pool)
+
+def sampling_of(num_rows):
+    return SamplingBatch.of([SampleRow(Sampling(1.0, 0, 0.9, i), 0, frozenset()) for i in range(num_rows)])
+
+def attend(dtype):
+    case = make_case((Spec(70, 70), Spec(1, 41), Spec(3, 93)), 16)
+    shape = KvShape(num_kv_heads=2, head_dim=64)
+    backend = CpuAttention(library, pool)
+    kv = backend.allocate(shape, case.num_blocks + 1, 16, dtype, torch.device("cpu"))
+    queries = torch.randn(case.batch.num_tokens, 4, 64).to(dtype)
+    return lambda: backend.attend(queries, kv, case.batch, Scoring(0.2))
+"""
+
+ON_A_SMALL_STACK = """
+works = [attend(torch.float32), attend(torch.bfloat16)]
+logits, sampling = torch.randn(40, 3000), sampling_of(40)
+works.append(lambda: sampler.sample(logits, sampling))
+done = []
+def run():
+    for work in works:
+        work()
+        done.append(work)
+threading.stack_size(128 << 10)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+print(len(done))
+"""
+
+WITHOUT_MEMORY = """
+logits, sampling = torch.zeros(2, 40_000_000), sampling_of(2)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+try:
+    sampler.sample(logits, sampling)
+except MemoryError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(sampler.sample(torch.eye(2, 1000) * 99, sampling_of(2)).tolist())
+"""
+
+
+def run_script(script: str) -> str:
+    """What a process of its own prints."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "protos/gen")))}
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP + script],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-2000:]}"
+    return done.stdout
+
+
+def test_kernels_run_on_a_thread_with_a_small_stack() -> None:
+    assert run_script(ON_A_SMALL_STACK) == "3\n"
+
+
+def test_a_step_without_memory_fails_and_the_next_one_runs() -> None:
+    assert run_script(WITHOUT_MEMORY) == "there is not enough memory to sample 2 rows\n[0, 1]\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="these builds are for x86-64")
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("instructions", INSTRUCTION_SETS, ids=lambda instructions: instructions.name)
+def test_no_function_of_any_build_needs_a_large_stack(instructions: InstructionSet, source: Path) -> None:
+    """Also of builds that this processor cannot run."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++ here")
+    flags = (flag for flag in (*FLAGS, *instructions.compiler_flags, *COMMON_FLAGS) if flag != "-march=native")
+    done = subprocess.run(
+        [compiler, *flags, f"-Werror=frame-larger-than={MAX_FRAME_BYTES}", "-S", str(source), "-o", "/dev/null"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

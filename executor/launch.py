@@ -9,7 +9,6 @@ from typing import Protocol
 
 from executor.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 
-
 # What a device returns for a row whose logits hold no number. Where it is carried into the next step it counts as 0.
 NO_TOKEN = -1
 

@@ -107,7 +107,7 @@ class BrakedStep:
         self._step = step
         self._brake = brake
 
-    def result(self) -> tuple[int, ...]:
+    def result(self) -> tuple[int | None, ...]:
         """See `PendingStep`."""
         self._brake.wait()
         return self._step.result()

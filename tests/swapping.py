@@ -54,6 +54,7 @@ class HandMadeSteps:
         while len(self._launched) > num_left:
             plan, step = self._launched.popleft()
             for sequence, token_id in zip(plan.sequences, step.result(), strict=True):
+                assert token_id is not None
                 sequence.num_pending -= 1
                 sequence.token_ids.append(token_id)
 

@@ -64,7 +64,7 @@ class FaultyRunner:
         self._fail_before(runner._columns, "select", "packed")
         self._fail_before(runner._buffers, "upload", "upload")
         self._fail_before(runner._buffers._ring, "copy_to", "copy")
-        runner._step.compute = self._compute  # type: ignore[method-assign]
+        runner._step.compute = self._compute  # type: ignore[method-assign, assignment]
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """See `StepRunner`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,37 @@ def test_steps_after_those_that_cannot_be_launched_are_right(folder: Path, monke
     assert outputs(runner, [requests()[1]]) == outputs(
         ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), [requests()[1]]
     )
+
+
+def test_log_probabilities_make_no_tensor_of_numbers_and_read_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU either would wait for the steps launched before."""
+    # Given rows that report log probabilities and ban more ids than most
+    runner, scheduler = gpu_runner(folder), Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
+    for number in range(2):
+        some = sequence(number, 3, Sampling(0.0, 0, 1.0, 0), min_tokens=4, num_stops=40)
+        some.num_top_logprobs = 3
+        assert scheduler.offer(some) is None
+    plan = scheduler.schedule()
+
+    def waits(*_: object, **__: object) -> None:
+        raise AssertionError("the launch would wait for the device")
+
+    def report_without_waiting(*arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "tensor", waits)
+            for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__setitem__"):
+                patch.setattr(torch.Tensor, name, waits)
+            return report(*arguments)
+
+    report = runner._report
+    monkeypatch.setattr(runner, "_report", report_without_waiting)
+    pending = runner.launch(plan)
+
+    assert len(pending.result()) == 2
+    assert [len(values.top_ids) for values in pending.logprobs().values()] == [3, 3]
+    runner.close()
 
 
 @pytest.mark.slow

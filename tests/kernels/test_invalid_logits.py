@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def broken_id() -> int:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in which one token's embedding is NaN."""
     path = save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path_factory.mktemp("model") / "tiny")
-    network = AutoModelForCausalLM.from_pretrained(str(path))
+    network: Any = AutoModelForCausalLM.from_pretrained(str(path))
     with torch.no_grad():
         network.get_input_embeddings().weight[broken_id()] = float("nan")
     network.save_pretrained(str(path))

@@ -23,8 +23,8 @@ NO_TOKEN = tl.constexpr(-1)
 @triton.jit
 def draw_kernel(
     logits,  # [rows, vocabulary_size]
-    temperatures, seeds_low, seeds_high, output_indices, banned_ids, banned_starts, edges, last_ids, best_values, best_ids,
-    vocabulary_size, logits_stride, CHUNK: tl.constexpr,
+    temperatures, seeds_low, seeds_high, output_indices, banned_ids, banned_starts, edges, last_ids,
+    best_values, best_ids, vocabulary_size, logits_stride, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The winner of one chunk of the vocabulary of one row, the lowest id among equals. Grid: rows, chunks."""
     row, chunk = tl.program_id(0), tl.program_id(1)

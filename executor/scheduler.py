@@ -33,7 +33,6 @@ Its promise is given back at once, its blocks with that step, and nobody boards 
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
@@ -62,8 +61,6 @@ from executor.step_bounds import StepBounds, StepConstraint
 from executor.step_draft import StepDraft
 from executor.step_record import KvCounts
 from executor.twins import Twins
-
-log = logging.getLogger(__name__)
 
 # What a sequence ends with whose row has no logit above -inf, after bans.
 INVALID_LOGITS = "the model's logits hold no number"
@@ -345,8 +342,8 @@ class Scheduler:
         for sequence, error in draft.broken.items():
             self._untold.append(self._finish(sequence, FinishReason.ERROR, error=error))
         if not plan.sequences:
-            # Without rows there is no step, and nothing that it was to change reaches the device.
-            self._untold.extend(self._end_touched(plan, "no step was made that it could board"))
+            # Without rows there is no step, and nothing that it was to change would reach the device.
+            self._untold.extend(self._end_touched(plan, "the step that it was planned for has no rows"))
             return plan
         self._plans.append(plan)
         self._count(draft.num_tokens, plan)
@@ -376,7 +373,7 @@ class Scheduler:
         return None
 
     def _end_touched(self, plan: StepPlan, error: str) -> Iterator[FinishEvent]:
-        """Ends those whose part of the plan did not take effect, but for those that have ended before."""
+        """Ends those whose part of the plan did not take effect, if they have not ended before."""
         for sequence in plan.touched:
             if self._gate.find(sequence.request_id) is sequence:
                 yield self._finish(sequence, FinishReason.ERROR, error=error)
@@ -430,14 +427,13 @@ class Scheduler:
             yield FinishEvent(sequence, reason)
 
     def _release(self, sequence: Sequence) -> None:
-        """The one way out: row of its seat and blocks are given back together. Blocks that are not its own to give
-        back stay taken, until the check of an idle executor finds them missing."""
+        """The one way out: row of its seat and blocks are given back together. If one of the blocks is not its own to
+        give back, all of them stay taken, which is safe, and the check of the idle scheduler says so."""
         del self._places.leaving[sequence]
         self._places.free_seat(sequence)
         try:
             self._room.release(sequence)
         except BlockError:
-            log.exception("the blocks of %s are lost", sequence.request_id)
             sequence.block_table = []
 
 

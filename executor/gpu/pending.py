@@ -39,7 +39,7 @@ class StepTimer:
         self.began_s = time.perf_counter()
         is_cuda = device.type == "cuda"
         self._began = torch.cuda.Event(enable_timing=True) if is_cuda else None
-        # Blocking: who waits for it sleeps, and leaves the core to the threads that serve.
+        # Blocking: a thread that waits for it sleeps and leaves the core to those that serve.
         self._ended = torch.cuda.Event(enable_timing=True, blocking=True) if is_cuda else None
         self._ended_s = self.began_s
         if self._began is not None:

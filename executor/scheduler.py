@@ -359,7 +359,8 @@ class Scheduler:
     # Retiring.
 
     def _land(self, plan: StepPlan) -> StepPlan:
-        assert self._plans and plan is self._plans[0], "only the oldest plan in flight can be retired"
+        if not self._plans or plan is not self._plans[0]:
+            raise RuntimeError("only the oldest plan in flight can be retired")
         return self._plans.popleft()
 
     def _publish(self, sequence: Sequence, start: int, end: int) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import RequestError
+from router.admit import _prior_output
 from router.request_spec import FittedRequest, ModelLimits, TextPrompt
 from router.validation import fit_tokens, validate_detokenize, validate_tokenize
 from tests.validated import limits_of, validated
@@ -115,3 +116,14 @@ def test_ids_to_detokenize_are_within_the_vocabulary() -> None:
         validate_detokenize(inference_pb2.DetokenizeRequest(token_ids=[0, 1000]), limits_of())
     with pytest.raises(RequestError, match="token_ids: has 17 ids; at most 16"):
         validate_detokenize(inference_pb2.DetokenizeRequest(token_ids=[0] * 17), limits_of(max_prompt_bytes=16))
+
+
+@pytest.mark.parametrize(("min_tokens", "num_kept"), [(0, 1), (1, 2), (2, 3)])
+def test_prior_output_ends_at_the_first_ending_token_that_has_min_tokens_before_it(
+    min_tokens: int, num_kept: int
+) -> None:
+    stopping = {"max_tokens": 9, "min_tokens": min_tokens, "stop_token_ids": [5]}
+    prior_ids, end = _prior_output(fitted(3, stopping=stopping, prior_output={"output_ids": [5, 5, 5, 7]}))
+    assert prior_ids == (5,) * num_kept
+    assert end is not None
+    assert (end.reason, end.stop_token_id) == (types_pb2.FINISH_REASON_STOP_TOKEN, 5)

@@ -9,9 +9,11 @@ import pytest
 
 from executor.host_blocks import HostBlocks
 from executor.limits import Overcommit, PreemptionCost
+from executor.overcommitted_room import OvercommittedRoom
 from executor.preemption import Candidate, Kept, choose_victim, is_swap_cheaper, recompute_cost, swap_cost
 from executor.scheduler import Batching, Refusal, Scheduler, SchedulerPolicy
 from executor.sequence import FinishReason, Sequence, StepPlan
+from executor.step_draft import StepDraft
 from tests.scheduling import BLOCK_SIZE, LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, step
 
 TIGHT = replace(
@@ -354,3 +356,18 @@ def test_stop_token_of_a_pausing_sequence_ends_it() -> None:
 
     assert (pausing.request_id, FinishReason.STOP_TOKEN) in ends_of(retire(scheduler, plans[0], STOP_ID))
     scheduler.check()
+
+
+def test_sequence_in_flight_keeps_its_blocks_and_ends_instead_of_giving_them_up() -> None:
+    scheduler, first, plans = paused_in_flight()
+    table = list(first.block_table)
+    assert first.num_in_flight > 0
+    draft = StepDraft(TIGHT, scheduler.pool, None)
+    room = scheduler._room
+    assert isinstance(room, OvercommittedRoom)
+    room._preempt(first, 1, draft)
+
+    assert list(draft.broken) == [first]
+    assert (first.block_table, draft.preempted, first.num_preemptions) == (table, [], 0)
+    for plan in plans:
+        retire(scheduler, plan)

@@ -103,7 +103,7 @@ class TestStep:
         scheduler.offer(make_sequence("a", [1]))
         plan = scheduler.schedule()
 
-        with pytest.raises(AssertionError, match="oldest plan in flight"):
+        with pytest.raises(RuntimeError, match="oldest plan in flight"):
             retire(scheduler, replace(plan))
 
 

@@ -222,7 +222,7 @@ class Dispatcher:
             self._placer.leave(stream, error)
             return
         stream.fail(error)
-        self._spawn(self._placer.withdraw(stream))
+        self._placer.withdraw(stream)
 
     def watch_queue(self, stream: RequestStream, told: Queued) -> None:
         """The request waits, and wants to be told how that goes; it knows `told` already."""
@@ -388,7 +388,7 @@ class Dispatcher:
         for stream in self.streams:
             if stream.placement is None and stream.deadline is None:
                 stream.fail(no_executor(text))
-                self._spawn(self._placer.withdraw(stream))
+                self._placer.withdraw(stream)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._has_stopped:  # what is left to do is the next router's

@@ -314,7 +314,7 @@ class Dispatcher:
         try:
             await self._store.absolve(ledger_id, attempt)
         except RequestError as error:
-            log.warning("%s stays under suspicion: %s", ledger_id, error)
+            log.debug("%s stays under suspicion: %s", ledger_id, error)
 
     def on_finished(self, stream: RequestStream, attempt: int) -> None:
         """A sequence ended: its reservation is free. That of a former placement is returned by its hand-back, and only

@@ -14,6 +14,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from router.store.connection import NotSent, answered, close, connect_reader, un
 from router.store.keys import NUM_CLASSES, PoolKeys
 from router.store.lua import Argument, Script, load_scripts
 from router.store.mailbox import Mailbox
+from router.store.outage import Outage
 from router.store.replies import (
     Reply,
     parse_adopt,
@@ -109,6 +111,7 @@ class AdmissionStore:
     ) -> None:
         self._redis = redis
         self._turns = turns or Turns(settings)
+        self._outage = Outage(pool, logger)
         self._keys = PoolKeys(pool)
         self._router_id = router_id
         self._settings = settings
@@ -128,7 +131,7 @@ class AdmissionStore:
         mailbox = Mailbox(reader, self._keys.mailbox(self._router_id), self._settings)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(mailbox.run(self._tenures.tell))
+                group.create_task(mailbox.run(self._tenures.tell, self._outage.failed))
                 group.create_task(_repeat(self.renew, self._settings.renew_interval_ms, jitter=0.1))
                 group.create_task(_repeat(self.reap, self._settings.reap_interval_ms, jitter=0.5))
         finally:
@@ -311,7 +314,9 @@ class AdmissionStore:
             if reply.status not in ("AGAIN", "LATE"):
                 await self._board(operation, reply)
                 return reply, operation.own_event
-        raise unavailable(self._settings, f"{name} found no end")
+        endless = unavailable(self._settings, f"{name} found no end")
+        self._outage.failed(endless.cause)
+        raise endless
 
     def _waits_until(self, name: str) -> tuple[Argument, ...]:
         """The last argument of scripts that must not come late, by Redis' clock."""
@@ -328,7 +333,7 @@ class AdmissionStore:
                     return
                 reply = await self._call(operation, "board", ())
         except RequestError as error:
-            logger.warning("boarding stopped half-way: %s", error)
+            logger.debug("boarding stopped half-way: %s", error)
 
     async def _call(self, operation: _Operation, name: str, args: Sequence[Argument]) -> Reply:
         keys = self._keys.for_script(tuple(sorted(operation.mailboxes)))
@@ -337,17 +342,17 @@ class AdmissionStore:
         try:
             reply = parse_reply(await answered(call, self._settings))
             succeeded = True
-        except NotSent:
+        except RequestError as error:
+            if not isinstance(error, NotSent):
+                self._missed_reply = True  # with placements, it may be, or the word that the lease has lapsed
             self._turns.missed()
-            raise
-        except RequestError:
-            self._missed_reply = True  # with placements, it may be, or the word that the lease has lapsed
-            self._turns.missed()
+            self._outage.failed(error.cause)
             raise
         finally:
             ended = time.monotonic()
             self._on_call(StoreCall(name, ended, ended - began, succeeded))
         self._turns.heard()
+        self._outage.answered()
         self._clock.observe(reply.now_ms)
         operation.mailboxes.update(reply.missing)
         self._deliver(operation, reply)
@@ -381,14 +386,8 @@ class AdmissionStore:
 
 
 async def _repeat(operation: Callable[[], Awaitable[None]], interval_ms: int, jitter: float) -> None:
-    """Runs the operation for ever, about every `interval_ms`. Says when Redis goes and when it is back."""
-    is_answering = True
+    """Runs the operation for ever, about every `interval_ms`."""
     while True:
-        try:
+        with suppress(RequestError):  # logged as an outage
             await operation()
-            is_answering = True
-        except RequestError as error:
-            if is_answering:
-                logger.warning("store: %s", error)
-            is_answering = False
         await asyncio.sleep(interval_ms / 1000 * random.uniform(1 - jitter, 1 + jitter))

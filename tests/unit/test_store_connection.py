@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from client.stack.redis_server import PrivateRedis
 from common.errors import Reason, RequestError
-from router.store.connection import connect
+from router.store.connection import close, connect
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
 from router.store.types import (
@@ -299,3 +300,35 @@ async def test_calls_that_wait_are_refused_when_redis_hangs(tmp_path: Path) -> N
         assert all(isinstance(one, RequestError) for one in outcomes)
         await store.renew()
         await redis.aclose()
+
+
+async def test_closed_client_leaves_no_connection_open_whatever_is_under_way(redis_url: str, pool: str) -> None:
+    redis = connect(redis_url, FAST)
+    store = AdmissionStore(redis, pool, "a", FAST, lambda event: None)
+    await store.renew()
+    calls = [asyncio.create_task(store.cancel(f"r{number}")) for number in range(100)]
+    await asyncio.sleep(0.001)
+    assert not all(call.done() for call in calls)
+    await close(redis)
+    await asyncio.gather(*calls, return_exceptions=True)
+    with pytest.raises(RequestError, match="the connections are closed"):
+        await store.renew()
+    connections = redis.connection_pool
+    assert connections._in_use_connections == set()
+    assert not any(connection.is_connected for connection in connections._available_connections)
+
+
+async def test_client_that_cannot_be_closed_does_not_keep_others_open() -> None:
+    closed: list[str] = []
+
+    class Client:
+        def __init__(self, name: str, error: Exception | None = None) -> None:
+            self._name, self._error = name, error
+
+        async def aclose(self) -> None:
+            if self._error is not None:
+                raise self._error
+            closed.append(self._name)
+
+    await close(Client("first"), Client("hangs", RedisTimeoutError("Timed out closing connection")), Client("last"))
+    assert closed == ["first", "last"]

@@ -44,7 +44,9 @@ class Reporter:
         while True:
             # When nothing changes for a second the lease must be renewed all the same.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), MAX_INTERVAL_S)
+                # Not `asyncio.wait_for`: that of Python 3.11 can drop a cancel that comes together with the change.
+                async with asyncio.timeout(MAX_INTERVAL_S):
+                    await self._changed.wait()
             self._changed.clear()
             if self._status is not None:
                 self._report(self._status)

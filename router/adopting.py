@@ -16,9 +16,9 @@ from common.errors import RequestError
 from router.ledger_writer import LedgerWriter
 from router.links import Answer, NotAttached
 from router.placing import Placer
-from router.refusals import mismatch, out_of_reach, output_lost
+from router.refusals import mismatch, not_in_the_ledger, out_of_reach, output_lost, still_waits
 from router.store.store import AdmissionStore
-from router.store.types import Adopted, Ending, Placement
+from router.store.types import Adopted, Ending, Placement, RequestState
 from router.streams import RequestStream, unread_stream
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,10 @@ class Adopter:
             outcome = await self._store.adopt(ledger_id)
         except RequestError as error:
             return error
+        if outcome is None:
+            return not_in_the_ledger()
+        if outcome in (RequestState.WAITING, RequestState.LOST):
+            return still_waits()
         if not isinstance(outcome, Adopted):
             return output_lost("no executor holds the request")
         opened: list[RequestStream] = []

@@ -222,7 +222,7 @@ class Dispatcher:
             self._placer.leave(stream, error)
             return
         stream.fail(error)
-        self._spawn(self._placer.withdraw(stream))
+        self._placer.withdraw(stream)
 
     def watch_queue(self, stream: RequestStream, told: Queued) -> None:
         """The request waits, and wants to be told how that goes; it knows `told` already."""
@@ -314,7 +314,7 @@ class Dispatcher:
         try:
             await self._store.absolve(ledger_id, attempt)
         except RequestError as error:
-            log.warning("%s stays under suspicion: %s", ledger_id, error)
+            log.debug("%s stays under suspicion: %s", ledger_id, error)
 
     def on_finished(self, stream: RequestStream, attempt: int) -> None:
         """A sequence ended: its reservation is free. That of a former placement is returned by its hand-back, and only
@@ -388,7 +388,7 @@ class Dispatcher:
         for stream in self.streams:
             if stream.placement is None and stream.deadline is None:
                 stream.fail(no_executor(text))
-                self._spawn(self._placer.withdraw(stream))
+                self._placer.withdraw(stream)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._has_stopped:  # what is left to do is the next router's

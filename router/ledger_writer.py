@@ -67,7 +67,7 @@ class LedgerWriter:
         try:
             await self._store.settle(ended)
         except RequestError as error:
-            log.warning("%d ends cannot be settled yet: %s", len(ended), error)
+            log.debug("%d ends cannot be settled yet: %s", len(ended), error)  # the store logs its outage
             self._ended = ended + self._ended
             return False
         return True
@@ -94,7 +94,7 @@ class LedgerWriter:
         try:
             outcome = await self._store.report(report)
         except RequestError as error:
-            log.warning("the report of %s cannot be relayed: %s", report.executor_id, error)
+            log.debug("the report of %s cannot be relayed: %s", report.executor_id, error)
             self._reports.fail(report.executor_id)
             return
         for attempt in outcome.superseded:

@@ -24,11 +24,11 @@ from router.ledger_writer import STORE_RETRY_S, LedgerWriter
 from router.links import ExecutorLink
 from router.refusals import duplicate, mismatch, output_lost, refusal, taken_over
 from router.request_ids import client_id
+from router.retry_queue import RetryQueue
 from router.store.store import AdmissionStore
 from router.store.types import (
     Adopted,
     Attempt,
-    CancelOutcome,
     Dropped,
     DropReason,
     Duplicate,
@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 # How often in a row a request that was preempted before its next token is placed anew at once; then at the pace of
 # reports.
 MAX_FRUITLESS = 3
+
+# What a request that waits outlasts when it is put in line again.
+PASSING_REASONS = frozenset({Reason.NO_EXECUTOR, Reason.STORE_UNAVAILABLE})
 
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
 AttachTo = Callable[[RequestStream, Adopted], Awaitable[RequestError | None]]
@@ -107,6 +110,10 @@ class Placer:
         self._handed_back: set[RequestStream] = set()
         # Left in line for another router, which has their clients: what the ledger tells of them is not for us.
         self._left: set[str] = set()
+        self._resubmissions: RetryQueue[RequestStream] = RetryQueue(self._submit_again, spawn)
+        self._withdrawals: RetryQueue[RequestStream] = RetryQueue(self._withdraw, spawn)
+        # Since when the ledger answers every resubmission that there is no executor.
+        self._no_executor_since: float | None = None
         self._linked = asyncio.Event()
 
     def add_link(self, link: ExecutorLink) -> None:
@@ -154,31 +161,60 @@ class Placer:
     def submit_waiting_again(self) -> None:
         """The ledger forgot what waits here: puts it in line again. What still waits there stays where it is."""
         for stream in tuple(self.streams.values()):
-            if stream.placement is None and not stream.is_abandoned and stream not in self._handed_back:
-                self._spawn(self._submit_again(stream))
+            if self._waits(stream):
+                self._resubmit(stream)
 
-    async def _submit_again(self, stream: RequestStream) -> None:
-        """Puts a request in line whose placement or place the ledger has lost. Executors may be unknown there until
-        their next report."""
-        give_up = time.monotonic() + self._no_executor_grace_s
-        if stream.deadline is not None:
-            give_up = max(give_up, stream.deadline)
-        while True:
-            outcome = await self.submit(stream, is_served=True)
-            refused = await self._attach(stream, outcome) if isinstance(outcome, Adopted) else None
-            outcome = refused or outcome
-            if not isinstance(outcome, RequestError):
-                return
-            if stream.is_let_go:
-                return
-            if outcome.reason is Reason.DUPLICATE_REQUEST_ID and (stream.attempt or digest_of(stream)):
-                self.taken_over(stream)
-                return
-            is_passing = outcome.reason in (Reason.NO_EXECUTOR, Reason.STORE_UNAVAILABLE)
-            if stream.is_abandoned or not is_passing or time.monotonic() > give_up:
-                self.end(stream, outcome)
-                return
-            await asyncio.sleep(STORE_RETRY_S)
+    def _resubmit(self, stream: RequestStream) -> None:
+        if not len(self._resubmissions):
+            self._no_executor_since = None
+        self._resubmissions.add(stream)
+
+    def _waits(self, stream: RequestStream) -> bool:
+        """Whether the request is in line, as far as this router knows, or was, and its client wants it."""
+        is_served = self.streams.get(stream.request_id) is stream
+        is_elsewhere = stream.placement is not None or stream in self._handed_back
+        return is_served and not is_elsewhere and not stream.is_abandoned
+
+    async def _submit_again(self, stream: RequestStream) -> bool:
+        """Tries to put a request in line whose placement or place the ledger has lost. Returns whether that is done
+        with. While Redis is away that waits, as requests in line do. Executors may be unknown to the ledger until their
+        next report."""
+        if not self._waits(stream):
+            return True
+        outcome = await self.submit(stream, is_served=True)
+        refused = await self._attach(stream, outcome) if isinstance(outcome, Adopted) else None
+        outcome = refused or outcome
+        if not isinstance(outcome, RequestError):
+            self._no_executor_since = None
+            return True
+        if stream.is_let_go:
+            return True
+        if outcome.reason is Reason.DUPLICATE_REQUEST_ID and (stream.attempt or digest_of(stream)):
+            self.taken_over(stream)
+            return True
+        if stream.is_abandoned and outcome.reason is Reason.STORE_UNAVAILABLE:
+            self.withdraw(stream)  # the ledger may have taken it
+            return True
+        if stream.is_abandoned or outcome.reason not in PASSING_REASONS:
+            self.end(stream, outcome)
+            return True
+        if outcome.reason is Reason.NO_EXECUTOR:
+            self._give_up_without_executor(stream, outcome)
+        return stream.has_ended
+
+    def _give_up_without_executor(self, refused: RequestStream, error: RequestError) -> None:
+        """When the ledger has known no executor for the grace period: ends the requests still to be put in line again,
+        except those that have a deadline to wait for."""
+        now = time.monotonic()
+        if self._no_executor_since is None:
+            self._no_executor_since = now
+        if now - self._no_executor_since <= self._no_executor_grace_s:
+            return
+        for stream in (refused, *self._resubmissions):
+            if stream.deadline is None or now > stream.deadline:
+                self._resubmissions.remove(stream)
+                if self._waits(stream):
+                    self.end(stream, error)
 
     def place(self, placement: Placement) -> None:
         """Sends a request to the executor that the ledger has chosen, or settles what nobody waits for."""
@@ -276,9 +312,9 @@ class Placer:
                 text = f"{self._max_attempts} executors died under the request before its next token"
                 self.end(stream, RequestError(Reason.ATTEMPTS_EXHAUSTED, text))
             case HandBackRefusal.UNKNOWN:
-                await self._submit_again(stream)
+                self._resubmit(stream)
             case HandBackRefusal.STALE if stream.placement is None and not stream.has_ended:
-                await self._submit_again(stream)  # which says how it stands
+                self._resubmit(stream)  # which says how it stands
             case Queued() if stream.is_abandoned:
                 self.stop(stream)
 
@@ -304,7 +340,7 @@ class Placer:
     def stop(self, stream: RequestStream) -> None:
         """Ends a request wherever it is. The executor learns why, for whoever reads it there again."""
         if stream.placement is None:
-            self._spawn(self.withdraw(stream))
+            self.withdraw(stream)
         elif stream.end is not None:
             self._cancel_on_link(stream.placement, cast(types_pb2.FinishReason, stream.end.reason))
         else:
@@ -321,20 +357,26 @@ class Placer:
         stream.let_go(error)
         self.forget(stream)
 
-    async def withdraw(self, stream: RequestStream) -> None:
-        """Takes a waiting request out of the queue. Where it has just been placed, `place` settles it. Nothing where a
-        repeat waits here under its id by now."""
+    def withdraw(self, stream: RequestStream) -> None:
+        """Takes a waiting request out of the queue, as soon as the store can be asked to."""
+        self._withdrawals.add(stream)
+
+    async def _withdraw(self, stream: RequestStream) -> bool:
+        """Returns whether the request is out of the queue. Where it has just been placed, `place` settles it. Nothing
+        where a repeat waits here under its id by now."""
         if self.streams.get(stream.request_id, stream) is not stream:
-            return
+            return True
         try:
             outcome = await self._store.cancel(stream.request_id, is_own=True)
         except RequestError as error:
-            log.warning("%s cannot be withdrawn: %s", stream.request_id, error)
-            outcome = CancelOutcome(None)
+            log.debug("%s cannot be withdrawn yet: %s", stream.request_id, error)
+            self.forget(stream)
+            return False
         if outcome.placement is None:
             self.forget(stream)
         else:
             self.place(outcome.placement)
+        return True
 
     def cancelled(self, stream: RequestStream, was: RequestState) -> None:
         """The ledger has cancelled a request of this router, which was there."""

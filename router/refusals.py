@@ -70,6 +70,21 @@ def unknown_request() -> RequestError:
     return RequestError(Reason.UNKNOWN_REQUEST, "request_id: there is no such request, or this is not its resume_token")
 
 
+def not_in_the_ledger() -> RequestError:
+    """The caller may know of the request, and the ledger does not know it."""
+    text = (
+        "request_id: the request is not known; one that has ended is forgotten after a while, and one that waits is "
+        "lost when its router stops: send it again with the same idempotency_key"
+    )
+    return RequestError(Reason.UNKNOWN_REQUEST, text)
+
+
+def still_waits() -> RequestError:
+    """A request has no seat, and this router does not have its prompt."""
+    text = "the request waits in the queue, at the router that it was sent to; if that has stopped, send it again"
+    return output_lost(f"{text} with the same idempotency_key")
+
+
 def no_executor(text: str) -> RequestError:
     """Nobody can do the work now."""
     return RequestError(Reason.NO_EXECUTOR, text, retry_after_ms=RETRY_AFTER_MS)

@@ -41,7 +41,7 @@ from router.frames import context_of
 from router.observing import NOBODY, Listeners, class_name
 from router.patience import grace_after, patient
 from router.pools import Pool, Pools
-from router.refusals import draining, unknown_request
+from router.refusals import draining, not_in_the_ledger, unknown_request
 from router.relay import Relay, Write
 from router.resume_secret import ResumeTokens
 from router.resumed_places import check_place, resumed_place
@@ -298,7 +298,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         named_id, pools = self._claims.claim(request, self._caller(context))
         found = [(pool, one) for pool in pools if (one := await pool.dispatcher.explain(named_id)) is not None]
         if not found:
-            raise unknown_request()
+            raise not_in_the_ledger()
         # Another model may have served, some time ago, a request of the same id.
         pool, explanation = min(found, key=lambda one: one[1].state is RequestState.ENDED)
         dispatcher = pool.dispatcher

@@ -8,6 +8,7 @@ nodes go.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import MovedError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from router.store.call_pool import NotSentError
 
 T = TypeVar("T")
 
@@ -48,24 +51,29 @@ class ClusterClient:
         return await self._call(name, lambda node: node.xrevrange(name, **options))
 
     async def aclose(self) -> None:
-        """Closes the connections."""
-        for client in self._clients.values():
-            await client.aclose()
+        """Closes the connections, also where one of them fails to."""
+        closings = [client.aclose() for client in self._clients.values()]
+        failures = [one for one in await asyncio.gather(*closings, return_exceptions=True) if one is not None]
+        if failures:
+            raise failures[0]
 
     async def _call(self, key: str, call: Callable[[Redis], Awaitable[T]]) -> T:
-        """Calls the node that has the key. One that is known and fails is not asked again within the call."""
+        """Calls the node that has the key. One that is known and fails is not asked again within the call. Where every
+        node failed, the failure of one that was sent the call counts: it may have run it."""
         slot = key_slot(key.encode())
         home = self._homes.pop(slot, None)
         to_ask = deque(self.nodes if home is None else (home,))
+        no_reply: Exception | None = None
         for _ in range(MAX_HOPS):
             node = to_ask.popleft()
             try:
                 reply = await call(self._client(node))
             except MovedError as moved:
                 to_ask.appendleft((moved.host or node[0], moved.port))
-            except (RedisConnectionError, RedisTimeoutError, OSError):
+            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+                no_reply = no_reply if isinstance(error, NotSentError) else error
                 if not to_ask:
-                    raise
+                    raise no_reply or error from None
             else:
                 self._homes[slot] = node
                 return reply

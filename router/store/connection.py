@@ -1,32 +1,50 @@
 """Connections to Redis, and what its failures mean to a request.
 
 Calls share a bounded pool; the mailbox reader blocks, so it has a connection of its own. Nothing is retried here: the
-scripts may be repeated, but a reply that got lost would be lost twice as late.
+scripts may be repeated, but a reply that got lost would be lost twice as late. A call that failed before anything of it
+was sent (`NotSent`) has changed nothing in Redis, and no reply to it was lost.
 
 Behind Sentinels every new connection asks them who the master is; a failover breaks the connections to the old one.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
-from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from common.cancellation import task_is_cancelled
 from common.errors import Reason, RequestError
+from router.store.call_pool import CallPool, NotSentError
 from router.store.cluster import ClusterClient, Node
 from router.store.redis_url import RedisAddress, RedisKind, parse_redis_url
 from router.store.settings import StoreSettings
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
+class NotSent(RequestError):
+    """The refusal of a call that Redis was never sent."""
+
+
+class Closable(Protocol):
+    """A client or a pool."""
+
+    async def aclose(self) -> None:
+        """Closes its connections."""
+
+
 def connect(url: str, settings: StoreSettings) -> Redis:
-    """A client for what `parse_redis_url` knows; connects at the first call. Close it with `aclose`."""
+    """A client for what `parse_redis_url` knows; connects at the first call. Close it with `close`."""
     address = parse_redis_url(url)
     options = dict(address.options) | _call_options(settings.call_timeout_ms)
     if address.kind is RedisKind.SENTINEL:
@@ -66,22 +84,43 @@ class SentinelMaster:
         try:
             host, port = await sentinel.discover_master(self._address.master)
         finally:
-            for client in sentinel.sentinels:
-                await client.aclose()
+            await close(*sentinel.sentinels)
         return host, port
 
 
+async def close(*clients: Closable) -> None:
+    """Closes them all. A connection whose other side does not take part in that is dropped after a while."""
+    await asyncio.gather(*(_close(client) for client in clients))
+
+
+async def _close(client: Closable) -> None:
+    try:
+        await client.aclose()
+    except (RedisError, OSError, TimeoutError) as error:
+        logger.debug("a connection to Redis did not close: %s", error)
+
+
 async def answered(call: Awaitable[T], settings: StoreSettings) -> T:
-    """The reply to a call, or a refusal that says the store does not answer."""
+    """The reply to a call, or a refusal that says the store does not answer, `NotSent` where it was not asked.
+
+    Raises `CancelledError` also where redis-py has swallowed it: the `asyncio.wait_for` of Python 3.11, by which it
+    sends, drops a cancel that comes when the command has just been written. Without this a task that calls in a loop
+    would never end.
+    """
     try:
         return await call
+    except NotSentError as error:
+        raise unavailable(settings, str(error), NotSent) from error
     except (RedisError, OSError, TimeoutError) as error:
         raise unavailable(settings, f"{type(error).__name__}: {error}") from error
+    finally:
+        if task_is_cancelled():
+            raise asyncio.CancelledError
 
 
-def unavailable(settings: StoreSettings, cause: str) -> RequestError:
+def unavailable(settings: StoreSettings, cause: str, kind: type[RequestError] = RequestError) -> RequestError:
     """The refusal while the store does not answer. The cause, which may name its address, is not for clients."""
-    return RequestError(
+    return kind(
         Reason.STORE_UNAVAILABLE,
         "the admission store does not answer",
         retry_after_ms=settings.retry_after_ms,
@@ -106,7 +145,7 @@ def _connect_node(node: Node, options: dict[str, Any], settings: StoreSettings) 
 
 def _pooled(options: dict[str, Any], settings: StoreSettings) -> Redis:
     timeout_s = settings.call_timeout_ms / 1000
-    return Redis.from_pool(BlockingConnectionPool(settings.max_connections, timeout_s, **options))
+    return Redis.from_pool(CallPool(settings.max_connections, timeout_s, **options))
 
 
 def _as_redis(client: ClusterClient) -> Redis:

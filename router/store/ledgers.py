@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.store.connection import connect
+from router.store.connection import close, connect
 from router.store.secret import learn_secret
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
+from router.store.turns import Turns
 from router.store.types import StoreCall, StoreEvent
 
 OnEvent = Callable[[StoreEvent], None]
@@ -23,10 +24,13 @@ class Ledgers:
         self._router_id = router_id
         self._settings = settings
         self._on_call = on_call
+        self._turns = Turns(settings)
 
     def open(self, pool: str, on_event: OnEvent) -> AdmissionStore:
         """The store of a pool."""
-        return AdmissionStore(self._redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call)
+        return AdmissionStore(
+            self._redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call, turns=self._turns
+        )
 
     async def learn_secret(self, own: bytes | None) -> bytes:
         """See `router.store.secret`."""
@@ -34,4 +38,4 @@ class Ledgers:
 
     async def aclose(self) -> None:
         """Closes the connection; the stores can be used no more."""
-        await self._redis.aclose()
+        await close(self._redis)

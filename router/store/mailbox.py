@@ -7,7 +7,6 @@ delivered once while the reader lives, across reconnects too.
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,6 @@ from router.store.connection import answered
 from router.store.replies import parse_event
 from router.store.settings import StoreSettings
 from router.store.types import StoreEvent
-
-logger = logging.getLogger(__name__)
 
 START = "0-0"
 MAX_ENTRIES = 256
@@ -35,8 +32,8 @@ class Mailbox:
         self._settings = settings
         self._cursor = START
 
-    async def run(self, on_event: Callable[[StoreEvent], None]) -> None:
-        """Delivers events as they come, until cancelled; waits out Redis' absence."""
+    async def run(self, on_event: Callable[[StoreEvent], None], on_failure: Callable[[str], None]) -> None:
+        """Delivers events as they come, until cancelled; waits out Redis' absence, whose cause `on_failure` is told."""
         num_failures = 0
         while True:
             try:
@@ -45,8 +42,7 @@ class Mailbox:
                 events = await self.read(self._settings.mailbox_block_ms)
             except RequestError as error:
                 num_failures += 1
-                if num_failures == 1:
-                    logger.warning("mailbox: %s", error)
+                on_failure(f"mailbox: {error.cause}")
                 await asyncio.sleep(self._backoff_s(num_failures))
                 continue
             num_failures = 0

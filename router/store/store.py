@@ -14,6 +14,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,10 +22,11 @@ from redis.asyncio import Redis
 
 from common.errors import RequestError
 from router.store.calls import hand_back_args, report_args, settle_args, submit_args
-from router.store.connection import answered, connect_reader, unavailable
+from router.store.connection import NotSent, answered, close, connect_reader, unavailable
 from router.store.keys import NUM_CLASSES, PoolKeys
 from router.store.lua import Argument, Script, load_scripts
 from router.store.mailbox import Mailbox
+from router.store.outage import Outage
 from router.store.replies import (
     Reply,
     parse_adopt,
@@ -38,6 +40,7 @@ from router.store.replies import (
 from router.store.settings import StoreSettings
 from router.store.snapshot import Snapshot
 from router.store.tenures import StoreClock, Tenures
+from router.store.turns import Turns
 from router.store.types import (
     Adopted,
     Attempt,
@@ -70,6 +73,8 @@ MAX_SETTLED_PER_CALL = 256
 # it the caller's; what they return where it is.
 TIMELY = frozenset({"submit", "adopt", "cancel"})
 OWNED = frozenset({"PLACED", "QUEUED", "ADOPTED"})
+# Scripts that are called whatever requests ask for, each once at a time. All others take turns.
+UNPROMPTED = frozenset({"settle", "report", "renew", "reap"})
 
 OwnEvent = Placement | Dropped
 SubmitOutcome = Placement | Queued | Refused | Duplicate | Dropped | Adopted
@@ -90,7 +95,7 @@ class AdmissionStore:
     `redis` comes from `connect`. `router_id` is new at every start of the router: its mailbox is read from the
     beginning. `on_event` must not raise; what it is told comes exactly once, but may come before the call that
     caused it returns. A `Placement` of a request that the router no longer serves is to be settled. `on_call` is told,
-    in the caller's context, of every call of a script when it is over.
+    in the caller's context, of every call of a script when it is over. `turns` are shared by all that use `redis`.
     """
 
     def __init__(
@@ -102,8 +107,11 @@ class AdmissionStore:
         on_event: Callable[[StoreEvent], None],
         scripts: dict[str, Script] | None = None,
         on_call: Callable[[StoreCall], None] = lambda call: None,
+        turns: Turns | None = None,
     ) -> None:
         self._redis = redis
+        self._turns = turns or Turns(settings)
+        self._outage = Outage(pool, logger)
         self._keys = PoolKeys(pool)
         self._router_id = router_id
         self._settings = settings
@@ -123,11 +131,11 @@ class AdmissionStore:
         mailbox = Mailbox(reader, self._keys.mailbox(self._router_id), self._settings)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(mailbox.run(self._tenures.tell))
+                group.create_task(mailbox.run(self._tenures.tell, self._outage.failed))
                 group.create_task(_repeat(self.renew, self._settings.renew_interval_ms, jitter=0.1))
                 group.create_task(_repeat(self.reap, self._settings.reap_interval_ms, jitter=0.5))
         finally:
-            await reader.aclose()
+            await close(reader)
 
     async def aclose(self) -> None:
         """Waits for the operations whose callers have gone."""
@@ -265,12 +273,12 @@ class AdmissionStore:
     async def _withdraw(self, submit: asyncio.Task[Any], request_id: str) -> None:
         """Undoes a submit whose caller did not wait for it: nothing can have been sent to an executor."""
         result = await submit
-        if isinstance(result, Placement):
-            await self._settle([Ending(request_id, result.attempt, cancelled=True)])
-        elif isinstance(result, Queued):
-            outcome = parse_cancel(request_id, (await self._operate("cancel", request_id, 1))[0])
-            if outcome.placement:
-                await self._settle([Ending(request_id, outcome.placement.attempt, cancelled=True)])
+        placement = result if isinstance(result, Placement) else None
+        if isinstance(result, Queued):
+            placement = parse_cancel(request_id, (await self._operate("cancel", request_id, 1))[0]).placement
+        if placement:
+            async with self._turns.turn("settle"):
+                await self._settle([Ending(request_id, placement.attempt, cancelled=True)])
 
     async def _settle(self, attempts: Sequence[Attempt | Ending]) -> int:
         num_settled = 0
@@ -289,10 +297,16 @@ class AdmissionStore:
         await self._board(operation, reply)
 
     async def _operate(self, name: str, *args: Argument, own_id: str | None = None) -> tuple[Reply, OwnEvent | None]:
-        """Calls a script until it is done, then boards until nobody else boards.
+        """Calls a script, in its turn, until it is done, then boards until nobody else boards.
 
         Events are handed out as they come, except a placement or drop of `own_id`: that is part of the result.
         """
+        if name in UNPROMPTED:
+            return await self._operate_now(name, *args, own_id=own_id)
+        async with self._turns.turn(name):
+            return await self._operate_now(name, *args, own_id=own_id)
+
+    async def _operate_now(self, name: str, *args: Argument, own_id: str | None) -> tuple[Reply, OwnEvent | None]:
         # What submits rarely needs: it boards others' requests only where there is room for its own.
         operation = _Operation(set() if name == "submit" else set(self._peers), own_id)
         for _ in range(MAX_ROUNDS):
@@ -300,7 +314,9 @@ class AdmissionStore:
             if reply.status not in ("AGAIN", "LATE"):
                 await self._board(operation, reply)
                 return reply, operation.own_event
-        raise unavailable(self._settings, f"{name} found no end")
+        endless = unavailable(self._settings, f"{name} found no end")
+        self._outage.failed(endless.cause)
+        raise endless
 
     def _waits_until(self, name: str) -> tuple[Argument, ...]:
         """The last argument of scripts that must not come late, by Redis' clock."""
@@ -317,7 +333,7 @@ class AdmissionStore:
                     return
                 reply = await self._call(operation, "board", ())
         except RequestError as error:
-            logger.warning("boarding stopped half-way: %s", error)
+            logger.debug("boarding stopped half-way: %s", error)
 
     async def _call(self, operation: _Operation, name: str, args: Sequence[Argument]) -> Reply:
         keys = self._keys.for_script(tuple(sorted(operation.mailboxes)))
@@ -326,12 +342,17 @@ class AdmissionStore:
         try:
             reply = parse_reply(await answered(call, self._settings))
             succeeded = True
-        except RequestError:
-            self._missed_reply = True  # with placements, it may be, or the word that the lease has lapsed
+        except RequestError as error:
+            if not isinstance(error, NotSent):
+                self._missed_reply = True  # with placements, it may be, or the word that the lease has lapsed
+            self._turns.missed()
+            self._outage.failed(error.cause)
             raise
         finally:
             ended = time.monotonic()
             self._on_call(StoreCall(name, ended, ended - began, succeeded))
+        self._turns.heard()
+        self._outage.answered()
         self._clock.observe(reply.now_ms)
         operation.mailboxes.update(reply.missing)
         self._deliver(operation, reply)
@@ -365,14 +386,8 @@ class AdmissionStore:
 
 
 async def _repeat(operation: Callable[[], Awaitable[None]], interval_ms: int, jitter: float) -> None:
-    """Runs the operation for ever, about every `interval_ms`. Says when Redis goes and when it is back."""
-    is_answering = True
+    """Runs the operation for ever, about every `interval_ms`."""
     while True:
-        try:
+        with suppress(RequestError):  # logged as an outage
             await operation()
-            is_answering = True
-        except RequestError as error:
-            if is_answering:
-                logger.warning("store: %s", error)
-            is_answering = False
         await asyncio.sleep(interval_ms / 1000 * random.uniform(1 - jitter, 1 + jitter))

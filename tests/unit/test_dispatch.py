@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
+from common.errors import Reason, RequestError
+from router import retry_queue
 from router.ledger_writer import ledger_report
 from router.placing import MAX_FRUITLESS
 from router.relay import Relay
@@ -125,6 +127,31 @@ async def test_sequence_cancelled_though_nobody_asked_for_it_goes_on_elsewhere()
         (submit,) = second._outbox.submits
         assert list(submit.prior_output_ids) == [3, 4]
         assert (await stream.next()).end is None
+
+
+async def test_withdrawal_that_the_ledger_did_not_hear_is_repeated_until_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retry_queue, "RETRY_S", 0.0)
+    router, stream = ScriptedRouter("m"), new_stream()
+    store, dispatcher = router.stores["m"], router.pools.find("m").dispatcher
+    asked: list[str] = []
+
+    async def cancel(request_id: str, *, is_own: bool = False) -> CancelOutcome:
+        asked.append(request_id)
+        if len(asked) < 3:
+            raise RequestError(Reason.STORE_UNAVAILABLE, "Redis is away")
+        return CancelOutcome(RequestState.PLACED, placement())
+
+    store.cancel = cancel  # type: ignore[method-assign]
+    async with router.running():
+        await dispatcher.submit(stream)
+        dispatcher.release(stream)
+        await settled()
+        # Its seat is free again where it was placed before the ledger heard
+        assert asked == ["r", "r", "r"]
+        assert dispatcher.streams == ()
+        assert store.endings == [Ending("r", 1, 0, 0, cancelled=True)]
 
 
 async def test_ledger_preempts_by_an_end_with_that_reason() -> None:

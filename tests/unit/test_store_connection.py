@@ -6,16 +6,31 @@ import asyncio
 import os
 import random
 import signal
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from client.stack.redis_server import PrivateRedis
 from common.errors import Reason, RequestError
-from router.store.connection import connect
+from router.store.connection import close, connect
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
-from router.store.types import Attempt, Cancelled, Demand, ExecutorReport, LeaseLapsed, Placement, Queued, StoreEvent
+from router.store.types import (
+    Attempt,
+    Cancelled,
+    Demand,
+    ExecutorReport,
+    LeaseLapsed,
+    Placement,
+    Queued,
+    StoreCall,
+    StoreEvent,
+)
 from tests.property.crashing_pool import LossyRedis
 from tests.store_pool import StorePool
 
@@ -186,3 +201,134 @@ async def test_router_that_missed_a_reply_is_told_to_submit_again(store_pool: St
     assert await a.store.submit(waiting) == Placement("waiting", 1, "x", 1)
     await a.store.renew()
     assert await a.told() == []
+
+
+async def test_cancel_that_comes_as_a_command_is_sent_ends_the_store(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`asyncio.wait_for` of Python 3.11, by which redis-py sends, drops a cancel that comes when the command is out."""
+    redis = connect(redis_url, FAST)
+    running = asyncio.create_task(AdmissionStore(redis, pool, "a", FAST, lambda event: None).run())
+    send = AbstractConnection._send_packed_command
+
+    async def send_and_cancel(connection: AbstractConnection, command: Iterable[bytes]) -> None:
+        command = tuple(command)
+        await send(connection, command)
+        if b"XREAD" in b"".join(command) and not running.cancelling():
+            running.cancel()
+
+    monkeypatch.setattr(AbstractConnection, "_send_packed_command", send_and_cancel)
+    ended, _ = await asyncio.wait((running,), timeout=10)
+    assert ended
+    assert running.cancelled()
+    await redis.aclose()
+
+
+@pytest.fixture
+async def small_store(redis_url: str, pool: str) -> AsyncIterator[tuple[Redis, AdmissionStore, list[StoreEvent]]]:
+    """A registered router's store with one connection for calls, and what it is told."""
+    redis = connect(redis_url, replace(FAST, max_connections=1, call_timeout_ms=200))
+    told: list[StoreEvent] = []
+    store = AdmissionStore(redis, pool, "a", FAST, told.append)
+    await store.renew()
+    yield redis, store, told
+    await redis.aclose()
+
+
+async def test_call_that_got_no_connection_is_no_lost_reply(
+    small_store: tuple[Redis, AdmissionStore, list[StoreEvent]],
+) -> None:
+    redis, store, told = small_store
+    taken = await redis.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+    with pytest.raises(RequestError, match="No connection available"):
+        await store.settle([Attempt("r", 1)])
+    await redis.connection_pool.release(taken)
+    await store.renew()
+    assert told == []
+
+
+async def test_call_that_could_not_connect_is_no_lost_reply(tmp_path: Path) -> None:
+    socket = tmp_path / "redis.sock"
+    with PrivateRedis.start(tmp_path / "redis.log", unix_socket=socket) as server:
+        redis = connect(server.url, FAST)
+        told: list[StoreEvent] = []
+        store = AdmissionStore(redis, "pool", "a", FAST, told.append)
+        await store.renew()
+        await redis.connection_pool.disconnect()
+        socket.rename(tmp_path / "elsewhere")
+        with pytest.raises(RequestError, match="does not answer"):
+            await store.renew()
+        (tmp_path / "elsewhere").rename(socket)
+        await store.renew()
+        assert told == []
+        await redis.aclose()
+
+
+@pytest.mark.slow
+async def test_thousands_of_calls_at_once_wait_for_few_connections_while_redis_answers(
+    redis_url: str, pool: str
+) -> None:
+    settings = replace(FAST, max_connections=4, call_timeout_ms=1000, renew_interval_ms=5, reap_interval_ms=5)
+    redis, told, calls = connect(redis_url, settings), list[StoreEvent](), list[StoreCall]()
+    store = AdmissionStore(redis, pool, "a", settings, told.append, on_call=calls.append)
+    running = asyncio.create_task(store.run())
+    outcomes = await asyncio.gather(*(store.cancel(f"r{number}") for number in range(4000)), return_exceptions=True)
+    running.cancel()
+    await asyncio.wait((running,))
+    assert [one for one in outcomes if isinstance(one, BaseException)] == []
+    assert told == []  # LeaseLapsed above all
+    assert all(call.succeeded for call in calls)
+    # The lease was renewed and executors were watched all the time, not after the last cancel
+    order = [call.script for call in calls]
+    last_cancel = len(order) - order[::-1].index("cancel")
+    assert min(order[:last_cancel].count("renew"), order[:last_cancel].count("reap")) > 10
+    await store.aclose()
+    await redis.aclose()
+
+
+async def test_calls_that_wait_are_refused_when_redis_hangs(tmp_path: Path) -> None:
+    settings = replace(FAST, max_connections=2)
+    with PrivateRedis.start(tmp_path / "redis.log", unix_socket=tmp_path / "redis.sock") as server:
+        redis = connect(server.url, settings)
+        store = AdmissionStore(redis, "pool", "a", settings, lambda event: None)
+        await store.renew()
+        os.kill(server.pid, signal.SIGSTOP)
+        calls = [store.cancel(f"r{number}") for number in range(1000)]
+        async with asyncio.timeout(20):  # one after the other they would take 500 s
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        os.kill(server.pid, signal.SIGCONT)
+        assert all(isinstance(one, RequestError) for one in outcomes)
+        await store.renew()
+        await redis.aclose()
+
+
+async def test_closed_client_leaves_no_connection_open_whatever_is_under_way(redis_url: str, pool: str) -> None:
+    redis = connect(redis_url, FAST)
+    store = AdmissionStore(redis, pool, "a", FAST, lambda event: None)
+    await store.renew()
+    calls = [asyncio.create_task(store.cancel(f"r{number}")) for number in range(100)]
+    await asyncio.sleep(0.001)
+    assert not all(call.done() for call in calls)
+    await close(redis)
+    await asyncio.gather(*calls, return_exceptions=True)
+    with pytest.raises(RequestError, match="the connections are closed"):
+        await store.renew()
+    connections = redis.connection_pool
+    assert connections._in_use_connections == set()
+    assert not any(connection.is_connected for connection in connections._available_connections)
+
+
+async def test_client_that_cannot_be_closed_does_not_keep_others_open() -> None:
+    closed: list[str] = []
+
+    class Client:
+        def __init__(self, name: str, error: Exception | None = None) -> None:
+            self._name, self._error = name, error
+
+        async def aclose(self) -> None:
+            if self._error is not None:
+                raise self._error
+            closed.append(self._name)
+
+    await close(Client("first"), Client("hangs", RedisTimeoutError("Timed out closing connection")), Client("last"))
+    assert closed == ["first", "last"]

@@ -1,0 +1,54 @@
+"""The log of a Redis that does not answer: a line when that begins, one a minute, and one when it is over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+# Success beside failures, of reads while writes are refused for example, is no recovery. Longer than the pause between
+# two calls that the store makes by itself.
+QUIET_S = 3.0
+REMINDER_S = 60.0
+
+
+class Outage:
+    """Follows the calls of one pool's store. A failed call is only counted here; who made it need not log it."""
+
+    def __init__(self, pool: str, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool = pool
+        self._logger = logger
+        self._clock = clock
+        # All None or 0 while Redis answers.
+        self._began_s: float | None = None
+        self._failed_s = 0.0
+        self._answered_s: float | None = None
+        self._reminded_s = 0.0
+        self._num_failures = 0
+
+    def failed(self, cause: str) -> None:
+        """A call has failed."""
+        now = self._clock()
+        self._failed_s, self._answered_s = now, None
+        self._num_failures += 1
+        if self._began_s is None:
+            self._began_s = self._reminded_s = now
+            self._logger.warning("pool %s: the admission store is unavailable: %s", self._pool, cause)
+        elif now - self._reminded_s >= REMINDER_S:
+            self._reminded_s = now
+            since_s = now - self._began_s
+            text = "pool %s: the admission store is still unavailable after %.0f s, %d calls have failed: %s"
+            self._logger.warning(text, self._pool, since_s, self._num_failures, cause)
+
+    def answered(self) -> None:
+        """A call has been answered."""
+        if self._began_s is None:
+            return
+        now = self._clock()
+        if self._answered_s is None:
+            self._answered_s = now
+        if now - self._failed_s < QUIET_S:
+            return
+        text = "pool %s: the admission store is available again after %.1f s, %d calls have failed"
+        self._logger.warning(text, self._pool, self._answered_s - self._began_s, self._num_failures)
+        self._began_s, self._num_failures = None, 0

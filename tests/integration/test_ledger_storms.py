@@ -1,0 +1,144 @@
+"""Thousands of requests leave the queue, or have to be put there again, at once: none of it is taken for an outage."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from inflight.v1 import executor_pb2
+from redis.asyncio import Redis
+
+from router.dispatch import Dispatcher
+from router.store.connection import close, connect
+from router.store.keys import PoolKeys
+from router.store.settings import StoreSettings
+from router.store.store import AdmissionStore
+from router.store.types import Demand, ExecutorReport, Placement, Queued, StoreCall, StoreEvent
+from router.streams import RequestStream
+
+# Few connections and little time for a call. The router's own calls come when it starts, and when a test makes them.
+SETTINGS = StoreSettings(
+    max_connections=4,
+    call_timeout_ms=1000,
+    renew_interval_ms=3_600_000,
+    reap_interval_ms=3_600_000,
+    mailbox_block_ms=50,
+)
+NUM_REQUESTS = 2000
+REPORT = ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True)
+
+
+@dataclasses.dataclass
+class Storm:
+    """A router's dispatcher on a real ledger, whose only seat another router has taken."""
+
+    redis: Redis
+    dispatcher: Dispatcher
+    own: AdmissionStore
+    other: AdmissionStore
+    num_reports: int = 0
+    num_lapses: int = 0
+    failed_calls: list[StoreCall] = dataclasses.field(default_factory=list)
+
+    async def take_the_seat(self) -> None:
+        """The other router tells the ledger of the executor, and has its seat."""
+        await self.report()
+        assert isinstance(await self.other.submit(Demand("in the way", 2, 1)), Placement)
+
+    async def report(self) -> None:
+        self.num_reports += 1
+        await self.other.report(dataclasses.replace(REPORT, seq=self.num_reports))
+
+    async def keep_reporting(self) -> None:
+        while True:
+            await self.report()
+            await asyncio.sleep(0.2)
+
+    async def queue(self, num_requests: int) -> list[RequestStream]:
+        """Requests that wait."""
+        streams = [new_stream(f"r{number:05}") for number in range(num_requests)]
+        for start in range(0, num_requests, 100):
+            outcomes = await asyncio.gather(*(self.dispatcher.submit(one) for one in streams[start : start + 100]))
+            assert all(isinstance(outcome, Queued) for outcome in outcomes)
+        return streams
+
+    async def num_waiting(self) -> int:
+        return sum((await self.other.snapshot()).num_waiting)
+
+    async def until_waiting(self, num_requests: int) -> None:
+        async with asyncio.timeout(60):
+            while await self.num_waiting() != num_requests:
+                await asyncio.sleep(0.05)
+
+
+def new_stream(request_id: str) -> RequestStream:
+    submit = executor_pb2.Submit(request_id=request_id, prompt_ids=[1])
+    return RequestStream(Demand(request_id, 2, 1), submit, 0.0)
+
+
+@asynccontextmanager
+async def storm(redis_url: str, pool: str) -> AsyncIterator[Storm]:
+    """The dispatcher runs. It waits 0 s for an executor that the ledger does not know."""
+    redis, stores, calls = connect(redis_url, SETTINGS), list[AdmissionStore](), list[StoreCall]()
+
+    def lapsed() -> None:
+        here.num_lapses += 1
+
+    def open_store(on_event: object) -> AdmissionStore:
+        stores.append(AdmissionStore(redis, pool, "a", SETTINGS, on_event, on_call=calls.append))  # type: ignore[arg-type]
+        return stores[0]
+
+    def ignore(event: StoreEvent) -> None:
+        pass
+
+    dispatcher = Dispatcher(open_store, 3, no_executor_grace_s=0.0, on_lapse=lapsed)
+    other_redis = connect(redis_url, SETTINGS)
+    other = AdmissionStore(other_redis, pool, "b", SETTINGS, ignore)
+    here = Storm(redis, dispatcher, stores[0], other)
+    await here.take_the_seat()
+    work = [asyncio.create_task(dispatcher.run()), asyncio.create_task(here.keep_reporting())]
+    await stores[0].renew()
+    yield here
+    here.failed_calls = [call for call in calls if not call.succeeded]
+    for task in work:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+    await dispatcher.close()
+    await close(redis, other_redis)
+
+
+@pytest.mark.slow
+async def test_clients_that_leave_all_at_once_are_withdrawn_and_the_lease_holds(redis_url: str, pool: str) -> None:
+    async with storm(redis_url, pool) as here:
+        streams = await here.queue(NUM_REQUESTS)
+        for stream in streams:
+            here.dispatcher.release(stream)
+        await asyncio.sleep(0)
+        await here.own.renew()  # between them
+        await here.until_waiting(0)
+        assert here.dispatcher.streams == ()
+    assert (here.num_lapses, here.failed_calls) == (0, [])
+
+
+@pytest.mark.slow
+async def test_all_that_wait_are_put_in_line_again_when_the_ledger_was_lost(
+    redis_url: str, redis_admin_url: str, pool: str
+) -> None:
+    async with storm(redis_url, pool) as here:
+        streams = await here.queue(NUM_REQUESTS)
+        # When Redis has lost the pool, and knows its executor and the other router again
+        admin = connect(redis_admin_url, SETTINGS)
+        await admin.delete(*await admin.keys(PoolKeys(pool).key("*")))
+        await close(admin)
+        await here.take_the_seat()
+        await here.own.renew()
+        # Then few at a time are put in line again, until all of them wait, and none is told an error
+        assert here.num_lapses == 1
+        assert len(asyncio.all_tasks()) < 100
+        await here.until_waiting(NUM_REQUESTS)
+        assert [stream.error for stream in streams if stream.has_ended] == []
+    assert (here.num_lapses, here.failed_calls) == (1, [])

@@ -38,7 +38,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WHOLE_FILE_BYTES = 1 << 30
 END_BYTES = 1 << 20
 # Part of the key of what is imported from a GGUF file: raise it when an import comes out different.
-IMPORT_VERSION = b"1"
+IMPORT_VERSION = b"2"
 GGUF_MAGIC = b"GGUF"
 
 

@@ -75,7 +75,7 @@ def _row(executor: ExecutorCapacity) -> tuple[str, ...]:
         str(executor.blocks_reserved),
         str(executor.blocks_cached),
         f"{executor.output_tokens_per_s:.0f}",
-        f"{executor.step_ms:.1f}",
+        "-" if executor.stands_still else f"{executor.step_ms:.1f}",
         _reserves(executor),
         str(executor.num_preemptions),
         "" if executor.constraint == "unspecified" else executor.constraint.replace("_", " "),

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from client.catalogue import RequestStanding, RequestState
 from client.cli.connection import add_connection_flags, connected
+from client.cli.parser import CommandParser
 from client.cli.request_flags import add_request_flags, resume_token_of
 
 
@@ -51,7 +52,7 @@ def _state(standing: RequestStanding) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight explain", description="Says where a request stands and, while it waits, what it waits for."
     )
     add_request_flags(parser)

@@ -12,6 +12,7 @@ from bench.measures import Slo
 from bench.peers.catalogue import VARIANTS, PeerChoice, parse_peer
 from bench.workloads.generate import DEFAULT_SEED, TRACE_SUFFIX, Arrivals
 from bench.workloads.shapes import SHAPES
+from client.cli.parser import CommandParser
 
 STACK_MODES = ("inflight", "static")
 ENGINE_MODE = "engine"
@@ -81,7 +82,7 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight bench",
         description="Compares in-flight with static batching, the engine alone and other engines on this machine, side "
         "by side in one run, or measures a router that runs already. Writes a report as Markdown, HTML and JSON.",

@@ -36,10 +36,11 @@ class Model:
 class ExecutorCapacity:
     """What one executor holds. `batching` is `inflight`, `static` or `unspecified`.
 
+    `output_tokens_per_s` and `steps_per_s` are means over the last ten seconds, `step_ms` over about the last 20 steps.
     `device_busy_s` of the `elapsed_s` in which there was work are totals since its start; None where not measured.
     `scheduler_policy` is `guaranteed_no_evict` or `max_utilization`, under which output stays within what is reserved
-    for it with a likelihood of `reserve_quantile`. `constraint` is what bound its newest step, `bounds` its steps by
-    what bound them: `no_work`, `seats`, `blocks`, `tokens`, `pace`, `static_batch` or `twin`.
+    for it with a likelihood of `reserve_quantile`. `constraint` is what keeps the requests that wait from it now,
+    `bounds` its steps by what bound them: `no_work`, `seats`, `blocks`, `tokens`, `pace`, `static_batch` or `twin`.
     """
 
     executor_id: str
@@ -69,6 +70,12 @@ class ExecutorCapacity:
     host_blocks_total: int = 0
     constraint: str = "unspecified"
     bounds: Mapping[str, int] = field(default_factory=dict)
+    steps_per_s: float | None = None
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether it made no step within the last ten seconds, so that `step_ms` is of the past."""
+        return self.steps_per_s == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,8 @@ class EstimateQuality:
 @dataclass(frozen=True, slots=True)
 class RequestStanding:
     """Where a request stands. What concerns waiting is there while it waits, `executor_id` while it has a place.
+
+    One that waits and has an `executor_id` waits there for a seat.
 
     `waiting_for` is a sentence, `wait_reason` the same in a word: `blocks`, `seat`, `fairness`, `order`, `class`,
     `tenant_limit`, `held_line`, `executor`, or `unspecified`.
@@ -243,6 +252,7 @@ def decode_executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
             enum_name(types_pb2.StepConstraint, bound.constraint, "STEP_CONSTRAINT_"): bound.num_steps
             for bound in wire.bounds
         },
+        steps_per_s=_measured(wire, "steps_per_s"),
     )
 
 

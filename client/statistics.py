@@ -88,7 +88,8 @@ class TenantQueue:
 
 @dataclass(frozen=True, slots=True)
 class ModelLatency:
-    """How fast a model was within the last minute, as the router that was asked served it. None: nothing yet."""
+    """How fast a model was within the last minute, as the router that was asked served it; tokens within the last ten
+    seconds. None: nothing yet."""
 
     model: str
     num_ended: int
@@ -124,7 +125,7 @@ class Statistics:
         capacities = [executor.capacity for executor in self.executors]
         rows = [
             (c.executor_id, c.model, f"{c.seats_used}/{c.seats_total}", f"{c.blocks_used}/{c.blocks_total}",
-             f"{c.output_tokens_per_s:.0f}", f"{c.step_ms:.1f}")
+             f"{c.output_tokens_per_s:.0f}", "-" if c.stands_still else f"{c.step_ms:.1f}")
             for c in capacities
         ]  # fmt: skip
         note = f"{self.num_queued} wait, {self.time:%H:%M:%S} UTC"

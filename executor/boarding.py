@@ -45,7 +45,7 @@ class Boarding:
         """
         places = self._places
         if not (places.waiting or places.preempted):
-            return draft.closed_by if draft.is_cut else StepConstraint.NO_WORK
+            return draft.closed_by if draft.is_cut else self._unless_full(StepConstraint.NO_WORK)
         if self._is_static and (places.num_seated or places.leaving):
             return StepConstraint.STATIC_BATCH
         end = StepConstraint.NO_WORK
@@ -63,4 +63,8 @@ class Boarding:
             self._twins.begin(sequence)
             draft.board(sequence)
             draft.add_prefill(sequence)
-        return draft.closed_by if draft.is_cut else end
+        return draft.closed_by if draft.is_cut else self._unless_full(end)
+
+    def _unless_full(self, constraint: StepConstraint) -> StepConstraint:
+        """A full step is bound by seats though nothing waits here: what waits may be in the routers' queue."""
+        return StepConstraint.SEATS if self._places.num_seated >= self._limits.max_num_sequences else constraint

@@ -77,6 +77,7 @@ class Engine:
         self._parts = LoopParts(clock)
         # Steps since the start. Written by the engine's thread only.
         self.num_steps = 0
+        self._num_output_tokens = 0
         self._num_steps_checked = 0
         self._num_failures = 0
         self._errors_logged: set[str] = set()
@@ -85,7 +86,7 @@ class Engine:
         self._launched: deque[tuple[StepPlan, PlanCounts, PendingStep]] = deque()
         self.overlaps = overlap
         self._held: tuple[HeldSequence, ...] = ()
-        self._num_held_changes_seen = 0
+        self._held_version: tuple[int, ...] = ()
 
     def start(self) -> None:
         """Starts the thread; the first thing it publishes is the status of an idle engine."""
@@ -229,6 +230,7 @@ class Engine:
         """Reads the tokens of a step and hands out what they mean."""
         outcome, times = self._outcome(plan, step)
         self.num_steps += 1
+        self._num_output_tokens += len(outcome.tokens)
         if outcome.finished:
             self._standby.ended(len(outcome.finished), self._clock())
         status = self._status()
@@ -296,9 +298,9 @@ class Engine:
             held=self._held_now(),
             draining=scheduler.is_draining,
             step_ms=self._speed.step_s * 1000,
-            output_tokens_per_s=self._speed.output_tokens_per_s,
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             num_steps=self.num_steps,
+            num_output_tokens=self._num_output_tokens,
             exposed_host_ms=self._speed.exposed_host_s * 1000,
             device_busy_fraction=self._speed.device_busy_fraction,
             device_busy_s=self._speed.device_busy_s,
@@ -321,10 +323,18 @@ class Engine:
         return limits.num_standby_sequences if limits.batching is Batching.STATIC else self._standby.depth
 
     def _held_now(self) -> tuple[HeldSequence, ...]:
-        """Made anew only when somebody came or went."""
-        if self._num_held_changes_seen != self._scheduler.num_held_changes:
-            self._num_held_changes_seen = self._scheduler.num_held_changes
+        """Built again only when a sequence came or went, boarded or gave up its seat."""
+        scheduler = self._scheduler
+        version = (
+            scheduler.num_held_changes,
+            scheduler.num_waiting,
+            scheduler.num_preempted,
+            scheduler.num_preemptions,
+        )
+        if self._held_version != version:
+            self._held_version = version
+            phase = scheduler.seating.waiting_phase
             self._held = tuple(
-                HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in self._scheduler.held()
+                HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks, phase(s)) for s in scheduler.held()
             )
         return self._held

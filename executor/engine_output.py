@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from executor.admission import Refusal
 from executor.loop_parts import LoopParts
-from executor.seating import SequenceStanding
+from executor.seating import Phase, SequenceStanding
 from executor.sequence import FinishEvent, NewTokens, Sequence, StepOutcome
 from executor.step_bounds import StepConstraint
 from executor.step_record import DeviceTimes, KvCounts, PlanCounts, StepRecord
@@ -14,11 +14,12 @@ from executor.step_record import DeviceTimes, KvCounts, PlanCounts, StepRecord
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """What a report says of a sequence."""
+    """What a report says of a sequence; `phase` is set where it has no seat."""
 
     request_id: str
     attempt: int
     reserved_blocks: int
+    phase: Phase | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,9 @@ class EngineStatus:
     held: tuple[HeldSequence, ...]
     draining: bool
     step_ms: float
-    output_tokens_per_s: float
     prefill_tokens_per_s: float
     num_steps: int
+    num_output_tokens: int
     exposed_host_ms: float
     device_busy_fraction: float
     device_busy_s: float

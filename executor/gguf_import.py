@@ -30,6 +30,11 @@ SAMPLING_KEYS = {
     "top_k": "general.sampling.top_k",
     "top_p": "general.sampling.top_p",
 }
+# What a model's authors recommend, by `general.basename`, for chat models whose file says nothing about sampling.
+RECOMMENDED_SAMPLING: dict[str, dict[str, Any]] = {
+    # The model card of HuggingFaceTB/SmolLM2-135M-Instruct ("How to use") generates with these values.
+    "smollm2": {"do_sample": True, "temperature": 0.2, "top_p": 0.9},
+}
 
 
 def import_gguf(source: ModelSource) -> Path:
@@ -62,7 +67,12 @@ def _write_model(source: ModelSource, tokenizer_folder: Path, folder: Path) -> N
 def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
     eos_token_ids = [int(metadata[key]) for key in EOS_KEYS if key in metadata]
     sampling = {name: metadata[key] for name, key in SAMPLING_KEYS.items() if key in metadata}
-    return {"eos_token_id": list(dict.fromkeys(eos_token_ids)), **sampling}
+    return {"eos_token_id": list(dict.fromkeys(eos_token_ids)), **(sampling or _recommended_sampling(metadata))}
+
+
+def _recommended_sampling(metadata: dict[str, Any]) -> dict[str, Any]:
+    is_chat_model = "tokenizer.chat_template" in metadata
+    return RECOMMENDED_SAMPLING.get(str(metadata.get("general.basename", "")).lower(), {}) if is_chat_model else {}
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from inflight.v1 import executor_pb2
 from executor.admission import Refusal
 from executor.ended import Ended, EndedSequences, Placed, output_array
 from executor.engine_output import EngineOutput, HeldSequence
+from executor.seating import Phase
 from executor.sequence import FinishEvent, FinishReason, Sequence
 from executor.sequence_trace import SequenceTrace
 from executor.session import REJECT_REASON_PROTO, Session
@@ -350,7 +351,7 @@ class Holdings:
         gone = {(sequence.request_id, sequence.attempt) for sequence in self._disowned}
         known = [one for one in held if (one.request_id, one.attempt) not in gone] if gone else list(held)
         known += [
-            HeldSequence(sequence.request_id, sequence.attempt, sequence.num_reserved_blocks)
+            HeldSequence(sequence.request_id, sequence.attempt, sequence.num_reserved_blocks, Phase.STANDBY)
             for sequence, holding in self._held.items()
             if not holding.is_accepted
         ]

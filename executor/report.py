@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from inflight.v1 import executor_pb2, types_pb2
+from inflight.v1 import executor_pb2, stats_pb2, types_pb2
 
 from executor.engine_output import EngineStatus, HeldSequence
 from executor.limits import SchedulerLimits
+from executor.recent_rates import Rates
+from executor.seating import Phase
 from executor.step_bounds import StepConstraint
 
 CONSTRAINT_PROTO: dict[StepConstraint, types_pb2.StepConstraint] = {
@@ -20,6 +22,13 @@ CONSTRAINT_PROTO: dict[StepConstraint, types_pb2.StepConstraint] = {
     StepConstraint.TWIN: types_pb2.STEP_CONSTRAINT_TWIN,
 }
 
+PHASE_PROTO: dict[Phase, stats_pb2.SequencePhase] = {
+    Phase.STANDBY: stats_pb2.SEQUENCE_PHASE_STANDBY,
+    Phase.PREFILL: stats_pb2.SEQUENCE_PHASE_PREFILL,
+    Phase.DECODE: stats_pb2.SEQUENCE_PHASE_DECODE,
+    Phase.PREEMPTED: stats_pb2.SEQUENCE_PHASE_PREEMPTED,
+}
+
 
 def policy_proto(limits: SchedulerLimits) -> types_pb2.SchedulerPolicy:
     """What routers are told; a static batch is guaranteed whatever the setting."""
@@ -28,7 +37,7 @@ def policy_proto(limits: SchedulerLimits) -> types_pb2.SchedulerPolicy:
     return types_pb2.SCHEDULER_POLICY_GUARANTEED_NO_EVICT
 
 
-def report_of(seq: int, status: EngineStatus, held: Iterable[HeldSequence]) -> executor_pb2.Report:
+def report_of(seq: int, status: EngineStatus, held: Iterable[HeldSequence], rates: Rates) -> executor_pb2.Report:
     """The report of this number; `held` is what the ledger is to take as held."""
     report = executor_pb2.Report(
         seq=seq,
@@ -42,7 +51,8 @@ def report_of(seq: int, status: EngineStatus, held: Iterable[HeldSequence]) -> e
         waiting_prefill_tokens=status.waiting_prefill_tokens,
         draining=status.draining,
         step_ms=status.step_ms,
-        output_tokens_per_s=status.output_tokens_per_s,
+        output_tokens_per_s=rates.output_tokens_per_s,
+        steps_per_s=rates.steps_per_s,
         prefill_tokens_per_s=status.prefill_tokens_per_s,
         num_steps=status.num_steps,
         exposed_host_ms=status.exposed_host_ms,
@@ -63,5 +73,10 @@ def report_of(seq: int, status: EngineStatus, held: Iterable[HeldSequence]) -> e
     if status.constraint is not None:
         report.constraint = CONSTRAINT_PROTO[status.constraint]
     for one in held:
-        report.held.add(request_id=one.request_id, attempt=one.attempt, reserved_blocks=one.reserved_blocks)
+        report.held.add(
+            request_id=one.request_id,
+            attempt=one.attempt,
+            reserved_blocks=one.reserved_blocks,
+            phase=None if one.phase is None else PHASE_PROTO[one.phase],
+        )
     return report

@@ -55,6 +55,12 @@ class Seating:
         others = chain(boarded, self._places.preempted, self._places.waiting)
         return tuple(self._standing(sequence) for sequence in chain(seated, others))
 
+    def waiting_phase(self, sequence: Sequence) -> Phase | None:
+        """Of a sequence without a seat; None of one that has a seat."""
+        if sequence in self._places.waiting:
+            return Phase.STANDBY
+        return Phase.PREEMPTED if sequence in self._places.preempted else None
+
     def _number(self) -> None:
         """Who has a number keeps it; who needs one gets the lowest that is free."""
         places = self._places
@@ -73,11 +79,10 @@ class Seating:
         return sorted(set(range(self._num_seats)).difference(self._seat_of.values()))
 
     def _phase(self, sequence: Sequence) -> Phase:
+        waiting = self.waiting_phase(sequence)
+        if waiting is not None:
+            return waiting
         places = self._places
-        if sequence in places.waiting:
-            return Phase.STANDBY
-        if sequence in places.preempted:
-            return Phase.PREEMPTED
         is_prefill = sequence in places.prefills or places.pausing.get(sequence) is places.prefills
         return Phase.PREFILL if is_prefill else Phase.DECODE
 

@@ -24,6 +24,7 @@ from common.tracing import NO_TRACING, Tracing
 from executor.engine import Engine
 from executor.engine_output import EngineOutput, EngineStatus
 from executor.holdings import Holdings, Keeping
+from executor.recent_rates import RecentRates
 from executor.report import report_of
 from executor.reporter import Reporter
 from executor.sequence import FinishReason
@@ -71,6 +72,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._holdings = Holdings(keeping or Keeping(), engine.cancel, time.monotonic, trace=trace)
         self._sessions: set[Session] = set()
         self._reporter = Reporter(self._send_report)
+        self._rates = RecentRates()
         self.steps = StepWatch(identity.description, engine.list_sequences, lambda: self.has_work)
         # The newest that the engine said of itself.
         self.status: EngineStatus | None = None
@@ -301,12 +303,13 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self.steps.take(output)
         if output.status is not None:
             self.status = output.status
+            self._rates.note(output.status.num_steps, output.status.num_output_tokens)
             self._reporter.update(output.status)
         if self.num_held == 0:
             self._all_gone.set()
 
     def _send_report(self, seq: int, status: EngineStatus) -> None:
-        report = report_of(seq, status, self._holdings.reported(status.held))
+        report = report_of(seq, status, self._holdings.reported(status.held), self._rates.per_second())
         report.draining = report.draining or not self.takes_work
         for session in self._sessions:
             session.report(report)

@@ -16,7 +16,6 @@ class Speed:
     def __init__(self) -> None:
         self._num_steps = 0
         self.step_s = 0.0
-        self.output_tokens_per_s = 0.0
         self.prefill_tokens_per_s = 0.0
         self.exposed_host_s = 0.0
         self.device_busy_s = 0.0
@@ -58,7 +57,6 @@ class Speed:
 
     def _observe_rates(self, plan: StepPlan, elapsed_s: float) -> None:
         num_prefill = sum(length for length in plan.lengths if length > 1)
-        self.output_tokens_per_s = _smooth(self.output_tokens_per_s, sum(plan.samples) / elapsed_s)
         if num_prefill:
             self.prefill_tokens_per_s = _smooth(self.prefill_tokens_per_s, num_prefill / elapsed_s)
 

@@ -6,9 +6,9 @@ from enum import Enum
 
 
 class StepConstraint(Enum):
-    """NO_WORK: nobody was left to board. SEATS: every seat was taken. BLOCKS: none was left for who waits. TOKENS: the
-    step's budget was spent. PACE: prompts were cut short to keep the time between tokens. STATIC_BATCH: one still ran.
-    TWIN: who waits wants the prefix that another is computing."""
+    """NO_WORK: a seat was free, and nothing here waited for it. SEATS: every seat was taken. BLOCKS: none was left for
+    who waits. TOKENS: the step's budget was spent. PACE: prompts were cut short to keep the time between tokens.
+    STATIC_BATCH: one still ran. TWIN: who waits wants the prefix that another is computing."""
 
     NO_WORK = "no_work"
     SEATS = "seats"

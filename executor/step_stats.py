@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from inflight.v1 import executor_pb2, stats_pb2
 
-from executor.report import CONSTRAINT_PROTO
-from executor.seating import Phase, SequenceStanding
+from executor.report import CONSTRAINT_PROTO, PHASE_PROTO
+from executor.seating import SequenceStanding
 from executor.step_record import PART_NAMES, KvCounts, PlanCounts, StepRecord
-
-PHASE_PROTO: dict[Phase, stats_pb2.SequencePhase] = {
-    Phase.STANDBY: stats_pb2.SEQUENCE_PHASE_STANDBY,
-    Phase.PREFILL: stats_pb2.SEQUENCE_PHASE_PREFILL,
-    Phase.DECODE: stats_pb2.SEQUENCE_PHASE_DECODE,
-    Phase.PREEMPTED: stats_pb2.SEQUENCE_PHASE_PREEMPTED,
-}
 
 
 def iteration_stats(

@@ -7,7 +7,7 @@ Pure: TOML text in, frozen values out, or a `ContentError` that names the line a
     hash = "sha256:9f86…"                 # of the key; the key itself stands nowhere
     tenant = "acme"
     classes = ["standard", "batch"]       # all, where the line is left out
-    models = ["smollm2-135m-instruct"]    # all
+    models = ["SmolLM2-135M-Instruct"]    # all
     operator = false                      # may act for, and look at, every tenant
     expires = 2027-01-01T00:00:00Z        # never
     disabled = false

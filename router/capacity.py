@@ -8,10 +8,21 @@ from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
 from router.links import ExecutorLink
 from router.pools import Pool
-from router.store.snapshot import ExecutorStanding, Snapshot
+from router.store.snapshot import ClassQueue, ExecutorStanding, Snapshot
 
 # What an executor may not have measured.
-MEASURES = ("exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile")
+MEASURES = (
+    "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile", "steps_per_s",
+)  # fmt: skip
+
+NO_WORK, SEATS, BLOCKS = (
+    types_pb2.STEP_CONSTRAINT_NO_WORK,
+    types_pb2.STEP_CONSTRAINT_SEATS,
+    types_pb2.STEP_CONSTRAINT_BLOCKS,
+)
+NOT_KNOWN = types_pb2.STEP_CONSTRAINT_UNSPECIFIED
+# What bounds a step although every request on the executor has a seat.
+OF_PROMPTS = (types_pb2.STEP_CONSTRAINT_TOKENS, types_pb2.STEP_CONSTRAINT_PACE)
 
 
 def described_model(pool: Pool) -> inference_pb2.Model:
@@ -63,11 +74,50 @@ def executor_capacities(
     """How each executor of a pool stands that can be used now, in order of id."""
     standings = {standing.executor_id: standing for standing in snapshot.executors}
     for link in pool.links:
-        yield link, _executor_capacity(pool.name, link, standings.get(link.executor_id))
+        yield link, _executor_capacity(pool.name, link, standings.get(link.executor_id), snapshot.queues)
+
+
+def admission_constraint(
+    report: executor_pb2.Report | None,
+    description: executor_pb2.DescribeResponse,
+    standing: ExecutorStanding | None,
+    queues: Sequence[ClassQueue],
+) -> types_pb2.StepConstraint:
+    """What keeps the requests that wait from an executor now: those in the queue of its model, and those on it.
+
+    The newest step explains requests on the executor. It may be long past, and it knows nothing of the queue.
+    """
+    if report is None:
+        return NOT_KNOWN
+    num_here, num_queued = report.num_waiting + report.num_preempted, sum(queue.num_requests for queue in queues)
+    cuts_prompts = report.constraint in OF_PROMPTS
+    if num_here and not cuts_prompts and report.constraint not in (NOT_KNOWN, NO_WORK):
+        return report.constraint
+    if num_here + num_queued and report.num_running >= description.max_num_sequences:
+        return SEATS
+    if cuts_prompts and report.waiting_prefill_tokens:
+        return report.constraint
+    if not num_here + num_queued:
+        return NO_WORK
+    return _promised(description, standing, queues) if num_queued and standing is not None else NOT_KNOWN
+
+
+def _promised(
+    description: executor_pb2.DescribeResponse, standing: ExecutorStanding, queues: Sequence[ClassQueue]
+) -> types_pb2.StepConstraint:
+    """What the ledger has none left of to promise. A request is taken to need blocks for the queue's mean length."""
+    if not standing.accepting:
+        return NOT_KNOWN
+    if standing.reserved_sequences >= standing.budget_sequences:
+        return SEATS
+    num_tokens = sum(queue.num_tokens for queue in queues)
+    num_requests = sum(queue.num_requests for queue in queues)
+    free_tokens = (standing.budget_blocks - standing.reserved_blocks) * description.block_size
+    return BLOCKS if free_tokens * num_requests < num_tokens else NOT_KNOWN
 
 
 def _executor_capacity(
-    model: str, link: ExecutorLink, standing: ExecutorStanding | None
+    model: str, link: ExecutorLink, standing: ExecutorStanding | None, queues: Sequence[ClassQueue]
 ) -> inference_pb2.ExecutorCapacity:
     report = link.report or executor_pb2.Report()
     capacity = inference_pb2.ExecutorCapacity(
@@ -93,7 +143,7 @@ def _executor_capacity(
         num_preempted=report.num_preempted,
         host_blocks_used=report.used_host_blocks,
         host_blocks_total=link.description.host_blocks,
-        constraint=report.constraint,
+        constraint=admission_constraint(link.report, link.description, standing, queues),
         bounds=report.bounds,
     )
     for name in MEASURES:

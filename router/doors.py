@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from common.errors import Reason, RequestError
 from router.api_keys import ApiKey, find_key, parse_keys
@@ -64,10 +64,17 @@ class CredentialDoor:
 class Doors:
     """The door of a router, and the files behind it."""
 
-    def __init__(self, settings: RouterSettings) -> None:
-        """Reads the files. Raises `SettingError`."""
+    def __init__(self, settings: RouterSettings, served: Callable[[], Collection[str]] | None = None) -> None:
+        """Reads the files. `served` are the names of models that clients may ask for. Raises `SettingError`."""
         keys, tokens = settings.api_keys_file, settings.jwt_jwks_file
-        self._keys = KeysFile(keys, "api_keys_file", "API keys file", parse_keys) if keys else None
+
+        def parse(source: str) -> tuple[ApiKey, ...]:
+            parsed = parse_keys(source)
+            if served is not None:
+                _warn_of_unserved_models(parsed, served())
+            return parsed
+
+        self._keys = KeysFile(keys, "api_keys_file", "API keys file", parse) if keys else None
         self._tokens = TokensFile(tokens, "jwt_jwks_file", "JWKS file", parse_jwks) if tokens else None
         self.door = self._door(TokenRules(settings.jwt_issuer, settings.jwt_audience, settings.jwt_tenant_claim))
 
@@ -85,6 +92,18 @@ class Doors:
             for file in (self._keys, self._tokens):
                 if file is not None:
                     tasks.create_task(file.follow())
+
+
+def _warn_of_unserved_models(keys: Sequence[ApiKey], served: Collection[str]) -> None:
+    """A key that names no model that is served sees none, and its user is told nothing more than that."""
+    for key in keys:
+        for name in sorted((key.caller.models or frozenset()) - frozenset(served)):
+            log.warning(
+                "API key %r names the model %r, which is not served here; served: %s",
+                key.key_id,
+                name,
+                ", ".join(sorted(served)),
+            )
 
 
 def _credential(metadata: Metadata) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.v1 import inference_pb2, types_pb2
+from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
 from router.links import ExecutorLink
 from router.store.types import Explanation, RequestState, WaitReason
@@ -27,10 +27,24 @@ WAIT_REASON_PROTO: dict[WaitReason, inference_pb2.WaitReason] = {
 }
 
 
+# What a request without a seat waits for on its executor.
+SEATLESS = {
+    stats_pb2.SEQUENCE_PHASE_STANDBY: "waits on {} for a seat (standby)",
+    stats_pb2.SEQUENCE_PHASE_PREEMPTED: "waits on {} to get its seat back (preempted)",
+}
+
+
 def request_standing(
-    request_id: str, explanation: Explanation, link: ExecutorLink | None, stream: RequestStream | None
+    request_id: str,
+    ledger_id: str,
+    explanation: Explanation,
+    link: ExecutorLink | None,
+    stream: RequestStream | None,
 ) -> inference_pb2.GetRequestResponse:
-    """The answer. `link` is that of the executor which has the request, `stream` its stream where it is served here."""
+    """The answer. `link` is that of the executor which has the request, `stream` its stream where it is served here.
+
+    To the ledger a request on an executor is placed, with a seat or without; to its client one without a seat waits.
+    """
     response = inference_pb2.GetRequestResponse(
         request_id=request_id,
         state=REQUEST_STATE_PROTO[explanation.state],
@@ -46,11 +60,33 @@ def request_standing(
         response.wait_reason = WAIT_REASON_PROTO[explanation.wait_reason]
     if explanation.estimated_wait_ms is not None:
         response.estimated_wait.FromMilliseconds(explanation.estimated_wait_ms)
+    phase = _phase_without_seat(ledger_id, explanation, link, stream)
+    if phase in SEATLESS:
+        response.state = inference_pb2.REQUEST_STATE_WAITING
+        response.wait_reason = inference_pb2.WAIT_REASON_SEAT
+        response.waiting_for = SEATLESS[phase].format(explanation.executor_id)
     if stream is not None:
         response.output_tokens = len(stream.output_ids)
     if link is not None and link.report is not None:
         response.step_constraint = link.report.constraint
     return response
+
+
+def _phase_without_seat(
+    ledger_id: str, explanation: Explanation, link: ExecutorLink | None, stream: RequestStream | None
+) -> stats_pb2.SequencePhase:
+    """STANDBY or PREEMPTED; unspecified of a request that has a seat, is on no executor, or of which nothing is known.
+
+    The executor's report comes first: it holds for requests that other routers serve, too.
+    """
+    if explanation.state is not RequestState.PLACED:
+        return stats_pb2.SEQUENCE_PHASE_UNSPECIFIED
+    for one in () if link is None or link.report is None else link.report.held:
+        if (one.request_id, one.attempt) == (ledger_id, explanation.attempt) and one.phase:
+            return one.phase
+    if stream is None or not stream.stands_by:
+        return stats_pb2.SEQUENCE_PHASE_UNSPECIFIED
+    return stats_pb2.SEQUENCE_PHASE_PREEMPTED if stream.is_paused else stats_pb2.SEQUENCE_PHASE_STANDBY
 
 
 def waiting_for(explanation: Explanation) -> str:

@@ -65,7 +65,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     """Everything that the settings ask for; what it counts goes into `registry`. Raises `SettingError`."""
     admission = AdmissionFile.open(settings.admission_file, frozenset(texts))
     tls, channels = open_tls(settings), ExecutorChannels.of(settings)
-    doors = Doors(settings)
+    doors = Doors(settings, lambda: {*texts, *admission.rules.variants})
     router_id = settings.router_id or _default_router_id(settings.listen)
     tracing = open_tracing("router", router_id, settings.otlp_endpoint)
     metrics, latencies = RouterMetrics(registry, texts), Latencies(texts)

@@ -303,7 +303,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         pool, explanation = min(found, key=lambda one: one[1].state is RequestState.ENDED)
         dispatcher = pool.dispatcher
         link = dispatcher.link_of(explanation.executor_id or "")
-        response = request_standing(request.request_id, explanation, link, dispatcher.stream_of(named_id))
+        response = request_standing(request.request_id, named_id, explanation, link, dispatcher.stream_of(named_id))
         if request.model in self._pools.variants:
             response.variant = pool.name
         return response

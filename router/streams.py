@@ -123,7 +123,7 @@ class RequestStream:
         self._error: RequestError | None = None
         self._has_been_accepted = False
         self._has_boarded = False
-        self._is_paused = False
+        self._is_paused = self._has_seat = False  # on the executor of the current placement
         # It ran before this router had it: when its first token came is not known.
         self._has_unknown_past = False
         self._num_before_placement = 0
@@ -158,6 +158,16 @@ class RequestStream:
     def has_been_accepted(self) -> bool:
         """Whether an executor has taken it, once."""
         return self._has_been_accepted
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether it is on an executor and has no seat there, or none any more."""
+        return self.placement is not None and not self._has_seat
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it gave up its seat and waits for another."""
+        return self._is_paused
 
     @property
     def has_unknown_past(self) -> bool:
@@ -252,13 +262,14 @@ class RequestStream:
         self.record.adopted(has_started)
         self.accept()
         if has_started:
-            self._has_boarded = self._started = True
+            self._has_boarded = self._started = self._has_seat = True
             self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
 
     def _make_current(self, placement: Placement) -> None:
         self.placement = placement
         self.attempt = placement.attempt
         self.executor_id = placement.executor_id
+        self._has_seat = False
 
     def displace(self) -> None:
         """The current placement is void; another one follows or the request fails."""
@@ -293,7 +304,7 @@ class RequestStream:
             self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
             self.record.boarded(self.num_cached_tokens)
         self._is_paused = False
-        self._started = True
+        self._started = self._has_seat = True
         self._changed.set()
 
     def token(self, offset: int, token_id: int) -> bool:
@@ -311,7 +322,7 @@ class RequestStream:
             if self.clock.first_token is None and not self._has_unknown_past:
                 self.clock.first_token = now
             self.clock.last_token = now
-            self._is_paused = False
+            self._is_paused, self._has_seat = False, True
             self.output_ids.append(token_id)
             self._changed.set()
         return True
@@ -325,6 +336,7 @@ class RequestStream:
         """It gave up its seat and waits for another. Of one that had none there is nothing to tell."""
         if self._has_been_accepted and not self._is_paused:
             self._is_paused = self._paused = True
+            self._has_seat = False
             self._changed.set()
 
     def move(self, queued: Queued) -> None:

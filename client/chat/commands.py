@@ -5,36 +5,65 @@ None of them ends the chat by failing: what is wrong is said, and nothing is cha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from client.chat.conversation import Conversation, ConversationError
-from client.requests import GenerateOptions
+from client.requests import PRIORITIES, GenerateOptions
 
 UNSET = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value that `/set` takes: how it is read, whether it can hold, and the rule in words.
+
+    The rules are the router's, which checks the values again: here they are for a quick answer.
+    """
+
+    read: Callable[[str], Any]
+    holds: Callable[[Any], bool] = lambda value: True
+    rule: str = ""
+
+    def value(self, text: str) -> Any:
+        """Raises `ValueError` with what is wrong."""
+        try:
+            value = self.read(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a number") from None
+        if not self.holds(value):
+            raise ValueError(f"{text!r} is not {self.rule}" if self.read is str else f"is {text}; must be {self.rule}")
+        return value
+
+
+def _at_least(read: Callable[[str], Any], least: int, rule: str = "") -> Setting:
+    return Setting(read, lambda value: least <= value < math.inf, rule or f"at least {least}")
 
 
 def _texts(value: str) -> list[str]:
     return [value]
 
 
-# What `/set` takes, and how a value is read. The router checks the values, and says which one it does not take.
-SETTINGS: dict[str, Callable[[str], object]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "seed": int,
-    "max_tokens": int,
-    "min_tokens": int,
-    "stop": _texts,
-    "priority": str,
-    "tenant": str,
-    "deadline_s": float,
+# What `/set` takes.
+SETTINGS = {
+    "temperature": _at_least(float, 0, "a number of at least 0"),
+    "top_p": Setting(float, lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "top_k": _at_least(int, 0),
+    "min_p": Setting(float, lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
+    "repetition_penalty": Setting(float, lambda value: 0 < value < math.inf, "above 0"),
+    "presence_penalty": Setting(float, math.isfinite, "a number"),
+    "frequency_penalty": Setting(float, math.isfinite, "a number"),
+    "seed": _at_least(int, 0),
+    "max_tokens": _at_least(int, 1),
+    "min_tokens": _at_least(int, 0),
+    "stop": Setting(_texts),
+    "priority": Setting(str, PRIORITIES.__contains__, f"one of {', '.join(PRIORITIES)}"),
+    "tenant": Setting(str),
+    "deadline_s": Setting(float, lambda value: 0 < value < math.inf, "above 0"),
 }
 
 
@@ -62,8 +91,14 @@ def run_command(state: ChatState, line: str) -> str:
     name, _, argument = line.removeprefix("/").partition(" ")
     command = COMMANDS.get(ALIASES.get(name, name))
     if command is None:
-        return f"there is no /{name}; /help lists what there is"
+        close = _nearest(name, (*COMMANDS, *ALIASES), "/")
+        return f"there is no /{name}; {close}/help lists what there is"
     return command.run(state, argument.strip())
+
+
+def _nearest(name: str, known: Iterable[str], mark: str = "") -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {mark}{close[0]}? " if close else ""
 
 
 def _help(state: ChatState, argument: str) -> str:
@@ -123,16 +158,17 @@ def _set(state: ChatState, argument: str) -> str:
         shown = [f"{key} {value}" for key, value in state.options.items()]
         return "\n".join(shown) or f"everything is the model's default; /set takes {', '.join(SETTINGS)}"
     if name not in SETTINGS:
-        return f"/set takes {', '.join(SETTINGS)}"
+        close = _nearest(name, SETTINGS)
+        return f"/set takes no {name}; {close.strip()}" if close else f"/set takes {', '.join(SETTINGS)}"
     options: dict[str, object] = dict(state.options)
     if text in ("", UNSET):
         options.pop(name, None)
         said = f"{name} is the default"
     else:
         try:
-            options[name] = SETTINGS[name](text)
-        except ValueError:
-            return f"{name}: {text!r} is not a number"
+            options[name] = SETTINGS[name].value(text)
+        except ValueError as error:
+            return f"{name}: {error}"
         said = f"{name} is {text}"
     state.options = GenerateOptions(**options)  # type: ignore[typeddict-item]
     return said

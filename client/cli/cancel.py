@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from client.catalogue import RequestState
 from client.cli.connection import add_connection_flags, connected
+from client.cli.parser import CommandParser
 from client.cli.request_flags import add_request_flags, resume_token_of
 
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight cancel", description="Ends a request, wherever it is. Its own stream says when it has ended."
     )
     add_request_flags(parser)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from client.cli.parser import CommandParser
 from client.stack.certificates import DEFAULT_DAYS, LOCAL_NAMES, CertificateFolder, make_certificates
 
 MAX_DAYS = 3650
@@ -50,7 +51,7 @@ def _command(program: str, settings: Mapping[str, str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight certs",
         description="Makes a small authority and certificates (ECDSA P-256) for routers and executors, for development "
         "and for trying TLS, and prints the settings that use them. Overwrites nothing.",

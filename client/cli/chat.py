@@ -16,6 +16,7 @@ from client.cli.address import resolve_addresses
 from client.cli.answer import print_answer
 from client.cli.connection import add_connection_flags, connected
 from client.cli.outcome import EXIT_USAGE, CommandError, in_words
+from client.cli.parser import CommandParser
 from client.cli.sampling_flags import add_sampling_flags, request_options
 from client.errors import InflightError
 from client.sync import Client
@@ -34,13 +35,21 @@ def main(argv: Sequence[str]) -> int:
         def model_names() -> list[str]:
             return [model.name for model in client.list_models()]
 
-        model_names()  # says at once whether anybody answers
+        names = model_names()  # says at once whether a router answers
         state = ChatState(conversation, model_names, request_options(flags))
         if is_terminal:
-            print(GREETING)
+            print(f"{_model_in_words(state, names)} at {address}. {GREETING}")
         with _editing(flags) if is_terminal else nullcontext():
             _converse(client, state, Prompt(is_terminal=is_terminal), address)
     return 0
+
+
+def _model_in_words(state: ChatState, names: Sequence[str]) -> str:
+    """Which model answers."""
+    chosen = state.options.get("model")
+    if chosen or len(names) == 1:
+        return chosen or names[0]
+    return f"{', '.join(names)} (/model NAME chooses one)" if names else "No model"
 
 
 def _begin(flags: argparse.Namespace) -> Conversation:
@@ -99,7 +108,7 @@ def _editing(flags: argparse.Namespace) -> AbstractContextManager[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inflight chat", description=f"Talks with a model. {GREETING}")
+    parser = CommandParser(prog="inflight chat", description=f"Talks with a model. {GREETING}")
     parser.add_argument("--system", metavar="TEXT", help="system message that the conversation begins with")
     parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save has written")
     history = parser.add_mutually_exclusive_group()

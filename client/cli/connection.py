@@ -28,6 +28,9 @@ YES, NO = ("1", "true", "yes"), ("", "0", "false", "no")
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags about the router, the way there and the caller."""
     add_address_flags(parser)
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="show what gRPC says about a connection that failed"
+    )
     group = parser.add_argument_group("access")
     key = group.add_mutually_exclusive_group()
     key.add_argument(
@@ -56,7 +59,10 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
 def connected(flags: argparse.Namespace) -> Iterator[Client]:
     """A client of the routers that flags and environment name; what its calls raise becomes a `CommandError`."""
     addresses = resolve_addresses(flags)
-    with errors_in_words(", ".join(addresses)), Client(*addresses, **access_of(flags)) as client:
+    with (
+        errors_in_words(", ".join(addresses), is_verbose=flags.verbose),
+        Client(*addresses, **access_of(flags)) as client,
+    ):
         yield client
 
 

@@ -13,6 +13,7 @@ from client.cli import terminal
 from client.cli.address import add_run_dir_flag, resolve_run_dir
 from client.cli.foreground import run_in_foreground
 from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words
+from client.cli.parser import CommandParser
 from client.cli.stack_display import StackDisplay
 from client.demo.display import LiveDisplay, PlainDisplay
 from client.demo.prompts import CHECKED_PROMPT, DEMO_PROMPTS
@@ -88,7 +89,7 @@ def _complaint(finished: Round) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight demo",
         description="Starts a system, sends a dozen prompts of very different lengths at once and shows them boarding "
         "and leaving; then the same with static batching, and both side by side.",

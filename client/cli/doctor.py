@@ -6,7 +6,6 @@ hide the rest.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import os
@@ -24,6 +23,7 @@ from rich.text import Text
 
 from client.cli import terminal
 from client.cli.outcome import EXIT_FAILURE
+from client.cli.parser import CommandParser
 from client.stack.redis_server import RedisStartError, find_redis_binary
 from common.machine import num_available_memory_bytes, num_usable_cores
 from common.model_source import ModelError, resolve_model
@@ -58,7 +58,7 @@ class Finding:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; 1 where something is missing without which nothing runs."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight doctor", description="Says what this machine has, and which attention backend would run on it."
     )
     parser.add_argument(

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from client.catalogue import RequestStanding, RequestState
 from client.cli.connection import add_connection_flags, connected
+from client.cli.parser import CommandParser
 from client.cli.request_flags import add_request_flags, resume_token_of
 
 
@@ -34,15 +35,15 @@ def standing_lines(standing: RequestStanding) -> Iterator[str]:
     """What a person wants to know: where it is first, then why."""
     served_by = f" by {standing.variant}" if standing.variant else ""
     yield f"{standing.request_id}: {_state(standing)}{served_by}"
-    if standing.state is RequestState.WAITING:
-        if standing.waiting_for:
-            yield f"  {standing.waiting_for}"
+    if standing.state is RequestState.WAITING and standing.waiting_for:
+        yield f"  {standing.waiting_for}"
+    if standing.state is RequestState.WAITING and not standing.executor_id:
         wait_s = standing.estimated_wait_s
         yield f"  ahead of it: {standing.position}, in class {standing.priority}"
         yield "  estimated wait: " + ("not known yet" if wait_s is None else f"about {wait_s:.3g} s")
     if standing.output_tokens:
         yield f"  {standing.output_tokens} tokens so far"
-    if standing.step_constraint != "unspecified":
+    if standing.state is RequestState.PLACED and standing.step_constraint not in ("unspecified", "no_work"):
         yield f"  newest step of its executor was bound by: {standing.step_constraint.replace('_', ' ')}"
 
 
@@ -51,7 +52,7 @@ def _state(standing: RequestStanding) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight explain", description="Says where a request stands and, while it waits, what it waits for."
     )
     add_request_flags(parser)

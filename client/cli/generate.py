@@ -11,11 +11,14 @@ from dataclasses import asdict
 from client.cli.answer import print_answer
 from client.cli.connection import add_connection_flags, connected
 from client.cli.outcome import EXIT_USAGE, CommandError
+from client.cli.parser import CommandParser
 from client.cli.sampling_flags import add_sampling_flags, request_options
 from client.events import Completion
 from client.requests import ChatMessage
 from client.sync import Client
 from client.sync_stream import Stream
+
+EXAMPLE = 'inflight generate "Name three fruits."'
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,15 +73,16 @@ def _has_chat_template(client: Client, name: str | None) -> bool:
 
 
 def _read_prompt(given: str | None) -> str:
-    if given not in (None, "-"):
-        return str(given)
     if given is None and sys.stdin.isatty():
-        raise CommandError("give a prompt, or - to read it from standard input", EXIT_USAGE)
-    return sys.stdin.read()
+        raise CommandError(f"give a prompt, as in: {EXAMPLE}; or - to read it from standard input", EXIT_USAGE)
+    prompt = sys.stdin.read() if given in (None, "-") else str(given)
+    if not prompt.strip():
+        raise CommandError(f"the prompt is empty; give one, as in: {EXAMPLE}", EXIT_USAGE)
+    return prompt
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight generate",
         description="Streams the answer to one prompt to standard output, and a line about it to standard error. The "
         "prompt is a chat message of the user's where the model has a chat template, and else text to go on with.",

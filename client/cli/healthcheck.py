@@ -10,12 +10,16 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from client.cli.address import add_run_dir_flag, resolve_run_dir
 from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from client.cli.parser import CommandParser
+from client.stack.state import StackState, read_state
 from common.addresses import host_of
 
 HEALTH_LISTEN_VARIABLE = "INFLIGHT_HEALTH_LISTEN"
@@ -26,34 +30,54 @@ HTTP = "http://"
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     flags = _parser().parse_args(argv)
-    address = address_to_ask(flags.address, os.environ)
-    ask = _ask_http if address.startswith(HTTP) else _ask_grpc
-    problem = ask(address, flags.service, flags.timeout_s)
+    address, ca_file = address_to_ask(flags.address, os.environ), ""
+    if address is None:
+        stack = _local_stack(flags)
+        address, ca_file = stack.address, stack.ca_file
+    if address.startswith(HTTP):
+        problem = _ask_http(address, flags.timeout_s)
+    else:
+        problem = _ask_grpc(address, flags.service, flags.timeout_s, ca_file)
     if problem is None:
         return 0
     print(f"{address}: {problem}")
     return EXIT_FAILURE
 
 
-def address_to_ask(given: str | None, environment: Mapping[str, str]) -> str:
-    """The flag's address, else where this container's process answers health checks, on loopback.
-
-    Raises:
-        CommandError: there is neither.
-    """
+def address_to_ask(given: str | None, environment: Mapping[str, str]) -> str | None:
+    """The flag's address, else where this container's process answers health checks, on loopback; None without both."""
     if given:
         return given
     listen = environment.get(HEALTH_LISTEN_VARIABLE)
     if not listen:
-        raise CommandError(f"--address, or {HEALTH_LISTEN_VARIABLE} of the process to ask, is needed", EXIT_USAGE)
+        return None
     host = host_of(listen)
     port = listen.rpartition(":")[2]
     return f"{LOOPBACK_OF[host]}:{port}" if host in LOOPBACK_OF else listen
 
 
-def _ask_grpc(address: str, service: str, timeout_s: float) -> str | None:
+def _local_stack(flags: argparse.Namespace) -> StackState:
+    run_dir = resolve_run_dir(flags)
+    stack = read_state(run_dir)
+    if stack is None:
+        raise CommandError(
+            f"no stack runs from the folder {run_dir}; `inflight up` starts one, --address or {HEALTH_LISTEN_VARIABLE} "
+            "names another process",
+            EXIT_USAGE,
+        )
+    return stack
+
+
+def _channel(address: str, ca_file: str) -> grpc.Channel:
+    options = [("grpc.enable_http_proxy", 0)]
+    if not ca_file:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(Path(ca_file).read_bytes()), options)
+
+
+def _ask_grpc(address: str, service: str, timeout_s: float, ca_file: str = "") -> str | None:
     """What is wrong; None where the service is SERVING."""
-    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+    with _channel(address, ca_file) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
@@ -64,7 +88,7 @@ def _ask_grpc(address: str, service: str, timeout_s: float) -> str | None:
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-def _ask_http(address: str, service: str, timeout_s: float) -> str | None:
+def _ask_http(address: str, timeout_s: float) -> str | None:
     """What is wrong; None where the answer is a good one. There is no service to name."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -78,16 +102,19 @@ def _ask_http(address: str, service: str, timeout_s: float) -> str | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight healthcheck",
         description="Asks a process once whether it serves: over gRPC health in the clear, on its health_listen, or "
-        "with an http:// address by a GET. Exits 0 if so, else 1.",
+        "with an http:// address by a GET. Without an address the local stack's router is asked. Exits 0 if it "
+        "serves, else 1.",
     )
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help=f"where to ask, host:port or http://…; default: the port of {HEALTH_LISTEN_VARIABLE} on this machine",
+        help=f"where to ask, host:port or http://…; default: the port of {HEALTH_LISTEN_VARIABLE} on this machine, "
+        "else the local stack's router",
     )
+    add_run_dir_flag(parser)
     parser.add_argument(
         "--service",
         default="",

@@ -1,6 +1,7 @@
 """`inflight key new`: a new API key, and its entry for the file of `--api-keys-file`.
 
-The key is printed once and kept nowhere; the entry holds only its hash. Calls nobody: it can run anywhere.
+The key is printed once and kept nowhere; the entry holds only its hash. It can run anywhere. Where a local stack runs,
+it is asked which models it serves, to warn of names that it does not.
 """
 
 from __future__ import annotations
@@ -13,10 +14,18 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
+from client.cli.address import add_run_dir_flag, resolve_run_dir
+from client.cli.connection import access_of_environment
+from client.cli.parser import CommandParser, nearest
+from client.errors import InflightError
 from client.requests import PRIORITIES
+from client.stack.state import read_state
+from client.sync import Client
 
 KEY_BYTES = 32
 MAX_DAYS = 36_500
+LOOK_S = 2.0
+QUOTE = "'"
 PREFIX = "inflight-"  # so that scanners for leaked secrets can know it
 
 
@@ -26,13 +35,14 @@ def main(argv: Sequence[str]) -> int:
     key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
     print("# The key, shown this once; whoever has it is this tenant:", file=sys.stderr)
     print(key)
+    _warn_of_unserved_models(flags)
     print("\n# Its entry for the router's --api-keys-file:", file=sys.stderr)
     print(entry(key, flags))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inflight key", description="Makes API keys.")
+    parser = CommandParser(prog="inflight key", description="Makes API keys.")
     new = parser.add_subparsers(required=True, metavar="ACTION").add_parser("new", help="make a key")
     new.add_argument("--tenant", required=True, type=_tenant, help="whose key it is")
     new.add_argument("--id", help="its name in the file and in logs, no secret; default: the tenant and a random part")
@@ -41,8 +51,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     new.add_argument("--models", type=_names, help="models it may use, comma-separated; default: all")
     new.add_argument("--operator", action="store_true", help="it may act for, and look at, every tenant")
+    add_run_dir_flag(new)
     new.add_argument("--days", type=_days, help="days until it expires; default: never")
     return parser
+
+
+def _warn_of_unserved_models(flags: argparse.Namespace) -> None:
+    """Asks the local stack, where one runs and answers. Elsewhere the router's log warns when it reads the file."""
+    stack = read_state(resolve_run_dir(flags)) if flags.models else None
+    if stack is None:
+        return
+    access = access_of_environment()
+    if stack.ca_file:
+        access.setdefault("ca_file", stack.ca_file)
+    try:
+        with Client(stack.address, retries=False, **access) as client:
+            served = [model.name for model in client.list_models(timeout=LOOK_S)]
+    except (InflightError, ValueError):
+        return
+    for name in flags.models:
+        if name not in served:
+            print(f"warning: the local stack serves no model {name!r}{nearest(name, served, QUOTE)}", file=sys.stderr)
 
 
 def entry(key: str, flags: argparse.Namespace) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from client.cli.outcome import EXIT_USAGE, CommandError
+from client.cli.parser import CommandParser
 from client.stack.certificates import DEFAULT_DAYS, LOCAL_NAMES, CertificateFolder, make_certificates
 from client.stack.redis_server import ACL_RULES, USER
 
@@ -130,7 +131,7 @@ def _lines(lines: Sequence[str]) -> bytes:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight kube-secrets",
         description="Makes what deploy/kubernetes refers to and must not be committed: passwords of Redis, the secret "
         "of resume tokens, and certificates of a small authority. Prints Secrets for `kubectl apply -f -`. Each run "

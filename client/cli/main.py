@@ -9,6 +9,7 @@ Exit codes: 0 success, 1 it did not work, 2 a wrong flag or setting, 130 interru
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     command = {command.name: command for command in COMMANDS}.get(ALIASES.get(name, name))
     if command is None:
-        print(f"error: there is no command {name!r}; inflight --help lists them", file=sys.stderr)
+        print(f"error: there is no command {name!r}; {_nearest(name)}inflight --help lists them all", file=sys.stderr)
         return EXIT_USAGE
     return _run(command, rest)
 
@@ -87,6 +88,11 @@ def usage() -> str:
             "inflight COMMAND --help says more about a command.",
         )
     )
+
+
+def _nearest(name: str) -> str:
+    close = difflib.get_close_matches(name, [*(command.name for command in COMMANDS), *ALIASES], n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
 
 
 def _run(command: Command, argv: list[str]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,11 +11,12 @@ from rich.table import Table
 from client.catalogue import Model
 from client.cli import terminal
 from client.cli.connection import add_connection_flags, connected
+from client.cli.parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    parser = argparse.ArgumentParser(prog="inflight models", description="Lists the models that can be asked for.")
+    parser = CommandParser(prog="inflight models", description="Lists the models that can be asked for.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_connection_flags(parser)
     flags = parser.parse_args(argv)

@@ -23,21 +23,22 @@ class CommandError(Exception):
 
 
 @contextmanager
-def errors_in_words(address: str) -> Iterator[None]:
+def errors_in_words(address: str, *, is_verbose: bool = False) -> Iterator[None]:
     """Turns what a call to the router at `address` can raise into a `CommandError`."""
     try:
         yield
     except InflightError as error:
-        raise CommandError(in_words(error, address)) from None
+        raise CommandError(in_words(error, address, is_verbose=is_verbose)) from None
     except ValueError as error:
         raise CommandError(str(error), EXIT_USAGE) from None
 
 
-def in_words(error: InflightError, address: str) -> str:
-    """One line about a failed call."""
+def in_words(error: InflightError, address: str, *, is_verbose: bool = False) -> str:
+    """One line about a failed call; gRPC's own words about a connection come with `is_verbose` alone."""
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
         hint = error.hint or "`inflight up` starts one"
-        return f"no router answers at {address}; {hint} ({_first_line(error.description)})"
+        raw = f" ({_first_line(error.description)})" if is_verbose else ""
+        return f"no router answers at {address}; {hint}{raw}"
     return _first_line(str(error))
 
 

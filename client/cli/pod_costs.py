@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from client.cli.connection import add_connection_flags, connected
 from client.cli.outcome import EXIT_USAGE, CommandError
+from client.cli.parser import CommandParser
 from client.pod_costs.costs import ANNOTATION
 from client.pod_costs.follow import follow
 from client.pod_costs.kubernetes_api import KubernetesApi, KubernetesError
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight pod-costs",
         description=f"Runs in a pod. Keeps {ANNOTATION} of executor pods at the number of KV blocks that sequences "
         "hold there, so that a Deployment that gets smaller deletes the pods with the least to lose first. An "

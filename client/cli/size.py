@@ -14,6 +14,7 @@ from client.catalogue import Capacity
 from client.cli import terminal
 from client.cli.connection import add_connection_flags, connected
 from client.cli.outcome import EXIT_USAGE, CommandError
+from client.cli.parser import CommandParser
 from client.sizing.arithmetic import (
     BYTES_PER_NUMBER,
     GIBIBYTE,
@@ -165,7 +166,7 @@ def _table(figures: Sequence[Row]) -> Table:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight size",
         description="Says how many blocks, seats and executors a model and its traffic need, what is exact in that and "
         "what estimated, and the flags to start executors with. docs/sizing.md explains the arithmetic.",

@@ -17,6 +17,7 @@ from client.catalogue import Capacity, ExecutorCapacity, VariantCapacity
 from client.cli import terminal
 from client.cli.connection import add_connection_flags, connected
 from client.cli.outcome import EXIT_USAGE, CommandError
+from client.cli.parser import CommandParser
 from client.sync import Client
 
 HEADINGS = (
@@ -75,7 +76,7 @@ def _row(executor: ExecutorCapacity) -> tuple[str, ...]:
         str(executor.blocks_reserved),
         str(executor.blocks_cached),
         f"{executor.output_tokens_per_s:.0f}",
-        f"{executor.step_ms:.1f}",
+        "-" if executor.stands_still else f"{executor.step_ms:.1f}",
         _reserves(executor),
         str(executor.num_preemptions),
         "" if executor.constraint == "unspecified" else executor.constraint.replace("_", " "),
@@ -110,14 +111,14 @@ def _variants_table(variants: Sequence[VariantCapacity]) -> Table:
 
 def _watch(client: Client, capacity: Capacity, model: str, interval_s: float) -> None:
     """Shows the capacity anew every `interval_s` seconds until Ctrl-C."""
-    with Live(capacity_view(capacity), auto_refresh=False) as live:
+    with Live(capacity_view(capacity), console=terminal.console(), auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)  # the API has no watch: the interval is the user's
             live.update(capacity_view(client.capacity(model=model)), refresh=True)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight status", description="Shows seats, KV blocks and speed of every executor, and what waits."
     )
     parser.add_argument("--model", metavar="NAME", help="only this model")

@@ -22,6 +22,7 @@ from client.cli.address import resolve_addresses
 from client.cli.connection import access_of, add_connection_flags
 from client.cli.foreground import run_in_foreground
 from client.cli.outcome import EXIT_USAGE, CommandError, errors_in_words, in_words
+from client.cli.parser import CommandParser
 from client.errors import InflightError
 from client.statistics import stats_json
 from client.top.keys import keyboard
@@ -60,7 +61,8 @@ def _run(flags: argparse.Namespace) -> int:
 async def _top(flags: argparse.Namespace) -> int:
     addresses = resolve_addresses(flags)
     address = ", ".join(addresses)
-    with suppress(asyncio.CancelledError), errors_in_words(address):  # Ctrl-C is how it is meant to end
+    # Ctrl-C is how it is meant to end.
+    with suppress(asyncio.CancelledError), errors_in_words(address, is_verbose=flags.verbose):
         async with Client(*addresses, **access_of(flags)) as client:
             if flags.json:
                 await _print_json(client, flags)
@@ -166,7 +168,7 @@ class LiveTop:
             except InflightError as error:
                 if error.code is not grpc.StatusCode.UNAVAILABLE:
                     raise
-                note = in_words(error, self._address)
+                note = in_words(error, self._address, is_verbose=self._flags.verbose)
             if self._screen is not None:
                 self._change(self._screen.noting(note))
             await asyncio.sleep(RETRY_S)
@@ -190,7 +192,7 @@ async def _end(following: asyncio.Task[None]) -> None:
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"inflight {name}",
         description="Shows seats, KV blocks, queues and latencies, again and again, and every step of an executor that "
         "is chosen. `inflight stats` is `inflight top --json`.",

@@ -14,6 +14,7 @@ from client.cli import terminal
 from client.cli.address import add_run_dir_flag, resolve_run_dir
 from client.cli.foreground import run_in_foreground
 from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from client.cli.parser import CommandParser
 from client.cli.stack_display import StackDisplay
 from client.stack.local import LocalStack, StackError, describe_exit, describe_log
 from client.stack.options import DEFAULT_RUN_DIR, StackOptions
@@ -23,17 +24,18 @@ DEFAULT_GATEWAY_PORT = 8000
 
 # Settings of `inflight executor` that have a flag of their own here; they are passed on as they are.
 EXECUTOR_FLAGS = {
-    "--batching": "inflight, or static: nobody boards until everybody has got off",
-    "--max-num-sequences": "seats of each executor",
-    "--max-num-tokens": "most tokens that an executor computes in one step",
-    "--max-tokens-in-paged-kv-cache": "size of each executor's KV pool in tokens",
-    "--dtype": "type of weights and KV: bfloat16 or float32",
+    "--batching": "inflight, or static: a batch ends before the next one begins (default: inflight)",
+    "--max-num-sequences": "seats of each executor (default: 32)",
+    "--max-num-tokens": "most tokens that an executor computes in one step (default: 1024)",
+    "--max-tokens-in-paged-kv-cache": "size of each executor's KV pool in tokens (default: from free memory)",
+    "--dtype": "type of weights and KV: bfloat16, float32 or auto (default: auto)",
 }
 
 # The same of `inflight router`.
 ROUTER_FLAGS = {
-    "--admission-file": "TOML file with what tenants may take and names for several models; read again when it changes",
-    "--max-queue-requests": "requests that may wait; more are refused",
+    "--admission-file": "TOML file with what tenants may take and names for several models; read again when it changes "
+    "(default: none)",
+    "--max-queue-requests": "requests of one model that may wait; more are refused (default: 10000)",
 }
 
 
@@ -125,7 +127,7 @@ async def _supervise(stack: LocalStack) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="inflight up",
         description="Starts a private Redis, executors and routers on this machine, perhaps a gateway, and waits until "
         "they serve. Ctrl-C ends them all; a second Ctrl-C ends them at once.",

@@ -31,6 +31,7 @@ from client.stack.options import (
     gateway_command,
     router_command,
 )
+from client.stack.port_holder import holder_of
 from client.stack.ports import free_ports
 from client.stack.process import ChildProcess
 from client.stack.ready import wait_until_http_ready, wait_until_serving
@@ -171,16 +172,18 @@ class LocalStack:
         """Whoever has such a port would be taken for our process: it answers sooner."""
         options = self.options
         chosen = (
-            (options.host, options.port),
-            (LOOPBACK_HOST, options.http_port),
-            (LOOPBACK_HOST, options.gateway_port),
+            ("--port", options.host, options.port),
+            ("--http-port", LOOPBACK_HOST, options.http_port),
+            ("--gateway-port", LOOPBACK_HOST, options.gateway_port),
         )
-        for host, port in chosen:
+        for flag, host, port in chosen:
             try:
                 if port is not None:
                     check_listen(f"{host}:{port}")
             except ListenError as error:
-                raise StackError(str(error), is_setting=True) from None
+                holder = holder_of(port or 0)
+                by = "" if holder is None else f" by {holder.command} (pid {holder.pid})"
+                raise StackError(f"{error}{by}; choose another port with {flag}", is_setting=True) from None
 
     def _make_certificates(self) -> None:
         made = self.options.certificates

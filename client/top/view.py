@@ -91,7 +91,7 @@ def _executor(executor: inference_pb2.ExecutorStats, screen: Screen, width: int)
     parts: list[RenderableType] = [
         _executor_line(
             capacity,
-            screen.step_rates.get(capacity.executor_id),
+            _step_rate(capacity, screen),
             is_selected=is_selected,
             shows_model=len({one.capacity.model for one in screen.now.executors}) > 1,
         ),
@@ -117,11 +117,19 @@ def _executor_line(
     if capacity.num_waiting:
         line.append(f" + {capacity.num_waiting} standing by")
     rate = "" if step_rate is None else f"{step_rate:.0f} steps/s  "
-    line.append(f"  {rate}{capacity.output_tokens_per_s:.0f} tokens/s  step {capacity.step_ms:.1f} ms")
+    step_ms = "-" if capacity.HasField("steps_per_s") and not capacity.steps_per_s else f"{capacity.step_ms:.1f}"
+    line.append(f"  {rate}{capacity.output_tokens_per_s:.0f} tokens/s  step {step_ms} ms")
     constraint = _constraint(capacity.constraint)
     if constraint:
         line.append(f"  bound by {constraint}", "magenta")
     return line
+
+
+def _step_rate(capacity: inference_pb2.ExecutorCapacity, screen: Screen) -> float | None:
+    """Over the same ten seconds as its tokens; of an executor that does not say, since the message before."""
+    if capacity.HasField("steps_per_s"):
+        return capacity.steps_per_s
+    return screen.step_rates.get(capacity.executor_id)
 
 
 def _seats(executor: inference_pb2.ExecutorStats, bar_width: int) -> Text:

@@ -70,6 +70,24 @@ def refusal(door: Any, metadata: Metadata) -> str:
     return str(caught.value.description)
 
 
+def test_key_for_a_model_that_is_not_served_is_warned_about_at_start_and_when_the_file_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.toml"
+    entry = f'[[key]]\nid = "acme-1"\nhash = "sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"\ntenant = "acme"\n'
+    path.write_text(entry + 'models = ["smol", "Smol"]\n')
+    doors = Doors(RouterSettings(api_keys_file=path), lambda: {"smol", "smol-ab"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "API key 'acme-1' names the model 'Smol', which is not served here; served: smol, smol-ab"
+    ]
+
+    caplog.clear()
+    path.write_text(entry + 'models = ["smol-ab", "gone"]\n')
+    assert doors._keys is not None
+    doors._keys.look()
+    assert "'gone'" in caplog.records[0].getMessage()
+
+
 def test_no_file_is_an_open_door() -> None:
     assert Doors(RouterSettings()).door.identify(()) == ANYBODY
 

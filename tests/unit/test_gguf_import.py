@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
+import common.model_source as model_source
 from common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
 from executor.gguf_import import import_gguf
 from executor.model import PagedModel
@@ -20,7 +22,9 @@ HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_LAYERS = 64, 96, 4, 1
 SPECIAL_TOKENS = ["<|start|>", "<|end|>", "<|turn|>"]
 
 
-def write_gguf(path: Path, architecture: str = "llama") -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+def write_gguf(
+    path: Path, architecture: str = "llama", *, basename: str = "", chat_template: str = "", temperature: float = 0.5
+) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     """A tiny Llama, one matrix of it in Q4_1; returns that matrix as it is dequantised."""
     generator = np.random.default_rng(0)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -42,7 +46,12 @@ def write_gguf(path: Path, architecture: str = "llama") -> np.ndarray[tuple[int,
     writer.add_token_merges(["Ċ Ċ"])
     writer.add_eos_token_id(1)
     writer.add_eot_token_id(2)
-    writer.add_float32("general.sampling.temp", 0.5)
+    if temperature:
+        writer.add_float32("general.sampling.temp", temperature)
+    if basename:
+        writer.add_basename(basename)
+    if chat_template:
+        writer.add_chat_template(chat_template)
 
     def add(name: str, *shape: int) -> None:
         writer.add_tensor(name, generator.standard_normal(shape, np.float32) * np.float32(0.1))
@@ -96,6 +105,42 @@ def test_folder_is_complete_and_made_once(source: ModelSource, capfd: pytest.Cap
     assert resolve_model(str(folder)).gguf_file is None, "it is a model folder like any other"
     output = capfd.readouterr()
     assert "%" not in output.out + output.err, "no progress bars"
+
+
+TEMPLATE = "{{ messages[0]['content'] }}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sampling"),
+    [
+        ({"basename": "smollm2", "chat_template": TEMPLATE}, {"do_sample": True, "temperature": 0.2, "top_p": 0.9}),
+        ({"basename": "smollm2", "chat_template": ""}, {}),
+        ({"basename": "other", "chat_template": TEMPLATE}, {}),
+        ({"basename": "smollm2", "chat_template": TEMPLATE, "temperature": 0.5}, {"temperature": 0.5}),
+    ],
+    ids=["known chat model", "its base model", "unknown model", "the file's own values come first"],
+)
+def test_recommended_sampling_of_a_known_chat_model_is_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "tiny.gguf", **{"temperature": 0.0, **keys})
+    folder = import_gguf(resolve_model(str(tmp_path / "tiny.gguf")))
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [1, 2], **sampling}
+
+
+def test_model_imported_by_an_older_version_is_imported_again(source: ModelSource) -> None:
+    # Given a folder from before recommended sampling was known: version 1 of imports
+    assert source.gguf_file is not None
+    write_gguf(source.gguf_file, basename="smollm2", chat_template=TEMPLATE, temperature=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_source, "IMPORT_VERSION", b"1")
+        old = import_gguf(resolve_model(str(source.gguf_file)))
+        (old / "generation_config.json").write_text("{}")
+
+    new = import_gguf(resolve_model(str(source.gguf_file)))
+
+    assert json.loads((new / "generation_config.json").read_text())["temperature"] == 0.2
 
 
 def test_model_runs_and_knows_its_stop_tokens(source: ModelSource) -> None:

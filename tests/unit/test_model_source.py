@@ -46,6 +46,18 @@ def test_default_model_that_is_not_installed_says_how_to_install_it(monkeypatch:
         resolve_model("")
 
 
+@pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct", "smollm2-135m-instruct"])
+def test_default_model_is_found_by_its_name_without_a_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert resolve_model(name) == resolve_model("")
+
+
+def test_folder_of_the_default_models_name_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "SmolLM2-135M-Instruct")
+    assert resolve_model("SmolLM2-135M-Instruct").gguf_file is None
+
+
 def test_folder_is_served_under_its_name(tmp_path: Path) -> None:
     source = resolve_model(str(write_folder(tmp_path / "My-Model")))
     assert (source.name, source.folder, source.gguf_file) == ("My-Model", tmp_path / "My-Model", None)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from inflight.v1 import executor_pb2, inference_pb2, stats_pb2, types_pb2
 
 from common.errors import Reason, RequestError
 from router.admission_rules import AdmissionRules
@@ -250,6 +250,48 @@ async def test_placed_request_is_explained_by_its_executor_and_the_router_that_s
     assert (standing.executor_id, standing.output_tokens, standing.waiting_for) == ("e1", 3, "")
     assert standing.step_constraint == types_pb2.STEP_CONSTRAINT_SEATS
     assert not standing.HasField("estimated_wait")
+
+
+async def test_request_that_stands_by_on_an_executor_waits_for_a_seat(router: ScriptedRouter) -> None:
+    dispatcher = router.pools.by_name["m-static"].dispatcher
+    store, (link,), stream = router.stores["m-static"], dispatcher.links, new_stream()
+    store.explanations["r"] = Explanation(RequestState.PLACED, executor_id="e1")
+    async with router.running():
+        store.answers.append(placement(executor_id="e1"))
+        await dispatcher.submit(stream)
+        link.receive(accepts(1))
+        standing = await standing_of(router, model="m-static")
+    assert standing.state == inference_pb2.REQUEST_STATE_WAITING
+    assert (standing.executor_id, standing.wait_reason) == ("e1", inference_pb2.WAIT_REASON_SEAT)
+    assert standing.waiting_for == "waits on e1 for a seat (standby)"
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "words"),
+    [
+        (stats_pb2.SEQUENCE_PHASE_UNSPECIFIED, inference_pb2.REQUEST_STATE_PLACED, ""),
+        (
+            stats_pb2.SEQUENCE_PHASE_STANDBY,
+            inference_pb2.REQUEST_STATE_WAITING,
+            "waits on e1 for a seat (standby)",
+        ),
+        (
+            stats_pb2.SEQUENCE_PHASE_PREEMPTED,
+            inference_pb2.REQUEST_STATE_WAITING,
+            "waits on e1 to get its seat back (preempted)",
+        ),
+    ],
+)
+async def test_request_that_another_router_serves_is_explained_by_its_executors_report(
+    router: ScriptedRouter, phase: stats_pb2.SequencePhase, state: inference_pb2.RequestState, words: str
+) -> None:
+    (link,) = router.pools.by_name["m-static"].dispatcher.links
+    router.stores["m-static"].explanations["r"] = Explanation(RequestState.PLACED, attempt=1, executor_id="e1")
+    async with router.running():
+        held = [executor_pb2.HeldSequence(request_id="r", attempt=1, phase=phase)]
+        link.receive(executor_pb2.ServeResponse(report=executor_pb2.Report(seq=1, held=held)))
+        standing = await standing_of(router, model="m-static")
+    assert (standing.state, standing.waiting_for) == (state, words)
 
 
 async def test_request_that_nobody_knows_is_not_found(router: ScriptedRouter) -> None:

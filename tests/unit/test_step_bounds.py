@@ -15,7 +15,8 @@ from tests.scheduling import LIMITS, make_scheduler, make_sequence, step
 @pytest.mark.parametrize(
     ("limits", "prompts", "max_prefill_tokens", "constraint"),
     [
-        (LIMITS, [2, 2], None, StepConstraint.NO_WORK),
+        (LIMITS, [2], None, StepConstraint.NO_WORK),
+        (LIMITS, [2, 2], None, StepConstraint.SEATS),
         (LIMITS, [2, 2, 2], None, StepConstraint.SEATS),
         (LIMITS, [20], None, StepConstraint.TOKENS),
         (LIMITS, [8, 2], None, StepConstraint.TOKENS),
@@ -34,6 +35,18 @@ def test_first_step_is_bound_by(
     scheduler.schedule(max_prefill_tokens)
 
     assert scheduler.bounds.newest is constraint
+
+
+def test_full_step_is_bound_by_seats_though_nothing_stands_by() -> None:
+    # Given every seat taken in the step before; what waits is in the routers' queue, which the scheduler does not see
+    scheduler = make_scheduler(LIMITS)
+    for i in range(LIMITS.max_num_sequences):
+        scheduler.offer(make_sequence(str(i), [i]))
+    step(scheduler)
+
+    scheduler.schedule()
+
+    assert scheduler.bounds.newest is StepConstraint.SEATS
 
 
 def test_static_batch_bounds_who_waits() -> None:

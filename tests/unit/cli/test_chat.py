@@ -54,7 +54,7 @@ def test_settings_are_read_shown_and_unset(state: ChatState) -> None:
     assert run_command(state, "/set max_tokens 20") == "max_tokens is 20"
     assert run_command(state, "/set") == "temperature 0.5\nmax_tokens 20"
     assert run_command(state, "/set max_tokens many") == "max_tokens: 'many' is not a number"
-    assert run_command(state, "/set colour red").startswith("/set takes temperature")
+    assert run_command(state, "/set hue red").startswith("/set takes temperature")
     run_command(state, "/set max_tokens default")
     assert state.options == {"temperature": 0.5}
 
@@ -138,19 +138,20 @@ def test_a_pipe_sets_what_requests_ask_for(
         "hi",
         "//slash",
         "/set max_tokens -1",
-        "refused",
+        "third",
         "/exit",
         "never",
     ]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     assert main(["chat", "--seed", "7", "--address", address]) == 0
-    first, second = asked(router)
+    first, second, third = asked(router)
     assert first.sampling == types_pb2.SamplingParams(temperature=0.5, seed=7)
     assert list(first.stopping.stop) == ["END"]
     assert second.chat.messages[-1].content[0].text == "/slash"
     output = capsys.readouterr()
-    assert output.out == f"{SAID}\n{SAID}\n"
-    assert "error: max_tokens: -1 is not allowed" in output.err
+    assert output.out == f"{SAID}\n{SAID}\n{SAID}\n"
+    assert "max_tokens: is -1; must be at least 1" in output.err
+    assert not third.stopping.HasField("max_tokens"), "what is refused is not taken"
 
 
 # --- at a terminal
@@ -183,6 +184,7 @@ def test_ctrl_c_cancels_the_answer_on_the_router_and_the_chat_goes_on(
 ) -> None:
     router, address = endless
     with at_terminal("chat", "--address", address, environment={"XDG_STATE_HOME": str(tmp_path)}) as terminal:
+        terminal.expect(f"smol at {address}.")
         terminal.expect("> ")
         terminal.enter("talk without end")
         terminal.expect("on and ")

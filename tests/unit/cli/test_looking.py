@@ -77,6 +77,29 @@ def test_status_shows_policy_preemptions_constraint_and_variants(
     assert capacity["estimates"][0]["correction"] == 1.5
 
 
+def test_status_of_an_idle_executor_shows_no_speed(
+    address: str, router: ScriptedRouter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    router.capacity = inference_pb2.GetCapacityResponse(
+        executors=[
+            inference_pb2.ExecutorCapacity(
+                executor_id=name,
+                accepting=True,
+                steps_per_s=rate,
+                step_ms=86.6,
+                constraint=types_pb2.STEP_CONSTRAINT_NO_WORK,
+            )
+            for name, rate in (("idle", 0.0), ("busy", 11.5))
+        ]
+    )
+    assert main(["status", "--address", address]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert "86.6" in rows["busy"]
+    assert "86.6" not in rows["idle"]
+    assert "-" in rows["idle"]
+
+
 def test_status_watch_goes_on_until_ctrl_c(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +143,21 @@ def test_explain_says_what_a_request_waits_for(
         "  estimated wait: about 2.5 s",
     ]
     assert asked(router) == [inference_pb2.GetRequestRequest(request_id="mine", model="smol")]
+
+
+def test_explain_of_a_request_that_stands_by_says_where_and_for_what(
+    address: str, router: ScriptedRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router.standing = inference_pb2.GetRequestResponse(
+        state=inference_pb2.REQUEST_STATE_WAITING,
+        executor_id="e0",
+        waiting_for="waits on e0 for a seat (standby)",
+        wait_reason=inference_pb2.WAIT_REASON_SEAT,
+        priority=types_pb2.PRIORITY_CLASS_STANDARD,
+        step_constraint=types_pb2.STEP_CONSTRAINT_SEATS,
+    )
+    assert main(["explain", "mine", "--address", address]) == 0
+    assert capsys.readouterr().out.splitlines() == ["mine: waiting", "  waits on e0 for a seat (standby)"]
 
 
 def test_explain_of_a_placed_request_names_executor_variant_and_constraint(

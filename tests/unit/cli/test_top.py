@@ -88,6 +88,18 @@ def test_seats_are_filled_from_the_left_where_nobody_says_who_sits_where() -> No
     assert line_of(drawn(Screen.of(message(told))), "seats ") == "  seats ■ ■ □ □ □ □ □ □"
 
 
+def test_executor_that_stands_still_has_no_speed_and_steps_and_tokens_are_of_one_window() -> None:
+    # Given messages a second apart in which its counter of steps stands still
+    before, now = executor("e0", num_steps=9, tokens_per_s=163), executor("e0", num_steps=9, tokens_per_s=163)
+    now.capacity.steps_per_s = 20
+    shown = drawn(Screen.of(message(before)).shows(message(now, timestamp_ms=2_000)))
+    assert "20 steps/s  163 tokens/s  step 12.5 ms" in shown
+
+    now.capacity.steps_per_s = now.capacity.output_tokens_per_s = 0
+    shown = drawn(Screen.of(message(before)).shows(message(now, timestamp_ms=2_000)))
+    assert "0 steps/s  0 tokens/s  step - ms" in shown
+
+
 def test_many_seats_wrap_and_very_many_are_a_bar() -> None:
     wrapped = drawn(Screen.of(message(executor("e0", total=80))), width=60)
     assert wrapped.count("□") == 80 + 1, "and the legend's"

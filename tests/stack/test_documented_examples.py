@@ -1,0 +1,130 @@
+"""What a new user runs first: the examples of the README, of the quick start and of the gateway's page.
+
+Each is run with the default model as it stands in the page, with other ports, and its answer must be right.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from client.stack.local import LocalStack
+from client.stack.options import StackOptions
+from client.sync import Client
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/quickstart.md", "docs/gateway.md")
+BLOCK = re.compile(r"^```(console|bash|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# The commands whose output is an answer.
+ASKING = re.compile(r"inflight generate|curl \S*/v1/(chat/)?completions")
+# What is asked, and words of which one is in every right answer.
+ANSWERS = {
+    "capital of France": ("Paris",),
+    "Name three fruits": ("Bananas", "Oranges", "Grapes"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A snippet of Python, or a command for a shell, with what the page shows that it prints first."""
+
+    page: str
+    code: str
+    is_python: bool
+    printed: str = ""
+
+    @property
+    def right_words(self) -> tuple[str, ...]:
+        """Words of which the answer must have one."""
+        (words,) = (words for question, words in ANSWERS.items() if question in self.code)
+        return words
+
+
+def examples() -> Iterator[Example]:
+    """All examples that are answered by the model."""
+    for page in PAGES:
+        for language, block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
+            if language == "python":
+                yield Example(page, block, is_python=True)
+            else:
+                yield from (one for one in commands(page, language, block) if ASKING.match(one.code))
+
+
+def commands(page: str, language: str, block: str) -> Iterator[Example]:
+    """The commands of a block: in a console what follows `$ `, up to the end of its quotes; in a script every one."""
+    lines = block.splitlines()
+    while lines:
+        line = lines.pop(0)
+        if language == "console" and not line.startswith("$ "):
+            continue
+        code = line.removeprefix("$ ")
+        while code.count("'") % 2:
+            code += "\n" + lines.pop(0)
+        printed = lines[0] if language == "console" and lines and not lines[0].startswith("$ ") else ""
+        yield Example(page, code.partition("  #")[0].strip(), is_python=False, printed=printed)
+
+
+EXAMPLES = list(examples())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
+    """As `inflight up --gateway` starts it."""
+    options = StackOptions(gateways=1, run_dir=tmp_path_factory.mktemp("examples") / "run")
+    async with LocalStack(options) as running:
+        yield running
+
+
+def test_every_page_has_examples() -> None:
+    assert {(example.page, example.is_python) for example in EXAMPLES} == {
+        (page, is_python) for page in PAGES for is_python in (True, False)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=[f"{one.page}-{number}" for number, one in enumerate(EXAMPLES)])
+def test_documented_example_is_answered_right(stack: LocalStack, example: Example) -> None:
+    said = run(stack, example)
+    assert any(word in said for word in example.right_words), said
+    assert said.startswith(example.printed), "what the page shows is what is printed"
+
+
+@pytest.mark.slow
+def test_request_that_says_nothing_about_sampling_gets_what_the_models_authors_recommend(stack: LocalStack) -> None:
+    with Client(stack.address) as client:
+        sampled = [client.complete(chat="Name a fruit.", seed=seed, max_tokens=24).text for seed in range(4)]
+        recommended = [
+            client.complete(chat="Name a fruit.", seed=seed, max_tokens=24, temperature=0.2, top_p=0.9).text
+            for seed in range(4)
+        ]
+        assert sampled == recommended
+        hot = [client.complete(chat="Name a fruit.", seed=s, max_tokens=24, temperature=1).text for s in range(4)]
+        assert hot != recommended, "so the comparison above tells the two apart"
+
+
+def run(stack: LocalStack, example: Example) -> str:
+    """What the example prints, in a folder in which `inflight up` has started the stack."""
+    code = example.code.replace("localhost:50051", stack.address).replace("127.0.0.1:8000", stack.gateway_addresses[0])
+    inflight = f'inflight() {{ "{sys.executable}" -m client.cli.main "$@"; }}\n'
+    command = [sys.executable, "-c", code] if example.is_python else ["bash", "-c", inflight + code]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "protos" / "gen")))}
+    environment.pop("INFLIGHT_ADDRESS", None)
+    ended = subprocess.run(
+        command,
+        cwd=stack.options.run_dir.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout

@@ -1,0 +1,278 @@
+"""What a new user mistypes, leaves out or looks for: each is answered in a line or two that say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from inflight.v1 import inference_pb2
+
+from client.chat.commands import ChatState, run_command
+from client.chat.conversation import Conversation
+from client.cli import doctor, terminal
+from client.cli.main import main
+from client.cli.outcome import in_words
+from client.cli.up import EXECUTOR_FLAGS, ROUTER_FLAGS
+from client.errors import InflightError
+from client.stack.local import LocalStack, StackError
+from client.stack.options import StackOptions
+from client.stack.port_holder import holder_of
+from client.stack.state import ProcessState, StackState, write_state
+from common.server import GrpcServer
+from docs.generate.settings_page import settings_classes
+from tests.unit.scripted_router import ScriptedRouter
+
+
+def usage_error(*argv: str) -> int:
+    """The exit code, however the command ends."""
+    try:
+        return main(list(argv))
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def run_stack_here(address: str, *processes: ProcessState, ca_file: str = "") -> None:
+    """A local stack's state, as `inflight up` leaves it in the working directory."""
+    Path("run").mkdir()
+    write_state(Path("run"), StackState(os.getpid(), address, "redis://x", processes, ca_file))
+
+
+# --- the prompt
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_empty_prompt_is_refused_with_a_hint(
+    prompt: str, address: str, router: ScriptedRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", prompt, "--address", address]) == 2
+    assert capsys.readouterr().err == (
+        'error: the prompt is empty; give one, as in: inflight generate "Name three fruits."\n'
+    )
+    assert router.requests.empty(), "nothing was sent"
+
+
+@pytest.mark.parametrize("arguments", [(), ("-",), ("--raw",)])
+def test_missing_prompt_and_an_empty_standard_input_are_refused(
+    arguments: tuple[str, ...], address: str, router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["generate", *arguments, "--address", address]) == 2
+    assert router.requests.empty()
+
+
+# --- did you mean
+
+
+def test_mistyped_command_is_told_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["genrate"]) == 2
+    assert capsys.readouterr().err == (
+        "error: there is no command 'genrate'; did you mean 'generate'? inflight --help lists them all\n"
+    )
+    assert main(["xyzzy"]) == 2
+    assert capsys.readouterr().err == "error: there is no command 'xyzzy'; inflight --help lists them all\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("up", "--exectors", "2"), "error: unknown flag --exectors; did you mean --executors?"),
+        (("up", "--exectors=2"), "error: unknown flag --exectors; did you mean --executors?"),
+        (("generate", "hi", "--temprature", "0"), "error: unknown flag --temprature; did you mean --temperature?"),
+        (("models", "--colour"), "error: unknown flag --colour"),
+        (("generate", "hi", "there"), "error: unexpected argument 'there'"),
+        (("up", "--executors", "two"), "error: argument --executors: invalid int value: 'two'"),
+        (("explain",), "error: the following arguments are required: REQUEST_ID"),
+        (("key", "nwe", "--tenant", "a"), "error: argument ACTION: invalid choice: 'nwe'"),
+        (("router", "--executor", "x"), "error: unknown argument '--executor'; did you mean '--executors'?"),
+    ],
+)
+def test_mistyped_flag_is_told_the_nearest_one_in_two_lines(
+    argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert usage_error(*argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(words), error
+    assert error.count("\n") <= 2
+    assert "--help" in error or argv[0] == "router"
+
+
+# --- healthcheck
+
+
+async def test_healthcheck_without_arguments_asks_the_local_stack(capsys: pytest.CaptureFixture[str]) -> None:
+    server = GrpcServer(["inflight.v1.InferenceService"])
+    run_stack_here(await server.start("127.0.0.1:0"))
+    assert await asyncio.to_thread(main, ["healthcheck"]) == 1
+    assert "NOT_SERVING" in capsys.readouterr().out
+    await server.set_serving(True)
+    assert await asyncio.to_thread(main, ["healthcheck"]) == 0
+    await server.stop(0)
+
+
+def test_healthcheck_without_arguments_and_without_a_stack_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["healthcheck"]) == 2
+    error = capsys.readouterr().err
+    assert all(words in error for words in ("no stack runs from the folder run", "`inflight up`", "--address"))
+
+
+# --- ports
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "flag"), [("port", "--port"), ("http_port", "--http-port"), ("gateway_port", "--gateway-port")]
+)
+async def test_port_in_use_names_the_flag_and_who_has_it(
+    option: str, flag: str, taken_port: int, tmp_path: Path
+) -> None:
+    options = StackOptions(gateways=1, run_dir=tmp_path / "run", **{option: taken_port})  # type: ignore[arg-type]
+    with pytest.raises(StackError) as refused:
+        await LocalStack(options).start()
+    assert str(refused.value).startswith(f"cannot listen on 127.0.0.1:{taken_port}: the port is in use by ")
+    assert f"(pid {os.getpid()})" in str(refused.value)
+    assert str(refused.value).endswith(f"choose another port with {flag}")
+    assert "Errno" not in str(refused.value)
+
+
+def test_free_port_has_no_holder() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert holder_of(port) is None
+
+
+# --- chat
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/set temperature -3", "temperature: is -3; must be a number of at least 0"),
+        ("/set temperature nan", "temperature: is nan; must be a number of at least 0"),
+        ("/set top_p 2", "top_p: is 2; must be above 0 and at most 1"),
+        ("/set top_k -1", "top_k: is -1; must be at least 0"),
+        ("/set max_tokens 0", "max_tokens: is 0; must be at least 1"),
+        ("/set min_tokens -1", "min_tokens: is -1; must be at least 0"),
+        ("/set seed -1", "seed: is -1; must be at least 0"),
+        ("/set deadline_s 0", "deadline_s: is 0; must be above 0"),
+        ("/set priority urgent", "priority: 'urgent' is not one of interactive, standard, batch"),
+        ("/set temperature warm", "temperature: 'warm' is not a number"),
+        ("/set temprature 1", "/set takes no temprature; did you mean temperature?"),
+    ],
+)
+def test_setting_that_cannot_hold_is_refused_at_once(line: str, said: str) -> None:
+    state = ChatState(Conversation(None), lambda: ["smol"])
+    assert run_command(state, line) == said
+    assert state.options == {}
+
+
+def test_mistyped_chat_command_is_told_the_nearest_one() -> None:
+    state = ChatState(Conversation(None), lambda: ["smol"])
+    assert (
+        run_command(state, "/sytem be brief") == "there is no /sytem; did you mean /system? /help lists what there is"
+    )
+
+
+# --- errors
+
+
+def unavailable() -> InflightError:
+    raw = "connections to all backends failing; last error: UNKNOWN: ipv6:%5B::1%5D:50051: connection refused"
+    return InflightError(grpc.StatusCode.UNAVAILABLE, raw)
+
+
+def test_grpcs_own_words_are_shown_on_demand_only() -> None:
+    assert in_words(unavailable(), "localhost:50051") == (
+        "no router answers at localhost:50051; `inflight up` starts one"
+    )
+    assert "connection refused" in in_words(unavailable(), "localhost:50051", is_verbose=True)
+
+
+@pytest.mark.slow
+def test_verbose_flag_shows_grpcs_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--address", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err == "error: no router answers at 127.0.0.1:1; `inflight up` starts one\n"
+    assert main(["models", "-v", "--address", "127.0.0.1:1"]) == 1
+    assert "127.0.0.1:1: " in capsys.readouterr().err
+
+
+# --- help
+
+
+def test_help_of_up_shows_the_defaults_of_what_it_passes_on() -> None:
+    classes = dict(settings_classes())
+    for flags, process in ((EXECUTOR_FLAGS, "executor"), (ROUTER_FLAGS, "router")):
+        for flag, text in flags.items():
+            default = classes[process].model_fields[flag.strip("-").replace("-", "_")].default
+            shown = re.search(r"\(default: (.*)\)$", text)
+            assert shown is not None, flag
+            expected = {None: "none", 0: "from free memory"}.get(default, str(default).replace("_", ","))
+            assert shown.group(1).replace(",", "") == str(expected).replace(",", ""), flag
+
+
+# --- output
+
+
+@pytest.mark.parametrize(
+    "argv", [("doctor",), ("size",), ("status",), ("models",), ("top", "--once")], ids=lambda argv: argv[0]
+)
+def test_piped_output_has_no_trailing_blanks(
+    argv: tuple[str, ...],
+    address: str,
+    router: ScriptedRouter,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Without the examination that builds kernels.
+    monkeypatch.setattr(doctor, "examinations", lambda model: (doctor.python, doctor.memory, doctor.gpu))
+    router.capacity = inference_pb2.GetCapacityResponse(
+        executors=[inference_pb2.ExecutorCapacity(executor_id="e0", model="smol", seats_total=4)]
+    )
+    router.stats = [inference_pb2.GetStatsResponse(router_id="r", timestamp_ms=time_ms) for time_ms in (1000, 2000)]
+    main([*argv, *(() if argv[0] in ("doctor", "size") else ("--address", address))])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_blanks_within_a_line_stay_however_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    console = terminal.console()
+    console.print("a  ", end="")
+    console.print("b  ")
+    console.print("  c")
+    assert capsys.readouterr().out == "a  b\n  c\n"
+
+
+# --- keys
+
+
+def test_key_for_a_model_that_the_local_stack_does_not_serve_is_warned_about(
+    address: str, router: ScriptedRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_stack_here(address)
+    assert main(["key", "new", "--tenant", "acme", "--models", "smol,Smoll"]) == 0
+    output = capsys.readouterr()
+    assert "[[key]]" in output.out
+    assert "warning: the local stack serves no model 'Smoll'; did you mean 'smol'?" in output.err
+    assert main(["key", "new", "--tenant", "acme", "--models", "smol"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_key_without_a_stack_is_made_without_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "new", "--tenant", "acme", "--models", "any"]) == 0
+    assert "warning" not in capsys.readouterr().err

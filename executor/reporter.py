@@ -43,8 +43,10 @@ class Reporter:
         """Sends reports until cancelled."""
         while True:
             # When nothing changes for a second the lease must be renewed all the same.
+            # `asyncio.wait_for` would lose a cancellation that comes together with a change (Python 3.11).
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), MAX_INTERVAL_S)
+                async with asyncio.timeout(MAX_INTERVAL_S):
+                    await self._changed.wait()
             self._changed.clear()
             if self._status is not None:
                 self._report(self._status)

@@ -21,7 +21,7 @@ from router.relay import Relay
 from router.silence import Silence
 from router.store.settings import StoreSettings
 from router.store.store import _repeat
-from router.store.types import Adopted, CancelOutcome, Lost, Queued
+from router.store.types import Adopted, CancelOutcome, LeaseLapsed, Lost, Queued
 from router.streams import RequestStream
 from tests.scripted_store import (
     ScriptedRouter,
@@ -80,6 +80,24 @@ def test_request_that_cannot_be_handed_back_is_tried_again_every_half_second() -
                 assert len(store.hand_backs) == num_tries
                 await asyncio.sleep(RETRY_S + SLACK_S)
             assert len(store.hand_backs) == 4
+
+    run_virtual(work)
+
+
+def test_request_that_cannot_be_put_in_line_again_is_tried_again_every_half_second() -> None:
+    async def work() -> None:
+        router = ScriptedRouter("m", no_executor_grace_s=10.0)
+        router.link("e0", "m")
+        store = router.stores["m"]
+        async with router.running():
+            await router.pools.find("m").dispatcher.submit(new_stream())
+            store.answers.extend([AWAY] * 3)
+            store.tell(LeaseLapsed())
+            for num_submits in (2, 3, 4, 5):
+                await settled()
+                assert len(store.demands) == num_submits
+                await asyncio.sleep(RETRY_S + SLACK_S)
+            assert len(store.demands) == 5
 
     run_virtual(work)
 

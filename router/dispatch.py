@@ -363,11 +363,11 @@ class Dispatcher:
         if isinstance(outcome, Adopted):
             refused = await self._attach(stream, outcome)
         stream.is_being_submitted = False
-        if refused is not None and stream.attempt:
-            # Another call for it, made since a reply was lost, was answered first: it runs, and this answer is void.
+        if isinstance(outcome, RequestError) and stream.admitted is not None:
+            # Another call for it, made since a reply was lost, was answered first: it waits or runs.
             if stream.is_abandoned:
                 self._placer.stop(stream)
-            return stream.placement or Queued(0)
+            return stream.admitted
         if refused is not None:
             self._placer.end(stream, refused)
         elif self._is_draining:

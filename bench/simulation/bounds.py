@@ -111,11 +111,11 @@ class Calm:
 
 @dataclass(frozen=True, slots=True)
 class Lasting:
-    """A state that must end within `bound_us` of `since_us`, or of when it was first seen."""
+    """A state that must end within `bound_us` of `since_us`, or of when it was first seen; None: it has no bound."""
 
     what: str
     since_us: int
-    bound_us: int
+    bound_us: int | None
 
 
 @dataclass(slots=True)
@@ -263,7 +263,8 @@ class Bounds:
             del self._first_seen_us[gone]
         for key, one in lasting.items():
             since_us = max(self._first_seen_us.setdefault(key, look.now_us), one.since_us)
-            _require_by(look.now_us, since_us, one.bound_us, one.what)
+            if one.bound_us is not None:
+                _require_by(look.now_us, since_us, one.bound_us, one.what)
 
     def _note_down(self, look: _Look) -> None:
         """Who is dead or hung, and since when: at the latest since the look before."""
@@ -295,7 +296,8 @@ class Bounds:
             record = look.records.get(request_id)
             router = _router("any" if record is None else record.router_id)
             what = f"{executor_id} does not hold {request_id} (attempt {attempt}), for which it is reserved"
-            if self._within(key, look.now_us, STORE, router, _executor(executor_id)):
+            is_served = record is not None and record.router_id in look.routers
+            if is_served and self._within(key, look.now_us, STORE, router, _executor(executor_id)):
                 yield key, Lasting(what, 0, AT_ONCE_US)
             else:
                 yield key, Lasting(what, self._audited_since_us(executor_id), AUDIT_US + AT_ONCE_US)
@@ -318,9 +320,9 @@ class Bounds:
                 continue
             key = ("unwanted", executor_id, request_id, attempt)
             parts = (STORE, _router(record.router_id), _executor(executor_id))
-            if record.router_id in look.routers and self._within(key, look.now_us, *parts):
-                what = f"{executor_id} runs {request_id}, which has ended ({record.fate.value})"
-                yield key, Lasting(what, 0, MAX_STEPS * self._longest_step_us() + AT_ONCE_US)
+            could_say = record.router_id in look.routers and self._within(key, look.now_us, *parts)
+            what = f"{executor_id} runs {request_id}, which has ended ({record.fate.value})"
+            yield key, Lasting(what, 0, MAX_STEPS * self._longest_step_us() + AT_ONCE_US if could_say else None)
 
     def _unserved(self, look: _Look) -> Iterable[tuple[Hashable, Lasting]]:
         """Places in line of requests that have ended or whose router is gone."""
@@ -333,9 +335,10 @@ class Bounds:
             if record.router_id not in look.routers:
                 since_us = max(self._calm.since_us(STORE), self._calm.all_since_us("router"))
                 yield key, Lasting(what, since_us, REAPED_US)
-            elif self._within(key, look.now_us, STORE, _router(record.router_id)):
-                yield key, Lasting(what, 0, AT_ONCE_US)
-            # Redis was away when it should have left: it leaves when it comes to its turn.
+            else:
+                # Where Redis was away when it should have left, it leaves when it comes to its turn.
+                could_leave = self._within(key, look.now_us, STORE, _router(record.router_id))
+                yield key, Lasting(what, 0, AT_ONCE_US if could_leave else None)
 
     def _lapsed(self, look: _Look) -> Iterable[tuple[Hashable, Lasting]]:
         """Leases of dead routers, and of dead or hung executors."""

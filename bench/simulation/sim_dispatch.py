@@ -148,7 +148,7 @@ class Dispatch:
         if isinstance(outcome, Queued):
             stream.record.estimated_wait_ms = outcome.estimated_wait_ms
         if isinstance(outcome, Refused | Duplicate):
-            if stream.attempt:  # it was submitted again meanwhile, and placed
+            if stream.record.accepted_us is not None:  # it was submitted again meanwhile, and admitted
                 if stream.is_abandoned:
                     self._stop(stream)
                 return

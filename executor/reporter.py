@@ -43,8 +43,8 @@ class Reporter:
         """Sends reports until cancelled."""
         while True:
             # When nothing changes for a second the lease must be renewed all the same.
+            # `asyncio.wait_for` would lose a cancellation that comes together with a change (Python 3.11).
             with contextlib.suppress(TimeoutError):
-                # Not `asyncio.wait_for`: that of Python 3.11 can drop a cancel that comes together with the change.
                 async with asyncio.timeout(MAX_INTERVAL_S):
                     await self._changed.wait()
             self._changed.clear()

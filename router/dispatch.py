@@ -363,6 +363,11 @@ class Dispatcher:
         if isinstance(outcome, Adopted):
             refused = await self._attach(stream, outcome)
         stream.is_being_submitted = False
+        if isinstance(outcome, RequestError) and stream.admitted is not None:
+            # Another call for it, made since a reply was lost, was answered first: it waits or runs.
+            if stream.is_abandoned:
+                self._placer.stop(stream)
+            return stream.admitted
         if refused is not None:
             self._placer.end(stream, refused)
         elif self._is_draining:

@@ -149,6 +149,7 @@ class Placer:
         if isinstance(outcome, Duplicate):
             return mismatch() if demand.digest and not is_served else duplicate(client_id(stream.request_id))
         stream.record.admitted()
+        stream.admitted = outcome
         match outcome:
             case Placement():
                 self.place(outcome)

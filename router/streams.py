@@ -22,7 +22,7 @@ from router.frames import FrameError, context_of
 from router.observing import CANCELLED, NOBODY, RequestFacts, RequestRecord, outcome_of
 from router.reading import Reading
 from router.refusals import taken_over
-from router.store.types import Demand, Ending, Placement, Queued
+from router.store.types import Adopted, Demand, Dropped, Ending, Placement, Queued
 
 OWN_ENDS = frozenset({types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASON_LENGTH})
 
@@ -107,6 +107,8 @@ class RequestStream:
         # Another router, or nobody for now, serves it: nothing of it is settled or cancelled from here.
         self.is_let_go = False
         self.is_being_submitted = False
+        # What the ledger last answered to a submit of it, unless it refused.
+        self.admitted: Placement | Queued | Dropped | Adopted | None = None
         # It has ended on its executor, which sends it once more.
         self.is_over = False
         # For all that the ledger knows, it ended otherwise than by a cancel.

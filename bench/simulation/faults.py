@@ -77,4 +77,22 @@ class FaultRates:
             yield Fault(at_us, kind, rng.randrange(1 << 30), duration_us, rng.randrange(0, 12))
 
 
+@dataclass(frozen=True, slots=True)
+class SpacedFaults:
+    """One kind of fault, again and again, so far apart that each is over before the next."""
+
+    kind: FaultKind
+    every_s: float
+    duration_s: float
+
+    def schedule(self, seed: int, until_us: int) -> list[Fault]:
+        """All faults of a run, by time."""
+        rng = random.Random(f"{seed}/faults/{self.kind.value}")
+        every_us, duration_us = round(self.every_s * US_PER_S), round(self.duration_s * US_PER_S)
+        return [
+            Fault(at_us + rng.randrange(US_PER_S), self.kind, rng.randrange(1 << 30), duration_us, rng.randrange(0, 12))
+            for at_us in range(every_us // 2, until_us, every_us)
+        ]
+
+
 NO_FAULTS = FaultRates()

@@ -126,6 +126,10 @@ class Ledger:
 
         self._operate("hand_back", args, answer, on_failure, own_id=request_id)
 
+    def absolve(self, request_id: str, attempt: int) -> None:
+        """See `AdmissionStore.absolve`. Where it fails, the request stays under suspicion."""
+        self._operate("absolve", [request_id, attempt], lambda reply, _: None, _ignore)
+
     def report(self, report: ExecutorReport, on_result: Callable[[ReportOutcome], None]) -> None:
         """See `AdmissionStore.report`. A report that fails is lost."""
         self._operate(

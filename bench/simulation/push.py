@@ -52,6 +52,7 @@ class PushRouter:
     """The routers of such a deployment."""
 
     def __init__(self, policy: PushPolicy, shape: RouterShape, timeline: Timeline, witness: Witness) -> None:
+        self.router_id = "push"
         self.process = Process(timeline)
         self.streams: dict[str, SimStream] = {}
         self._policy = policy

@@ -40,6 +40,7 @@ class RouterEnd(Protocol):
     """The router's side, and what clients do there."""
 
     process: Process
+    router_id: str
 
     def arrive(self, request: SimRequest) -> None:
         """A client's request."""

@@ -148,6 +148,10 @@ class Dispatch:
         if isinstance(outcome, Queued):
             stream.record.estimated_wait_ms = outcome.estimated_wait_ms
         if isinstance(outcome, Refused | Duplicate):
+            if stream.record.accepted_us is not None:  # it was submitted again meanwhile, and admitted
+                if stream.is_abandoned:
+                    self._stop(stream)
+                return
             self.end(stream, *_why(outcome))
             self.forget(stream)
         else:
@@ -199,6 +203,7 @@ class Dispatch:
                 self._hand_back(stream, placement.attempt, was_rejected=True)
             return
         stream.placement, stream.attempt, stream.cached_tokens = placement, placement.attempt, 0
+        stream.num_before_placement, stream.is_suspect = len(stream.output), placement.suspect
         stream.record.num_placements += 1
         if stream.record.placed_us is None:
             stream.record.placed_us = self._timeline.now_us
@@ -246,6 +251,7 @@ class Dispatch:
             rejected=was_rejected,
             preempted=was_preempted,
             output_tokens=len(stream.output),
+            progressed=stream.has_progressed,
         )
 
         def ask_again() -> None:

@@ -7,9 +7,12 @@ One object is one start of it; a restart is another with a newer generation. Wha
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
+from itertools import chain
 
+from bench.simulation.bounds import StepBound
 from bench.simulation.device import H200, ModelledDevice, StepCost
 from bench.simulation.session import Session
 from bench.simulation.timeline import US_PER_S, Process, Timeline
@@ -92,6 +95,7 @@ class SimExecutor:
             max_inter_token_ms=shape.max_inter_token_ms,
             clock=lambda: self.device.now_s,
         )
+        self.step_bound = StepBound(executor_id, self.engine)
         self.session_of: dict[Sequence, Session] = {}
         self._offered: dict[Sequence, Session] = {}
         self._has_inbox = False
@@ -132,8 +136,15 @@ class SimExecutor:
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """The sequence shall end."""
+        for sequence in self.told():
+            if (sequence.request_id, sequence.attempt) == (request_id, attempt):
+                self.step_bound.left(sequence)
         self.engine.cancel(request_id, attempt, reason)
         self._wake()
+
+    def told(self) -> Iterator[Sequence]:
+        """The placements that its routers have been told of no end."""
+        return chain(self.session_of, self._offered)
 
     def join(self, session: Session) -> None:
         """A router's stream begins."""
@@ -161,6 +172,7 @@ class SimExecutor:
         self.device.now_s = self._timeline.now_us / US_PER_S
         before = (self.engine.num_steps, self.device.num_launched)
         self.engine.step()
+        self.step_bound.check()
         if self.scheduler.is_idle and not self._has_inbox:
             return
         next_us = max(self._timeline.now_us, self.device.read_us)
@@ -190,6 +202,7 @@ class SimExecutor:
         for sequence, offset, token_id in output.tokens:
             self.session_of[sequence].token(sequence, offset, token_id)
         for end in output.finished:
+            self.step_bound.left(end.sequence)
             self.session_of.pop(end.sequence).finished(end.sequence, end.reason)
         for session in self.sessions:
             session.flush()
@@ -233,9 +246,11 @@ class SimExecutor:
 
     def _newest_report(self) -> ExecutorReport:
         limits = self.scheduler.limits
-        held = [HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in self.scheduler.held()]
-        held += [HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in self._offered]
         status = self._status
+        # What was published, as `Holdings.reported`: the loop is a step ahead, and has ended what still brings tokens.
+        known = status.held if status else ()
+        held = [HeldSequence(one.request_id, one.attempt, one.reserved_blocks) for one in known]
+        held += [HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in self._offered]
         return ExecutorReport(
             executor_id=self.executor_id,
             generation=self.generation,

@@ -138,6 +138,9 @@ class SimRouter:
         self._witness.require(offset <= expected, missing)
         if offset == expected:
             stream.output.append(token_id)
+            if stream.is_suspect:
+                stream.is_suspect = False
+                self.dispatch.ledger.absolve(stream.request.request_id, stream.attempt)
             if not stream.has_ended:
                 self._witness.delivered(stream.record, offset, token_id, self._timeline.now_us)
 

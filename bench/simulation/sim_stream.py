@@ -35,6 +35,13 @@ class SimStream:
     is_cancelled: bool = False
     is_being_submitted: bool = False
     is_handed_back: bool = False
+    is_suspect: bool = False
+    num_before_placement: int = 0
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the current placement has brought a token."""
+        return len(self.output) > self.num_before_placement
 
     @property
     def has_ended(self) -> bool:

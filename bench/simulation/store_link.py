@@ -70,6 +70,11 @@ class StoreLink:
         num_args, payload = self.beginning("snapshot", (), OBSERVER_ID)
         return parse_snapshot(parse_reply(self._wire.call(b"*%d\r\n%b" % (num_args, payload))))
 
+    def query(self, *words: str | int) -> Any:
+        """The reply to a command that only reads, as the pool is now."""
+        self.wait_for_calls()
+        return self._wire.call(command(*words))
+
     def wait_for_calls(self) -> None:
         """Everything that was called has taken effect afterwards."""
         while len(self._early) < len(self._due):

@@ -146,6 +146,8 @@ class RedisWire:
                 return line.decode(), at
             case b"-":
                 return RedisReplyError(line.decode()), at
+            case b",":
+                return float(line), at
             case b"_":
                 return None, at
         raise RedisReplyError(f"a reply of kind {kind!r} is not expected")

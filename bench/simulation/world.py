@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from bench.simulation.faults import NO_FAULTS, Fault, FaultKind, FaultRates
+from bench.simulation.bounds import Bounds
+from bench.simulation.faults import NO_FAULTS, Fault, FaultKind, FaultRates, SpacedFaults
 from bench.simulation.push import PushPolicy, PushRouter
 from bench.simulation.session import RouterEnd, Session
 from bench.simulation.sim_executor import ExecutorShape, SimExecutor
@@ -41,19 +42,21 @@ class SimulationFailed(AssertionError):
 @dataclass(frozen=True, slots=True)
 class WorldSettings:
     """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get; `push`: one
-    router places on arrival instead of by the ledger."""
+    router places on arrival instead of by the ledger; `has_room`: the load is so low that an interrupted stream always
+    finds a free seat, so the time until its next token is checked, too."""
 
     seed: int = 0
     num_routers: int = 2
     num_executors: int = 2
     executor: ExecutorShape = field(default_factory=ExecutorShape)
     router: RouterShape = field(default_factory=RouterShape)
-    faults: FaultRates = NO_FAULTS
+    faults: FaultRates | SpacedFaults = NO_FAULTS
     duration_s: float = 60.0
     drain_s: float = 300.0
     look_s: float = 1.0
     max_wait_s: float | None = None
     push: PushPolicy | None = None
+    has_room: bool = False
 
 
 class World:
@@ -73,6 +76,7 @@ class World:
         self.begin_us = START_US + WARM_UP_US
         self._num_starts = 0
         self._emptied_us: int | None = None
+        self.bounds = Bounds(self.timeline, settings.executor, settings.has_room)
 
     def close(self) -> None:
         """Leaves nothing in Redis."""
@@ -116,6 +120,8 @@ class World:
         self.witness.look(self.link.snapshot(), most_sequences, is_rebuilding=is_rebuilding)
         self.witness.all_accounted_for(self._open_ids())
         self.witness.within(self._running())
+        if self.settings.push is None:
+            self.bounds.look(self.link, self._living_routers(), self.executors, self.witness.records)
 
     def check_end(self) -> None:
         """Checks that nothing is left of anything."""
@@ -175,6 +181,7 @@ class World:
         executor = SimExecutor(
             f"x{index:04}", generation, settings.executor, self.timeline, self.witness, settings.seed
         )
+        self.bounds.changed(executor=executor)
         executor.start()
         for router in self._living_routers():
             self.timeline.after(self._random.randrange(MAX_RECONNECT_US), self._join, router, executor)
@@ -183,6 +190,7 @@ class World:
     def _start_router(self, index: int) -> RouterEnd:
         self._num_starts += 1
         router = self._make_router(f"r{index:02}.{self._num_starts}")
+        self.bounds.changed(router=router)
         for executor in self._living_executors():
             self.timeline.after(self._random.randrange(MAX_RECONNECT_US), self._join, router, executor)
         return router
@@ -203,6 +211,7 @@ class World:
     def _joined(self, router: RouterEnd, executor: SimExecutor) -> None:
         if not router.process.is_alive:
             return
+        self.bounds.changed(router=router, executor=executor)
         session = Session(router, executor, self.timeline)
         executor.join(session)
         router.process.run(router.on_linked, session)
@@ -225,6 +234,7 @@ class World:
         self.num_faults[fault.kind] += 1
         router = self.routers[fault.place % len(self.routers)]
         executor = self.executors[fault.place % len(self.executors)]
+        self.bounds.broken(fault, router, executor)
         match fault.kind:
             case FaultKind.ROUTER_CRASH:
                 self._kill_router(router, fault.duration_us)
@@ -249,6 +259,7 @@ class World:
     def _kill_router(self, router: RouterEnd, duration_us: int) -> None:
         if not router.process.is_alive:
             return
+        self.bounds.changed(router=router)
         router.die()
         for executor in self._living_executors():
             for session in executor.sessions:
@@ -263,6 +274,7 @@ class World:
     def _kill_executor(self, executor: SimExecutor, duration_us: int) -> None:
         if not executor.process.is_alive:
             return
+        self.bounds.lost(executor)
         executor.process.kill()
         for session in executor.sessions:
             session.is_open = False
@@ -278,6 +290,7 @@ class World:
         if not executor.process.is_alive or not open_sessions:
             return
         session = open_sessions[place % len(open_sessions)]
+        self.bounds.lost(executor, session.router)
         session.is_open = False
         self._unlink(session)
         self.timeline.after(NOTICED_US, executor.process.run, executor.leave, session)

@@ -51,7 +51,7 @@ def test_reservation_that_nothing_stands_for_is_seen(
         return replace(true, held=(*true.held, HeldSequence(f"ghost of {self.executor_id}", 1, 3)))
 
     monkeypatch.setattr(SimExecutor, "_newest_report", haunted)
-    fails(make_world(redis_url, pool, 1, duration_s=5), "still reserved")
+    fails(make_world(redis_url, pool, 1, duration_s=5), "for which it is reserved, for 4")
 
 
 def test_lost_placement_that_nobody_hands_back_is_seen(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from bench.simulation.device import SLOW
-from bench.simulation.faults import NO_FAULTS, FaultRates
+from bench.simulation.faults import NO_FAULTS, FaultRates, SpacedFaults
 from bench.simulation.population import Population
 from bench.simulation.push import PushPolicy
 from bench.simulation.sim_executor import ExecutorShape
@@ -36,7 +36,7 @@ def make_world(
     *,
     shape: ExecutorShape = SHAPE,
     router: RouterShape = ROUTER,
-    faults: FaultRates = NO_FAULTS,
+    faults: FaultRates | SpacedFaults = NO_FAULTS,
     rate_per_s: float = 8.0,
     duration_s: float = 15.0,
     num_routers: int = 3,
@@ -44,6 +44,8 @@ def make_world(
     max_wait_s: float | None = None,
     requests: Iterable[SimRequest] | None = None,
     push: PushPolicy | None = None,
+    look_s: float = 0.5,
+    has_room: bool = False,
 ) -> World:
     """A world that has not begun."""
     settings = WorldSettings(
@@ -54,9 +56,10 @@ def make_world(
         router=router,
         faults=faults,
         duration_s=duration_s,
-        look_s=0.5,
+        look_s=look_s,
         max_wait_s=max_wait_s,
         push=push,
+        has_room=has_room,
     )
     population = Population(num_tenants=7, rate_per_s=rate_per_s)
     return World(url, pool, settings, population.requests(seed, duration_s) if requests is None else requests)

@@ -252,3 +252,27 @@ def test_idleness_is_counted(world: World) -> None:
     world.end(b)
     assert world.holdings.num_times_idle == 1
     assert not world.holdings.has_work
+
+
+def test_orphan_goes_on_up_to_the_last_moment_of_its_grace(world: World) -> None:
+    world.place(left := router(), "a")
+    world.now_s = 100.0
+    world.holdings.leave(left)
+    world.now_s = 114.999
+    assert world.holdings.tend() == 115
+    assert not world.cancels
+    world.now_s = 115.0
+    world.holdings.tend()
+    assert world.cancels == [("a", 1, FinishReason.CANCELLED)]
+
+
+def test_ended_sequence_is_kept_for_its_minute_and_no_longer(world: World) -> None:
+    world.end(world.place(router(), "a"))
+    world.now_s = 59.999
+    assert world.holdings.tend() == 60
+    world.holdings.attach(executor_pb2.Attach(request_id="a", attempt=1), in_time := router())
+    assert take(in_time).attached
+    world.now_s = 60.0
+    assert world.holdings.tend() is None
+    world.holdings.attach(executor_pb2.Attach(request_id="a", attempt=1), late := router())
+    assert [one.reason for one in take(late).rejected] == [executor_pb2.REJECT_REASON_NOT_HELD]

@@ -32,6 +32,8 @@ WARM_UP_US = 2 * US_PER_S
 QUIET_US = 30 * US_PER_S
 # Two leases, until the ledger is whole again after Redis lost it.
 REBUILD_US = 10 * US_PER_S
+# Redis' clock is set back by so many times a fault's duration: from 0.3 s to an hour.
+CLOCK_STEP_FACTOR = 300
 
 
 class SimulationFailed(AssertionError):
@@ -245,6 +247,8 @@ class World:
                 self.link.empty()
             case FaultKind.STORE_AWAY:
                 self.link.go_away(fault.duration_us)
+            case FaultKind.STORE_CLOCK_BACK:
+                self.link.set_clock_back(fault.duration_us * CLOCK_STEP_FACTOR // US_PER_MS)
 
     def _kill_router(self, router: RouterEnd, duration_us: int) -> None:
         if not router.process.is_alive:

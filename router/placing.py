@@ -107,6 +107,8 @@ class Placer:
         self._handed_back: set[RequestStream] = set()
         # Left in line for another router, which has their clients: what the ledger tells of them is not for us.
         self._left: set[str] = set()
+        # Being submitted again, because the ledger did not know them.
+        self._found_forgotten: set[RequestStream] = set()
         self._linked = asyncio.Event()
 
     def add_link(self, link: ExecutorLink) -> None:
@@ -385,3 +387,26 @@ class Placer:
     def forget(self, stream: RequestStream) -> None:
         """The request is no longer served here."""
         self._known.forget(stream)
+
+    # What the ledger may have forgotten (`router.waiting_audit`).
+
+    def waiting(self) -> list[RequestStream]:
+        """The requests that are in line, as far as this router knows."""
+        return [stream for stream in self.streams.values() if self.waits(stream)]
+
+    def waits(self, stream: RequestStream) -> bool:
+        """Whether the request is in line, as far as this router knows, and neither entering nor leaving."""
+        is_served = self.streams.get(stream.request_id) is stream and not stream.has_ended and not stream.is_abandoned
+        is_moving = stream.is_being_submitted or stream in self._handed_back or stream in self._found_forgotten
+        return is_served and stream.placement is None and not is_moving
+
+    def submit_forgotten_again(self, stream: RequestStream) -> None:
+        """The ledger does not have a request in line that waits here: puts it there."""
+        self._found_forgotten.add(stream)
+        self._spawn(self._submit_forgotten_again(stream))
+
+    async def _submit_forgotten_again(self, stream: RequestStream) -> None:
+        try:
+            await self._submit_again(stream)
+        finally:
+            self._found_forgotten.discard(stream)

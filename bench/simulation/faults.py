@@ -24,6 +24,7 @@ class FaultKind(Enum):
     STORE_EMPTY = "store_empty"
     STORE_AWAY = "store_away"
     STORE_CLOCK_BACK = "store_clock_back"
+    STORE_STALE = "store_stale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class FaultRates:
     store_empty: float = 0.0
     store_away: float = 0.0
     store_clock_back: float = 0.0
+    store_stale: float = 0.0
 
     @classmethod
     def of(cls, kinds: str, per_minute: float) -> FaultRates:

@@ -22,6 +22,13 @@ STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[
 """Takes the place of `clock.lua`: the time is what the simulation wrote."""
 
 EMPTY = "for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', key) end"
+REMEMBER = "for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('COPY', key, ARGV[2] .. key, 'REPLACE') end"
+RESTORE = (
+    EMPTY
+    + """
+for _, key in ipairs(redis.call('KEYS', ARGV[2] .. '*')) do redis.call('RENAME', key, key:sub(#ARGV[2] + 1)) end
+"""
+)
 OBSERVER_ID = "observer"
 ROUND_TRIP_US = 300
 # Redis' clock where the timeline's is 0: so late that it can be set back by hours, again and again.
@@ -85,6 +92,15 @@ class StoreLink:
     def empty(self) -> None:
         """Redis loses everything, as a restart without persistence does."""
         self._post("", self._emptying(), None)
+        self._clock_ms = -1
+
+    def remember(self, number: int) -> None:
+        """Keeps what Redis holds now, to be brought back by `roll_back` with the same number."""
+        self._post("", command("EVAL", REMEMBER, 0, self.keys.key("*"), f"stale:{number}:"), None)
+
+    def roll_back(self, number: int) -> None:
+        """Redis forgets what has changed since, as a failover to a replica that is behind does. No call fails."""
+        self._post("", command("EVAL", RESTORE, 0, self.keys.key("*"), f"stale:{number}:"), None)
         self._clock_ms = -1
 
     def set_clock_back(self, step_ms: int) -> None:

@@ -103,6 +103,9 @@ class World:
         end_us = self.begin_us + round(settings.duration_s * US_PER_S)
         for fault in settings.faults.schedule(settings.seed, end_us - self.begin_us):
             self.timeline.at(self.begin_us + fault.at_us, self._break, fault)
+            if fault.kind is FaultKind.STORE_STALE:
+                remembered_us = max(START_US, self.begin_us + fault.at_us - fault.duration_us)
+                self.timeline.at(remembered_us, self.link.remember, fault.place)
         self._next_arrival()
         look_us = round(settings.look_s * US_PER_S)
         while self.timeline.now_us < end_us:
@@ -245,6 +248,9 @@ class World:
             case FaultKind.STORE_EMPTY:
                 self._emptied_us = self.timeline.now_us
                 self.link.empty()
+            case FaultKind.STORE_STALE:
+                self._emptied_us = self.timeline.now_us
+                self.link.roll_back(fault.place)
             case FaultKind.STORE_AWAY:
                 self.link.go_away(fault.duration_us)
             case FaultKind.STORE_CLOCK_BACK:

@@ -110,6 +110,7 @@ class StoreMachine(RuleBasedStateMachine):
             lambda rng, router_id, executor_id: self.cancel(router_id, self._something(rng).request_id, False): 2,
             lambda rng, router_id, executor_id: self.cancel(router_id, self._something(rng).request_id, True): 2,
             lambda rng, router_id, executor_id: self.explain(router_id, self._something(rng).request_id): 1,
+            lambda rng, router_id, executor_id: self._verify(router_id, [self._something(rng) for _ in range(3)]): 1,
             lambda rng, router_id, executor_id: self._settle(router_id, [self._something(rng)]): 2,
             lambda rng, router_id, executor_id: self._hand_back(
                 router_id, self._something(rng), 3, rng.choice(WHYS)
@@ -250,6 +251,14 @@ class StoreMachine(RuleBasedStateMachine):
         self._do(
             router_id, lambda: self.stores[router_id].explain(request_id), lambda: explain(self.model.pool, request_id)
         )
+
+    @rule(router_id=router_ids, choices=st.data())
+    def verify(self, router_id: str, choices: st.DataObject) -> None:
+        self._verify(router_id, choices.draw(st.lists(self._attempts(), max_size=4)))
+
+    def _verify(self, router_id: str, waiting: list[Attempt]) -> None:
+        store, model = self.stores[router_id], self.model
+        self._do(router_id, lambda: store.find_forgotten(waiting), lambda: model.find_forgotten(router_id, waiting))
 
     @rule(router_id=router_ids, request_id=request_ids, is_reply_lost=st.booleans())
     def adopt(self, router_id: str, request_id: str, is_reply_lost: bool = False) -> None:

@@ -22,13 +22,17 @@ STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[
 """Takes the place of `clock.lua`: the time is what the simulation wrote."""
 
 EMPTY = "for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', key) end"
-REMEMBER = "for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('COPY', key, ARGV[2] .. key, 'REPLACE') end"
-RESTORE = (
-    EMPTY
-    + """
+
+# The keys like ARGV[1] are copied to names that begin with ARGV[2], and later take the place of what is there then.
+REMEMBER = """
+for _, key in ipairs(redis.call('KEYS', ARGV[2] .. '*')) do redis.call('DEL', key) end
+for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('COPY', key, ARGV[2] .. key) end
+"""
+RESTORE = """
+for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', key) end
 for _, key in ipairs(redis.call('KEYS', ARGV[2] .. '*')) do redis.call('RENAME', key, key:sub(#ARGV[2] + 1)) end
 """
-)
+
 OBSERVER_ID = "observer"
 ROUND_TRIP_US = 300
 # Redis' clock where the timeline's is 0: so late that it can be set back by hours, again and again.

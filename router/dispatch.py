@@ -1,10 +1,10 @@
 """The requests of one model between the service, the executors and the ledger.
 
 Takes what the service asks for, what links tell and what the store tells, and passes it to who deals with it: the
-`Placer` moves requests, the `LedgerWriter` writes ends and reports, the `QueueWatch` tells who waits how it goes. Owns
-no socket and no key. Every request that enters by `submit` or `resume` leaves by exactly one of: its executor's end,
-`release` for want of a reader, an error told to its stream, or another router that takes it over. What has ended is
-kept for a while, to be read again.
+`Placer` moves requests, the `LedgerWriter` writes ends and reports, the `QueueWatch` tells who waits how it goes, the
+`WaitingAudit` asks whether the ledger still knows who waits. Owns no socket and no key. Every request that enters by
+`submit` or `resume` leaves by exactly one of: its executor's end, `release` for want of a reader, an error told to its
+stream, or another router that takes it over. What has ended is kept for a while, to be read again.
 
 While Redis is away running streams go on: ends and hand-backs wait until it is back.
 """
@@ -50,6 +50,7 @@ from router.store.types import (
 )
 from router.streams import End, RequestStream
 from router.submit_turns import SubmitTurns
+from router.waiting_audit import WaitingAudit
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class Dispatcher:
         self._is_draining = False
         self._has_stopped = False
         self._queue_watch = QueueWatch(self._store.explain, queue_event_interval_s)
+        self._waiting_audit = WaitingAudit(self._placer, self._store.find_forgotten)
         self._no_executor_grace_s = no_executor_grace_s
         self._tasks = asyncio.TaskGroup()
         self._turns = SubmitTurns()
@@ -113,6 +115,7 @@ class Dispatcher:
                 self._tasks.create_task(self._store.run(), name="store")
                 self._tasks.create_task(self._ledger.run(), name="ledger")
                 self._tasks.create_task(self._queue_watch.run(), name="queue watch")
+                self._tasks.create_task(self._waiting_audit.run(), name="waiting audit")
         finally:
             self._has_stopped = True
 

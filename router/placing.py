@@ -428,3 +428,18 @@ class Placer:
     def forget(self, stream: RequestStream) -> None:
         """The request is no longer served here."""
         self._known.forget(stream)
+
+    # What the ledger may have forgotten (`router.waiting_audit`).
+
+    def waiting(self) -> list[RequestStream]:
+        """The requests that are in line, as far as this router knows."""
+        return [stream for stream in self.streams.values() if self.waits(stream)]
+
+    def waits(self, stream: RequestStream) -> bool:
+        """Whether the request is in the queue, as far as this router knows, and neither entering nor leaving it."""
+        is_entering = stream.is_being_submitted or stream in self._resubmissions
+        return self._waits(stream) and not stream.has_ended and not is_entering
+
+    def submit_forgotten_again(self, stream: RequestStream) -> None:
+        """Submits a request again that the ledger does not have in the queue, although it waits here."""
+        self._resubmit(stream)

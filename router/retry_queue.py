@@ -27,10 +27,15 @@ class RetryQueue(Generic[Item]):
         self._spawn = spawn
         self._pause = pause
         self._items: dict[Item, None] = {}
+        self._attempted: set[Item] = set()
         self._num_workers = 0
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def __contains__(self, item: Item) -> bool:
+        """Whether the item waits for an attempt or is being attempted."""
+        return item in self._items or item in self._attempted
 
     def __iter__(self) -> Iterator[Item]:
         return iter(tuple(self._items))
@@ -51,8 +56,15 @@ class RetryQueue(Generic[Item]):
             while self._items:
                 item = next(iter(self._items))
                 del self._items[item]
-                if not await self._attempt(item):
+                if not await self._try(item):
                     self._items.setdefault(item)
                     await self._pause(RETRY_S)
         finally:
             self._num_workers -= 1
+
+    async def _try(self, item: Item) -> bool:
+        self._attempted.add(item)
+        try:
+            return await self._attempt(item)
+        finally:
+            self._attempted.discard(item)

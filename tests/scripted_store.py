@@ -59,6 +59,7 @@ class ScriptedStore:
         self.demands: list[Demand] = []
         self.hand_backs: list[tuple[str, int, dict[str, Any]]] = []
         self.absolved: list[tuple[str, int]] = []
+        self.forgotten: frozenset[str] = frozenset()
         self.endings: list[Attempt | Ending] = []
         self.reports: list[ExecutorReport] = []
 
@@ -98,6 +99,9 @@ class ScriptedStore:
 
     async def explain(self, request_id: str) -> Explanation | None:
         return self.explanations.get(request_id)
+
+    async def find_forgotten(self, waiting: Sequence[Attempt]) -> frozenset[str]:
+        return self.forgotten & {one.request_id for one in waiting}
 
     async def snapshot(self, max_lines: int = 0) -> Snapshot:
         return Snapshot((), ())

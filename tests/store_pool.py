@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
+from bench.simulation.store_link import REMEMBER, RESTORE
 from router.store.keys import PoolKeys
 from router.store.lua import Script, load_scripts
 from router.store.mailbox import Mailbox
@@ -19,6 +20,8 @@ STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[
 
 SETTINGS = StoreSettings(max_queue_requests=100, call_timeout_ms=1000, mailbox_block_ms=100)
 START_MS = 1_000_000
+KEPT = "kept:"
+"""Before the names of keys that are kept, to be brought back."""
 
 
 @functools.cache
@@ -124,6 +127,15 @@ class StorePool:
             step_ms,
             prefill_tokens_per_s,
         )
+
+    async def remember(self) -> None:
+        """Keeps what Redis holds of the pool now, for `roll_back`."""
+        await self.redis.eval(REMEMBER, 0, self.keys.key("*"), KEPT)
+
+    async def roll_back(self) -> None:
+        """Redis forgets what was written since, and no call fails: a replica that was behind has taken over."""
+        await self.redis.eval(RESTORE, 0, self.keys.key("*"), KEPT)
+        await self.set_clock(self.now_ms)
 
     async def reserved_blocks(self) -> dict[str, int]:
         """What the ledger has promised, by executor."""

@@ -55,6 +55,8 @@ def bound_s(fault: Fault) -> float | None:
     match fault.kind:
         case FaultKind.EXECUTOR_KILL | FaultKind.EXECUTOR_HANG | FaultKind.LINK_CUT | FaultKind.LINK_BLACK_HOLE:
             return LEASE_S + PREFILL_S
+        case FaultKind.STORE_STALE:
+            return LEASE_S + PREFILL_S  # what was placed in the lost interval may be placed once more
         case FaultKind.ROUTER_KILL | FaultKind.ROUTER_RESTART:
             return 1.0 + PREFILL_S
         case FaultKind.EXECUTOR_RESTART:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing, suppress
 from typing import Any
 
 from bench.chaos.fleet import Fleet, Member
 from bench.chaos.proxy import Proxy, Weather
 from bench.chaos.schedule import Fault, FaultKind
+from bench.simulation.store_link import REMEMBER, RESTORE
+from common.errors import RequestError
+from router.store.connection import answered, connect
+from router.store.settings import StoreSettings
+
+# What routers keep in Redis, and before the names of its copies.
+KEYS, KEPT = "inflight:*", "kept:"
 
 
 async def inject(fleet: Fleet, fault: Fault) -> None:
@@ -40,6 +48,16 @@ async def _hang(member: Member, lasts_s: float) -> None:
 async def _empty(fleet: Fleet) -> None:
     fleet.redis_process.forget()
     await _kill(fleet.redis)
+
+
+async def _forget_newest(fleet: Fleet, lost_s: float) -> None:
+    """Has Redis lose what it is told in so many seconds. Its connections stay, and no call fails."""
+    settings = StoreSettings()
+    async with aclosing(connect(fleet.redis_process.url(), settings)) as redis:
+        with suppress(RequestError):  # where Redis dies meanwhile, that is the fault
+            await answered(redis.eval(REMEMBER, 0, KEYS, KEPT), settings)
+            await asyncio.sleep(lost_s)
+            await answered(redis.eval(RESTORE, 0, KEYS, KEPT), settings)
 
 
 async def _disturb(proxy: Proxy, fault: Fault, weather: Weather) -> None:
@@ -74,4 +92,5 @@ _INJECTIONS: dict[FaultKind, Callable[[Fleet, Fault], Coroutine[Any, Any, None]]
     FaultKind.STORE_CUT: _store(Weather.CUT),
     FaultKind.STORE_BLACK_HOLE: _store(Weather.BLACK_HOLE),
     FaultKind.STORE_DELAY: _store(Weather.DELAY),
+    FaultKind.STORE_STALE: lambda fleet, fault: _forget_newest(fleet, fault.lasts_s),
 }

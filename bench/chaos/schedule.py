@@ -30,6 +30,7 @@ class FaultKind(Enum):
     STORE_CUT = "store-cut"
     STORE_BLACK_HOLE = "store-black-hole"
     STORE_DELAY = "store-delay"
+    STORE_STALE = "store-stale"
 
 
 DEADLY = frozenset(
@@ -45,7 +46,7 @@ DEADLY = frozenset(
 """Kinds after which a process is another one."""
 
 # Seconds that a fault lasts, [least, most): leases are 5 s, and a hang or a partition is to outlast them. A Redis that
-# hangs, or that one router does not reach, must be noticed by calls, which wait 2 s.
+# hangs, or that one router does not reach, must be noticed by calls, which wait 2 s. Of a stale Redis: what it loses.
 LASTS_S: dict[FaultKind, tuple[float, float]] = {
     FaultKind.EXECUTOR_HANG: (6.5, 9.0),
     FaultKind.ROUTER_HANG: (6.5, 9.0),
@@ -56,6 +57,7 @@ LASTS_S: dict[FaultKind, tuple[float, float]] = {
     FaultKind.STORE_CUT: (1.0, 6.0),
     FaultKind.STORE_BLACK_HOLE: (3.0, 8.0),
     FaultKind.STORE_DELAY: (2.0, 4.0),
+    FaultKind.STORE_STALE: (1.5, 2.5),
 }
 CALM_S = (0.5, 2.0)
 DELAY_S = (0.02, 0.2)
@@ -86,7 +88,7 @@ class Fault:
                 return f"router-{self.router}"
             case "link":
                 return f"router-{self.router} – executor-{self.executor}"
-            case "store":
+            case "store" if self.kind is not FaultKind.STORE_STALE:
                 return f"router-{self.router} – redis"
             case _:
                 return "redis"

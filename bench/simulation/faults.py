@@ -23,6 +23,8 @@ class FaultKind(Enum):
     LINK_BREAK = "link_break"
     STORE_EMPTY = "store_empty"
     STORE_AWAY = "store_away"
+    STORE_CLOCK_BACK = "store_clock_back"
+    STORE_STALE = "store_stale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class FaultRates:
     link_break: float = 0.0
     store_empty: float = 0.0
     store_away: float = 0.0
+    store_clock_back: float = 0.0
+    store_stale: float = 0.0
 
     @classmethod
     def of(cls, kinds: str, per_minute: float) -> FaultRates:

@@ -13,7 +13,7 @@ from typing import Any
 from bench.simulation.store_link import StoreLink
 from bench.simulation.timeline import Process
 from bench.simulation.wire import command, encode
-from router.store.calls import report_args, settle_args, submit_args
+from router.store.calls import report_args, settle_args, submit_args, verify_args
 from router.store.lua import Argument
 from router.store.replies import Reply, parse_cancel, parse_event, parse_hand_back, parse_submit
 from router.store.settings import StoreSettings
@@ -135,6 +135,10 @@ class Ledger:
         self._operate(
             "report", report_args(report, self._settings), lambda reply, _: on_result(report_outcome(reply)), _ignore
         )
+
+    def find_forgotten(self, waiting: Sequence[Attempt], on_result: Callable[[frozenset[str]], None]) -> None:
+        """See `AdmissionStore.find_forgotten`. Where it fails there is no answer."""
+        self._operate("verify", verify_args(waiting), lambda reply, _: on_result(frozenset(reply.values[0])), _ignore)
 
     def renew(self) -> None:
         """See `AdmissionStore.renew`."""

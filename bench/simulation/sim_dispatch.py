@@ -6,7 +6,7 @@ are told goes to the witness.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bench.simulation.ledger import HandBackOutcome, Ledger, SubmitOutcome
 from bench.simulation.ledger_writer import LedgerWriter
@@ -19,6 +19,7 @@ from common.errors import Reason
 from executor.sequence import FinishReason
 from router.store.calls import hand_back_args
 from router.store.types import (
+    Attempt,
     CancelAsked,
     Cancelled,
     CancelOutcome,
@@ -38,6 +39,9 @@ from router.store.types import (
 )
 
 RETRY_US = 500 * US_PER_MS
+# As `router.waiting_audit`'s.
+CONFIRM_US = 500 * US_PER_MS
+MAX_PER_CALL = 256
 
 
 class Dispatch:
@@ -187,6 +191,29 @@ class Dispatch:
                 self._timeline.after(RETRY_US, self._process.run, self._submit, stream, done)
 
         self._submit(stream, done)
+
+    def look_for_forgotten(self, suspected: Sequence[SimStream] | None = None) -> None:
+        """Asks the ledger for what waits here, as `router.waiting_audit`. What it does not have, twice in a row, is
+        submitted again."""
+        waiting = [stream for stream in (suspected or list(self.streams.values())) if self._waits(stream)]
+        for start in range(0, len(waiting), MAX_PER_CALL):
+            self._look_for_forgotten(waiting[start : start + MAX_PER_CALL], is_confirming=suspected is not None)
+
+    def _look_for_forgotten(self, waiting: Sequence[SimStream], *, is_confirming: bool) -> None:
+        def answered(ids: frozenset[str]) -> None:
+            forgotten = [one for one in waiting if one.request.request_id in ids and self._waits(one)]
+            if forgotten and not is_confirming:
+                self._timeline.after(CONFIRM_US, self._process.run, self.look_for_forgotten, forgotten)
+                return
+            for stream in forgotten:
+                self._submit_again(stream)
+
+        self.ledger.find_forgotten([Attempt(one.request.request_id, one.attempt) for one in waiting], answered)
+
+    def _waits(self, stream: SimStream) -> bool:
+        is_served = self.streams.get(stream.request.request_id) is stream and not stream.has_ended
+        is_moving = stream.is_being_submitted or stream.is_handed_back or stream.is_abandoned
+        return is_served and stream.placement is None and not is_moving
 
     def _place(self, placement: Placement) -> None:
         stream = self.streams.get(placement.request_id)

@@ -17,6 +17,8 @@ from router.store.types import Ending, ExecutorReport
 
 # As `StoreSettings`, without their jitter: routers begin at different times.
 RENEW_US, REAP_US = 1_500 * US_PER_MS, 1_000 * US_PER_MS
+# As `router.waiting_audit`'s.
+LOOK_US = 1_500 * US_PER_MS
 FATES = {
     FinishReason.STOP_TOKEN: Fate.COMPLETED,
     FinishReason.STOP_STRING: Fate.COMPLETED,
@@ -50,6 +52,7 @@ class SimRouter:
         self.dispatch.ledger.renew()
         self._timeline.after(phase_us % RENEW_US, self.process.run, self._renew)
         self._timeline.after(phase_us % REAP_US, self.process.run, self._reap)
+        self._timeline.after(phase_us % LOOK_US, self.process.run, self._look_for_forgotten)
 
     def die(self) -> None:
         """It is gone, and its clients see it."""
@@ -65,6 +68,10 @@ class SimRouter:
     def _reap(self) -> None:
         self._timeline.after(REAP_US, self.process.run, self._reap)
         self.dispatch.ledger.reap()
+
+    def _look_for_forgotten(self) -> None:
+        self._timeline.after(LOOK_US, self.process.run, self._look_for_forgotten)
+        self.dispatch.look_for_forgotten()
 
     # What clients ask for.
 

@@ -22,8 +22,21 @@ STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[
 """Takes the place of `clock.lua`: the time is what the simulation wrote."""
 
 EMPTY = "for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', key) end"
+
+# The keys like ARGV[1] are copied to names that begin with ARGV[2], and later take the place of what is there then.
+REMEMBER = """
+for _, key in ipairs(redis.call('KEYS', ARGV[2] .. '*')) do redis.call('DEL', key) end
+for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('COPY', key, ARGV[2] .. key) end
+"""
+RESTORE = """
+for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', key) end
+for _, key in ipairs(redis.call('KEYS', ARGV[2] .. '*')) do redis.call('RENAME', key, key:sub(#ARGV[2] + 1)) end
+"""
+
 OBSERVER_ID = "observer"
 ROUND_TRIP_US = 300
+# Redis' clock where the timeline's is 0: so late that it can be set back by hours, again and again.
+EPOCH_MS = 10_000 * 3_600_000
 # As `StoreSettings.call_timeout_ms`.
 TIMEOUT_US = 2_000_000
 
@@ -43,6 +56,7 @@ class StoreLink:
         self._readers: dict[str, Callable[[], None]] = {}
         self._clock_key = self.keys.key("executors:clock")
         self._clock_ms = -1
+        self._behind_ms = 0
         # Calls whose reply's time has not come, and the replies of the first of them that were read all the same.
         self._due: deque[tuple[str, OnReply | None]] = deque()
         self._early: deque[Any] = deque()
@@ -89,6 +103,19 @@ class StoreLink:
         self._post("", self._emptying(), None)
         self._clock_ms = -1
 
+    def remember(self, number: int) -> None:
+        """Keeps what Redis holds now, to be brought back by `roll_back` with the same number."""
+        self._post("", command("EVAL", REMEMBER, 0, self.keys.key("*"), f"stale:{number}:"), None)
+
+    def roll_back(self, number: int) -> None:
+        """Redis forgets what has changed since, as a failover to a replica that is behind does. No call fails."""
+        self._post("", command("EVAL", RESTORE, 0, self.keys.key("*"), f"stale:{number}:"), None)
+        self._clock_ms = -1
+
+    def set_clock_back(self, step_ms: int) -> None:
+        """Redis' clock is set back by so much, for good."""
+        self._behind_ms += step_ms
+
     def listen(self, mailbox: str, reader: Callable[[], None]) -> None:
         """Has the reader called whenever something comes into the mailbox."""
         self._readers[mailbox] = reader
@@ -125,8 +152,9 @@ class StoreLink:
         return reply
 
     def _set_clock(self) -> None:
-        if self.timeline.now_ms != self._clock_ms:
-            self._clock_ms = self.timeline.now_ms
+        clock_ms = self.timeline.now_ms + EPOCH_MS - self._behind_ms
+        if clock_ms != self._clock_ms:
+            self._clock_ms = clock_ms
             self._post("", command("SET", self._clock_key, self._clock_ms), None)
 
     def _post(self, kind: str, payload: bytes, on_reply: OnReply | None) -> None:

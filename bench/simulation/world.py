@@ -33,6 +33,8 @@ WARM_UP_US = 2 * US_PER_S
 QUIET_US = 30 * US_PER_S
 # Two leases, until the ledger is whole again after Redis lost it.
 REBUILD_US = 10 * US_PER_S
+# Redis' clock is set back by so many times a fault's duration: from 0.3 s to an hour.
+CLOCK_STEP_FACTOR = 300
 
 
 class SimulationFailed(AssertionError):
@@ -105,6 +107,9 @@ class World:
         end_us = self.begin_us + round(settings.duration_s * US_PER_S)
         for fault in settings.faults.schedule(settings.seed, end_us - self.begin_us):
             self.timeline.at(self.begin_us + fault.at_us, self._break, fault)
+            if fault.kind is FaultKind.STORE_STALE:
+                remembered_us = max(START_US, self.begin_us + fault.at_us - fault.duration_us)
+                self.timeline.at(remembered_us, self.link.remember, fault.place)
         self._next_arrival()
         look_us = round(settings.look_s * US_PER_S)
         while self.timeline.now_us < end_us:
@@ -253,8 +258,13 @@ class World:
             case FaultKind.STORE_EMPTY:
                 self._emptied_us = self.timeline.now_us
                 self.link.empty()
+            case FaultKind.STORE_STALE:
+                self._emptied_us = self.timeline.now_us
+                self.link.roll_back(fault.place)
             case FaultKind.STORE_AWAY:
                 self.link.go_away(fault.duration_us)
+            case FaultKind.STORE_CLOCK_BACK:
+                self.link.set_clock_back(fault.duration_us * CLOCK_STEP_FACTOR // US_PER_MS)
 
     def _kill_router(self, router: RouterEnd, duration_us: int) -> None:
         if not router.process.is_alive:

@@ -95,6 +95,11 @@ def hand_back_args(
     return [request_id, attempt, max_attempts, why, output_tokens, int(progressed)]
 
 
+def verify_args(waiting: Iterable[Attempt]) -> list[Argument]:
+    """Of verify.lua."""
+    return [value for one in waiting for value in (one.request_id, one.attempt)]
+
+
 def _request_numbers(demand: Demand) -> tuple[float, ...]:
     return (
         demand.priority_class,

@@ -2,7 +2,7 @@
 
 A pool is a set of executors that serve the same model. All its keys share the hash tag `{pool}`, so that a script may
 use them together on Redis Cluster. Every key is soft state: reports and routers rebuild it. Under
-`inflight:<FORMAT>:{pool}:` there are, records packed, times in milliseconds of Redis' clock:
+`inflight:<FORMAT>:{pool}:` there are, records packed, times in milliseconds of the ledger's clock (`shared/records.lua`):
 
 | key | type | content |
 | --- | --- | --- |
@@ -19,7 +19,7 @@ use them together on Redis Cluster. Every key is soft state: reports and routers
 | `endings` | hash | request among `ended` that was placed → executor, generation, attempt, digest, whether it was cancelled |
 | `routers` | zset | router → end of its lease; 0 while it is being reaped |
 | `attended` | hash | last_ms, since_ms: since when `reap` has been called without a gap |
-| `state` | string | what the pool has one of: arrivals, floor of the counters, sums of what waits, speed of the line, how true estimates were, claims, options of the newest submit |
+| `state` | string | what the pool has one of: arrivals, floor of the counters, sums of what waits, speed of the line, how true estimates were, claims, options of the newest submit, the ledger's clock and how far it is ahead of Redis' |
 | `tenants` | hash | tenant → counter, weight, what it has waiting and running, when its rates are whole again |
 | `ageing` | zset | request below the first class in line → when it moves up |
 | `lengths` | hash | `tenant\\0size`, and `\\0size` for all → histogram of output lengths; a tenant's go with it |
@@ -38,7 +38,7 @@ FORMAT = 1
 """How Redis holds a pool. To be raised with whatever a router of the version before would misread: fields of records,
 what a key is called or holds, kinds of mail. Two formats live side by side, each with a ledger of its own."""
 
-FINGERPRINT = "a24d4fba0e2deef6"
+FINGERPRINT = "d316d55b2e6c670d"
 """Of the records as they are packed in this format; a test compares. It does not see the rest of the above."""
 
 POOL_KEYS = (

@@ -25,6 +25,7 @@ NAMES = (
     "hand_back",
     "adopt",
     "absolve",
+    "verify",
     "reap",
     "renew",
     "board",

@@ -1,7 +1,8 @@
 """A router's mailbox: the stream in which other routers' calls leave what it must know of its requests.
 
 One reader per router, on a connection of its own. It resumes behind the last entry that it delivered, so an entry is
-delivered once while the reader lives, across reconnects too.
+delivered once while the reader lives, across reconnects too. Where the stream has begun again behind that entry it
+starts over: Redis names entries by its own clock, which may have been set back while there was no mailbox.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Mailbox:
 
     async def run(self, on_event: Callable[[StoreEvent], None], on_failure: Callable[[str], None]) -> None:
         """Delivers events as they come, until cancelled; waits out Redis' absence, whose cause `on_failure` is told."""
-        num_failures = 0
+        num_failures, events = 0, list[StoreEvent]()
         while True:
             try:
-                if num_failures:
+                if num_failures or not events:
                     await self.rewind_if_reset()
                 events = await self.read(self._settings.mailbox_block_ms)
             except RequestError as error:

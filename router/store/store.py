@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 
 from common.errors import RequestError
-from router.store.calls import hand_back_args, report_args, settle_args, submit_args
+from router.store.calls import hand_back_args, report_args, settle_args, submit_args, verify_args
 from router.store.connection import NotSent, answered, close, connect_reader, unavailable
 from router.store.keys import NUM_CLASSES, PoolKeys
 from router.store.lua import Argument, Script, load_scripts
@@ -221,6 +221,14 @@ class AdmissionStore:
     async def absolve(self, request_id: str, attempt: int) -> None:
         """This placement of a suspect has brought a token: no loss before it counts any more."""
         await self._detached(self._operate("absolve", request_id, attempt))
+
+    async def find_forgotten(self, waiting: Sequence[Attempt]) -> frozenset[str]:
+        """Those of this router's waiting requests that the ledger does not have in line for it: submit them again.
+
+        `waiting` are at most 256, with the last attempt of each that the router knows of.
+        """
+        reply, _ = await self._detached(self._operate("verify", *verify_args(waiting)))
+        return frozenset(reply.values[0])
 
     async def explain(self, request_id: str) -> Explanation | None:
         """How a request stands and what it waits for; None where the id is unknown."""

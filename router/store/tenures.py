@@ -2,7 +2,8 @@
 
 A mailbox is read on a connection of its own. So the word that another router has a request may come after that router
 has given it back, and before this one knows that it has it again. As may the word that one was cancelled, when a repeat
-has begun anew under its id. Times are milliseconds of Redis' clock.
+has begun anew under its id. Times are milliseconds of the ledger's clock. That goes back only where Redis has lost the
+ledger, or some of it; then what is known of earlier times says nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from router.store.types import Cancelled, StoreEvent, TakenOver
 
 # Longer than any word is on its way: routers that do not read their mailboxes for so long are dead.
 KEPT_MS = 60_000
+# Longer than replies overtake each other: a time further back is one of a ledger that has lost some.
+OVERTAKEN_MS = 5_000
 
 
 class Tenures:
@@ -43,6 +46,8 @@ class Tenures:
 
     def begin(self, request_id: str, now_ms: int) -> None:
         """The request is this router's."""
+        if self._since_ms and now_ms < next(reversed(self._since_ms.values())) - OVERTAKEN_MS:
+            self._since_ms.clear()
         self._since_ms[request_id] = now_ms
         self._since_ms.move_to_end(request_id)
         while now_ms - next(iter(self._since_ms.values())) > KEPT_MS:
@@ -59,7 +64,7 @@ class Tenures:
 
 
 class StoreClock:
-    """Redis' clock, as far as its replies show it."""
+    """The ledger's clock, as far as its replies show it."""
 
     def __init__(self) -> None:
         self._ahead_ms: float | None = None

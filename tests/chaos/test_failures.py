@@ -7,27 +7,38 @@ nothing is asserted about time but that it passes.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import random
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 
 import grpc
 import pytest
 
+from bench.chaos.inject import KEPT, KEYS
 from bench.chaos.load import Load, Manner
 from bench.chaos.proxy import Weather
 from bench.chaos.specimens import Kind, Specimen
+from bench.simulation.store_link import REMEMBER, RESTORE
 from client.aio import Client
 from client.errors import InflightError
+from router.store.connection import connect
+from router.store.settings import StoreSettings
 from tests.chaos.poisoned import POISON
-from tests.chaos.system import LONG, PATIENCE_S, SHORT, System, numbered
+from tests.chaos.system import LONG, PATIENCE_S, SHORT, Reading, System, numbered
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 Record = Callable[[str, object], None]
 FOUR = [numbered(LONG, number) for number in range(4)]
+
+
+def has_news(reading: Reading, _: object) -> bool:
+    """Whether anything has come: that it waits, at first."""
+    return reading.changed.is_set()
 
 
 async def test_killed_executor_loses_no_token(system: System, record_property: Record) -> None:
@@ -93,6 +104,26 @@ async def test_streams_and_waiting_requests_outlive_a_restart_of_redis(
     await system.finish(queued)
     await system.whole()
     record_property("ledger_whole_within_s", time.monotonic() - died_s)
+
+
+async def test_requests_in_line_outlive_a_redis_that_forgets_its_newest_writes(
+    system: System, record_property: Record
+) -> None:
+    waiting = [numbered(SHORT, number) for number in range(4)]
+    await system.learn(*waiting)
+    # Eight on the seats, four in line, and these come when Redis forgets what it is told
+    readings = await system.read_running([numbered(LONG, number) for number in range(8)])
+    async with aclosing(connect(system.fleet.redis_process.url(), StoreSettings())) as redis:
+        await redis.eval(REMEMBER, 0, KEYS, KEPT)
+        queued = [system.read(specimen, want_queue_events=True) for specimen in waiting]
+        for reading in queued:
+            await reading.until(functools.partial(has_news, reading))
+        await redis.eval(RESTORE, 0, KEYS, KEPT)
+    forgotten_s = time.monotonic()
+    record_property("longest_pause_s", await system.finish(readings))
+    await system.finish(queued)
+    await system.whole()
+    record_property("ledger_whole_within_s", time.monotonic() - forgotten_s)
 
 
 async def refused(address: str) -> InflightError:

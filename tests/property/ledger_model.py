@@ -233,6 +233,16 @@ class Ledger:
             forgive(request)
             board(self.pool, router_id)
 
+    def find_forgotten(self, router_id: str, waiting: Iterable[Attempt]) -> frozenset[str]:
+        """Model of verify.lua."""
+        return frozenset(one.request_id for one in waiting if self._has_forgotten(router_id, one))
+
+    def _has_forgotten(self, router_id: str, one: Attempt) -> bool:
+        request = self.pool.requests.get(one.request_id)
+        if request is None or request.owner_id != router_id:
+            return True
+        return request.state is not RequestState.WAITING and request.attempt <= one.attempt
+
     def hand_back(
         self, router_id: str, one: Attempt, max_attempts: int, why: str, output_tokens: int, progressed: bool
     ) -> Any:

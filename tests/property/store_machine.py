@@ -48,6 +48,8 @@ router_ids = st.sampled_from(ROUTERS)
 executor_ids = st.sampled_from(EXECUTORS)
 request_ids = st.sampled_from(REQUESTS)
 steps_ms = st.sampled_from((1, 50, 300, 500, 999, 1000, 1999, 2001, 3001, 5001, 30_001, 60_001, 600_001))
+STEPS_BACK_MS = (40, 10_000, 3_600_000)
+MOST_SET_BACK_MS = 1000 * 3_600_000  # by more calls than one example makes
 
 pool_numbers = itertools.count()
 
@@ -64,6 +66,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.keys = PoolKeys(f"model-{next(pool_numbers)}")
         self.told: dict[str, list[StoreEvent]] = {name: [] for name in ROUTERS}
         self.demands: dict[str, Demand] = {}
+        # How far the ledger's clock is ahead of that of Redis.
+        self.ahead_ms = 0
 
     def teardown(self) -> None:
         self.runner.run(self.redis.aclose())
@@ -81,7 +85,7 @@ class StoreMachine(RuleBasedStateMachine):
             for name in ROUTERS
         }
         self.mailboxes = {name: Mailbox(self.routers_redis, self.keys.mailbox(name), pool_settings) for name in ROUTERS}
-        self.time_passes(START_MS)
+        self.time_passes(START_MS + MOST_SET_BACK_MS)
         self.report_as_usual("a", "x")
 
     @rule(seed=st.integers(0, 2**32))
@@ -99,12 +103,14 @@ class StoreMachine(RuleBasedStateMachine):
             lambda rng, router_id, executor_id: self.report_as_usual(router_id, executor_id): 8,
             lambda rng, router_id, executor_id: self.time_passes(rng.randrange(1, 700)): 6,
             lambda rng, router_id, executor_id: self.time_passes(rng.choice((2001, 3001, 5001))): 1,
+            lambda rng, router_id, executor_id: self.redis_clock_is_set_back(router_id, rng.choice(STEPS_BACK_MS)): 1,
             lambda rng, router_id, executor_id: self.reap(router_id): 2,
             lambda rng, router_id, executor_id: self.renew(router_id): 1,
             lambda rng, router_id, executor_id: self.forget_who_else_is_there(router_id): 1,
             lambda rng, router_id, executor_id: self.cancel(router_id, self._something(rng).request_id, False): 2,
             lambda rng, router_id, executor_id: self.cancel(router_id, self._something(rng).request_id, True): 2,
             lambda rng, router_id, executor_id: self.explain(router_id, self._something(rng).request_id): 1,
+            lambda rng, router_id, executor_id: self._verify(router_id, [self._something(rng) for _ in range(3)]): 1,
             lambda rng, router_id, executor_id: self._settle(router_id, [self._something(rng)]): 2,
             lambda rng, router_id, executor_id: self._hand_back(
                 router_id, self._something(rng), 3, rng.choice(WHYS)
@@ -158,7 +164,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.runner.run(self._set_clock())
 
     async def _set_clock(self) -> None:
-        await self.redis.set(self.keys.key("executors:clock"), self.model.pool.now_ms)
+        await self.redis.set(self.keys.key("executors:clock"), self.model.pool.now_ms - self.ahead_ms)
+
+    @rule(router_id=router_ids, step_ms=st.sampled_from(STEPS_BACK_MS))
+    def redis_clock_is_set_back(self, router_id: str, step_ms: int) -> None:
+        """Between two calls: the ledger's clock goes on from where it was at the first."""
+        self.renew(router_id)
+        self.ahead_ms += step_ms
+        self.runner.run(self._set_clock())
+        self.renew(router_id)
 
     @rule(router_id=router_ids)
     def redis_is_emptied(self, router_id: str) -> None:
@@ -167,7 +181,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.renew(router_id)
 
     async def _flush(self) -> None:
+        """How far the clock was ahead is forgotten, too."""
         await self.redis.delete(*self.keys.for_script(()))
+        self.model.pool.now_ms -= self.ahead_ms
+        self.ahead_ms = 0
 
     @rule(router_id=router_ids)
     def renew(self, router_id: str) -> None:
@@ -234,6 +251,14 @@ class StoreMachine(RuleBasedStateMachine):
         self._do(
             router_id, lambda: self.stores[router_id].explain(request_id), lambda: explain(self.model.pool, request_id)
         )
+
+    @rule(router_id=router_ids, choices=st.data())
+    def verify(self, router_id: str, choices: st.DataObject) -> None:
+        self._verify(router_id, choices.draw(st.lists(self._attempts(), max_size=4)))
+
+    def _verify(self, router_id: str, waiting: list[Attempt]) -> None:
+        store, model = self.stores[router_id], self.model
+        self._do(router_id, lambda: store.find_forgotten(waiting), lambda: model.find_forgotten(router_id, waiting))
 
     @rule(router_id=router_ids, request_id=request_ids, is_reply_lost=st.booleans())
     def adopt(self, router_id: str, request_id: str, is_reply_lost: bool = False) -> None:

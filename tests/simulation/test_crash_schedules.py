@@ -22,6 +22,12 @@ def test_invariants_hold_under_one_kind_of_fault(redis_url: str, pool: str, kind
     assert world.num_faults[kind] > 0
 
 
+# Without anti-entropy between routers and ledger each of these leaves requests waiting for ever.
+@pytest.mark.parametrize("seed", range(6))
+def test_no_request_waits_for_ever_when_redis_forgets_its_newest_writes(redis_url: str, pool: str, seed: int) -> None:
+    run_world(make_world(redis_url, pool, seed, faults=FaultRates(store_stale=24.0), rate_per_s=14))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_invariants_hold_under_all_faults_at_once(redis_url: str, pool: str, seed: int) -> None:
     run_world(make_world(redis_url, pool, seed, faults=FaultRates.of("all", 8.0)))

@@ -141,11 +141,23 @@ def _of_one_tenant(number: int) -> list[SimRequest]:
     ]
 
 
+def test_request_that_redis_has_forgotten_and_that_is_not_asked_for_is_seen(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Dispatch, "look_for_forgotten", _trusting)
+    fails(make_world(redis_url, pool, 0, faults=FaultRates(store_stale=24.0), rate_per_s=14), "without an end")
+
+
+def _trusting(self: Dispatch) -> None:
+    """Believes that what waits here waits in the ledger."""
+
+
 def test_reply_that_is_lost_when_the_pool_forgot_the_router_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reply that says so may be the one that is lost, so every lost reply counts as one that said so."""
     monkeypatch.setattr(Ledger, "_failed", lambda self, then: then())
+    monkeypatch.setattr(Dispatch, "look_for_forgotten", _trusting)
     faults = FaultRates(store_away=12.0, store_empty=12.0, router_hang=4.0)
     fails(make_world(redis_url, pool, 300, faults=faults, rate_per_s=10, duration_s=20), "without an end")
 
@@ -162,6 +174,7 @@ def test_number_of_an_attempt_that_is_used_again_is_seen(
             place(self, placement)
 
     monkeypatch.setattr(Dispatch, "_place", ignoring)
+    monkeypatch.setattr(Dispatch, "look_for_forgotten", _trusting)
     faults = FaultRates(router_hang=20.0, executor_crash=8.0, store_away=6.0, store_empty=4.0)
     fails(make_world(redis_url, pool, 302, faults=faults, rate_per_s=10, duration_s=20), "without an end")
 

@@ -215,6 +215,17 @@ def test_word_of_a_take_over_is_held_until_the_answer_says_which_came_first() ->
     assert told == [TakenOver("k")]
 
 
+def test_word_of_a_take_over_counts_in_a_ledger_whose_clock_is_behind_that_of_the_lost_one() -> None:
+    told: list[StoreEvent] = []
+    tenures = Tenures(told.append)
+    tenures.begin("k", 3_600_000)
+    tenures.begin("other", 10_000)
+
+    tenures.tell(TakenOver("k", 10_500))
+
+    assert told == [TakenOver("k")]
+
+
 async def test_word_of_a_cancel_says_nothing_of_a_repeat_that_began_behind_it(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(sequences=1))

@@ -1,5 +1,6 @@
--- Redis' own clock, in milliseconds: no router's clock enters a decision. Prepended to every script. A test that
--- steers time composes its scripts with another source in this one's place; nothing that is shipped can.
+-- Redis' own clock, in milliseconds: no router's clock enters a decision. Prepended to every script. Only records.lua
+-- reads it, and makes of it the ledger's clock, which never goes back. A test that steers time composes its scripts with
+-- another source in this one's place; nothing that is shipped can.
 local function now_ms()
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)

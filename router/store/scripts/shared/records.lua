@@ -8,7 +8,7 @@
 --            missing     live routers whose mailbox is needed and was not passed; what concerns them was left undone
 --            more        1 where `board` stopped at its bound
 --            registered  1 where the pool did not know the caller: what waited in its name may be gone
---            now         milliseconds of Redis' clock
+--            now         milliseconds of the ledger's clock
 --
 -- Records are packed numbers and strings, made and read by functions that compose.py makes of the lines `--@record`: a
 -- tenth of what JSON costs. Executors, tenants and the pool's own state are unpacked once in a call, changed in place,
@@ -17,7 +17,8 @@
 
 --@record state arrivals floor waiting tokens[3] bytes max_bypass age_ms preempts? overcommits? num_estimates error \
 --  correction speed window_since window_tokens prefill_speed step_ms output_share next_age_ms num_prefixes \
---  has_old_prefixes? unboarded? remember_ms tenant_cursor$ sweep_cursor$ claims$
+--  has_old_prefixes? unboarded? remember_ms tenant_cursor$ sweep_cursor$ claims$ \
+--  now_ms ahead_ms
 --@record executor generation seq budget_blocks total_blocks budget_sequences reserved_blocks reserved_sequences \
 --  quantile last_report_ms audited_ms accepting? suspended? audit_due? has_suspect? claim$
 --@record tenant counter weight lines[3] listed[3] active? waiting tokens[3] bytes running max_running output_share \
@@ -60,8 +61,6 @@ local MAX_CANDIDATES = 4      -- executors looked at for a seat at a time
 local MAILBOX_ENTRIES = 10000 -- about how many unread entries a mailbox keeps
 local MAILBOX_MS = 600000     -- an unread mailbox is deleted after this long
 
-local NOW = now_ms()
-local NOW_TEXT = string.format('%d', NOW) -- a number among a command's arguments costs ten times what a string does
 local CALLER = ARGV[1]
 
 local events, missing, more, registered = {}, {}, 0, 0
@@ -77,9 +76,19 @@ else
     preempts = false, overcommits = false, num_estimates = 0, error = 0, correction = 1, speed = 0, window_since = 0,
     window_tokens = 0, prefill_speed = 0, step_ms = 0, next_age_ms = math.huge, num_prefixes = 0,
     output_share = 1, has_old_prefixes = false, unboarded = false, remember_ms = 75000, tenant_cursor = '0',
-    sweep_cursor = '0', claims = '',
+    sweep_cursor = '0', claims = '', now_ms = 0, ahead_ms = 0,
   }
 end
+
+-- The ledger's clock. It never goes back: when Redis' clock is set back, it runs on from the latest time that a call has
+-- seen, and stays so much ahead of Redis' clock. `finish` saves both, so a call that changes nothing else writes them, too.
+local NOW = now_ms() + state.ahead_ms
+if NOW < state.now_ms then
+  state.ahead_ms = state.ahead_ms + state.now_ms - NOW
+  NOW = state.now_ms
+end
+state.now_ms = NOW
+local NOW_TEXT = string.format('%d', NOW) -- a number among a command's arguments costs ten times what a string does
 
 -- Executors kept for requests that were passed too often: a list of {id of the request, its class, executor_id}.
 local claims = state.claims ~= '' and cmsgpack.unpack(state.claims) or {}

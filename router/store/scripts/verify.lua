@@ -1,0 +1,25 @@
+-- verify: names those of the caller's waiting requests that the ledger does not have in line for it.
+--
+-- KEYS        the pool's keys
+-- ARGV        [1] caller  then pairs: request id, last attempt that the caller knows of
+-- returns     {'VERIFIED', {request id, …}}: those that are unknown, another router's, or placed or lost by an attempt that
+--             the caller knows to be over
+-- complexity  O(N) for N requests, of which a caller names at most 256
+-- Changes nothing. What was placed or lost by a later attempt is not named: the caller is told of that, or the audit is.
+local ids, attempts = {}, {}
+for i = 2, #ARGV, 2 do
+  ids[#ids + 1], attempts[#attempts + 1] = ARGV[i], tonumber(ARGV[i + 1])
+end
+
+local forgotten = {}
+local records = #ids > 0 and redis.call('HMGET', REQUESTS, unpack(ids)) or {}
+for i, text in ipairs(records) do
+  local status, owner = '', ''
+  if text then
+    status, owner = struct.unpack('<Hc0Hc0', text) -- where a record begins
+  end
+  if owner ~= CALLER or (status ~= 'WAITING' and unpack_request(text).attempt <= attempts[i]) then
+    forgotten[#forgotten + 1] = ids[i]
+  end
+end
+return finish({'VERIFIED', forgotten})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
 from pathlib import Path
@@ -63,9 +63,7 @@ class Reply:
 
 
 @asynccontextmanager
-async def get(
-    app: Starlette, path: str, more: Sequence[tuple[bytes, bytes]] = (), **headers: str
-) -> AsyncIterator[Reply]:
+async def get(app: Starlette, path: str, *more: tuple[bytes, bytes], **headers: str) -> AsyncIterator[Reply]:
     """A GET under way; the client goes away at the end. `more` headers may repeat others."""
     reply, is_asked = Reply(), False
 
@@ -241,7 +239,7 @@ async def test_locked_door_opens_to_its_key_alone(tmp_path: Path) -> None:
 async def test_two_authorization_headers_are_refused(tmp_path: Path) -> None:
     source = ScriptedStatistics(numbered(1))
     for door in (locked(tmp_path), OpenDoor()):
-        app, second = application(Feeds(source), door), [(b"authorization", b"Bearer another")]
+        app, second = application(Feeds(source), door), (b"authorization", b"Bearer another")
         async with get(app, "/board/stats", second, authorization=f"Bearer {KEY}") as refused:
             await refused.body()
         assert refused.status == 400

@@ -43,11 +43,14 @@ def equivalents(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[AddedToken]
     if not normalized or normalizer is None:
         return {}
     wanted = {character for token in normalized for character in token.content}
+    # What is put before every text tells nothing.
+    added = set(normalizer.normalize_str("x")) - {"x"}
+    meant = {made: character for character in wanted for made in normalizer.normalize_str(character)}
     found: dict[str, str] = {}
-    for code in (*range(0x80, 0xD800), *range(0xE000, 0x110000)):
-        meant = wanted.intersection(normalizer.normalize_str(chr(code)))
-        if meant and chr(code) not in wanted:
-            found[chr(code)] = min(meant)
+    for character in map(chr, (*range(0x21, 0xD800), *range(0xE000, 0x110000))):
+        made = next((c for c in normalizer.normalize_str(character) if c in meant and c not in added), None)
+        if made is not None and character not in wanted:
+            found[character] = meant[made]
     return found
 
 

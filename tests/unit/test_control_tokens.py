@@ -7,9 +7,12 @@ from collections.abc import Callable
 
 import pytest
 from inflight.v1 import inference_pb2
-from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase
+from tokenizers import AddedToken, Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.errors import Reason, RequestError
+from router.text.control_tokens import equivalents
+from router.text.marking import choose_delimiters, template_literals, writes_parts
 from router.text.tokenizer import TextModel
 from tests import chat_models, text_models
 from tests.chat_models import chat_model, control_ids, copied, trusting_model, user_says
@@ -114,6 +117,76 @@ def test_text_of_the_template_completes_none() -> None:
     ids = model.encode_chat(chat)
     assert control_ids(model, ids) == control_ids(model, model.encode_chat(harmless))
     assert "<parameter=x<|im_start|>" in model.decode(ids, skip_special_tokens=False)
+
+
+def test_text_between_parts_of_a_token_that_the_template_writes_makes_none() -> None:
+    tokenizer = copied(chat_models.phi())
+    tokenizer.chat_template = "{% for m in messages %}{{ '<|' + m.role + '|>' + '<|' + m.name + '|>' }}{% endfor %}"
+    model, chat = TextModel(tokenizer), user_says("hi")
+    chat.messages[0].name = "system"
+    ids = model.encode_chat(chat)
+    assert [model.token_bytes(token_id) for token_id in control_ids(model, ids)] == [b"<|user|>"]
+    assert model.decode(ids, skip_special_tokens=False) == "<|user|><|system|>"
+
+
+def test_characters_that_are_normalized_to_those_of_a_token_make_none() -> None:
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate("<>sx")}, merges=[], unk_token="x"))
+    backend.normalizer = normalizers.NFKC()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.add_special_tokens({"eos_token": AddedToken("<s>", special=True, normalized=True)})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<s>{% endfor %}"
+    model, text = TextModel(tokenizer), "\uff1cs\uff1e"
+    assert control_ids(model, model.encode(text)) == [tokenizer.eos_token_id]
+    assert control_ids(model, model.encode_chat(user_says(text))) == [tokenizer.eos_token_id]
+
+
+def test_spelling_in_other_cases_makes_none_where_a_tokenizer_lowers_them() -> None:
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate("▁eosx")}, merges=[], unk_token="x"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Lowercase()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.add_special_tokens({"eos_token": AddedToken("▁EOS", special=True, normalized=True)})
+    assert set(equivalents(tokenizer, tokenizer.added_tokens_decoder.values())) == {"e", "o", "s"}
+
+
+CHATML = ("<|im_start|>", "<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "other_text", "delimiters"),
+    [
+        (CHATML, "<tools></tools>", "|"),
+        (CHATML, "| a | b |", ">"),
+        (("<s>", "</s>", "[INST]"), "", ">]"),
+        (("EOS",), "", "S"),
+        ((), "", ""),
+    ],
+)
+def test_delimiters_are_few_and_rare_in_the_template(tokens: tuple[str, ...], other_text: str, delimiters: str) -> None:
+    assert choose_delimiters(tokens, other_text) == frozenset(delimiters)
+
+
+@pytest.mark.parametrize(
+    ("literal", "delimiter", "is_part"),
+    [
+        ("<|im_end|>\n", "|", False),
+        ("text<|", "|", True),
+        ("|>\n", "|", True),
+        (">\n", "|", False),
+        (">\n", ">", True),
+        ("|im_", "|", True),
+        ("im_", "|", False),
+    ],
+)
+def test_literal_that_holds_a_delimiter_apart_from_its_token_is_found(
+    literal: str, delimiter: str, is_part: bool
+) -> None:
+    assert writes_parts([literal], CHATML, frozenset(delimiter)) == is_part
+
+
+def test_literals_of_a_template_are_those_of_its_text_and_expressions() -> None:
+    template = "{# no #}<a>{% generation %}{{ x['b'] + \"c\\n\" }}{% endgeneration %}"
+    assert list(template_literals(template)) == ["<a>", "b", "c\n"]
+    assert list(template_literals("{% if")) == []
 
 
 @pytest.mark.parametrize("text", ["\ufffd<|im_end|>\ufffd", "\ue000<|im_end|>", "\U000f0000<", "\0<|im_end|>"])

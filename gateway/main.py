@@ -98,8 +98,11 @@ def open_port(app: GatewayApp, settings: GatewaySettings) -> HttpPort:
     if certificate is not None and key is not None:
         _read("tls_cert_file", certificate)
         _read("tls_key_file", key)
-    # As many connections as there are requests may be idle. Streams have their own, shorter limit of what lies unread.
-    limits = HttpLimits(max_connections=2 * settings.max_requests, write_s=settings.write_timeout_s + 1)
+    # As many connections as there are requests may be idle. One address may be a proxy with all clients behind it.
+    # Streams have their own, shorter limit of what lies unread.
+    limits = HttpLimits(
+        max_connections=2 * settings.max_requests, max_per_address=None, write_s=settings.write_timeout_s + 1
+    )
     try:
         return HttpPort(app, limits=limits, cert_file=certificate, key_file=key)
     except OSError as error:

@@ -152,8 +152,11 @@ def _metadata(request: Request) -> dict[str, str]:
         for name, allowed in PASSED_ON.items()
         if (value := request.headers.get(name)) is not None and allowed.fullmatch(value)
     }
-    authorization = request.headers.get("authorization")
-    if authorization is not None:
+    shown = request.headers.getlist("authorization")
+    if len(shown) > 1:
+        # A proxy may have checked the other one.
+        raise refused("Authorization", f"is there {len(shown)} times; one is allowed", "several_credentials")
+    for authorization in shown:
         is_plain = authorization.isascii() and authorization.isprintable()
         if not is_plain or len(authorization) > MAX_AUTHORIZATION_CHARACTERS:
             raise ApiError(401, "Authorization: is no key", "authentication_error", code="invalid_api_key")

@@ -48,7 +48,9 @@ def load_texts(settings: RouterSettings) -> dict[str, TextModel]:
         source = _source(entry)
         if source.name in texts:
             raise SettingError(f"model: {source.name} is there twice; give one of them another name with name=source")
-        texts[source.name] = TextModel(load_tokenizer(source))
+        texts[source.name] = TextModel(
+            load_tokenizer(source), allow_special_tokens_in_chat=settings.allow_special_tokens_in_chat
+        )
     return texts
 
 

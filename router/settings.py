@@ -57,6 +57,11 @@ class RouterSettings(ProcessSettings):
         description="TOML file with what tenants may take and names for several models; read again when it changes",
     )
     max_prompt_bytes: int = Field(4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024, description="largest prompt in bytes")
+    allow_special_tokens_in_chat: bool = Field(
+        False,
+        description="let texts of conversations hold special tokens such as <|im_end|>; by default they are plain text "
+        "there",
+    )
     max_attempts: int = Field(
         2,
         ge=1,

@@ -79,6 +79,8 @@ async def _stats(request: Request, feeds: Feeds, door: Door) -> ASGIApp:
     # Another site's page could not read the stream, but it could take up the watchers' places.
     if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         return _refused(403, "the board's statistics are for its own page")
+    if len(request.headers.getlist("authorization")) > 1:
+        return _refused(400, "there are several Authorization headers; one is allowed")
     metadata = tuple(request.headers.items())
     try:
         caller = door.identify(metadata)

@@ -15,8 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import FieldViolation, invalid
 from router.text.chat import chat_violations, plain_struct, template_messages, template_tools
+from router.text.control_tokens import MarkedTextEncoder, control_tokens, equivalents
 from router.text.detokenizer import IncrementalDetokenizer, PieceDetokenizer, WindowDetokenizer
+from router.text.marking import MarkedText, Marker, TemplateInput
 from router.text.pieces import read_pieces, special_token_ids
+from router.text.roles import USUAL_ROLES, Messages, role_violations, supported_roles, written_prompts
 
 ENCODE_IN_THREAD_CHARACTERS = 2048
 # Of a template's complaint; templates may quote whole messages.
@@ -24,15 +27,24 @@ MAX_COMPLAINT_CHARACTERS = 300
 
 
 class TextModel:
-    """The text side of a model."""
+    """The text side of a model. `allow_special_tokens_in_chat` lets the texts of conversations hold control tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_special_tokens_in_chat: bool = False) -> None:
         self._tokenizer = tokenizer
         self._special_token_ids = special_token_ids(tokenizer)
         self._pieces = read_pieces(tokenizer)
         # A stored tokenizer may carry settings for truncation and padding. The first call resets them, which must
         # not happen while another thread encodes.
         self.encode("")
+        templates = _templates(tokenizer)
+        self._roles = supported_roles(self._probe, templates) if templates else USUAL_ROLES
+        controls = control_tokens(tokenizer, written_prompts(self._probe) if templates else [])
+        self._control_token_ids = frozenset(controls)
+        self._encoder = MarkedTextEncoder(tokenizer, controls)
+        self._marker: Marker | None = None
+        if templates and not allow_special_tokens_in_chat:
+            texts = [token.content for token in controls.values()]
+            self._marker = Marker(texts, templates, equivalents(tokenizer, controls.values()))
 
     @property
     def vocabulary_size(self) -> int:
@@ -49,6 +61,22 @@ class TextModel:
         """Ids whose text is left out where special tokens are skipped."""
         return self._special_token_ids
 
+    @property
+    def control_token_ids(self) -> frozenset[int]:
+        """Ids of the tokens that only the chat template may write in a conversation."""
+        return self._control_token_ids
+
+    @property
+    def unknown_token_id(self) -> int | None:
+        """Id of the token for text that no other token is for."""
+        unknown_id: int | None = self._tokenizer.unk_token_id
+        return unknown_id
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that messages may have, in order of name."""
+        return self._roles
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of text, with those that the tokenizer puts around a prompt by itself."""
         # `verbose` would warn about text longer than the model's context, which is the validation's business.
@@ -59,28 +87,37 @@ class TextModel:
     def encode_chat(self, chat: inference_pb2.Chat, *, field: str = "chat") -> list[int]:
         """The token ids of a conversation, ready for the assistant's answer. Raises `RequestError` naming `field`."""
         # The template writes the special tokens itself.
-        return self.encode(self.render_chat(chat, field=field), add_special_tokens=False)
+        return self._encoder.encode(self._render(chat, field), field)
 
     def render_chat(self, chat: inference_pb2.Chat, *, field: str = "chat") -> str:
         """The prompt that the model's template makes of a conversation. Raises `RequestError` naming `field`."""
+        return self._render(chat, field).text
+
+    def _render(self, chat: inference_pb2.Chat, field: str) -> MarkedText:
         if not self.has_chat_template:
             raise invalid(FieldViolation(field, "the model has no chat template; send `text` or `token_ids`"))
-        if violations := tuple(chat_violations(chat, field)):
+        if violations := (*chat_violations(chat, field), *role_violations(chat, self._roles, field)):
             raise invalid(*violations)
+        given = TemplateInput(template_messages(chat), template_tools(chat), plain_struct(chat.template_kwargs))
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                template_messages(chat),
-                tools=template_tools(chat),
-                add_generation_prompt=True,
-                tokenize=False,
-                **plain_struct(chat.template_kwargs),
-            )
+            text = self._apply_template(given)
+            return MarkedText(text) if self._marker is None else self._marker.mark(given, text, self._apply_template)
         except ImportError:
             raise  # jinja2 is missing or too old: not the client's fault
         except Exception as error:
             # The template is the model's program and the conversation its input: it can raise anything.
             complaint = str(error)[:MAX_COMPLAINT_CHARACTERS] or type(error).__name__
             raise invalid(FieldViolation(field, f"the model's chat template refuses it: {complaint}")) from error
+
+    def _apply_template(self, given: TemplateInput) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            given.messages, tools=given.tools, add_generation_prompt=True, tokenize=False, **given.variables
+        )
+        assert isinstance(rendered, str)
+        return rendered
+
+    def _probe(self, messages: Messages) -> str:
+        rendered = self._tokenizer.apply_chat_template(messages, tokenize=False)
         assert isinstance(rendered, str)
         return rendered
 
@@ -117,3 +154,11 @@ class TextModel:
         )
         assert isinstance(text, str)
         return text
+
+
+def _templates(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """All chat templates of a tokenizer, which may have one for tools besides."""
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):
+        return list(templates.values())
+    return [templates] if templates else []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,51 @@ def test_services_of_compose_are_hardened_pinned_and_lead_somewhere(compose: dic
             assert source["source"] in compose["configs"]
         for port in service.get("ports", ()):
             assert port.startswith("127.0.0.1:")
+
+
+def certificate_folders(service: dict[str, Any]) -> dict[str, str]:
+    """The volumes with certificates that a service mounts, and where."""
+    mounts = [volume.split(":")[:2] for volume in service.get("volumes", ()) if ":/certificates" in volume]
+    return dict(mounts)
+
+
+def make_certificates_of(compose: dict[str, Any], volumes: Path) -> None:
+    """Does what the service that makes them does, with folders in place of its volumes and of /tmp."""
+    service = compose["services"]["certificates"]
+    *shell, script = service["command"]
+    script = script.replace("/tmp/", f"{volumes}/tmp/").replace(
+        "inflight ", f"{shlex.quote(sys.executable)} -m client.cli.main "
+    )
+    for volume, folder in certificate_folders(service).items():
+        (volumes / volume).mkdir()
+        script = re.sub(rf"{folder}(?=[/\s])", str(volumes / volume), f"{script}\n")
+    (volumes / "tmp").mkdir()
+    subprocess.run([*shell, script], cwd=REPOSITORY, check=True, capture_output=True, timeout=60)
+
+
+def test_each_service_of_compose_sees_its_own_private_key_and_no_other(compose: dict[str, Any], tmp_path: Path) -> None:
+    make_certificates_of(compose, tmp_path)
+    for name, service in compose["services"].items():
+        if name == "certificates":
+            continue
+        seen = {
+            f"{folder}/{file.relative_to(tmp_path / volume)}"
+            for volume, folder in certificate_folders(service).items()
+            for file in (tmp_path / volume).rglob("*")
+        }
+        named = {str(value) for key, value in service.get("environment", {}).items() if key.endswith("_FILE")}
+        assert named <= seen, name
+        assert {file for file in seen if file.endswith(".key")} <= named, name
+
+
+def test_certificates_of_compose_are_made_once_and_their_folders_belong_to_the_user(
+    compose: dict[str, Any], tmp_path: Path
+) -> None:
+    service = compose["services"]["certificates"]
+    assert "if test -e /certificates/authority/ca.pem; then exit; fi" in service["command"][-1]
+    assert service["command"][-1].rstrip().endswith("/certificates/authority"), "what is asked for comes last"
+    made = " ".join(rest for word, rest in all_of("router") if word == "RUN" and "--owner 10001" in rest).split()
+    assert set(certificate_folders(service).values()) <= set(made)
 
 
 def test_only_routers_reach_executors_and_redis_in_compose(compose: dict[str, Any]) -> None:

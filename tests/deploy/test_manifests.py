@@ -161,6 +161,20 @@ def test_settings_name_files_that_are_mounted(each: Overlay) -> None:
             assert file in {item["path"] for item in there}
 
 
+def test_pods_mount_no_private_key_that_they_do_not_use(each: Overlay) -> None:
+    for workload, container in each.containers():
+        volumes = {volume["name"]: volume for volume in workload["spec"]["template"]["spec"]["volumes"]}
+        named = set(environment_of(each, container, FIELDS).values())
+        for mount in container.get("volumeMounts", ()):
+            secret = volumes[mount["name"]].get("secret")
+            if secret is None:
+                continue
+            content = each.content("Secret", secret["secretName"])
+            items = secret.get("items") or [{"key": key, "path": key} for key in content]
+            keys = {f"{mount['mountPath']}/{item['path']}" for item in items if b"PRIVATE KEY" in content[item["key"]]}
+            assert keys <= named, workload["metadata"]["name"]
+
+
 def test_selectors_select_their_own_pods_and_services_name_ports_that_are_there(each: Overlay) -> None:
     workloads = each.of_kind(*WORKLOADS)
     for workload in workloads:

@@ -293,6 +293,22 @@ async def test_keys_are_passed_on_as_they_are(redis_url: str, pool: str, tmp_pat
             assert (await http.get(f"{gateway.url}/ready")).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/x"])
+async def test_two_authorization_headers_are_refused(redis_url: str, pool: str, tmp_path: Path, path: str) -> None:
+    async with (
+        locked_cluster(redis_url, pool, tmp_path) as cluster,
+        run_gateway(address_of(cluster)) as gateway,
+        httpx2.AsyncClient() as http,
+    ):
+        for keys in ((api_key("all"), "wrong"), ("wrong", api_key("all")), (api_key("all"), api_key("all"))):
+            headers = [("authorization", f"Bearer {key}") for key in keys]
+            method, body = ("GET", None) if "models" in path else ("POST", b'{"model": "x", "prompt": "t1"}')
+            answer = await http.request(method, f"{gateway.url}{path}", headers=headers, content=body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "Authorization"
+            assert answer.json()["error"]["code"] == "several_credentials"
+
+
 async def test_a_full_queue_is_429_with_when_to_try_again(redis_url: str, pool: str) -> None:
     settings = RouterSettings(max_queue_requests=1)
     shape = ExecutorShape(num_blocks=16)

@@ -63,8 +63,8 @@ class Reply:
 
 
 @asynccontextmanager
-async def get(app: Starlette, path: str, **headers: str) -> AsyncIterator[Reply]:
-    """A GET under way; the client goes away at the end."""
+async def get(app: Starlette, path: str, *more: tuple[bytes, bytes], **headers: str) -> AsyncIterator[Reply]:
+    """A GET under way; the client goes away at the end. `more` headers may repeat others."""
     reply, is_asked = Reply(), False
 
     async def receive() -> Message:
@@ -75,7 +75,7 @@ async def get(app: Starlette, path: str, **headers: str) -> AsyncIterator[Reply]
         await reply.is_gone.wait()
         return {"type": "http.disconnect"}
 
-    fields = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    fields = [*((name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()), *more]
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -234,6 +234,16 @@ async def test_locked_door_opens_to_its_key_alone(tmp_path: Path) -> None:
     assert [caller.tenant for caller in source.callers] == ["acme"]
     async with get(app, "/") as page:
         assert b"<html" in await page.body()
+
+
+async def test_two_authorization_headers_are_refused(tmp_path: Path) -> None:
+    source = ScriptedStatistics(numbered(1))
+    for door in (locked(tmp_path), OpenDoor()):
+        app, second = application(Feeds(source), door), (b"authorization", b"Bearer another")
+        async with get(app, "/board/stats", second, authorization=f"Bearer {KEY}") as refused:
+            await refused.body()
+        assert refused.status == 400
+    assert not source.callers
 
 
 async def test_key_withdrawn_ends_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,8 @@ def test_key_says_what_its_bearer_may(tmp_path: Path) -> None:
         (("authorization", KEY),),
         (("authorization", f"Basic {KEY}"),),
         (*bearer(KEY), ("x-api-key", KEY)),
+        (*bearer(KEY), *bearer(KEY)),
+        (*bearer(OTHER_KEY), *bearer(KEY)),
         (("x-api-key", KEY), ("x-api-key", OTHER_KEY)),
         bearer(hashlib.sha256(KEY.encode()).hexdigest()),
         bearer("a.b.c"),

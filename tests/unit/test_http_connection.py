@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import resource
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
-from common.http_connection import HttpLimits
+from common.http_connection import HttpLimits, address_of
 from common.http_port import HttpPort
 from tests.http_pages import page
 
 TIMEOUT_S = 20
 AT_ONCE_S = 0.02
+NUM_SILENT = 1100
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -55,9 +57,9 @@ async def serving(limits: HttpLimits, app: App | None = None) -> AsyncIterator[s
 
 
 @asynccontextmanager
-async def connected(address: str) -> AsyncIterator[Streams]:
+async def connected(address: str, from_host: str = "127.0.0.1") -> AsyncIterator[Streams]:
     host, _, number = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(number))
+    reader, writer = await asyncio.open_connection(host, int(number), local_addr=(from_host, 0))
     try:
         yield reader, writer
     finally:
@@ -90,18 +92,75 @@ async def test_connection_that_goes_on_with_a_body_behind_its_answer_is_closed()
             await asyncio.sleep(0.001)
 
 
-async def test_connection_beyond_the_most_is_closed_and_the_next_is_served() -> None:
-    async with serving(HttpLimits(max_connections=1)) as address:
-        async with connected(address) as (_, first):
-            first.write(b"GET ")
-            async with connected(address) as (reader, _):
-                assert await rest(reader) == b""
-        reply = b""
-        while not reply:  # until the server has seen that the first is gone
-            async with connected(address) as (reader, writer):
-                writer.write(b"GET / HTTP/1.0\r\n\r\n")
-                reply = await rest(reader)
-        assert reply.endswith(b"served")
+@pytest.fixture
+def _many_files() -> Iterator[None]:
+    """Both ends of each connection are files of this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * NUM_SILENT + 500
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"needs {wanted} open files, {hard} are allowed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("_many_files")
+async def test_connections_that_say_nothing_keep_no_scraper_out() -> None:
+    async with serving(HttpLimits()) as address, AsyncExitStack() as silent:
+        for _ in range(NUM_SILENT):
+            await silent.enter_async_context(connected(address))
+        assert (await page(address, "/"))[1] == "served"
+
+
+async def test_connection_that_waits_makes_room_for_another() -> None:
+    async with serving(HttpLimits(max_connections=1)) as address, connected(address) as (first_reader, first):
+        first.write(b"GET ")
+        async with connected(address) as (reader, writer):
+            assert await rest(first_reader) == b""
+            writer.write(b"GET / HTTP/1.0\r\n\r\n")
+            assert (await rest(reader)).endswith(b"served")
+
+
+async def test_connection_that_is_answered_makes_no_room() -> None:
+    async with serving(HttpLimits(max_connections=1)) as address, connected(address) as (streaming, first):
+        first.write(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await streaming.readuntil(b"x" * 100)
+        async with connected(address) as (reader, _):
+            assert await rest(reader) == b""
+        assert await streaming.readuntil(b"x" * 100)
+
+
+async def test_one_that_was_served_goes_after_those_that_never_asked() -> None:
+    async with serving(HttpLimits(max_per_address=2)) as address, connected(address) as (scraper, scrapes):
+        scrapes.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await scraper.readuntil(b"served")
+        async with connected(address) as (silent, _), connected(address):
+            assert await rest(silent) == b""
+            scrapes.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert await scraper.readuntil(b"served")
+
+
+@pytest.mark.parametrize("limits", [HttpLimits(max_per_address=2), HttpLimits(max_connections=3)])
+async def test_address_with_many_connections_takes_none_of_anothers(limits: HttpLimits) -> None:
+    async with serving(limits) as address, connected(address, "127.0.0.2") as (others, asks), AsyncExitStack() as many:
+        readers = [(await many.enter_async_context(connected(address)))[0] for _ in range(4)]
+        assert [await rest(reader) for reader in readers[:2]] == [b"", b""]
+        asks.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await others.readuntil(b"served")
+
+
+@pytest.mark.parametrize(
+    ("client", "counted"),
+    [
+        (("192.0.2.7", 1), "192.0.2.7"),
+        (("::ffff:192.0.2.7", 1), "192.0.2.7"),
+        (("2001:db8:1:2:3:4:5:6", 1), "2001:db8:1:2::/64"),
+        (None, ""),
+        (("/run/socket", 0), ""),
+    ],
+)
+def test_connections_are_counted_by_address_or_site(client: tuple[str, int] | None, counted: str) -> None:
+    assert address_of(client) == counted
 
 
 async def test_client_that_reads_nothing_is_cut_off() -> None:

@@ -1,0 +1,80 @@
+"""The roles that a chat template supports, found by trying: templates do not say.
+
+A role is supported where a conversation with it is rendered and holds what was said. Templates that write whatever role
+they are given take the usual ones, and those that they compare roles with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from inflight.v1 import inference_pb2
+
+from common.errors import FieldViolation
+
+Messages = list[dict[str, Any]]
+
+USUAL_ROLES = ("assistant", "developer", "system", "tool", "user")
+PROBE = "inflightprobetext"
+MAX_QUOTED_CHARACTERS = 40
+
+_COMPARED = re.compile(r"""\brole\b['"\])\s]*(?:==|!=)\s*(['"])([\w.-]+)\1""")
+_LISTED = re.compile(r"""\brole\b['"\])\s]*(?:not\s+)?in\s*[\[(]([^\])]*)[\])]""")
+_QUOTED = re.compile(r"""(['"])([\w.-]+)\1""")
+
+
+def supported_roles(render: Callable[[Messages], str], templates: list[str]) -> tuple[str, ...]:
+    """The roles, in order of name; the usual ones where none can be tried. `render` raises what it likes."""
+    candidates = sorted({*USUAL_ROLES, *(role for template in templates for role in roles_asked_for(template))})
+    return tuple(role for role in candidates if is_supported(render, role)) or USUAL_ROLES
+
+
+def roles_asked_for(template: str) -> Iterator[str]:
+    """The roles that a template compares with."""
+    for found in _COMPARED.finditer(template):
+        yield found[2]
+    for found in _LISTED.finditer(template):
+        yield from (role[2] for role in _QUOTED.finditer(found[1]))
+
+
+def is_supported(render: Callable[[Messages], str], role: str) -> bool:
+    """Whether a message of this role gets into the prompt, in a place where the template takes one."""
+    return any(PROBE in (_rendered(render, messages) or "") for messages in _conversations(role))
+
+
+def written_prompts(render: Callable[[Messages], str]) -> list[str]:
+    """Prompts of plain conversations, for what the template writes around messages."""
+    spoken = [[_said("user")], [_said("user"), _said("assistant")], [_said("system"), _said("user")]]
+    return [prompt for messages in spoken if (prompt := _rendered(render, messages)) is not None]
+
+
+def role_violations(chat: inference_pb2.Chat, roles: tuple[str, ...], field: str) -> Iterator[FieldViolation]:
+    """The messages whose role is none of these; without one is another violation."""
+    for i, message in enumerate(chat.messages):
+        if message.role and message.role not in roles:
+            role = message.role[:MAX_QUOTED_CHARACTERS]
+            yield FieldViolation(f"{field}.messages[{i}].role", f"is {role!r}; must be one of {', '.join(roles)}")
+
+
+def _conversations(role: str) -> Iterator[Messages]:
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    probe = {"role": role, "content": PROBE, "name": "f", "tool_call_id": "call00001"}
+    yield [probe]
+    yield [{"role": role, "content": PROBE}]
+    yield [{"role": "user", "content": "hello"}, probe]
+    yield [probe, {"role": "user", "content": "hello"}]
+    yield [{"role": "user", "content": "hello"}, called, probe]
+
+
+def _said(role: str) -> dict[str, Any]:
+    return {"role": role, "content": PROBE}
+
+
+def _rendered(render: Callable[[Messages], str], messages: Messages) -> str | None:
+    try:
+        return render(messages)
+    except Exception:
+        return None  # a template is a program: it can raise anything

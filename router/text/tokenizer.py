@@ -8,12 +8,14 @@ more than that (the tokenizer releases the interpreter lock).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from inflight.v1 import inference_pb2
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import FieldViolation, invalid
+from router.request_limits import MAX_VIOLATIONS
 from router.text.chat import chat_violations, plain_struct, template_messages, template_tools
 from router.text.detokenizer import IncrementalDetokenizer, PieceDetokenizer, WindowDetokenizer
 from router.text.pieces import read_pieces, special_token_ids
@@ -65,7 +67,7 @@ class TextModel:
         """The prompt that the model's template makes of a conversation. Raises `RequestError` naming `field`."""
         if not self.has_chat_template:
             raise invalid(FieldViolation(field, "the model has no chat template; send `text` or `token_ids`"))
-        if violations := tuple(chat_violations(chat, field)):
+        if violations := tuple(itertools.islice(chat_violations(chat, field), MAX_VIOLATIONS)):
             raise invalid(*violations)
         try:
             rendered = self._tokenizer.apply_chat_template(

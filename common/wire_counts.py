@@ -9,7 +9,6 @@ Bytes that are no message are left to the parser, which refuses them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -32,8 +31,8 @@ class WireLimits:
     """What a message may hold.
 
     `max_fields` is of the fields of the message and of all messages within it; packed numbers are one field. `max_of`
-    limits single fields, by full name (`inflight.v1.Chat.messages`); it counts all values of the field in the message, and names are
-    unique among the limited ones.
+    limits single fields, by full name (`inflight.v1.Chat.messages`); all values of the field in the message count. No
+    two of them have the same last name.
     """
 
     max_fields: int = MAX_FIELDS

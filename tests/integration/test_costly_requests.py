@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from router.text import chat as chat_module
 from tests.cluster import run_cluster
 from tests.fuzz.messages import nested
 from tests.fuzz.served import SERVICE
@@ -91,5 +90,3 @@ async def test_four_megabytes_of_empty_fields_are_refused_while_the_loop_goes_on
                 await send(channel, "Generate", COSTLY[name])
         assert status_of(error.value) == INVALID
         assert longest.seconds < GENEROUS_S
-
-

@@ -30,6 +30,7 @@ NAMES = (
     "board",
     "explain",
     "snapshot",
+    "rates",
 )
 
 Argument = str | int | float | bytes

@@ -14,11 +14,12 @@ from router.text.tokenizer import TextModel
 from tests.text_models import byte_level, gemma_like, llama_like, metaspace, smollm2, text_model, wordpiece
 
 BOUNDED = [smollm2, byte_level, llama_like, gemma_like]
+WORDS = ["hello", " world", "日本", "\n\n", " " * 70, "0123", "<end>", "<|im_end|>", "é", "="]
 TEXTS = st.one_of(
     st.text(max_size=200),
-    st.lists(st.sampled_from(["hello", " world", "日本", "\n\n", " " * 70, "0123", "<end>", "<|im_end|>", "é", "="])).map(
-        "".join
-    ),
+    st.lists(
+        st.sampled_from(["hello", " world", "日本", "\n\n", " " * 70, "0123", "<end>", "<|im_end|>", "é", "="])
+    ).map("".join),
     st.text(st.sampled_from(" \t\n=-aé\u0301<|>1"), max_size=300),
 )
 

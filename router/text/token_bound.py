@@ -90,7 +90,8 @@ def _marks_spaces(step: dict[str, Any]) -> bool:
     it."""
     if step["type"] == "Prepend":
         return True
-    return step["type"] == "Replace" and step["pattern"].get("String") == " " and step["content"] == "▁"
+    is_replace = step["type"] == "Replace"
+    return is_replace and (step["pattern"].get("String"), step["content"]) == (" ", "▁")
 
 
 def _shares(pieces: Iterable[bytes], single: set[int]) -> NDArray[np.float64]:

@@ -109,13 +109,16 @@ async def test_unknown_caller_is_refused_before_its_request_is_received(
 ) -> None:
     checked: list[int] = []
     check = WireCounts.check
+
+    def counting(self: WireCounts, serialized: bytes) -> None:
+        checked.append(len(serialized))
+        check(self, serialized)
+
     async with (
         locked_cluster(redis_url, pool, tmp_path) as cluster,
         grpc.aio.insecure_channel(cluster.routers[0].address) as channel,
     ):
-        monkeypatch.setattr(
-            WireCounts, "check", lambda self, serialized: checked.append(len(serialized)) or check(self, serialized)
-        )
+        monkeypatch.setattr(WireCounts, "check", counting)
         for rpc in ("Generate", "Tokenize", "Resume"):
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await send(channel, rpc, EMPTY_MESSAGES)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import pytest
+from google.protobuf.descriptor import Descriptor
 from hypothesis import given
 from hypothesis import strategies as st
 from inflight.v1 import inference_pb2
@@ -16,6 +17,7 @@ from common.wire_counts import SMALL_BYTES, WireCounts, WireLimits
 from tests.fuzz.messages import bytes_of, nested
 
 REQUEST = inference_pb2.GenerateRequest
+TYPE = cast(Descriptor, REQUEST.DESCRIPTOR)
 CHAT, MESSAGES, METADATA = 6, 1, 24
 
 
@@ -30,7 +32,7 @@ class CountedBytes(bytes):
 
 
 def counts(**limits: Any) -> WireCounts:
-    return WireCounts(REQUEST.DESCRIPTOR, WireLimits(**limits))
+    return WireCounts(TYPE, WireLimits(**limits))
 
 
 def refusal(check: WireCounts, serialized: bytes) -> str:
@@ -85,10 +87,10 @@ def test_what_ends_too_early_is_left_to_the_parser(cut: int) -> None:
 
 @given(bytes_of(REQUEST))
 def test_no_bytes_are_too_much_for_the_check(serialized: bytes) -> None:
-    WireCounts(REQUEST.DESCRIPTOR).check(serialized)
+    WireCounts(TYPE).check(serialized)
 
 
 @given(st.binary(min_size=1, max_size=60))
 def test_no_bytes_keep_the_check_from_its_end(some: bytes) -> None:
     with suppress(RequestError):
-        WireCounts(REQUEST.DESCRIPTOR).check(some * (SMALL_BYTES // len(some) + 1))
+        WireCounts(TYPE).check(some * (SMALL_BYTES // len(some) + 1))

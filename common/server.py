@@ -20,8 +20,10 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.grpc_status import CheckPeer, ErrorInterceptor
+from common.grpc_status import CheckCaller, CheckPeer, ErrorInterceptor
 from common.tls import TlsFiles
+from common.wire_counts import DEFAULT_LIMITS as DEFAULT_WIRE_LIMITS
+from common.wire_counts import WireLimits
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ MAX_RECEIVE_BYTES = 32 * 1024 * 1024
 # One write carries what has collected for an executor meanwhile, or all tokens of a request that is taken over. Both
 # ends have shown each other certificates, so this is against accidents only.
 MAX_LINK_BYTES = 256 * 1024 * 1024
+# A submit has some 25 fields, a cancel 4.
+LINK_WIRE_LIMITS = WireLimits(max_fields=2**18)
 
 # Of all headers of a call. gRPC refuses some calls above the lower of its two limits and every one above the higher;
 # one limit for both makes it plain. Room for JSON web tokens with many claims.
@@ -165,7 +169,9 @@ def check_listen(listen: str) -> None:
 class GrpcServer:
     """A listening gRPC server with health and reflection for the services named.
 
-    With `tls` it speaks TLS only. `check_peer` holds every call, health checks included, against who sent it.
+    With `tls` it speaks TLS only. `check_peer` holds every call, health checks included, against who sent it;
+    `check_caller` holds a call's metadata against its method before the request is received. `wire_limits` are of every
+    message received.
     """
 
     def __init__(
@@ -175,8 +181,11 @@ class GrpcServer:
         limits: ConnectionLimits = DEFAULT_LIMITS,
         tls: TlsFiles | None = None,
         check_peer: CheckPeer | None = None,
+        check_caller: CheckCaller | None = None,
+        wire_limits: WireLimits = DEFAULT_WIRE_LIMITS,
     ) -> None:
-        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor(check_peer)], options=_server_options(limits))
+        interceptor = ErrorInterceptor(check_peer, check_caller, wire_limits)
+        self.grpc = grpc.aio.server(interceptors=[interceptor], options=_server_options(limits))
         self._tls = tls
         self._service_names = ("", *service_names)
         self._health = health.aio.HealthServicer()

@@ -27,7 +27,7 @@ from common.machine import num_available_memory_bytes, num_usable_cores
 from common.metrics_page import metrics_route
 from common.model_source import ModelSource, resolve_model
 from common.process import EXIT_FAILED, run_process
-from common.server import MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
+from common.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from common.tls import TlsFiles
 from common.tracing import Tracing, open_tracing
@@ -313,7 +313,7 @@ async def _stop_engine(parts: Parts, exit_code: int) -> int:
 def _server(settings: ExecutorSettings, tls: TlsFiles | None) -> GrpcServer:
     limits = ConnectionLimits(max_receive_bytes=MAX_LINK_BYTES)
     check_peer = None if tls is None else RouterNames(settings.router_names).check
-    return GrpcServer([SERVICE_NAME], limits=limits, tls=tls, check_peer=check_peer)
+    return GrpcServer([SERVICE_NAME], limits=limits, tls=tls, check_peer=check_peer, wire_limits=LINK_WIRE_LIMITS)
 
 
 def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:

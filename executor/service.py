@@ -11,9 +11,10 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -41,8 +42,11 @@ DEFAULT_MAX_UNACKED_STEPS = 64
 MAX_ROUTER_ID_CHARACTERS = 512
 # A router says hello as soon as it has opened the stream.
 HELLO_TIMEOUT_S = 10.0
+# Of a router's frame, dealt with before the event loop serves other streams.
+ENTRIES_PER_TURN = 100
 CANCEL_REASONS = {wire: reason for reason, wire in FINISH_REASON_PROTO.items()}
 
+T = TypeVar("T")
 Context = grpc.aio.ServicerContext[executor_pb2.ServeRequest, executor_pb2.ServeResponse]
 
 
@@ -225,13 +229,13 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
                 raise invalid(FieldViolation("hello", "must be only the first of a stream"))
             if request.HasField("ack"):
                 session.acknowledge(request.ack.frame)
-            for submit in request.submits:
+            async for submit in _in_turns(request.submits):
                 await session.has_room()
                 self._submit(submit, session)
-            for attach in request.attaches:
+            async for attach in _in_turns(request.attaches):
                 await session.has_room()
                 self._attach(attach, session)
-            for cancel in request.cancels:
+            async for cancel in _in_turns(request.cancels):
                 end_reason = CANCEL_REASONS.get(cancel.reason, FinishReason.CANCELLED)
                 self._engine.cancel(cancel.request_id, cancel.attempt, end_reason)
 
@@ -313,3 +317,11 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         report.draining = report.draining or not self.takes_work
         for session in self._sessions:
             session.report(report)
+
+
+async def _in_turns(entries: Iterable[T]) -> AsyncIterator[T]:
+    """The entries of a frame. Other streams have their turn now and then, however many there are."""
+    for number, entry in enumerate(entries, start=1):
+        if number % ENTRIES_PER_TURN == 0:
+            await asyncio.sleep(0)
+        yield entry

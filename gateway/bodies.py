@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
+from common.json_counts import has_more_values
 from gateway.errors import ApiError, refused, unsupported
 
 MAX_UINT32 = 2**32 - 1
@@ -20,6 +21,8 @@ MAX_INT32 = 2**31 - 1
 
 # Of all lists and objects of a body together, but of a prompt's token ids: reading a body holds up everybody's streams.
 MAX_VALUES = 2**14
+# Of all lists of a prompt together; more than any model's context.
+MAX_PROMPT_VALUES = 2**20
 
 Tokens = Annotated[int, Field(ge=0, le=MAX_INT32)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_UINT32)]
@@ -152,11 +155,19 @@ class CompletionBody(Common):
     @field_validator("prompt")
     @classmethod
     def _check_prompt(cls, prompt: str | list[Any]) -> str | list[Any]:
+        if isinstance(prompt, list):
+            _check_num_prompt_values(prompt)
         if isinstance(prompt, str) or (prompt and (_are(prompt, str) or _are_token_ids(prompt))):
             return prompt
         if prompt and all(isinstance(one, list) and one and _are_token_ids(one) for one in prompt):
             return prompt
         raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists; none empty")
+
+
+def _check_num_prompt_values(prompt: list[Any]) -> None:
+    num_values = len(prompt) + sum(len(one) for one in prompt[:MAX_VALUES] if isinstance(one, list))
+    if num_values > MAX_PROMPT_VALUES:
+        raise ValueError(f"has {num_values} values; at most {MAX_PROMPT_VALUES} are allowed")
 
 
 # Parameters of OpenAI's API that ask for what there is not, each with the values that ask for nothing, as null does.
@@ -198,6 +209,9 @@ def parse_completion(raw: bytes) -> CompletionBody:
 
 
 def _parse(kind: type[Kind], raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -> Kind:
+    # Parsing takes the longer the more values there are, whatever they are.
+    if has_more_values(raw, MAX_VALUES, id_list_is_one=True):
+        raise _too_many_values()
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -223,8 +237,12 @@ def _check_num_values(body: dict[str, Any]) -> None:
         if isinstance(value, dict | list):
             num_values += len(value)
             if num_values > MAX_VALUES:
-                raise ApiError(400, f"the body has more than {MAX_VALUES} values", code="request_too_large")
+                raise _too_many_values()
             unread.extend(value.values() if isinstance(value, dict) else value)
+
+
+def _too_many_values() -> ApiError:
+    return ApiError(400, f"the body has more than {MAX_VALUES} values", code="request_too_large")
 
 
 def _explained(error: ValidationError) -> ApiError:
@@ -262,4 +280,4 @@ def _are(values: list[Any], kind: type) -> bool:
 
 
 def _are_token_ids(values: list[Any]) -> bool:
-    return all(type(value) is int and 0 <= value <= MAX_UINT32 for value in values)
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_UINT32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import secrets
@@ -20,13 +19,13 @@ from router.prefixes import prefix_hashes
 from router.reading import Deadlines, Reading
 from router.refusals import shut_out, unknown_tenant
 from router.request_ids import digest_of, keyed_request_id, keyed_seed, ledger_id
-from router.request_spec import ChatPrompt, FittedRequest, GenerateSpec, ModelLimits, Prompt, TextPrompt, TokenPrompt
+from router.request_spec import ChatPrompt, FittedRequest, GenerateSpec, ModelLimits
 from router.resume_secret import ResumeTokens
 from router.settings import RouterSettings
 from router.store.types import DEFAULT_TENANT, Demand, TenantLimits
 from router.streams import End, RequestStream
 from router.text.output import OutputText
-from router.text.tokenizer import ENCODE_IN_THREAD_CHARACTERS, TextModel
+from router.text.tokenizer import TextModel
 
 # A gRPC deadline further away than this is none.
 MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
@@ -66,21 +65,6 @@ def model_limits(pool: Pool, settings: RouterSettings) -> ModelLimits:
         has_chat_template=pool.text.has_chat_template,
         max_prompt_bytes=settings.max_prompt_bytes,
     )
-
-
-async def encode(text: TextModel, prompt: Prompt) -> list[int]:
-    """The prompt's token ids. Long prompts are tokenized in a thread, so that they hold up nobody's tokens."""
-    match prompt:
-        case TokenPrompt():
-            return list(prompt.ids)
-        case TextPrompt():
-            if len(prompt.text) <= ENCODE_IN_THREAD_CHARACTERS:
-                return text.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
-            return await asyncio.to_thread(text.encode, prompt.text, add_special_tokens=prompt.add_special_tokens)
-        case ChatPrompt():
-            if prompt.chat.ByteSize() <= ENCODE_IN_THREAD_CHARACTERS:
-                return text.encode_chat(prompt.chat)
-            return await asyncio.to_thread(text.encode_chat, prompt.chat)
 
 
 def deadlines_of(spec: GenerateSpec, arrived: float, grpc_remaining_s: float | None) -> Deadlines:

@@ -44,9 +44,11 @@ from router.store.types import (
     Placement,
     PreemptAsked,
     Queued,
+    Refused,
     RequestState,
     StoreEvent,
     TakenOver,
+    TenantLimits,
 )
 from router.streams import End, RequestStream
 from router.submit_turns import SubmitTurns
@@ -145,6 +147,12 @@ class Dispatcher:
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome
+
+    async def check_rates(
+        self, tenant: str, limits: TenantLimits, tokens: int, request_id: str = "", *, takes: bool = False
+    ) -> Refused | None:
+        """See `AdmissionStore`. Raises `RequestError`."""
+        return await self._store.check_rates(tenant, limits, tokens, request_id, takes=takes)
 
     async def find_repeated(self, stream: RequestStream) -> RequestStream | None:
         """The request that this one repeats, where it is served or kept here. Raises `RequestError` where the id is

@@ -21,6 +21,11 @@ MAX_COUNT = 2**53
 MAX_NAME_CHARACTERS = 512
 # More than an executor takes in between two steps; a report is audited in one script.
 MAX_HELD = 16_384
+# What an executor puts into one frame at most: answers to submits and attaches, tokens.
+MAX_ANSWERS = 2**16
+MAX_FRAME_TOKENS = 2**20
+# More than can board between two frames.
+MAX_STARTED = 2**17
 
 FINISH_REASONS = frozenset(types_pb2.FinishReason.values()) - {types_pb2.FINISH_REASON_UNSPECIFIED}
 
@@ -54,6 +59,8 @@ def check_frame(
     answer, `asked` those whose attachment does, `seated` the slots that mean a sequence now."""
     if response.generation != description.generation:
         raise FrameError(f"its generation is {response.generation}, not {description.generation}")
+    if len(response.rejected) > MAX_ANSWERS:
+        raise FrameError(f"it rejects {len(response.rejected)} placements")
     slots = _slots_after(response.accepted, offered, seated)
     slots = _slots_after(response.attached, asked, slots)
     if response.HasField("step"):
@@ -126,6 +133,7 @@ def _slots_after(
 def _check_step(step: executor_pb2.StepFrame, slots: Collection[int], vocabulary_size: int) -> None:
     if not len(step.slots) == len(step.offsets) == len(step.token_ids):
         raise FrameError(f"it has {len(step.slots)} slots, {len(step.offsets)} offsets, {len(step.token_ids)} tokens")
+    _check_step_counts(step, len(slots))
     if max(step.token_ids, default=0) >= vocabulary_size:
         raise FrameError(f"a token id is not below {vocabulary_size}")
     left = [*(one.slot for one in step.finished), *step.detached]
@@ -146,6 +154,20 @@ def _check_step(step: executor_pb2.StepFrame, slots: Collection[int], vocabulary
     unknown = [slot for slot in named if slot not in slots]
     if unknown:
         raise FrameError(f"nobody is in slot {min(unknown)}")
+
+
+def _check_step_counts(step: executor_pb2.StepFrame, num_slots: int) -> None:
+    """Before any list is read."""
+    counts = {
+        "tokens": (len(step.token_ids), MAX_FRAME_TOKENS),
+        "log probabilities": (len(step.logprobs), len(step.token_ids)),
+        "starts": (len(step.started), MAX_STARTED),
+        "pauses": (len(step.paused), num_slots),
+        "ends": (len(step.finished) + len(step.detached), 2 * num_slots),
+    }
+    for name, (count, most) in counts.items():
+        if count > most:
+            raise FrameError(f"it has {count} {name}, and there can be {most}")
 
 
 def _check_logprobs(values: types_pb2.PositionLogprobs, vocabulary_size: int) -> None:

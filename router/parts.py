@@ -19,6 +19,7 @@ from common.tracing import Tracing, open_tracing
 from router.admission_file import AdmissionFile
 from router.board.feed import Feeds
 from router.board.routes import board_routes
+from router.call_check import caller_check
 from router.client_port import connection_limits_of, open_tls
 from router.dispatch import Dispatcher
 from router.doors import Doors
@@ -30,6 +31,7 @@ from router.looked_up import LookedUpMetrics
 from router.metrics import RouterMetrics
 from router.observing import Listeners
 from router.pools import Pool, Pools
+from router.request_limits import REQUEST_WIRE_LIMITS
 from router.resume_secret import Learn, ResumeTokens
 from router.service import InferenceService
 from router.settings import RouterSettings
@@ -83,7 +85,13 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     stats = StatsSource(pools, router_id, latencies)
     service = InferenceService(pools, settings, admission, doors.door, tokens, stats, listeners, tracing.tracer)
     board = board_routes(Feeds(stats), doors.door) if settings.board else []
-    server = GrpcServer([SERVICE_NAME, kserve.SERVICE_NAME], limits=connection_limits_of(settings), tls=tls)
+    server = GrpcServer(
+        [SERVICE_NAME, kserve.SERVICE_NAME],
+        limits=connection_limits_of(settings),
+        tls=tls,
+        check_caller=caller_check(doors.door),
+        wire_limits=REQUEST_WIRE_LIMITS,
+    )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
     kserve_service = kserve.KServeService(pools, doors.door, service, settings)
     grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve_service, server.grpc)

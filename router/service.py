@@ -26,14 +26,13 @@ from router.admit import (
     AdmittedRequest,
     admit,
     deadlines_of,
-    encode,
     model_limits,
     names_of,
     restore,
     seed_chooser,
     tenant_limits,
 )
-from router.callers import Caller, Door, Metadata, authorize, model_of, sees_model
+from router.callers import Caller, Door, Metadata, authorize, model_of, sees_model, tenant_of
 from router.capacity import add_capacity, described_model, described_variants
 from router.claims import Claims
 from router.explain import REQUEST_STATE_PROTO, request_standing
@@ -43,12 +42,14 @@ from router.patience import grace_after, patient
 from router.pools import Pool, Pools
 from router.refusals import draining, not_in_the_ledger, unknown_request
 from router.relay import Relay, Write
+from router.request_ids import ledger_id
 from router.resume_secret import ResumeTokens
 from router.resumed_places import check_place, resumed_place
 from router.settings import RouterSettings
 from router.stats import StatsSource
-from router.store.types import NO_LIMITS, Adopted, Queued, RequestState
+from router.store.types import NO_LIMITS, Adopted, Queued, RequestState, TenantLimits
 from router.streams import RequestStream
+from router.tokenizing import MAX_CONTEXTS, Tokenizing, check_rates, most_tokens, take_rates
 from router.tracing import call_span
 from router.validation import (
     fit_tokens,
@@ -101,6 +102,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._tokens = tokens
         self._claims = Claims(pools, tokens)
         self._meters = VariantMeters()
+        self._tokenizing = Tokenizing()
         self._is_draining = False
         self._num_streams = 0
         self._no_stream = asyncio.Event()
@@ -184,8 +186,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         spec = validate_generate(request, limits, seed_chooser(request))
         names = names_of(request)
         allowed = tenant_limits(names.tenant, self._admission.rules)
+        request_id = ledger_id(names.tenant, names.request_id)
+        await check_rates(pool.dispatcher, pool.text, spec, names.tenant, allowed, request_id)
         with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
-            prompt_ids = await encode(pool.text, spec.prompt)
+            most = most_tokens(spec, limits)
+            prompt_ids = await self._tokenizing.encode(pool.text, spec.prompt, most, names.tenant)
         fitted = fit_tokens(prompt_ids, spec, limits)
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
         return admit(fitted, names, request.model, allowed, deadlines, arrived, pool, self._tokens)
@@ -277,8 +282,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """The stream of a request that another router began. Raises `FrameError` where the executor gives back
         something else."""
         context = context_of(attached)
-        limits = self._admission.rules.limits_of(context.tenant) or NO_LIMITS
-        return restore(attached.submit, context, limits, pool, self._tokens)
+        return restore(attached.submit, context, self._limits_of(context.tenant), pool, self._tokens)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         """Ends a request of any router."""
@@ -312,18 +316,28 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """Turns text or chat messages into token ids."""
-        pool = self._pool_of(request.model, self._caller(context))
-        prompt = validate_tokenize(request, model_limits(pool, self._settings))
-        return inference_pb2.TokenizeResponse(token_ids=await encode(pool.text, prompt))
+        caller = self._caller(context)
+        pool, tenant = self._pool_of(request.model, caller), tenant_of(caller, "")
+        limits = model_limits(pool, self._settings)
+        prompt = validate_tokenize(request, limits)
+        await take_rates(pool.dispatcher, tenant, self._limits_of(tenant))
+        most = MAX_CONTEXTS * limits.context_length
+        return inference_pb2.TokenizeResponse(token_ids=await self._tokenizing.encode(pool.text, prompt, most, tenant))
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """Turns token ids into text."""
-        pool = self._pool_of(request.model, self._caller(context))
+        caller = self._caller(context)
+        pool, tenant = self._pool_of(request.model, caller), tenant_of(caller, "")
         token_ids = validate_detokenize(request, model_limits(pool, self._settings))
+        await take_rates(pool.dispatcher, tenant, self._limits_of(tenant))
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        return inference_pb2.DetokenizeResponse(text=pool.text.decode(token_ids, skip_special_tokens=skip))
+        text = await self._tokenizing.decode(pool.text, token_ids, tenant, skip_special_tokens=skip)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    def _limits_of(self, tenant: str) -> TenantLimits:
+        return self._admission.rules.limits_of(tenant) or NO_LIMITS
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context

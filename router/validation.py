@@ -8,6 +8,7 @@ prompt is tokenized, `fit_tokens` after. Nothing that a request sets is ignored:
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import FieldViolation, invalid
 from router.reading import Place
+from router.request_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
 from router.request_spec import (
     MAX_TOP_LOGPROBS,
     ChatPrompt,
@@ -42,6 +44,8 @@ MAX_METADATA_VALUE_CHARACTERS = 1024
 MAX_NAME_CHARACTERS = 256
 MAX_IDEMPOTENCY_KEY_CHARACTERS = 128
 MAX_DEADLINE_S = 7 * 24 * 3600
+# Of Detokenize, for models whose context is shorter.
+MAX_DETOKENIZED_IDS = 2**16
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 Violations = Iterator[FieldViolation]
@@ -51,16 +55,16 @@ def validate_generate(
     request: inference_pb2.GenerateRequest, limits: ModelLimits, choose_seed: Callable[[], int]
 ) -> GenerateSpec:
     """What the request means for the model. `choose_seed` is asked where the request brings no seed."""
-    violations = (
-        *_name_violations(request),
-        *_prompt_violations(request, limits),
-        *_sampling_violations(request.sampling),
-        *_output_violations(request.output),
-        *_stopping_violations(request.stopping, limits),
-        *_constraint_violations(request),
-        *_service_violations(request),
-        *_resuming_violations(request, limits),
-        *_metadata_violations(request),
+    violations = _first(
+        _name_violations(request),
+        _prompt_violations(request, limits),
+        _sampling_violations(request.sampling),
+        _output_violations(request.output),
+        _stopping_violations(request.stopping, limits),
+        _constraint_violations(request),
+        _service_violations(request),
+        _resuming_violations(request, limits),
+        _metadata_violations(request),
     )
     if violations:
         raise invalid(*violations)
@@ -88,6 +92,11 @@ def validate_generate(
         place=_place(request.prior_output),
         metadata=tuple(sorted(request.metadata.items())),
     )
+
+
+def _first(*violations: Violations) -> tuple[FieldViolation, ...]:
+    """As many violations as an error names. What comes behind them is not looked for."""
+    return tuple(itertools.islice(itertools.chain(*violations), MAX_VIOLATIONS))
 
 
 def _output_flags(output: inference_pb2.OutputOptions) -> OutputFlags:
@@ -145,7 +154,7 @@ def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: ModelLimit
             add = request.add_special_tokens if request.HasField("add_special_tokens") else True
             prompt: TextPrompt | ChatPrompt = TextPrompt("text", request.text, add)
         case "chat":
-            violations = tuple(_chat_prompt_violations(request.chat, limits))
+            violations = _first(_chat_prompt_violations(request.chat, limits))
             prompt = ChatPrompt("chat", request.chat)
         case _:
             raise invalid(FieldViolation("input", "is not set; exactly one of text, chat is needed"))
@@ -156,10 +165,10 @@ def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: ModelLimit
 
 def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: ModelLimits) -> tuple[int, ...]:
     """The ids to turn into text."""
+    most = min(limits.max_prompt_bytes, max(limits.context_length, MAX_DETOKENIZED_IDS))
+    if len(request.token_ids) > most:
+        raise invalid(FieldViolation("token_ids", f"has {len(request.token_ids)} ids; at most {most} are allowed"))
     ids = tuple(request.token_ids)
-    violations = tuple(_count_violations("token_ids", len(ids), limits))
-    if violations:
-        raise invalid(*violations)
     outside = _first_outside(ids, limits.vocabulary_size)
     if outside is not None:
         raise invalid(_outside_violation(f"token_ids[{outside}]", ids[outside], limits.vocabulary_size))
@@ -204,8 +213,8 @@ def _prompt_violations(request: inference_pb2.GenerateRequest, limits: ModelLimi
 def _chat_prompt_violations(chat: inference_pb2.Chat, limits: ModelLimits) -> Violations:
     if not limits.has_chat_template:
         yield FieldViolation("chat", "the model has no chat template; send text or token_ids")
-    yield from _size_violations("chat", chat.ByteSize(), limits)
-    yield from chat_violations(chat, "chat")
+    too_large = tuple(_size_violations("chat", chat.ByteSize(), limits))
+    yield from too_large or chat_violations(chat, "chat")
 
 
 def _empty_violations(field: str, is_empty: bool) -> Violations:
@@ -220,8 +229,9 @@ def _size_violations(field: str, num_bytes: int, limits: ModelLimits) -> Violati
 
 def _count_violations(field: str, num_ids: int, limits: ModelLimits) -> Violations:
     """No text of the allowed size has more tokens than bytes."""
-    if num_ids > limits.max_prompt_bytes:
-        yield FieldViolation(field, f"has {num_ids} ids; at most {limits.max_prompt_bytes} are allowed")
+    most = min(limits.max_prompt_bytes, MAX_TOKEN_IDS)
+    if num_ids > most:
+        yield FieldViolation(field, f"has {num_ids} ids; at most {most} are allowed")
 
 
 def _utf8_violations(text: bytes) -> Violations:
@@ -299,7 +309,9 @@ def _resuming_violations(request: inference_pb2.GenerateRequest, limits: ModelLi
     if request.HasField("resume_ttl") and not 0 <= _seconds(request.resume_ttl) <= MAX_DEADLINE_S:
         yield FieldViolation("resume_ttl", f"must be at least 0 and at most {MAX_DEADLINE_S} s")
     prior_ids = request.prior_output.output_ids
-    yield from _count_violations("prior_output.output_ids", len(prior_ids), limits)
+    if too_many := tuple(_count_violations("prior_output.output_ids", len(prior_ids), limits)):
+        yield from too_many
+        return
     outside = _first_outside(prior_ids, limits.vocabulary_size)
     if outside is not None:
         field = f"prior_output.output_ids[{outside}]"

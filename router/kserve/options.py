@@ -11,15 +11,19 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 from inflight.kserve import grpc_service_pb2
 
 from common.errors import FieldViolation, RequestError, invalid
+from common.json_counts import has_more_values
 from router.kserve.tensors import BYTES, Tensor
 
 SAMPLING_PARAMETERS = "sampling_parameters"
 MAX_JSON_BYTES = 2**20
+# Of that JSON, and of the parameters of a request: more than there are names, and room for lists of ids and words.
+MAX_JSON_VALUES = 10_000
+MAX_PARAMETERS = 256
 
 Value = bool | int | float | tuple[int, ...] | tuple[bytes, ...]
 
@@ -132,7 +136,9 @@ class Given:
     def integers(self, name: str) -> tuple[int, ...]:
         """The value of an option that is a list of whole numbers; none where it is not given."""
         value = self.values.get(name)
-        return tuple(one for one in value if isinstance(one, int)) if isinstance(value, tuple) else ()
+        # There can be a million of them, and all are of one kind.
+        is_integers = isinstance(value, tuple) and bool(value) and isinstance(value[0], int)
+        return cast("tuple[int, ...]", value) if is_integers else ()
 
     def name_of(self, name: str) -> str:
         """What the client calls an option."""
@@ -168,6 +174,8 @@ def read_options(tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -
 
 def parameter_values(request: grpc_service_pb2.ModelInferRequest) -> dict[str, Any]:
     """The parameters of a request as plain values. Raises `RequestError` for one without a value."""
+    if len(request.parameters) > MAX_PARAMETERS:
+        raise wrong("parameters", f"has {len(request.parameters)} entries; at most {MAX_PARAMETERS} are allowed")
     values: dict[str, Any] = {}
     for name, parameter in request.parameters.items():
         choice = parameter.WhichOneof("parameter_choice")
@@ -187,6 +195,8 @@ def _parsed(tensor: Tensor, called: str) -> Iterator[tuple[str, Any]]:
     (text,) = _texts(tensor, called) or (b"{}",)
     if len(text) > MAX_JSON_BYTES:
         raise wrong(called, f"has {len(text)} bytes; at most {MAX_JSON_BYTES} are allowed")
+    if has_more_values(text, MAX_JSON_VALUES):
+        raise wrong(called, f"has too many values; at most {MAX_JSON_VALUES} are allowed")
     try:
         parsed = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -216,8 +226,8 @@ def _of_tensor(kind: Kind, tensor: Tensor, called: str) -> Value:
     if (kind is Kind.TEXTS) is not (tensor.datatype == BYTES):
         raise wrong(called, f"is of type {tensor.datatype}; must be {'BYTES' if kind is Kind.TEXTS else 'of numbers'}")
     if kind is Kind.INTS and "INT" in tensor.datatype:
-        # There can be a million of them.
-        return tuple(one for one in tensor.elements if isinstance(one, int))
+        # There can be a million of them, each an integer as its datatype says.
+        return cast("tuple[int, ...]", tensor.elements)
     if kind in (Kind.TEXTS, Kind.INTS):
         return _of_anything(kind, list(tensor.elements), called)
     if len(tensor.elements) != 1:

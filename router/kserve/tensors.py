@@ -56,6 +56,8 @@ LENGTH = struct.Struct("<I")
 
 # Of one tensor: more than any model's context, and few enough to be read within a moment: everybody waits meanwhile.
 MAX_ELEMENTS = 2**20
+# Of one tensor of texts: the prompt, stop words, bad words.
+MAX_TEXTS = 4096
 # A product of many sizes takes long to reckon.
 MAX_DIMENSIONS = 8
 # Of one request: more than there are names.
@@ -128,7 +130,7 @@ def _contents(sent: grpc_service_pb2.ModelInferRequest.InferInputTensor) -> tupl
     if others:
         raise _wrong(sent.name, f"is of type {sent.datatype}, and its elements are in {', '.join(others)}")
     elements = () if own is None else getattr(sent.contents, own)
-    _check_count(sent.name, len(elements))
+    _check_count(sent.name, len(elements), MAX_TEXTS if sent.datatype == BYTES else MAX_ELEMENTS)
     return tuple(elements)
 
 
@@ -136,7 +138,7 @@ def _numbers(name: str, datatype: str, raw: bytes) -> tuple[Element, ...]:
     kind = np.dtype(NUMPY_TYPES[datatype])
     if len(raw) % kind.itemsize:
         raise _wrong(name, f"has {len(raw)} bytes, and an element of type {datatype} takes {kind.itemsize}")
-    _check_count(name, len(raw) // kind.itemsize)
+    _check_count(name, len(raw) // kind.itemsize, MAX_ELEMENTS)
     return tuple(np.frombuffer(raw, dtype=kind).tolist())
 
 
@@ -152,13 +154,13 @@ def _split(name: str, raw: bytes) -> tuple[Element, ...]:
             raise _wrong(name, f"has an element of {length} bytes, of which {len(raw) - begin} are there")
         elements.append(raw[begin : begin + length])
         begin += length
-        _check_count(name, len(elements))
+        _check_count(name, len(elements), MAX_TEXTS)
     return tuple(elements)
 
 
-def _check_count(name: str, num_elements: int) -> None:
-    if num_elements > MAX_ELEMENTS:
-        raise _wrong(name, f"has too many elements; at most {MAX_ELEMENTS} are allowed")
+def _check_count(name: str, num_elements: int, most: int) -> None:
+    if num_elements > most:
+        raise _wrong(name, f"has too many elements; at most {most} are allowed")
 
 
 def _wrong(name: str, text: str) -> Exception:

@@ -18,7 +18,7 @@ from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import FieldViolation, RequestError, not_implemented
 from router.kserve.options import OPTION_OF, OPTIONS, Given, Kind, parameter_values, read_options, wrong
-from router.kserve.tensors import decode_inputs
+from router.kserve.tensors import MAX_TENSORS, decode_inputs
 
 MAX_ID_CHARACTERS = 256
 VERSION = "1"
@@ -260,6 +260,8 @@ def _utf8(text: bytes, called: str) -> str:
 
 def _outputs(request: grpc_service_pb2.ModelInferRequest, given: Given) -> frozenset[str]:
     """The tensors of the answer: those that `outputs` names, and those that flags ask for."""
+    if len(request.outputs) > MAX_TENSORS:
+        raise wrong("outputs", f"has {len(request.outputs)} tensors; at most {MAX_TENSORS} are allowed")
     asked = {name for flag, names in RETURNED.items() if given.flag(flag) for name in names}
     for output in request.outputs:
         called = f"outputs[{output.name[:100]}]"

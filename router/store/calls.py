@@ -14,6 +14,7 @@ from router.store.settings import StoreSettings
 from router.store.types import Attempt, Demand, Ending, ExecutorReport, TenantLimits
 
 _LIMITS = struct.Struct("<26d")
+_RATES = struct.Struct("<5d")
 
 
 def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
@@ -36,6 +37,11 @@ def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
         demand.digest,
         int(demand.is_served),
     ]
+
+
+def rates_args(tenant: str, limits: TenantLimits, tokens: int, request_id: str, takes: bool) -> list[Argument]:
+    """Of rates.lua."""
+    return [tenant, request_id, _RATES.pack(*_rate_numbers(limits), tokens), int(takes)]
 
 
 def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
@@ -123,6 +129,12 @@ def _limit_numbers(limits: TenantLimits) -> tuple[float, ...]:
         _limit(limits.max_queue_requests),
         _limit(limits.max_queue_tokens),
         _limit(limits.max_queue_bytes),
+        *_rate_numbers(limits),
+    )
+
+
+def _rate_numbers(limits: TenantLimits) -> tuple[float, ...]:
+    return (
         0.0 if limits.requests_per_s is None else 1000 / limits.requests_per_s,
         limits.request_burst,
         0.0 if limits.tokens_per_s is None else 1000 / limits.tokens_per_s,

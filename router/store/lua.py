@@ -31,6 +31,7 @@ NAMES = (
     "board",
     "explain",
     "snapshot",
+    "rates",
 )
 
 Argument = str | int | float | bytes

@@ -124,13 +124,22 @@ def parse_adopt(request_id: str, reply: Reply) -> Adopted | RequestState | None:
 def parse_submit(request_id: str, reply: Reply) -> Placement | Queued | Refused | Duplicate | Adopted:
     """The outcome of submit."""
     if reply.status == "REFUSED":
-        reason, limit, retry_after_ms = reply.values
-        return Refused(Reason(reason), limit, _optional(retry_after_ms))
+        return _refused(reply)
     if reply.status == "DUPLICATE":
         return Duplicate(RequestState(reply.values[0]))
     if reply.status in _ADOPTIONS:
         return _adopted(request_id, reply)
     return parse_standing(request_id, reply)
+
+
+def parse_rates(reply: Reply) -> Refused | None:
+    """The outcome of rates; None where they would take the request."""
+    return _refused(reply) if reply.status == "REFUSED" else None
+
+
+def _refused(reply: Reply) -> Refused:
+    reason, limit, retry_after_ms = reply.values
+    return Refused(Reason(reason), limit, _optional(retry_after_ms))
 
 
 def parse_hand_back(request_id: str, reply: Reply) -> Placement | Queued | HandBackRefusal:

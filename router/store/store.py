@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 
 from common.errors import RequestError
-from router.store.calls import hand_back_args, report_args, settle_args, submit_args, verify_args
+from router.store.calls import hand_back_args, rates_args, report_args, settle_args, submit_args, verify_args
 from router.store.connection import NotSent, answered, close, connect_reader, unavailable
 from router.store.keys import NUM_CLASSES, PoolKeys
 from router.store.lua import Argument, Script, load_scripts
@@ -33,6 +33,7 @@ from router.store.replies import (
     parse_cancel,
     parse_explain,
     parse_hand_back,
+    parse_rates,
     parse_reply,
     parse_snapshot,
     parse_submit,
@@ -60,6 +61,7 @@ from router.store.types import (
     RequestState,
     StoreCall,
     StoreEvent,
+    TenantLimits,
 )
 
 logger = logging.getLogger(__name__)
@@ -158,6 +160,15 @@ class AdmissionStore:
         except asyncio.CancelledError:
             self._start(self._withdraw(operation, demand.request_id))
             raise
+
+    async def check_rates(
+        self, tenant: str, limits: TenantLimits, tokens: int, request_id: str = "", *, takes: bool = False
+    ) -> Refused | None:
+        """Why the tenant's rates refuse a request of so many tokens now; None where they take it, or would: they are
+        reduced only where it `takes`. A submit that repeats the request of this id is not refused."""
+        args = rates_args(tenant, limits, tokens, request_id, takes)
+        reply, _ = await self._detached(self._operate("rates", *args))
+        return parse_rates(reply)
 
     async def settle(self, endings: Sequence[Attempt | Ending]) -> int:
         """Ends placements and returns their reservations. Stale ones are left alone. How many it ended."""

@@ -43,6 +43,11 @@ class TenantLimits:
     tokens_per_s: float | None = None
     token_burst: int = 1
 
+    @property
+    def has_rates(self) -> bool:
+        """Whether the ledger keeps rates of the tenant."""
+        return self.requests_per_s is not None or self.tokens_per_s is not None
+
 
 NO_LIMITS = TenantLimits()
 

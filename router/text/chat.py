@@ -10,6 +10,10 @@ from google.protobuf import struct_pb2
 from inflight.v1 import inference_pb2
 
 from common.errors import FieldViolation
+from router.text.chat_counts import count_violations
+
+# Of a name in the path of a violation.
+MAX_NAME_CHARACTERS = 100
 
 # Parameters of `apply_chat_template` and of what it calls. As template variables they would change how the template is
 # run, or which one.
@@ -38,7 +42,11 @@ RESERVED_VARIABLES = frozenset(
 
 
 def chat_violations(chat: inference_pb2.Chat, field: str) -> Iterator[FieldViolation]:
-    """Everything that is wrong with a conversation, `field` being its path in the request."""
+    """Everything that is wrong with a conversation, `field` being its path in the request. Of one that has too much of
+    something only that is told."""
+    if too_much := tuple(count_violations(chat, field)):
+        yield from too_much
+        return
     if not chat.messages:
         yield FieldViolation(f"{field}.messages", "is empty; at least one message is needed")
     for i, message in enumerate(chat.messages):
@@ -100,7 +108,7 @@ def _message_violations(message: inference_pb2.ChatMessage, field: str) -> Itera
 def _struct_violations(struct: struct_pb2.Struct, field: str) -> Iterator[FieldViolation]:
     """JSON has no NaN and no infinity."""
     for name, value in struct.fields.items():
-        yield from _value_violations(value, f"{field}.{name}")
+        yield from _value_violations(value, f"{field}.{name[:MAX_NAME_CHARACTERS]}")
 
 
 def _value_violations(value: struct_pb2.Value, field: str) -> Iterator[FieldViolation]:

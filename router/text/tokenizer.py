@@ -8,20 +8,24 @@ more than that (the tokenizer releases the interpreter lock).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from inflight.v1 import inference_pb2
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import FieldViolation, invalid
+from router.request_limits import MAX_VIOLATIONS
 from router.text.chat import chat_violations, plain_struct, template_messages, template_tools
 from router.text.control_tokens import MarkedTextEncoder, control_tokens, equivalents
 from router.text.detokenizer import IncrementalDetokenizer, PieceDetokenizer, WindowDetokenizer
 from router.text.marking import MarkedText, Marker, TemplateInput
 from router.text.pieces import read_pieces, special_token_ids
 from router.text.roles import USUAL_ROLES, Messages, role_violations, supported_roles, written_prompts
+from router.text.token_bound import read_bound
 
 ENCODE_IN_THREAD_CHARACTERS = 2048
+MAX_UTF8_BYTES = 4
 # Of a template's complaint; templates may quote whole messages.
 MAX_COMPLAINT_CHARACTERS = 300
 
@@ -33,6 +37,7 @@ class TextModel:
         self._tokenizer = tokenizer
         self._special_token_ids = special_token_ids(tokenizer)
         self._pieces = read_pieces(tokenizer)
+        self._bound = read_bound(tokenizer, self._pieces)
         # A stored tokenizer may carry settings for truncation and padding. The first call resets them, which must
         # not happen while another thread encodes.
         self.encode("")
@@ -77,6 +82,19 @@ class TextModel:
         """The roles that messages may have, in order of name."""
         return self._roles
 
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, without those that the tokenizer puts around a prompt. Cheap;
+        0 for a tokenizer that has no such bound."""
+        return 0 if self._bound is None else self._bound.least_tokens(text)
+
+    def check_length(self, text: str, most_tokens: int, field: str) -> None:
+        """Raises `RequestError` naming `field` for a text that surely has more tokens."""
+        if len(text) * MAX_UTF8_BYTES <= most_tokens:
+            return
+        least = self.least_tokens(text)
+        if least > most_tokens:
+            raise invalid(FieldViolation(field, f"has at least {least} tokens; at most {most_tokens} are allowed here"))
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of text, with those that the tokenizer puts around a prompt by itself."""
         # `verbose` would warn about text longer than the model's context, which is the validation's business.
@@ -84,10 +102,16 @@ class TextModel:
         ids: list[int] = encoded["input_ids"]
         return ids
 
-    def encode_chat(self, chat: inference_pb2.Chat, *, field: str = "chat") -> list[int]:
-        """The token ids of a conversation, ready for the assistant's answer. Raises `RequestError` naming `field`."""
+    def encode_chat(
+        self, chat: inference_pb2.Chat, *, field: str = "chat", most_tokens: int | None = None
+    ) -> list[int]:
+        """The token ids of a conversation, ready for the assistant's answer. Raises `RequestError` naming `field`;
+        before it is tokenized where it surely has more than `most_tokens`."""
+        rendered = self._render(chat, field)
+        if most_tokens is not None:
+            self.check_length(rendered.text, most_tokens, field)
         # The template writes the special tokens itself.
-        return self._encoder.encode(self._render(chat, field), field)
+        return self._encoder.encode(rendered, field)
 
     def render_chat(self, chat: inference_pb2.Chat, *, field: str = "chat") -> str:
         """The prompt that the model's template makes of a conversation. Raises `RequestError` naming `field`."""
@@ -96,7 +120,8 @@ class TextModel:
     def _render(self, chat: inference_pb2.Chat, field: str) -> MarkedText:
         if not self.has_chat_template:
             raise invalid(FieldViolation(field, "the model has no chat template; send `text` or `token_ids`"))
-        if violations := (*chat_violations(chat, field), *role_violations(chat, self._roles, field)):
+        wrong = itertools.chain(chat_violations(chat, field), role_violations(chat, self._roles, field))
+        if violations := tuple(itertools.islice(wrong, MAX_VIOLATIONS)):
             raise invalid(*violations)
         given = TemplateInput(template_messages(chat), template_tools(chat), plain_struct(chat.template_kwargs))
         try:

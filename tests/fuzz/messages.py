@@ -63,14 +63,15 @@ def nested_struct(depth: int) -> bytes:
     inner = b""
     for _ in range(depth):
         # Struct.fields {key: "a", value: {struct_value: …}}
-        value = _field(5, inner)
-        inner = _field(1, _field(1, b"a") + _field(2, value))
+        value = nested(5, inner)
+        inner = nested(1, nested(1, b"a") + nested(2, value))
         if len(inner) > _HUGE:
             break
-    return _field(6, _field(3, inner))
+    return nested(6, nested(3, inner))
 
 
-def _field(number: int, content: bytes) -> bytes:
+def nested(number: int, content: bytes) -> bytes:
+    """A field that holds bytes, text or a message, as it travels."""
     return bytes([number << 3 | 2]) + _varint(len(content)) + content
 
 

@@ -19,7 +19,14 @@ from common.errors import Reason
 from common.settings import SettingError
 from gateway.app import GatewayApp
 from gateway.asking import Ask, Defaults, ask_chat, ask_completion
-from gateway.bodies import MAX_VALUES, UNSUPPORTED_IN_CHAT, UNSUPPORTED_IN_COMPLETIONS, parse_chat, parse_completion
+from gateway.bodies import (
+    MAX_PROMPT_VALUES,
+    MAX_VALUES,
+    UNSUPPORTED_IN_CHAT,
+    UNSUPPORTED_IN_COMPLETIONS,
+    parse_chat,
+    parse_completion,
+)
 from gateway.errors import _OF_REASON, ApiError, from_end, from_router
 from gateway.event_ids import AnswerId, Place, event_id, read_event_id
 from gateway.exchange import route_of
@@ -287,7 +294,7 @@ def test_what_nests_too_deep_is_refused() -> None:
     with pytest.raises(ApiError, match="chat_template_kwargs"):
         chat(chat_template_kwargs={"x": nested})
     with pytest.raises(ApiError, match="JSON"):
-        parse_chat(b"[" * 100_000)
+        parse_chat(b"[" * 10_000)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +312,27 @@ def test_body_of_more_values_than_can_be_read_in_a_moment_is_refused(fields: dic
     with pytest.raises(ApiError) as refused:
         chat(**fields)
     assert (refused.value.status, refused.value.code) == (400, "request_too_large")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" + b"{}," * 1_000_000, b'{"a":[' + b'"",' * 1_000_000, b"[" * 1_000_000, b'{"prompt":[[1],' + b"{}," * 10**6],
+    ids=["objects", "texts", "depth", "prompts"],
+)
+def test_body_of_too_many_values_is_refused_before_it_is_parsed(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.bodies.from_json", lambda *_, **__: pytest.fail("it was parsed"))
+    with pytest.raises(ApiError) as refused:
+        parse_completion(body)
+    assert (refused.value.status, refused.value.code) == (400, "request_too_large")
+
+
+def test_prompts_of_too_many_token_ids_are_refused() -> None:
+    with pytest.raises(ApiError, match=f"at most {MAX_PROMPT_VALUES} are allowed"):
+        completion(prompt=[[1] * (MAX_PROMPT_VALUES // 2)] * 3)
+
+
+def test_text_with_many_commas_is_no_list() -> None:
+    assert completion(prompt='{"[,\\"' * MAX_VALUES).requests[0].text.startswith('{"[,')
 
 
 def test_token_ids_of_prompts_are_not_counted_as_values() -> None:

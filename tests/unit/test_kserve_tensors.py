@@ -16,6 +16,7 @@ from router.kserve.tensors import (
     BYTES,
     CONTENTS_FIELDS,
     MAX_ELEMENTS,
+    MAX_TEXTS,
     NUMPY_TYPES,
     Element,
     Tensor,
@@ -132,10 +133,10 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 def test_tensor_of_too_many_elements_is_refused_before_it_is_read() -> None:
-    for datatype, size in (("INT8", 1), ("BYTES", 4)):
-        request = grpc_service_pb2.ModelInferRequest(raw_input_contents=[bytes(size * (MAX_ELEMENTS + 1))])
-        request.inputs.add(name="x", datatype=datatype, shape=[MAX_ELEMENTS + 1])
-        assert refusal(request) == f"inputs[x]: has too many elements; at most {MAX_ELEMENTS} are allowed"
+    for datatype, size, most in (("INT8", 1, MAX_ELEMENTS), ("BYTES", 4, MAX_TEXTS)):
+        request = grpc_service_pb2.ModelInferRequest(raw_input_contents=[bytes(size * (most + 1))])
+        request.inputs.add(name="x", datatype=datatype, shape=[most + 1])
+        assert refusal(request) == f"inputs[x]: has too many elements; at most {most} are allowed"
     request = grpc_service_pb2.ModelInferRequest()
     sent = request.inputs.add(name="x", datatype="BOOL", shape=[MAX_ELEMENTS + 1])
     sent.contents.bool_contents.extend([True] * (MAX_ELEMENTS + 1))

@@ -187,7 +187,7 @@ async def test_mailbox_that_began_again_behind_its_reader_is_read_where_no_call_
         if event == Cancelled("new"):
             raise EOFError
 
-    running = asyncio.create_task(store_pool.router("a").mailbox.run(on_event))
+    running = asyncio.create_task(store_pool.router("a").mailbox.run(on_event, print))
     await redis.xadd(key, {"kind": "cancelled", "request_id": "old"}, id="9-0")
     await was_read.wait()
 

@@ -170,3 +170,43 @@ async def test_tenant_that_nothing_was_heard_of_for_long_is_forgotten(store_pool
     await a.store.reap()
 
     assert await store_pool.redis.hkeys(tenants) == ["u"]
+
+
+async def test_rates_can_be_asked_before_a_submit_and_are_not_reduced_by_that(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report())
+    for _ in range(3):
+        assert await a.store.check_rates("t", TWO_PER_SECOND, 1) is None
+    for number in range(2):
+        await a.place_demand(asked(f"r{number}", TWO_PER_SECOND))
+
+    refused = Refused(Reason.RATE_LIMITED, "tenant requests_per_s", 500)
+    assert await a.store.check_rates("t", TWO_PER_SECOND, 1) == refused
+    assert await a.store.check_rates("u", TWO_PER_SECOND, 1) is None
+    assert await a.store.check_rates("t", NO_LIMITS, 1) is None
+    # Then the submit is refused for the same reason, unless it repeats a request
+    assert await a.store.submit(asked("late", TWO_PER_SECOND)) == refused
+    assert await a.store.check_rates("t", TWO_PER_SECOND, 1, "r0") is None
+    await a.store.settle([Attempt("r0", 1)])
+    assert await a.store.check_rates("t", TWO_PER_SECOND, 1, "r0") is None
+
+
+async def test_rates_asked_for_few_tokens_refuse_no_more_than_a_submit_of_more(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(blocks=1000, sequences=1000))
+    await a.place_demand(asked("r0", HUNDRED_TOKENS_PER_SECOND, 60))
+
+    assert await a.store.check_rates("t", HUNDRED_TOKENS_PER_SECOND, 40) is None
+    refused = await a.store.check_rates("t", HUNDRED_TOKENS_PER_SECOND, 50)
+    assert refused == Refused(Reason.RATE_LIMITED, "tenant tokens_per_s", 100)
+    assert await a.store.submit(asked("r1", HUNDRED_TOKENS_PER_SECOND, 50)) == refused
+
+
+async def test_work_that_is_no_request_takes_from_the_rates(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    for _ in range(2):
+        assert await a.store.check_rates("t", TWO_PER_SECOND, 0, takes=True) is None
+    refused = Refused(Reason.RATE_LIMITED, "tenant requests_per_s", 500)
+    assert await a.store.check_rates("t", TWO_PER_SECOND, 0, takes=True) == refused
+    await store_pool.wait(500)
+    assert await a.store.check_rates("t", TWO_PER_SECOND, 0, takes=True) is None

@@ -107,8 +107,7 @@ class RequestStream:
         # Another router, or nobody for now, serves it: nothing of it is settled or cancelled from here.
         self.is_let_go = False
         self.is_being_submitted = False
-        # What the ledger last answered to a submit of it, unless it refused.
-        self.admitted: Placement | Queued | Dropped | Adopted | None = None
+        self.admitted: Placement | Queued | Dropped | Adopted | None = None  # the newest answer that is no refusal
         # It has ended on its executor, which sends it once more.
         self.is_over = False
         # For all that the ledger knows, it ended otherwise than by a cancel.
@@ -119,8 +118,7 @@ class RequestStream:
         self.num_fruitless = 0
         # Its stop text came, which executors know nothing of.
         self.has_matched_stop = False
-        # Who may call `next`; counts up.
-        self.reader = 0
+        self.reader = 0  # who may call `next`; counts up
         self._end: End | None = None
         self._error: RequestError | None = None
         self._has_been_accepted = False

@@ -97,8 +97,13 @@ class Relay:
         deadline = None if stream.has_ended else self._reading.deadlines.next(has_first_token)
         if deadline is None:
             return await stream.next(self.reader)
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            return None
         try:
-            return await asyncio.wait_for(stream.next(self.reader), max(0.0, deadline - time.monotonic()))
+            # Not `asyncio.wait_for`: that of Python 3.11 can drop a cancel that comes together with the news.
+            async with asyncio.timeout(remaining_s):
+                return await stream.next(self.reader)
         except TimeoutError:
             return None
 

@@ -11,8 +11,8 @@ from router.refusals import RETRY_AFTER_MS
 
 Outcome = TypeVar("Outcome")
 
-# Of the store's 16 connections: however many requests come in at once, reports and leases get through. One that has not
-# had its turn after so long is refused, so that nobody waits behind a Redis that does not answer.
+# As many as have a turn at the store (`router.store.turns`). A new request that has not had its turn after so long is
+# refused: its client can ask another router, or later.
 MAX_CONCURRENT_SUBMITS = 8
 SUBMIT_TURN_S = 2.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from common.errors import Reason, RequestError
 from router import retry_queue
 from router.ledger_writer import ledger_report
 from router.placing import MAX_FRUITLESS
+from router.reading import Deadlines
 from router.relay import Relay
 from router.store.types import (
     CancelAsked,
@@ -393,3 +395,17 @@ async def test_client_reads_of_line_pause_and_move_in_order() -> None:
     ]
     assert events[0].queued.estimated_wait.ToMilliseconds() == 1500
     assert not events[1].queued.HasField("estimated_wait")
+
+
+@pytest.mark.parametrize("num_turns", range(5))
+async def test_relay_with_a_deadline_ends_when_cancelled_in_the_moment_that_a_token_comes(num_turns: int) -> None:
+    stream = new_stream(reading=new_reading(deadlines=Deadlines(None, time.monotonic() + 1000)))
+    stream.place(placement())
+    running = asyncio.create_task(Relay(stream, None).run())
+    await settled()
+    stream.token(0, 1)
+    for _ in range(num_turns):  # of the event loop
+        await asyncio.sleep(0)
+    running.cancel()
+    ended, _ = await asyncio.wait((running,), timeout=10)
+    assert ended

@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from redis.asyncio import Redis
@@ -17,6 +18,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from client.stack.redis_server import PrivateRedis
 from common.errors import Reason, RequestError
+from router.store.call_pool import NotSentError
+from router.store.cluster import ClusterClient
 from router.store.connection import close, connect
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
@@ -353,3 +356,18 @@ async def test_client_that_cannot_be_closed_does_not_keep_others_open() -> None:
 
     await close(Client("first"), Client("hangs", RedisTimeoutError("Timed out closing connection")), Client("last"))
     assert closed == ["first", "last"]
+
+
+async def test_call_that_one_node_of_a_cluster_may_have_run_was_sent() -> None:
+    nodes = {("first", 1): RedisTimeoutError("no reply"), ("second", 1): NotSentError("refused")}
+
+    class Client:
+        def __init__(self, error: Exception) -> None:
+            self._error = error
+
+        async def execute_command(self, *args: object) -> None:
+            raise self._error
+
+    cluster = ClusterClient(tuple(nodes), lambda node: cast(Redis, Client(nodes[node])))
+    with pytest.raises(RedisTimeoutError, match="no reply"):
+        await cluster.execute_command("EVALSHA", "sha", 1, "{pool}:key")

@@ -45,7 +45,7 @@ class Mailbox:
                     await self.rewind_if_reset()
                 events = await self.read(self._settings.mailbox_block_ms)
             except RequestError as error:
-                num_failures += 1
+                num_failures, events = num_failures + 1, []
                 if num_failures == 1:
                     logger.warning("mailbox: %s", error)
                 await asyncio.sleep(self._backoff_s(num_failures))

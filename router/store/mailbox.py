@@ -42,7 +42,7 @@ class Mailbox:
                     await self.rewind_if_reset()
                 events = await self.read(self._settings.mailbox_block_ms)
             except RequestError as error:
-                num_failures += 1
+                num_failures, events = num_failures + 1, []
                 on_failure(f"mailbox: {error.cause}")
                 await asyncio.sleep(self._backoff_s(num_failures))
                 continue

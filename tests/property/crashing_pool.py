@@ -162,9 +162,16 @@ class SimpleRouter:
 
     async def attend(self) -> None:
         """What a router does every second; where it fails, the next will do."""
-        for operation in (self.store.renew, self.store.reap):
+        for operation in (self.store.renew, self.store.reap, self._verify):
             with contextlib.suppress(RequestError):
                 await operation()
+
+    async def _verify(self) -> None:
+        """Submits again what the ledger does not have in line."""
+        waiting = {name: one for name, one in self.serves.items() if not one.placement}
+        forgotten = await self.store.find_forgotten([Attempt(name, one.attempt) for name, one in waiting.items()])
+        for name in sorted(forgotten):
+            await self._submit(waiting[name])
 
     async def submit(self, demand: Demand) -> None:
         """Takes a client's request: a new one, or one that it asked another router for."""

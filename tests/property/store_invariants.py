@@ -10,7 +10,7 @@ from tests.property.store_records import Records
 CLASSES = (1, 2, 3)
 
 
-def check(records: Records, budget_blocks: int) -> None:
+def check(records: Records, budget_blocks: float) -> None:
     """Fails where two records disagree, or more is reserved than there is."""
     requests, tombstones = records.of("requests"), records.scores("ended")
     in_state = {
@@ -54,7 +54,7 @@ def _check_lines(records: Records, waiting: dict[str, Any]) -> None:
     }
 
 
-def _check_reservations(records: Records, placed: dict[str, Any], budget_blocks: int) -> None:
+def _check_reservations(records: Records, placed: dict[str, Any], budget_blocks: float) -> None:
     executors = records.of("executors")
     assert records.scores("placements").keys() == {
         f"{one['executor_id']}\0{one['attempt']:.0f}\0{name}" for name, one in placed.items()

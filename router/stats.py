@@ -57,6 +57,12 @@ class StatsSource:
         """Ends everybody's stream."""
         self._closing.set()
 
+    async def looks(self, max_age_s: float) -> list[tuple[Pool, Snapshot | None]]:
+        """What each pool's ledger says, at most so old; None where it does not answer."""
+        pools = list(self._pools.by_name.values())
+        found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
+        return list(zip(pools, found, strict=True))
+
     async def watch(
         self, request: inference_pb2.GetStatsRequest, caller: Caller
     ) -> AsyncGenerator[inference_pb2.GetStatsResponse]:

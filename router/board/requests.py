@@ -135,8 +135,10 @@ class Timeline:
 
     def sent(self, num_tokens: int, interval_s: float | None) -> None:
         """See `Recorder`."""
-        self.output_tokens += num_tokens
         self._tally.output_tokens += num_tokens
+        if self.outcome is not None:
+            return  # its end, which counts all of them, was heard of before they were sent
+        self.output_tokens += num_tokens
         if self.stage is not Stage.DECODE:
             self._enter(Stage.DECODE)
 
@@ -156,6 +158,10 @@ class Timeline:
 
     def ended(self, end: RequestEnd) -> None:
         """See `Recorder`."""
+        if end.output_tokens > self.output_tokens and self.entries:
+            # Tokens that came with the end.
+            began_s = self._log.now_s() - (end.decode_s or 0.0)
+            self._enter(Stage.DECODE, at_s=max(began_s, self.entries[-1].at_s))
         self.output_tokens = end.output_tokens
         self.end = end
         self._tally.ended[end.outcome] += 1

@@ -78,6 +78,20 @@ def test_timeline_has_every_stage_from_the_queue_to_the_end() -> None:
     assert (told["promptTokens"], told["cachedTokens"]) == (40, 16)
 
 
+def test_tokens_that_come_with_the_end_are_decoded_and_counted_once() -> None:
+    clock = Clock()
+    log = RequestLog(clock)
+    timeline = followed(log)
+    timeline.boarded(0)
+    clock.now_s += 1
+    timeline.ended(RequestEnd("length", False, 1.0, 5, 0.25))
+    timeline.sent(5, None)
+    told = timeline_as_json(timeline, clock.now_s)
+    assert [(one["stage"], one["atMs"]) for one in told["stages"][-2:]] == [("prefill", 0), ("decode", 750)]
+    assert told["outputTokens"] == 5
+    assert log.take()[0]["tiny", "acme"].output_tokens == 5
+
+
 def test_live_requests_and_the_last_that_ended_are_kept() -> None:
     log = RequestLog(Clock())
     running = followed(log, "running")

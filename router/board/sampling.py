@@ -6,6 +6,7 @@ Asks the ledger once a sample and executors never: their last reports say how th
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from router.latencies import Latencies
 from router.links import ExecutorLink
 from router.pools import Pool
 from router.store.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
 
 Looks = Callable[[], Awaitable[Sequence[tuple[Pool, Snapshot | None]]]]
 
@@ -86,7 +89,12 @@ class Sampler:
         """Takes samples until cancelled."""
         while True:
             await asyncio.sleep(max(0.0, self._sampled_s + SAMPLE_S - self._clock()))
-            await self.sample()
+            try:
+                await self.sample()
+            except Exception:
+                # Charts are not worth a router.
+                log.exception("a sample of the board's history failed")
+                self._sampled_s += SAMPLE_S
 
     async def sample(self) -> None:
         """Takes one sample now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import tracemalloc
 from typing import Any
@@ -158,6 +159,29 @@ async def test_sample_has_queue_seats_blocks_tokens_and_latencies() -> None:
     assert shown(history)["tenants"] == {"acme": [2, 0, 0, 0, 0], "globex": [1, 0, 0, 0, 0]}
 
 
+async def test_sample_that_fails_is_a_gap_and_the_next_one_comes() -> None:
+    clock, history, looked = Clock(), History(), 0
+
+    async def looks() -> list[Any]:
+        nonlocal looked
+        looked += 1
+        clock.now_s += 5  # time for the next
+        if looked == 1:
+            raise ValueError("broken")
+        return [(FakePool(), Snapshot((), ()))]
+
+    sampler = Sampler(history, RequestLog(clock), Latencies([MODEL], clock), looks, clock)
+    clock.now_s += 5
+    running = asyncio.create_task(sampler.run())
+    while looked < 2:
+        clock.now_s += 5
+        await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
+    assert history.newest == 1
+
+
 async def test_queue_is_not_known_while_the_ledger_is_away() -> None:
     sampler, history, *_ = sampler_of(FakePool(FakeLink(num_running=1)), None)
     await sampler.sample()
@@ -190,7 +214,7 @@ def test_growth_begins_again_with_a_new_start_of_an_executor() -> None:
 
 
 def test_history_of_a_model_and_an_executor_stays_within_its_memory() -> None:
-    """Bounds of docs/board.md: 60 KiB for a model with its finish reasons, 40 KiB an executor, 40 KiB a tenant."""
+    """docs/board.md: about 130 KiB for a model, 34 KiB an executor, 34 KiB a tenant."""
 
     def held(num_executors: int, num_tenants: int) -> float:
         history = History()

@@ -497,7 +497,7 @@ class _Story:
         if rider.answered or is_moved:
             step(0.1, lambda: timeline.sent(1, None))
         if is_moved:
-            step(0.2, lambda: timeline.moved("lost"))
+            step(0.2, lambda: timeline.moved("executor_lost"))
             step(0.1, lambda: timeline.placed(PlacedAt(self._scene.buses[0].name, 2, None)))
             step(0.05, timeline.boarded_again)
             step(0.08, lambda: timeline.sent(1, 1.0))

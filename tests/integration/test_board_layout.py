@@ -199,7 +199,7 @@ async def test_request_shows_its_timeline_from_its_row_and_from_its_seat(browser
         stages = dialog.get_by_role("rowheader")
         await expect(stages.first).to_have_text("Queued")
         await expect(stages.last).to_have_text(re.compile("^Ended: "))
-        await expect(dialog).to_contain_text("moved: lost")
+        await expect(dialog).to_contain_text("moved: executor lost")
         await page.keyboard.press("Escape")
         await expect(dialog).to_be_hidden()
         # From a seat

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,11 @@ async def board_once(address: str, is_there: Any) -> dict[str, Any]:
             await asyncio.sleep(0.2)
 
 
-async def ended(client: Client, number: int) -> None:
-    """A request of any end."""
-    try:
-        await client.complete("t1 t2 t3", request_id=f"request-{number}", max_tokens=400, ignore_eos=True)
-    except InflightError:
-        return
+async def load(client: Client) -> None:
+    """One long request after the other, of any end."""
+    while True:
+        with suppress(InflightError):
+            await client.complete("t1 t2 t3", max_tokens=900, ignore_eos=True)
 
 
 def running(board: dict[str, Any], executor: str) -> list[str]:
@@ -58,20 +58,21 @@ async def test_killed_executor_is_an_event_with_the_number_of_requests_moved(tmp
     )  # fmt: skip
     async with LocalStack(options) as stack, Client(stack.address) as client:
         pids = {one["name"]: one["pid"] for one in json.loads((tmp_path / "state.json").read_text())["processes"]}
-        calls = [asyncio.create_task(ended(client, number)) for number in range(8)]
-        await board_once(http, lambda board: len(running(board, "executor-0")) >= 2)
+        calls = [asyncio.create_task(load(client)) for _ in range(8)]
+        await board_once(http, lambda board: len(running(board, "executor-0")) >= 1)
         os.kill(pids["executor-0"], signal.SIGKILL)
         board = await board_once(http, lambda board: any(one["kind"] == "executor_lost" for one in board["events"]))
         (lost,) = [one for one in board["events"] if one["kind"] == "executor_lost"]
         moved = [
             one["id"]
             for one in board["requests"]
-            if any(stage.get("why") == "lost" for stage in one["stages"])
+            if any(stage.get("why") == "executor_lost" for stage in one["stages"])
         ]  # fmt: skip
         assert lost["subject"] == "executor-0"
         assert lost["count"] >= 1
         assert lost["text"].startswith(f"executor-0 lost, {lost['count']} request")
-        assert len(moved) == lost["count"]
+        # One that had all its output and not its end does not run again.
+        assert 1 <= len(moved) <= lost["count"]
         for call in calls:
             call.cancel()
         await asyncio.wait(calls)

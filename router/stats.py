@@ -1,8 +1,8 @@
 """How everything stands, told again and again: `GetStats` and the board.
 
-Merges what links, the ledger, executors' steps and this router's own latencies say. Nothing is asked while nobody
-watches; the ledger is asked once for all watchers and executors' steps come once for all of them. A watcher that is
-slow gets the newest when it comes back, for each message is made when it is asked for.
+Merges what links, the ledger, executors' steps and this router's own latencies say. Executors' steps are asked for only
+while there is a watcher, once for all of them. The ledger is asked then, once for all watchers, and for each sample of
+the board's history. A slow watcher gets the newest message when it comes back: each is made when it is asked for.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ help:
 	@echo "make docs-reference  write the pages again that are made from settings, commands and .proto files"
 	@echo "make docs-links  ask whether addresses that the pages name are there (needs the internet)"
 	@echo "make chaos   kill, stop and cut off the processes of a system under load; SECONDS=600 SEED=1, ARGS=\"--model tiny\""
-	@echo "make pictures  take the pictures of the docs anew, of a stack under load in Chromium"
+	@echo "make pictures  take the pictures of the docs again, of a stack under load and of a scene, in Chromium"
 	@echo "make soak    full load with cancellations and vanishing clients, and whether anything grows; SECONDS=3600"
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
 	@echo "make bench-host   what the host's part of a step costs"

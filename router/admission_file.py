@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -18,12 +19,15 @@ class AdmissionFile:
         self._rules = rules
 
     @classmethod
-    def open(cls, path: Path | None, served: frozenset[str]) -> Self:
-        """Reads the file. Raises `SettingError` where it cannot be used."""
+    def open(
+        cls, path: Path | None, served: frozenset[str], on_read: Callable[[str | None], None] = lambda problem: None
+    ) -> Self:
+        """Reads the file; `on_read` is told of every change (see `FollowedFile`). Raises `SettingError` where it cannot
+        be used."""
         if path is None:
             return cls(None)
         parse = functools.partial(parse_rules, served=served)
-        return cls(FollowedFile(path, "admission_file", "admission file", parse))
+        return cls(FollowedFile(path, "admission_file", "admission file", parse, on_read))
 
     @property
     def rules(self) -> AdmissionRules:

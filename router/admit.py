@@ -170,6 +170,8 @@ def open_stream(
         arrived=arrived,
         prompt_tokens=len(submit.prompt_ids),
         prior_tokens=len(prior_ids),
+        request_id=context.request_id,
+        tenant=context.tenant,
     )
     return RequestStream(demand, submit, arrived, deadlines.total, prior_ids, reading, pool.listeners.follow(facts))
 

@@ -22,9 +22,18 @@ T = TypeVar("T")
 
 class FollowedFile(Generic[T]):
     """What the file says now. `setting` names the setting that it comes from, `what` is what the log calls it; `parse`
-    makes its text into content or raises `ContentError`. Raises `SettingError` where it cannot be used at the start."""
+    makes its text into content or raises `ContentError`. `on_read` is told of every change: None where it is in force,
+    else what is wrong with it. Raises `SettingError` where it cannot be used at the start."""
 
-    def __init__(self, path: Path, setting: str, what: str, parse: Callable[[str], T]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        setting: str,
+        what: str,
+        parse: Callable[[str], T],
+        on_read: Callable[[str | None], None] = lambda problem: None,
+    ) -> None:
+        self._on_read = on_read
         self._path = path
         self._what = what
         self._parse = parse
@@ -53,8 +62,10 @@ class FollowedFile(Generic[T]):
             self._version, self._content = self._read()
         except _Unusable as error:
             log.error("the %s changed and cannot be used; what it said before holds on: %s", self._what, error)
+            self._on_read(str(error))
         else:
             log.info("the %s %s changed and is in force", self._what, self._path)
+            self._on_read(None)
 
     def _read(self) -> tuple[FileVersion | None, T]:
         version = version_of(self._path)

@@ -63,12 +63,14 @@ class RollingTimes:
             self._forget(second)
         self._seconds[-1][1][round(math.log(max(ms, _LEAST_MS)) / _LOG_WIDTH)] += 1
 
-    def percentiles(self, now_s: float, fractions: Iterable[float]) -> list[float] | None:
-        """For each fraction a value that so large a part of all does not exceed, to 1 %; None where there are none."""
+    def percentiles(self, now_s: float, fractions: Iterable[float], within_s: int = MINUTE_S) -> list[float] | None:
+        """For each fraction a value that so large a part of all does not exceed, to 1 %; None where there are none.
+        `within_s`: of the last so many seconds, a minute at most."""
         self._forget(int(now_s))
         counts: Counter[int] = Counter()
-        for _, second in self._seconds:
-            counts.update(second)
+        for second, counted in self._seconds:
+            if second > int(now_s) - within_s:
+                counts.update(counted)
         if not counts:
             return None
         ordered = sorted(counts.items())
@@ -111,6 +113,12 @@ class ModelLatencies:
     def boarded(self, cached_tokens: int) -> None:
         """See `Recorder`."""
 
+    def boarded_again(self) -> None:
+        """See `Recorder`."""
+
+    def preempted(self) -> None:
+        """See `Recorder`."""
+
     def first_sent(self, after_s: float) -> None:
         """See `Recorder`."""
         self._first_token_ms.add(self._clock(), after_s * 1000)
@@ -134,6 +142,16 @@ class ModelLatencies:
 
     def left(self) -> None:
         """See `Recorder`."""
+
+    def recent(self, within_s: int) -> tuple[list[float] | None, list[float] | None]:
+        """Median and 99th percentile of the time to the first token and between tokens, milliseconds, over the last so
+        many seconds; None where there are none."""
+        now_s = self._clock()
+        fractions = (0.5, 0.99)
+        return (
+            self._first_token_ms.percentiles(now_s, fractions, within_s),
+            self._inter_token_ms.percentiles(now_s, fractions, within_s),
+        )
 
     def to_proto(self, model: str) -> inference_pb2.ModelLatency:
         """The figures of now."""

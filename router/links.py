@@ -323,6 +323,7 @@ class ExecutorLink:
             stream, attempt = self._seated[slot]
             if _is_current(stream, attempt):
                 stream.pause()
+                stream.record.preempted()
         for slot in step.detached:
             stream, attempt = self._seated.pop(slot)
             self._mended.discard((stream.request_id, attempt))

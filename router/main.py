@@ -111,6 +111,8 @@ async def _work(router: RouterParts, settings: RouterSettings) -> None:
         tasks.create_task(router.admission.follow(), name="admission file")
         tasks.create_task(router.doors.follow(), name="doors")
         tasks.create_task(router.tokens.run(), name="resume secret")
+        if router.sampler is not None:
+            tasks.create_task(router.sampler.run(), name="board history")
         for files in router.certificates:
             tasks.create_task(files.follow(), name="certificates")
 

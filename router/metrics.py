@@ -150,6 +150,12 @@ class RequestMeter:
         self._measures.prompt_tokens.inc(self._prompt_tokens)
         self._measures.cached_tokens.inc(cached_tokens)
 
+    def boarded_again(self) -> None:
+        """See `Recorder`."""
+
+    def preempted(self) -> None:
+        """See `Recorder`."""
+
     def first_sent(self, after_s: float) -> None:
         """See `Recorder`."""
         self._measures.first_token.observe(after_s)

@@ -2,7 +2,7 @@
 
 A `Listener` follows every request with a `Recorder` of its own; `RequestRecord` tells all recorders of a request, each
 fact once: however often a stream is read again, a token is sent once and a request ends once. Listeners are called in
-the path of tokens: they must neither raise nor wait. No text, token or tenant passes here.
+the path of tokens: they must neither raise nor wait. No text or token passes here.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class RequestFacts:
     arrived: float = 0.0
     prompt_tokens: int = 0
     prior_tokens: int = 0
+    # The client's id of the request and its tenant: for the board's timelines, not for labels of metrics.
+    request_id: str = ""
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,12 @@ class Recorder(Protocol):
 
     def boarded(self, cached_tokens: int) -> None:
         """It got its first seat; the KV of so many of the prompt's tokens was there."""
+
+    def boarded_again(self) -> None:
+        """It got a seat again, after it gave one up or moved."""
+
+    def preempted(self) -> None:
+        """It gave up its seat and waits on its executor for another."""
 
     def first_sent(self, after_s: float) -> None:
         """Its first token was sent, so long after its arrival."""
@@ -174,6 +183,18 @@ class RequestRecord:
             self._has_boarded = True
             for recorder in self._recorders:
                 recorder.boarded(cached_tokens)
+
+    def boarded_again(self) -> None:
+        """It has a seat once more. Nothing before it had its first."""
+        if self._has_boarded:
+            for recorder in self._recorders:
+                recorder.boarded_again()
+
+    def preempted(self) -> None:
+        """It gave up its seat. Nothing where it had none."""
+        if self._has_boarded:
+            for recorder in self._recorders:
+                recorder.preempted()
 
     def sent(self, reader: int, offset: int, num_tokens: int, *, is_first_known: bool) -> None:
         """A reader was sent tokens from `offset` on. What some reader was sent before is not news. `is_first_known`:

@@ -17,8 +17,13 @@ from common.server import GrpcServer
 from common.tls import TlsFiles
 from common.tracing import Tracing, open_tracing
 from router.admission_file import AdmissionFile
+from router.board.events import EventLog
 from router.board.feed import Feeds
+from router.board.history import SAMPLE_S, History
+from router.board.requests import RequestLog
 from router.board.routes import board_routes
+from router.board.sampling import Sampler
+from router.board.watching import Watching
 from router.call_check import caller_check
 from router.client_port import connection_limits_of, open_tls
 from router.dispatch import Dispatcher
@@ -29,7 +34,7 @@ from router.kserve import service as kserve
 from router.latencies import Latencies
 from router.looked_up import LookedUpMetrics
 from router.metrics import RouterMetrics
-from router.observing import Listeners
+from router.observing import Listener, Listeners
 from router.pools import Pool, Pools
 from router.request_limits import REQUEST_WIRE_LIMITS
 from router.resume_secret import Learn, ResumeTokens
@@ -61,30 +66,38 @@ class RouterParts:
     server: GrpcServer
     tracing: Tracing
     http: HttpPort | None
+    # What the board shows beside the statistics; `sampler` is there where there is a board.
+    watching: Watching
+    sampler: Sampler | None
 
 
 def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: CollectorRegistry) -> RouterParts:
     """Everything that the settings ask for; what it counts goes into `registry`. Raises `SettingError`."""
-    admission = AdmissionFile.open(settings.admission_file, frozenset(texts))
+    watching = Watching(History(), EventLog(), RequestLog())
+    has_board = settings.board and bool(settings.http_listen)
+    admission = AdmissionFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
     tls, channels = open_tls(settings), ExecutorChannels.of(settings)
     doors = Doors(settings, lambda: {*texts, *admission.rules.variants})
     router_id = settings.router_id or _default_router_id(settings.listen)
     tracing = open_tracing("router", router_id, settings.otlp_endpoint)
     metrics, latencies = RouterMetrics(registry, texts), Latencies(texts)
-    listeners = Listeners([metrics, latencies], RequestTracer(tracing.tracer) if tracing.is_on else None)
+    heard: list[Listener] = [metrics, latencies, *([watching.requests] if has_board else [])]
+    listeners = Listeners(heard, RequestTracer(tracing.tracer) if tracing.is_on else None)
 
     def store_called(call: StoreCall) -> None:
         metrics.store_called(call)
+        watching.events.store_called(call)
         trace_store_calls(tracing.tracer, call)
 
     redis_url = settings.redis_url.get_secret_value()
     ledgers = Ledgers(redis_url, router_id, store_settings_of(settings), store_called)
     tokens = resume_tokens(settings, ledgers.learn_secret)
     models = [Pool(name, text, _dispatcher(name, ledgers, settings, tokens), listeners) for name, text in texts.items()]
-    pools = Pools(models, router_id, lambda: admission.rules.variants, channels)
+    pools = Pools(models, router_id, lambda: admission.rules.variants, channels, watching.events)
     stats = StatsSource(pools, router_id, latencies)
     service = InferenceService(pools, settings, admission, doors.door, tokens, stats, listeners, tracing.tracer)
-    board = board_routes(Feeds(stats), doors.door) if settings.board else []
+    board = board_routes(Feeds(stats), doors.door, watching) if has_board else []
+    sampler = Sampler(watching.history, watching.requests, latencies, lambda: stats.looks(SAMPLE_S / 2))
     server = GrpcServer(
         [SERVICE_NAME, kserve.SERVICE_NAME],
         limits=connection_limits_of(settings),
@@ -110,6 +123,8 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         http=HttpPort(http_app(registry, board, LookedUpMetrics(registry, models).refresh))
         if settings.http_listen
         else None,
+        watching=watching,
+        sampler=sampler if has_board else None,
     )
 
 

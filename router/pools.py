@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from inflight.v1 import executor_pb2
 
 from common.errors import FieldViolation, Reason, RequestError, invalid
+from router.board.events import EventLog
 from router.callers import Caller, model_of, sees_model
 from router.discovery import watch
 from router.dispatch import Dispatcher
@@ -58,7 +59,9 @@ class Pools:
         router_id: str,
         current_variants: Callable[[], Variants] = dict,
         channels: ExecutorChannels | None = None,
+        events: EventLog | None = None,
     ) -> None:
+        self._events = events or EventLog()
         self.by_name: Mapping[str, Pool] = {pool.name: pool for pool in pools}
         self._current_variants = current_variants
         self._router_id = router_id
@@ -154,12 +157,15 @@ class Pools:
             return f"its vocabulary of {link.description.vocabulary_size} is smaller than the tokenizer's"
         self._pool_of[link] = pool
         pool.dispatcher.on_linked(link)
+        self._events.executor_linked(link.executor_id, pool.name)
         self._links_changed.set()
         return None
 
     def on_unlinked(self, link: ExecutorLink, streams: list[RequestStream]) -> None:
         """See `Observer`."""
-        self._pool_of.pop(link).dispatcher.on_unlinked(link, streams)
+        pool = self._pool_of.pop(link)
+        self._events.executor_lost(link.executor_id, pool.name, len(streams))
+        pool.dispatcher.on_unlinked(link, streams)
         self._links_changed.set()
         if link.address in self._links and link.address not in self._wanted:
             self._let_go(link.address)
@@ -174,6 +180,7 @@ class Pools:
 
     def on_stood_still(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
         """See `links.Observer`."""
+        self._events.engine_stalled(link.executor_id, self._pool_of[link].name)
         self._pool_of[link].dispatcher.on_stood_still(stream, attempt)
 
     def on_withdrawn(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
@@ -194,4 +201,8 @@ class Pools:
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
         """See `Observer`."""
-        self._pool_of[link].dispatcher.on_report(link, report)
+        pool = self._pool_of[link]
+        self._events.executor_reported(
+            link.executor_id, pool.name, is_draining=report.draining, num_preemptions=report.num_preemptions
+        )
+        pool.dispatcher.on_report(link, report)

@@ -1,8 +1,8 @@
 """How everything stands, told again and again: `GetStats` and the board.
 
-Merges what links, the ledger, executors' steps and this router's own latencies say. Nothing is asked while nobody
-watches; the ledger is asked once for all watchers and executors' steps come once for all of them. A watcher that is
-slow gets the newest when it comes back, for each message is made when it is asked for.
+Merges what links, the ledger, executors' steps and this router's own latencies say. Executors' steps are asked for only
+while there is a watcher, once for all of them. The ledger is asked then, once for all watchers, and for each sample of
+the board's history. A slow watcher gets the newest message when it comes back: each is made when it is asked for.
 """
 
 from __future__ import annotations
@@ -56,6 +56,12 @@ class StatsSource:
     def close(self) -> None:
         """Ends everybody's stream."""
         self._closing.set()
+
+    async def looks(self, max_age_s: float) -> list[tuple[Pool, Snapshot | None]]:
+        """What each pool's ledger says, at most so old; None where it does not answer."""
+        pools = list(self._pools.by_name.values())
+        found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
+        return list(zip(pools, found, strict=True))
 
     async def watch(
         self, request: inference_pb2.GetStatsRequest, caller: Caller

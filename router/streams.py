@@ -303,6 +303,8 @@ class RequestStream:
             self.clock.boarded = time.monotonic()
             self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
             self.record.boarded(self.num_cached_tokens)
+        else:
+            self.record.boarded_again()
         self._is_paused = False
         self._started = self._has_seat = True
         self._changed.set()

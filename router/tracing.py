@@ -111,6 +111,16 @@ class RequestTrace:
         if self._placement is not None:
             self._placement.add_event("boarded", {"inflight.cached_tokens": cached_tokens})
 
+    def boarded_again(self) -> None:
+        """See `Recorder`."""
+        if self._placement is not None:
+            self._placement.add_event("boarded again")
+
+    def preempted(self) -> None:
+        """See `Recorder`."""
+        if self._placement is not None:
+            self._placement.add_event("preempted")
+
     def first_sent(self, after_s: float) -> None:
         """See `Recorder`."""
         if self._placement is not None:

@@ -90,7 +90,7 @@ class Feed:
 
 
 class Feeds:
-    """Every feed that somebody watches, by caller."""
+    """Every feed that is watched, by caller."""
 
     def __init__(self, statistics: Statistics, max_watchers: int = MAX_WATCHERS) -> None:
         self._statistics = statistics

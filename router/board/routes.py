@@ -1,4 +1,5 @@
-"""The live board over HTTP: the page at `/`, what it is made of, and the stream of statistics it draws.
+"""The live board over HTTP: the page at `/`, what it is made of, the stream of statistics it draws, and one request's
+timeline.
 
 The stream is one message a line. It is let in by the same door as calls, with the header `authorization: Bearer …`, and
 looked at again while it runs: a key withdrawn ends it within seconds. The page itself holds no secret and is open.
@@ -21,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import Reason, RequestError
 from router.board.feed import Feed, Feeds
+from router.board.watching import Seen, Watching, joined
 from router.callers import Caller, Door, Metadata
 
 CONTENT_TYPES = {
@@ -45,14 +47,19 @@ FIRST_LINE_TIMEOUT_S = 10.0
 RECHECK_S = 5.0
 
 
-def board_routes(feeds: Feeds, door: Door) -> list[BaseRoute]:
-    """The page, its parts under `/board/`, and `/board/stats`."""
+def board_routes(feeds: Feeds, door: Door, watching: Watching | None = None) -> list[BaseRoute]:
+    """The page, its parts under `/board/`, `/board/stats` and `/board/request`."""
+    watching = watching or Watching()
 
     async def stats(request: Request) -> ASGIApp:
-        return await _stats(request, feeds, door)
+        return await _stats(request, feeds, door, watching)
+
+    async def timeline(request: Request) -> Response:
+        return _timeline(request, door, watching)
 
     return [
         Route("/board/stats", stats, methods=["GET"]),
+        Route("/board/request", timeline, methods=["GET"]),
         *(_asset(path.name, path.read_bytes()) for path in _static_files()),
     ]
 
@@ -75,9 +82,28 @@ def _asset(name: str, content: bytes) -> Route:
     return Route("/" if name == "index.html" else f"/board/{name}", asset, methods=["GET"])
 
 
-async def _stats(request: Request, feeds: Feeds, door: Door) -> ASGIApp:
+def _is_foreign(request: Request) -> bool:
+    return request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
+
+
+def _timeline(request: Request, door: Door, watching: Watching) -> Response:
+    """One request's timeline, where the caller may see it: `model`, `tenant` and `id` name it."""
+    if _is_foreign(request):
+        return _refused(403, "the board's timelines are for its own page")
+    try:
+        caller = door.identify(tuple(request.headers.items()))
+    except RequestError as error:
+        return _refusal(error)
+    named = [request.query_params.get(name, "") for name in ("model", "tenant", "id")]
+    found = watching.timeline(named[0], named[1], named[2], caller)
+    if found is None:
+        return _refused(404, "this router has no timeline of that request")
+    return JSONResponse(found, headers={**HEADERS, "cache-control": "no-store"})
+
+
+async def _stats(request: Request, feeds: Feeds, door: Door, watching: Watching) -> ASGIApp:
     # Another site's page could not read the stream, but it could take up the watchers' places.
-    if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+    if _is_foreign(request):
         return _refused(403, "the board's statistics are for its own page")
     if len(request.headers.getlist("authorization")) > 1:
         return _refused(400, "there are several Authorization headers; one is allowed")
@@ -89,15 +115,19 @@ async def _stats(request: Request, feeds: Feeds, door: Door) -> ASGIApp:
     feed = feeds.join(caller)
     if feed is None:
         return _refused(503, "too many watch already, or the router is stopping", retry_after_s=10)
-    return _Watch(feeds, feed, caller, lambda: _lets_in(door, metadata, caller))
+    return _Watch(feeds, feed, watching, caller, lambda: _lets_in(door, metadata, caller))
 
 
 class _Watch:
     """The answer to one watcher, who has joined the feed and leaves it at the end, whatever the end is."""
 
-    def __init__(self, feeds: Feeds, feed: Feed, caller: Caller, is_let_in: Callable[[], bool]) -> None:
+    def __init__(
+        self, feeds: Feeds, feed: Feed, watching: Watching, caller: Caller, is_let_in: Callable[[], bool]
+    ) -> None:
         self._feeds = feeds
         self._feed = feed
+        self._watching = watching
+        self._seen: Seen | None = None
         self._caller = caller
         self._is_let_in = is_let_in
 
@@ -123,7 +153,7 @@ class _Watch:
         return _refused(503, "the statistics ended", retry_after_s=2)
 
     async def _lines(self, number: int, line: bytes) -> AsyncIterator[bytes]:
-        yield line
+        yield await self._with_news(line)
         checked_s = time.monotonic()
         while (newer := await self._feed.after(number)) is not None:
             if time.monotonic() - checked_s >= RECHECK_S:
@@ -131,7 +161,13 @@ class _Watch:
                     return
                 checked_s = time.monotonic()
             number, line = newer
-            yield line
+            yield await self._with_news(line)
+
+    async def _with_news(self, line: bytes) -> bytes:
+        """The line with what this watcher has not been sent yet."""
+        self._seen, news = self._watching.since(self._seen, self._caller)
+        # A whole history is some hundred kilobytes: beside the loop, which has tokens to forward.
+        return joined(line, await asyncio.to_thread(news.text) if news.samples else news.text())
 
 
 def _lets_in(door: Door, metadata: Metadata, caller: Caller) -> bool:

@@ -56,19 +56,23 @@ async def test_board_shows_real_requests_boarding_waiting_and_leaving(redis_url:
             # Given more requests than seats, and an executor that steps when it may
             brake.hold()
             calls = [asyncio.create_task(answered(router, number)) for number in range(NUM_SEATS + 3)]
-            # Then seats are taken, and who has none waits at the stop
+            # Then seats are taken, and the others wait in the queue
             await stepped_until(brake, said, "^4 of 4")
-            await expect(page.locator("#stop .person")).to_have_count(3, timeout=PATIENCE_MS)
+            await expect(page.locator("#figures")).to_contain_text("Queue3", timeout=PATIENCE_MS)
             await expect(page.locator("#tenants")).to_contain_text("tenant-1")
-            # When the bus drives on
+            # When the executor goes on
             brake.release()
             await asyncio.wait_for(asyncio.gather(*calls), 60)
             # Then all have left, and the charts have their latencies
             await expect(said).to_have_attribute("aria-valuetext", re.compile("^0 of 4"), timeout=PATIENCE_MS)
-            await expect(page.locator("#stop")).to_have_text("Nobody waits.", timeout=PATIENCE_MS)
-            first = page.get_by_role("img", name=re.compile(r"^Time to first token, ms\. Now: median \d"))
+            await expect(page.locator("#queue")).to_have_text("The queue is empty.", timeout=PATIENCE_MS)
+            assert router.parts.sampler is not None
+            await router.parts.sampler.sample()
+            first = page.get_by_role("img", name=re.compile(r"^TTFT, ms\. Now: p50 \d"))
             await expect(first).to_be_visible(timeout=PATIENCE_MS)
-            await expect(page.locator(".bounds").first).to_have_text(re.compile("nobody was left to board"))
+            await expect(page.locator(".bounds").first).to_have_text(
+                re.compile("no sequence was waiting on the executor")
+            )
             assert not complaints
         router.stats.close()
         await http.stop()

@@ -7,9 +7,11 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from inflight.v1 import inference_pb2
+
 from common.http_port import HttpPort
 from router.settings import RouterSettings
-from tests.cluster import run_cluster
+from tests.cluster import run_cluster, token_request
 
 TIMEOUT_S = 30
 
@@ -56,6 +58,48 @@ async def test_stream_of_a_router_tells_of_its_executors_and_ends_with_the_route
                 parts.stats.close()
                 # Then the stream ends in good order
                 assert (await stream.read()).endswith(b"0\r\n\r\n")
+
+
+async def read_to_the_end(call: AsyncIterator[inference_pb2.GenerateResponse]) -> None:
+    async for _ in call:
+        pass
+
+
+async def test_stream_tells_what_became_of_a_request_whose_executor_was_lost(redis_url: str, pool: str) -> None:
+    settings = RouterSettings(http_listen="127.0.0.1:0", no_executor_grace_s=30.0)
+    async with run_cluster(redis_url, pool, executors=2, settings=settings) as cluster:
+        parts = cluster.routers[0].parts
+        assert parts.sampler is not None
+        for executor in cluster.executors:
+            executor.brake.hold()
+        request = token_request([1, 2, 3], 8, request_id="moving")
+        call = cluster.routers[0].stub.Generate(request)
+        reading = asyncio.create_task(read_to_the_end(call))
+        timeline = parts.watching.requests.find(pool, "default", "moving")
+        while timeline is None or not timeline.executor_id:
+            await asyncio.sleep(0.01)
+            timeline = parts.watching.requests.find(pool, "default", "moving")
+        # When its executor is lost and the other may go on
+        lost_id = timeline.executor_id
+        lost = cluster.executors[int(lost_id[-1])]
+        for executor in cluster.executors:
+            if executor is not lost:
+                executor.brake.release()
+        await lost.stop()
+        await asyncio.wait_for(reading, TIMEOUT_S)
+        await parts.sampler.sample()
+        async with started(parts.http) as address, reply(address, "/board/stats") as (_, stream):
+            await stream.readline()  # the chunk's length
+            board = json.loads(await stream.readline())["board"]
+            parts.stats.close()
+        assert f"{lost_id} lost, 1 request moved" in [one["text"] for one in board["events"]]
+        (told,) = [one for one in board["requests"] if one["id"] == "moving"]
+        stages = [one["stage"] for one in told["stages"]]
+        assert stages[:2] == ["queued", "placed"]
+        assert stages.count("queued") == 2
+        assert stages[-1] == "decode"
+        assert told["outcome"] == "length"
+        assert board["samples"][-1]["models"][pool]["finished"] == {"length": 1}
 
 
 async def test_router_without_a_board_serves_metrics_alone(redis_url: str, pool: str) -> None:

@@ -23,12 +23,14 @@ from starlette.applications import Starlette
 
 from common.http_port import HttpPort
 from router.board.feed import Feeds
+from router.board.history import MODEL_FIELDS, ModelSample, row_of
 from router.board.routes import board_routes
+from router.board.watching import Watching
 from router.callers import Door, OpenDoor
 from router.doors import Doors
 from router.settings import RouterSettings
 from tests.board_browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, Complaints, chromium, opened
-from tests.board_scenes import Rider, Scene, ScriptedStatistics, full_bus
+from tests.board_scenes import Rider, Scene, ScriptedStatistics, full_bus, watching_of
 from tests.credentials import key_entry
 
 KEY = "key-of-acme-" + "a" * 32
@@ -64,17 +66,22 @@ class Served:
 
 
 async def serve(
-    *messages: inference_pb2.GetStatsResponse, door: Door | None = None, listen: str = "127.0.0.1:0"
+    *messages: inference_pb2.GetStatsResponse,
+    door: Door | None = None,
+    listen: str = "127.0.0.1:0",
+    watching: Watching | None = None,
 ) -> Served:
     source = ScriptedStatistics(*messages)
     feeds = Feeds(source)
-    http = HttpPort(Starlette(routes=board_routes(feeds, door or OpenDoor())))
+    http = HttpPort(Starlette(routes=board_routes(feeds, door or OpenDoor(), watching)))
     return Served(source, feeds, http, await http.start(listen))
 
 
 @asynccontextmanager
-async def board(*messages: inference_pb2.GetStatsResponse, door: Door | None = None) -> AsyncIterator[Served]:
-    served = await serve(*messages, door=door)
+async def board(
+    *messages: inference_pb2.GetStatsResponse, door: Door | None = None, watching: Watching | None = None
+) -> AsyncIterator[Served]:
+    served = await serve(*messages, door=door, watching=watching)
     try:
         yield served
     finally:
@@ -124,8 +131,8 @@ async def test_router_without_executors_says_so(browser: Browser) -> None:
         await is_live(page)
         await expect(page.locator("#router-id")).to_have_text("router-7")
         await expect(page.locator("#no-bus")).to_be_visible()
-        await expect(page.locator("#stop")).to_have_text("Nobody waits.")
-        await expect(page.locator(".nothing:visible")).to_have_count(4)
+        await expect(page.locator("#queue")).to_have_text("The queue is empty.")
+        await expect(page.locator(".nothing:visible")).to_have_count(8)
         assert not complaints
 
 
@@ -198,36 +205,37 @@ async def test_queue_blocks_constraints_and_figures_are_told(browser: Browser) -
     message = scene.message()
     async with board(message) as served, opened(browser, served.url) as (page, complaints):
         await is_live(page)
-        queue = page.get_by_role("table", name="Requests that wait, by tenant and class")
+        queue = page.get_by_role("table", name="Requests in the queue, by tenant and class")
         for waiting in message.queues:
             row = queue.get_by_role("row", name=re.compile(waiting.tenant))
             await expect(row).to_contain_text(f"{waiting.num_tokens:,}")
-            await expect(row.locator(".person")).to_have_count(min(waiting.num_requests, 12))
+            await expect(row.locator(".amount")).to_have_text(f"{waiting.num_requests:,}")
         blocks = page.get_by_role("img", name="KV blocks of executor-0")
         used = message.executors[0].iterations[-1].kv_cache_stats.used_num_blocks
         await expect(page.locator(".bus").first).to_contain_text(f"{used} in use of 120")
         await expect(blocks).to_have_attribute("aria-label", re.compile(r"globex \d+.*reserved ahead \d+.*of 120"))
-        await expect(page.locator(".bounds").first).to_contain_text(re.compile(r"%\s*no block was left for who waits"))
+        await expect(page.locator(".bounds").first).to_contain_text(
+            re.compile(r"%\s*no free KV blocks for the next sequence")
+        )
         num_waiting = sum(one.num_requests for one in message.queues)
-        await expect(page.locator("#figures")).to_contain_text(f"Waiting{num_waiting}")
+        await expect(page.locator("#figures")).to_contain_text(f"Queue{num_waiting}")
         assert not complaints
 
 
-async def test_charts_draw_what_was_measured_and_show_it_as_tables(browser: Browser) -> None:
+async def test_charts_go_on_with_new_samples_and_show_them_as_tables(browser: Browser) -> None:
     scene = Scene(1)
-    async with board(scene.message()) as served, opened(browser, served.url) as (page, complaints):
-        for _ in range(3):
-            scene.run(48)
+    watching = Watching()
+    async with board(scene.message(), watching=watching) as served, opened(browser, served.url) as (page, complaints):
+        await expect(page.locator(".nothing:visible")).to_have_count(8)
+        for median in (100.0, 250.0):
+            figures = row_of(MODEL_FIELDS, {"ttftP50Ms": median, "ttftP99Ms": 2 * median})
+            watching.history.add(watching.clock(), 5.0, {scene.buses[0].model: ModelSample(figures)})
             served.source.show(scene.message())
-            stamp = page.get_by_role("img", name=re.compile("^Time to first token"))
+            stamp = page.get_by_role("img", name=re.compile(f"^TTFT, ms. Now: p50 {median:.0f}, p99 {2 * median:.0f}"))
             await expect(stamp).to_be_visible()
-        await expect(
-            page.get_by_role("img", name=re.compile(r"^Step time by part, ms\. Now: inbox 0\.\d"))
-        ).to_be_visible()
-        await expect(page.locator(".nothing:visible")).to_have_count(0)
         await page.get_by_role("button", name="Tables").click()
-        table = page.get_by_role("table", name="Time to first token")
-        await expect(table.get_by_role("columnheader", name="median, ms")).to_be_visible()
+        table = page.get_by_role("table", name="TTFT, ms")
+        await expect(table.get_by_role("columnheader", name="p50")).to_be_visible()
         await expect(table.get_by_role("row")).not_to_have_count(1)
         assert not complaints
 
@@ -306,7 +314,10 @@ async def test_locked_router_asks_for_a_key_and_keeps_it_in_the_tab_alone(browse
 async def test_no_barrier_is_found_by_axe_in_either_theme(browser: Browser) -> None:
     scene = Scene(1, 4, 80)
     scene.run(8)
-    async with board(scene.message()) as served, opened(browser, served.url) as (page, complaints):
+    async with (
+        board(scene.message(), watching=watching_of(scene)) as served,
+        opened(browser, served.url) as (page, complaints),
+    ):
         await is_live(page)
         await page.get_by_role("button", name="Tables").click()
         themes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
@@ -349,7 +360,7 @@ async def test_phone_has_one_column_no_sideways_scroll_and_large_targets(browser
         await is_live(page)
         await page.get_by_role("button", name="Tables").click()
         assert await page.evaluate("document.documentElement.scrollWidth") == 360
-        small = """[...document.querySelectorAll("button, select, summary, .seats")]
+        small = """[...document.querySelectorAll("button, select, input, summary, .seats")]
             .filter((one) => one.checkVisibility() && one.getBoundingClientRect().height < 44)
             .map((one) => one.textContent)"""
         assert await page.evaluate(small) == []
@@ -370,7 +381,16 @@ async def test_screen_reader_finds_landmarks_headings_tables_and_a_summary(brows
         landmarks: tuple[Literal["banner", "main", "contentinfo"], ...] = ("banner", "main", "contentinfo")
         for landmark in landmarks:
             await expect(page.get_by_role(landmark)).to_have_count(1)
-        for heading in ("inflight board", "Buses", "executor-0", "At the stop", "The last two minutes"):
+        for heading in (
+            "inflight board",
+            "History",
+            "Executors",
+            "executor-0",
+            "Queue",
+            "Events",
+            "Tenants",
+            "Requests",
+        ):
             await expect(page.get_by_role("heading", name=heading, exact=True)).to_have_count(1)
         await expect(page.get_by_role("status")).to_have_text(
             re.compile(r"^\d+ of 8 seats taken, \d+ requests? waiting$")
@@ -381,9 +401,9 @@ async def test_screen_reader_finds_landmarks_headings_tables_and_a_summary(brows
             "Sequences of executor-0",
             "Newest steps of executor-0",
             "KV blocks of executor-0",
-            "Time to first token",
+            "TTFT, ms",
         )
-        for name in (*names, "Time between tokens", "Output", "Step time by part", "Requests that wait"):
+        for name in (*names, "Inter-token latency", "Throughput", "Step time", "Requests in the queue"):
             assert re.search(rf'table "{name}', tree), name
         assert re.search(r'row "\d+ \S+ (decode|prefill) \d+ \d+ \d+ of \d+ request-\d+"', tree)
         assert not complaints
@@ -407,7 +427,7 @@ async def test_names_of_clients_are_text_and_never_markup(browser: Browser) -> N
     async with board(scene.message()) as served, opened(browser, served.url) as (page, complaints):
         await is_live(page)
         await page.get_by_role("button", name="Tables").click()
-        await expect(page.locator("#stop")).to_contain_text(evil)
+        await expect(page.locator("#queue")).to_contain_text(evil)
         assert await page.locator("main img").count() == 0
         assert await page.title() == "inflight board"
         assert not complaints

@@ -39,6 +39,8 @@ def contrast(one: str, other: str) -> float:
         ("edge", "card", GRAPHICS),
         ("p50", "card", GRAPHICS),
         ("p99", "card", GRAPHICS),
+        *((f"stage-{stage}", "card", GRAPHICS) for stage in ("queued", "placed", "prefill", "decode", "preempted")),
+        *(("on-tenant", severity, TEXT) for severity in ("good", "warn", "bad", "soft")),
     ],
 )
 def test_colours_stand_out(front: str, back: str, least: float, theme: int) -> None:

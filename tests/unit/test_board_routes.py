@@ -20,8 +20,10 @@ from common.errors import Reason, RequestError
 from router.board.as_json import line_of
 from router.board.feed import Feeds
 from router.board.routes import board_routes
+from router.board.watching import Watching
 from router.callers import ANYBODY, Caller, Door, OpenDoor
 from router.doors import Doors
+from router.observing import RequestFacts
 from router.settings import RouterSettings
 from tests.board_scenes import Scene, ScriptedStatistics, full_bus
 from tests.credentials import key_entry
@@ -76,15 +78,16 @@ async def get(app: Starlette, path: str, *more: tuple[bytes, bytes], **headers: 
         return {"type": "http.disconnect"}
 
     fields = [*((name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()), *more]
+    bare, _, query = path.partition("?")
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "method": "GET",
-        "path": path,
-        "raw_path": path.encode(),
+        "path": bare,
+        "raw_path": bare.encode(),
         "root_path": "",
         "scheme": "http",
-        "query_string": b"",
+        "query_string": query.encode(),
         "headers": fields,
     }
     reply.reading = asyncio.create_task(app(scope, receive, reply.send))
@@ -153,7 +156,7 @@ async def test_every_part_of_the_page_is_there_and_nothing_is_fetched_from_elsew
     names = {path.name for path in folder.iterdir()}
     assert {"index.html", "board.css", "board.js"} <= names
     paths = {getattr(route, "path", "") for route in board_routes(Feeds(ScriptedStatistics()), OpenDoor())}
-    assert paths == {"/", "/board/stats"} | {f"/board/{name}" for name in names - {"index.html"}}
+    assert paths == {"/", "/board/stats", "/board/request"} | {f"/board/{name}" for name in names - {"index.html"}}
     for path in folder.iterdir():
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert "http://" not in text, path.name
@@ -323,3 +326,40 @@ async def settled(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not is_so():
             await asyncio.sleep(0)
+
+
+async def test_timeline_of_a_request_is_for_its_tenant_and_operators(tmp_path: Path) -> None:
+    watching = Watching()
+    for tenant in ("acme", "globex"):
+        facts = RequestFacts(model="tiny", request_id="one", tenant=tenant)
+        watching.requests.follow(facts).admitted()
+    routes = board_routes(Feeds(ScriptedStatistics()), locked(tmp_path), watching)
+    app, key = Starlette(routes=routes), {"authorization": f"Bearer {KEY}"}
+    for query, headers, status in (
+        ("tenant=acme&id=one", key, 200),
+        ("tenant=globex&id=one", key, 404),
+        ("tenant=acme&id=two", key, 404),
+        ("tenant=acme&id=one", {}, 401),
+        ("tenant=acme&id=one", {**key, "sec_fetch_site": "cross-site"}, 403),
+    ):
+        async with get(app, "/board/request?model=tiny&" + query, **headers) as reply:
+            body = json.loads(await reply.body())
+            assert reply.status == status, query
+            assert ("stages" in body) == (status == 200)
+
+
+async def test_first_line_has_the_history_and_later_ones_what_is_new() -> None:
+    source, watching = ScriptedStatistics(numbered(1)), Watching()
+    for number in range(180):
+        watching.history.add(5.0 * number, 5.0, {})
+    watching.events.executor_lost("executor-0", "tiny", 6)
+    app = Starlette(routes=board_routes(Feeds(source), OpenDoor(), watching))
+    async with get(app, "/board/stats") as reply:
+        first = await reply.line()
+        assert len(first["board"]["samples"]) == 180
+        assert [one["text"] for one in first["board"]["events"]] == ["executor-0 lost, 6 requests moved"]
+        source.show(numbered(2))
+        assert "board" not in await reply.line()
+        watching.history.add(1000.0, 5.0, {})
+        source.show(numbered(3))
+        assert [one["number"] for one in (await reply.line())["board"]["samples"]] == [181]

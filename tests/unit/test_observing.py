@@ -29,6 +29,12 @@ class Told:
     def boarded(self, cached_tokens: int) -> None:
         self.facts.append(("boarded", cached_tokens))
 
+    def boarded_again(self) -> None:
+        self.facts.append(("boarded_again",))
+
+    def preempted(self) -> None:
+        self.facts.append(("preempted",))
+
     def first_sent(self, after_s: float) -> None:
         self.facts.append(("first_sent",))
 
@@ -89,6 +95,7 @@ async def test_stream_tells_of_places_boarding_tokens_and_its_end() -> None:
         ("sent", 1, False),
         ("sent", 2, True),
         ("placed", "e0", 2, False),
+        ("boarded_again",),
         ("ended", "length", False, 3),
     ]
 

@@ -1,4 +1,4 @@
-// The strip of KV blocks by owner: tenants, what is reserved ahead, prefixes kept, and what is free.
+// KV blocks: a thin bar of the whole pool, and below it, enlarged, what is in use by tenant and what is reserved ahead.
 
 import { el, mark, say, svg, TableView } from "./dom.js";
 import { tenantColour } from "./palette.js";
@@ -14,11 +14,13 @@ export class BlocksStrip {
     this.patterns = new Set();
     this.bars = svg("g");
     this.picture = svg("svg", { class: "strip", role: "img" }, this.defs, this.bars);
+    this.whole = svg("svg", { class: "whole-pool", "aria-hidden": "true" });
+    this.zoom = el("p", { class: "zoom" });
     this.legend = el("ul", { class: "owners", "aria-label": `Owners of the KV blocks of ${name}` });
     this.sum = el("span");
     this.table = new TableView(`KV blocks of ${name}`, [["Owner", false], ["Blocks", true], ["Share", true]], "Blocks");
-    const heading = el("div", { class: "part-heading" }, el("h4", {}, "KV blocks by owner"), this.sum);
-    this.node = el("div", {}, heading, this.picture, this.legend);
+    const heading = el("div", { class: "part-heading" }, el("h4", {}, "KV blocks"), this.sum);
+    this.node = el("div", {}, heading, this.whole, this.zoom, this.picture, this.legend);
     this.defs.append(this.reservedPattern());
   }
 
@@ -30,24 +32,46 @@ export class BlocksStrip {
       { name: "prefixes kept", blocks: kept, kind: "prefix" },
       { name: "free", blocks: free, kind: "free" },
     ];
-    say(this.sum, `${count(used)} in use of ${count(total)}`);
+    say(this.sum, `${count(used)} in use of ${count(total)} (${percent(used / Math.max(total, 1))})`);
     const words = owners.filter((one) => one.blocks > 0).map((one) => `${one.name} ${count(one.blocks)}`);
     mark(this.picture, "aria-label", `KV blocks of ${bus.name}: ${words.join(", ") || "none"}, of ${count(total)}`);
-    this.drawBars(owners, total);
+    this.drawWhole({ total, used, ahead, kept });
+    // Where the pool is nearly empty, what is taken fills the strip; kept prefixes and free blocks are in the bar above.
+    const taken = used + ahead;
+    const isZoomed = taken > 0 && taken < total / 4;
+    const drawn = isZoomed ? owners.filter((one) => one.kind !== "free" && one.kind !== "prefix") : owners;
+    say(this.zoom, isZoomed ? `enlarged: the ${count(taken)} blocks in use and reserved, ${percent(taken / total)} of the pool` : "by owner");
+    this.drawBars(drawn, isZoomed ? taken : total);
     this.drawLegend(owners.filter((one) => one.blocks > 0));
     this.table.show(() => owners.map((one) => [one.name, count(one.blocks), percent(one.blocks / Math.max(total, 1))]));
   }
 
   drawBars(owners, total) {
+    const shown = owners.filter((owner) => owner.blocks > 0);
+    // What is not nothing is at least so wide, in percent.
+    const least = Math.min(1.5, 50 / Math.max(shown.length, 1));
+    const widths = shown.map((owner) => Math.max((100 * owner.blocks) / Math.max(total, 1), least));
+    const sum = Math.max(widths.reduce((all, width) => all + width, 0), 100);
     let x = 0;
-    const bars = owners.map((owner) => {
-      const width = (100 * owner.blocks) / Math.max(total, 1);
+    const bars = shown.map((owner, at) => {
+      const width = (100 * widths[at]) / sum;
       const place = { x: `${x.toFixed(2)}%`, y: 0, width: `${width.toFixed(2)}%`, height: 28 };
-      const bar = svg("rect", { ...place, class: owner.kind ?? null, fill: this.fillOf(owner) });
+      x += width;
+      return svg("rect", { ...place, class: owner.kind ?? null, "data-part": owner.kind ?? "used", fill: this.fillOf(owner) });
+    });
+    this.bars.replaceChildren(...bars);
+  }
+
+  drawWhole({ total, used, ahead, kept }) {
+    let x = 0;
+    const parts = [["used", used], ["reserved", ahead], ["prefix", kept]].filter(([, blocks]) => blocks > 0);
+    const bars = parts.map(([kind, blocks]) => {
+      const width = Math.max((100 * blocks) / Math.max(total, 1), 0.4);
+      const bar = svg("rect", { class: `pool-${kind}`, x: `${x.toFixed(2)}%`, width: `${width.toFixed(2)}%`, height: 8 });
       x += width;
       return bar;
     });
-    this.bars.replaceChildren(...bars);
+    this.whole.replaceChildren(svg("rect", { class: "pool-free", width: "100%", height: 8 }), ...bars);
   }
 
   drawLegend(owners) {

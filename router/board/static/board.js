@@ -3,10 +3,13 @@
 import { BusCard } from "./bus.js";
 import { Charts } from "./charts.js";
 import { el, mark, say } from "./dom.js";
+import { EventList } from "./events.js";
 import { Figures } from "./figures.js";
+import { History, keyOf } from "./history.js";
 import { forgetPalette } from "./palette.js";
+import { Queue, Usage } from "./queue.js";
+import { RequestList, TimelineDialog } from "./requests.js";
 import { State } from "./state.js";
-import { Stop } from "./stop.js";
 import { Stream } from "./stream.js";
 import { forgetAllBut, lookOf } from "./tenants.js";
 import { tenantWords } from "./words.js";
@@ -19,7 +22,12 @@ const STATES = {
 };
 const SPOKEN_EVERY_MS = 10_000;
 const HIDDEN_FOR_MS = 30_000;
-const MAX_TENANTS_NAMED = 24;
+const MAX_TENANTS_NAMED = 12;
+const MINUTE_MS = 60_000;
+const LOOK_UP_AGAIN_MS = 2000;
+// So many executors are shown in detail when they come, where the screen has the room.
+const OPEN_EXECUTORS = 2;
+const WIDE = matchMedia("(min-width: 721px)");
 
 const byId = (id) => document.getElementById(id);
 const stillness = matchMedia("(prefers-reduced-motion: reduce)");
@@ -29,9 +37,18 @@ class Page {
     this.state = new State();
     this.cards = new Map();
     this.figures = new Figures(byId("figures"));
-    this.stop = new Stop(byId("stop"));
+    this.history = new History();
+    this.queue = new Queue(byId("queue"));
+    this.usage = new Usage(byId("usage"));
+    this.events = new EventList(byId("events"), byId("no-event"));
     this.charts = new Charts(byId("charts"), byId("charts-note"));
-    this.stream = new Stream((message) => this.take(message), (name, why) => this.tell(name, why));
+    this.requests = new RequestList({
+      table: byId("requests"), filter: byId("request-filter"), state: byId("request-state"), more: byId("more-requests"), empty: byId("no-request"),
+    }, (request) => this.openRequest(request));
+    this.found = null;
+    this.timelineDrawn = "";
+    this.timeline = new TimelineDialog(byId("timeline"));
+    this.stream = new Stream((message, isNewest) => this.take(message, isNewest), (name, why) => this.tell(name, why));
     this.model = "";
     this.isPaused = false;
     this.spokenMs = -SPOKEN_EVERY_MS;
@@ -62,14 +79,20 @@ class Page {
       this.model = event.target.value;
       this.render(false);
     });
+    byId("range").addEventListener("change", (event) => {
+      this.charts.rangeMs = MINUTE_MS * Number(event.target.value);
+      this.render(false);
+    });
+    byId("details").addEventListener("click", () => this.openDetails());
     addEventListener("resize", () => this.redraw());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
     document.addEventListener("visibilitychange", () => this.onVisibility());
   }
 
-  take(message) {
+  take(message, isNewest) {
+    this.history.take(message.board, performance.now());
     this.state.take(message);
-    if (!document.hidden) this.render(!stillness.matches);
+    if (isNewest && !document.hidden) this.render(!stillness.matches);
   }
 
   tell(name, why) {
@@ -102,6 +125,7 @@ class Page {
 
   clear() {
     this.state = new State();
+    this.history.clear();
     this.stream.wasLive = false;
     this.render(false);
   }
@@ -113,7 +137,7 @@ class Page {
     else this.stream.start();
   }
 
-  // A page that nobody sees leaves its place to others after a while.
+  // A page in the background leaves its place to others after a while.
   onVisibility() {
     clearTimeout(this.leaving);
     if (document.hidden) {
@@ -131,14 +155,74 @@ class Page {
     this.showModels();
     this.showTenants(seen);
     this.showBuses(seen.buses, animate, now);
-    this.stop.show(seen.queues, this.state.models().length > 1);
-    const summary = this.figures.show(seen);
-    if (now - this.chartsMs > 900 || !animate) {
-      this.charts.show(this.state, this.model);
-      this.chartsMs = now;
+    const manyModels = this.state.models().length > 1;
+    this.queue.show(seen.queues, manyModels);
+    this.events.show(this.history.events, this.model);
+    const summary = this.figures.show(seen, this.history, this.model);
+    this.requests.show(this.history, this.model, now);
+    this.showTimeline(now);
+    if (now - this.chartsMs > 900 || !animate || this.chartsVersion !== this.history.version) {
+      const tenants = this.history.tenants(this.model, MINUTE_MS);
+      this.usage.show(tenants);
+      this.usage.draw(this.history, this.model, now, this.charts.rangeMs);
+      for (const card of this.cards.values()) card.showTrend(this.history.executor(card.bus.model, card.bus.name, "running"), now, this.charts.rangeMs);
+      this.charts.show(this.history, this.model, manyModels, now);
+      [this.chartsMs, this.chartsVersion] = [now, this.history.version];
     }
     this.speak(summary, now);
     this.redraw();
+  }
+
+  // Shows a request's timeline: what the stream has told of it, else what the router answers when it is asked.
+  openRequest(request) {
+    const key = keyOf(request);
+    this.timelineDrawn = "";
+    this.timeline.open(key);
+    if (!this.history.requests.has(key)) this.lookUp(request, key);
+    this.showTimeline(performance.now());
+  }
+
+  async lookUp(request, key) {
+    this.foundMs = performance.now();
+    const query = new URLSearchParams({ model: request.model, tenant: request.tenant, id: request.id });
+    const headers = this.stream.key === null ? {} : { authorization: `Bearer ${this.stream.key}` };
+    try {
+      const response = await fetch(new URL(`request?${query}`, import.meta.url), { headers, cache: "no-store" });
+      const answer = await response.json();
+      if (this.timeline.key !== key) return;
+      if (response.ok) this.found = { ...answer, arrivedMs: performance.now() - answer.ageMs };
+      else this.timeline.fail("This router has no timeline of the request: another router serves it.");
+      this.showTimeline(performance.now());
+    } catch {
+      if (this.timeline.key === key) this.timeline.fail("The router does not answer.");
+    }
+  }
+
+  showTimeline(now) {
+    if (!this.timeline.isOpen) return;
+    const key = this.timeline.key;
+    const one = this.history.requests.get(key) ?? (this.found && keyOf(this.found) === key ? this.found : undefined);
+    if (one === undefined) return;
+    // The stream does not tell of one that is not among the recent.
+    if (one === this.found && !one.outcome && now - this.foundMs > LOOK_UP_AGAIN_MS) this.lookUp(one, key);
+    const drawn = `${key}|${one.revision}|${one.outcome ? 0 : Math.floor(now / 500)}`;
+    if (drawn === this.timelineDrawn) return;
+    this.timelineDrawn = drawn;
+    const live = [...this.state.buses.values()].flatMap((bus) => bus.sequences).find((held) => held.id === one.id && held.tenant === one.tenant);
+    this.timeline.show(one, now, one.outcome ? undefined : live);
+  }
+
+  // All executors in detail, or none.
+  openDetails() {
+    const isOpen = ![...this.cards.values()].every((card) => card.isOpen);
+    for (const card of this.cards.values()) card.open(isOpen);
+    this.tellDetails();
+  }
+
+  tellDetails() {
+    const areOpen = this.cards.size > 0 && [...this.cards.values()].every((card) => card.isOpen);
+    say(byId("details"), areOpen ? "Hide all details" : "Show all details");
+    byId("details").hidden = this.cards.size < 2;
   }
 
   showModels() {
@@ -181,14 +265,19 @@ class Page {
       if (byId("buses").children[at] !== card.node) byId("buses").insertBefore(card.node, byId("buses").children[at] ?? null);
       card.show(bus, animate, now);
     });
+    this.tellDetails();
+    byId("board").dataset.models = String(this.state.models().length);
   }
 
   addCard(bus) {
     const card = new BusCard(bus);
+    card.open(WIDE.matches && this.state.buses.size <= OPEN_EXECUTORS);
     card.onChange = () => this.redraw();
+    card.onToggle = () => this.tellDetails();
+    card.onOpen = (request) => this.openRequest(request);
     this.cards.set(bus.id, card);
     this.sight.observe(card.node);
-    if (byId("tables").getAttribute("aria-pressed") === "true") openAll(card.node, true);
+    if (byId("tables").getAttribute("aria-pressed") === "true") this.openTables(card);
     return card;
   }
 
@@ -200,7 +289,7 @@ class Page {
     this.redraw();
   }
 
-  // For who listens: how things stand, at most every ten seconds.
+  // For screen readers: how things stand, at most every ten seconds.
   speak(summary, now) {
     if (this.state.message === null || now - this.spokenMs < SPOKEN_EVERY_MS) return;
     this.spokenMs = now;
@@ -222,6 +311,13 @@ class Page {
     const isOpen = byId("tables").getAttribute("aria-pressed") !== "true";
     mark(byId("tables"), "aria-pressed", String(isOpen));
     openAll(byId("main"), isOpen);
+    if (isOpen) for (const card of this.cards.values()) this.openTables(card);
+  }
+
+  // Tables of an executor are among its details.
+  openTables(card) {
+    card.open(true);
+    openAll(card.node, true);
   }
 
   nextTheme() {

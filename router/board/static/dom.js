@@ -30,7 +30,7 @@ export function mark(node, name, value) {
   if (node.getAttribute(name) !== value) node.setAttribute(name, value);
 }
 
-// A table behind a summary, filled when somebody looks at it. Columns are [name, isNumber].
+// A table behind a summary, filled while it is open. Columns are [name, isNumber].
 export class TableView {
   constructor(title, columns, short = title) {
     this.columns = columns;
@@ -39,7 +39,7 @@ export class TableView {
     const names = columns.map(([name, isNumber]) => el("th", { scope: "col", class: isNumber ? "number" : null }, name));
     const table = el("table", {}, this.caption, el("thead", {}, el("tr", {}, ...names)), this.body);
     const scroll = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Table: ${title}` }, table);
-    this.node = el("details", {}, el("summary", { "aria-label": `${title} as a table` }, `${short} as a table`), scroll);
+    this.node = el("details", {}, el("summary", { "aria-label": `${title} as a table` }, short === "Table" ? short : `${short} as a table`), scroll);
     this.rows = () => [];
     this.node.addEventListener("toggle", () => this.refresh());
   }

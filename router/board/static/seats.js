@@ -1,4 +1,5 @@
-// The bus from above, on a canvas: its body, a seat for every place in the batch, and who sits on it.
+// The seats of an executor on a canvas: a seat for every place in the batch and the sequence on it; in detail as a bus
+// seen from above, compact as a plain grid.
 //
 // Seats are as large as there is room for. Large ones show a head with the tenant's initials; small ones a shape; below
 // that a seat is a cell of colour, so that thousands fit.
@@ -18,6 +19,23 @@ const DOORSTEP = 26;
 const BOARD_MS = 280;
 const LEAVE_MS = 260;
 
+const COMPACT_MAX_SEAT = 24;
+const COMPACT_HEIGHT = 72;
+
+// Where seats are without the bus: in columns from the left, as large as there is room for.
+export function compactLayoutOf(number, width) {
+  for (let seat = COMPACT_MAX_SEAT; ; seat--) {
+    const gap = seat >= WITH_HEAD ? 4 : seat > MIN_SEAT ? 2 : 1;
+    const pitch = seat + gap;
+    const most = Math.max(Math.floor((width - 4) / pitch), 1);
+    const rows = Math.ceil(Math.max(number, 1) / most);
+    const height = rows * pitch - gap + 6;
+    if (height > COMPACT_HEIGHT && seat > MIN_SEAT) continue;
+    const columns = Math.ceil(Math.max(number, 1) / rows);
+    return { seat, pitch, across: pitch, rows, columns, aisle: 0, height, width, number, left: 2, top: 3, isCompact: true };
+  }
+}
+
 // Where seats are, for so many in such a width: seats fill columns from the rear, the driver sits at the right.
 export function layoutOf(number, width) {
   const inner = Math.max(width - CABIN - TAIL - 2, 60);
@@ -33,15 +51,15 @@ export function layoutOf(number, width) {
     if (height > maxHeight && seat > MIN_SEAT) continue;
     const columns = Math.ceil(Math.max(number, 1) / rows);
     const across = Math.min(inner / columns, pitch * 1.5);
-    return { seat, pitch, across, rows, columns, aisle, height, width: TAIL + columns * across + CABIN, number };
+    return { seat, pitch, across, rows, columns, aisle, height, width: TAIL + columns * across + CABIN, number, left: TAIL, top: WHEEL + WALL, isCompact: false };
   }
 }
 
 function placeOf(layout, number) {
   const [column, row] = [Math.floor(number / layout.rows), number % layout.rows];
   const aisle = row >= layout.rows / 2 ? layout.aisle : 0;
-  const x = TAIL + column * layout.across + (layout.across - layout.seat) / 2;
-  return { x, y: WHEEL + WALL + row * layout.pitch + aisle };
+  const indent = layout.isCompact ? 0 : (layout.across - layout.seat) / 2;
+  return { x: layout.left + column * layout.across + indent, y: layout.top + row * layout.pitch + aisle };
 }
 
 export class SeatsPicture {
@@ -53,6 +71,7 @@ export class SeatsPicture {
     this.leaving = [];
     this.standing = [];
     this.selected = null;
+    this.isCompact = false;
   }
 
   // Takes in who sits where now; `animate`: whether boarding and leaving may be seen as movements.
@@ -74,7 +93,7 @@ export class SeatsPicture {
     this.riders = riders;
   }
 
-  // Whether somebody is still on the move.
+  // Whether a sequence is still on the move.
   isMoving(now) {
     this.leaving = this.leaving.filter((rider) => now - rider.since < LEAVE_MS);
     return this.leaving.length > 0 || [...this.riders.values()].some((rider) => now - rider.since < BOARD_MS);
@@ -82,9 +101,9 @@ export class SeatsPicture {
 
   seatAt(x, y) {
     if (this.layout === null) return null;
-    const { across, rows, columns, pitch, aisle } = this.layout;
-    const column = Math.floor((x - TAIL) / across);
-    const fromTop = y - WHEEL - WALL;
+    const { across, rows, columns, pitch, aisle, left, top } = this.layout;
+    const column = Math.floor((x - left) / across);
+    const fromTop = y - top;
     const row = Math.floor((fromTop >= (rows / 2) * pitch + aisle / 2 ? fromTop - aisle : fromTop) / pitch);
     const seat = column * rows + row;
     return column >= 0 && column < columns && row >= 0 && row < rows && seat < this.number ? seat : null;
@@ -93,17 +112,16 @@ export class SeatsPicture {
   draw(now) {
     const width = this.canvas.clientWidth;
     if (width === 0) return;
-    if (this.layout?.number !== this.number || this.drawnWidth !== width) {
-      this.layout = layoutOf(this.number, width);
+    if (this.layout?.number !== this.number || this.drawnWidth !== width || this.layout.isCompact !== this.isCompact) {
+      this.layout = this.isCompact ? compactLayoutOf(this.number, width) : layoutOf(this.number, width);
       this.drawnWidth = width;
     }
-    const height = this.layout.height + 2 * WHEEL + DOORSTEP;
-    fit(this.canvas, this.context, width, height);
-    this.drawBody();
+    fit(this.canvas, this.context, width, this.layout.height + (this.isCompact ? 0 : 2 * WHEEL + DOORSTEP));
+    if (!this.isCompact) this.drawBody();
     for (let seat = 0; seat < this.number; seat++) this.drawSeat(seat);
     for (const rider of this.leaving) this.drawRider(rider, 1 - (now - rider.since) / LEAVE_MS, true);
     for (const rider of this.riders.values()) this.drawRider(rider, Math.min((now - rider.since) / BOARD_MS, 1), false);
-    this.drawStanding();
+    if (!this.isCompact) this.drawStanding();
     this.drawSelected();
   }
 
@@ -155,12 +173,13 @@ export class SeatsPicture {
     context.lineWidth = 1;
     if (layout.seat < WITH_HEAD) {
       context.fillRect(x, y, layout.seat, layout.seat);
-      if (layout.seat > 6) context.strokeRect(x + 0.5, y + 0.5, layout.seat - 1, layout.seat - 1);
+      if (layout.seat > 4) context.strokeRect(x + 0.5, y + 0.5, layout.seat - 1, layout.seat - 1);
       return;
     }
     rounded(context, x, y, layout.seat, layout.seat, layout.seat * 0.22);
     context.fill();
     context.stroke();
+    if (layout.isCompact) return;
     context.fillStyle = colours["seat-edge"];
     rounded(context, x, y + layout.seat * 0.14, Math.max(2, layout.seat * 0.09), layout.seat * 0.72, layout.seat * 0.04);
     context.fill();
@@ -175,9 +194,10 @@ export class SeatsPicture {
     context.save();
     context.globalAlpha = Math.max(0, shown);
     if (size < WITH_HEAD) {
-      if (one.phase === "SEQUENCE_PHASE_PREFILL") context.globalAlpha *= 0.5;
       context.fillStyle = colour;
-      context.fillRect(x, y, size, size);
+      // In prefill: its lower half.
+      const height = isReading(one) ? Math.ceil(size / 2) : size;
+      context.fillRect(x, y + size - height, size, height);
     } else {
       if (!isLeaving) this.drawFill(one, x, y, size, colour);
       const rise = (1 - Math.max(shown, 0)) * size * (isLeaving ? -0.5 : 0.35);

@@ -1,27 +1,20 @@
-// What has been heard of the router: the newest message, and the last two minutes in samples of a second. Knows no page.
+// How things stand by the router's newest message, and the steps of the last seconds. Knows no page.
 //
 // Times are the router's, which stamps every message: executors' clocks and the reader's may differ.
 
-export const HISTORY_MS = 120_000;
-const SAMPLE_MS = 1000;
 const WINDOW_MS = 10_000;
 const MAX_STEPS = 600;
-export const PARTS = ["inbox", "plan", "launch", "wait", "retire", "publish"];
 
 export class State {
   constructor() {
     this.message = null;
     this.nowMs = 0;
     this.buses = new Map();
-    this.samples = [];
   }
 
   take(message) {
-    const beforeMs = this.nowMs;
     this.message = message;
     this.nowMs = Number(message.timestampMs ?? 0);
-    // Another router, or its clock was set: what was before has no place on this one's axis.
-    if (this.nowMs < beforeMs) this.samples = [];
     const present = new Map();
     for (const executor of message.executors ?? []) {
       const id = `${executor.capacity?.model}\n${executor.capacity?.executorId}`;
@@ -30,16 +23,6 @@ export class State {
       present.set(id, bus);
     }
     this.buses = present;
-    this.sample();
-  }
-
-  sample() {
-    const last = this.samples.at(-1);
-    if (last !== undefined && this.nowMs - last.atMs < SAMPLE_MS) return;
-    const latencies = new Map((this.message.latencies ?? []).map((one) => [one.model, one]));
-    const steps = [...this.buses.values()].map((bus) => [bus.model, bus.takeSample()]);
-    this.samples.push({ atMs: this.nowMs, latencies, steps });
-    while (this.samples[0].atMs < this.nowMs - HISTORY_MS) this.samples.shift();
   }
 
   models() {
@@ -68,7 +51,6 @@ export class Bus {
     this.fresh = [];
     this.newestStep = 0;
     this.counted = [];
-    this.sums = newSums();
   }
 
   take(executor, nowMs) {
@@ -78,7 +60,7 @@ export class Bus {
     this.sequences = (executor.sequences ?? []).map(sequenceOf);
     const iterations = executor.iterations ?? [];
     const numSteps = Math.max(Number(iterations.at(-1)?.iter ?? 0), Number(this.capacity.numSteps ?? 0));
-    // Fewer steps than before: it has started anew.
+    // Fewer steps than before: it has been started again.
     if (numSteps < this.newestStep) Object.assign(this, { steps: [], counted: [], newestStep: 0 });
     this.fresh = iterations.map((one) => stepOf(one, nowMs));
     this.steps.push(...this.fresh);
@@ -86,7 +68,6 @@ export class Bus {
     this.counted.push([nowMs, this.newestStep]);
     this.steps = this.steps.filter((step) => step.heardMs > nowMs - WINDOW_MS).slice(-MAX_STEPS);
     while (this.counted[0][0] < nowMs - WINDOW_MS / 4) this.counted.shift();
-    for (const step of this.fresh) addTo(this.sums, step);
     this.blocks = blocksOf(this.capacity, iterations.at(-1)?.kvCacheStats);
   }
 
@@ -114,13 +95,6 @@ export class Bus {
     for (const { constraint } of this.steps) numbers.set(constraint, (numbers.get(constraint) ?? 0) + 1);
     return [...numbers].map(([name, number]) => [name, number / this.steps.length]).sort((a, b) => b[1] - a[1]);
   }
-
-  // The sums since the last sample.
-  takeSample() {
-    const sums = this.sums;
-    this.sums = newSums();
-    return sums;
-  }
 }
 
 function sequenceOf(one) {
@@ -136,6 +110,8 @@ function stepOf(one, heardMs) {
     heardMs,
     number: Number(one.iter ?? 0),
     ms: one.iterLatencyMS ?? 0,
+    device: one.deviceMS ?? 0,
+    exposed: one.exposedHostMS ?? 0,
     parts: new Map((one.parts ?? []).map((part) => [part.name, part.ms ?? 0])),
     constraint: one.constraint ?? "",
     output: batch.numGenTokens ?? 0,
@@ -154,12 +130,4 @@ function blocksOf(capacity, cache) {
   const ahead = Math.min(Math.max(reserved - used, 0), Math.max(total - used, 0));
   const free = Math.max(total - used - kept, 0);
   return { total, used, ahead, kept: Math.max(kept - Math.max(ahead - free, 0), 0), free: Math.max(free - ahead, 0), reserved };
-}
-
-const newSums = () => ({ steps: 0, ms: 0, parts: new Map(PARTS.map((name) => [name, 0])) });
-
-function addTo(sums, step) {
-  sums.steps += 1;
-  sums.ms += step.ms;
-  for (const [name, ms] of step.parts) sums.parts.set(name, (sums.parts.get(name) ?? 0) + ms);
 }

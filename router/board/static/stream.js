@@ -92,17 +92,16 @@ export class Stream {
       silence.broken();
       const lines = (rest + value).split("\n");
       rest = lines.pop();
-      // Several at once: the browser was busy. The newest says how things stand now.
-      const newest = lines.at(-1);
-      if (newest) this.deliver(JSON.parse(newest));
+      // Several at once: the browser was busy. The newest says how things stand now; what is new in the others counts.
+      lines.filter(Boolean).forEach((line, at, all) => this.deliver(JSON.parse(line), at === all.length - 1));
     }
   }
 
-  deliver(message) {
+  deliver(message, isNewest) {
     this.wasLive = true;
     this.waitMs = FIRST_WAIT_MS;
     this.onState("live");
-    this.onMessage(message);
+    this.onMessage(message, isNewest);
   }
 }
 

@@ -1,19 +1,19 @@
 // How the board says things: numbers with their units, and what the protocol's names mean.
 
 const CONSTRAINTS = {
-  STEP_CONSTRAINT_NO_WORK: "nobody was left to board",
-  STEP_CONSTRAINT_SEATS: "every seat was taken",
-  STEP_CONSTRAINT_BLOCKS: "no block was left for who waits",
-  STEP_CONSTRAINT_TOKENS: "the step's token budget was spent",
-  STEP_CONSTRAINT_PACE: "prompts were cut short to keep the time between tokens",
+  STEP_CONSTRAINT_NO_WORK: "no sequence was waiting on the executor",
+  STEP_CONSTRAINT_SEATS: "all seats were taken",
+  STEP_CONSTRAINT_BLOCKS: "no free KV blocks for the next sequence",
+  STEP_CONSTRAINT_TOKENS: "the token budget of the step was spent",
+  STEP_CONSTRAINT_PACE: "prefill was limited to keep inter-token latency",
   STEP_CONSTRAINT_STATIC_BATCH: "a static batch was still running",
-  STEP_CONSTRAINT_TWIN: "who waits wants the prefix that another is computing",
+  STEP_CONSTRAINT_TWIN: "the next sequence waits for a prefix that another computes",
 };
 const PHASES = {
-  SEQUENCE_PHASE_STANDBY: "waits for a seat",
+  SEQUENCE_PHASE_STANDBY: "waiting for a seat",
   SEQUENCE_PHASE_PREFILL: "prefill",
   SEQUENCE_PHASE_DECODE: "decode",
-  SEQUENCE_PHASE_PREEMPTED: "gave up its seat",
+  SEQUENCE_PHASE_PREEMPTED: "preempted",
 };
 const CLASSES = {
   PRIORITY_CLASS_INTERACTIVE: "interactive",
@@ -21,9 +21,11 @@ const CLASSES = {
   PRIORITY_CLASS_BATCH: "batch",
 };
 
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
-export const constraintWords = (name) => CONSTRAINTS[name] ?? "not known";
+// One that a newer router knows is told by its name.
+export const constraintWords = (name) => CONSTRAINTS[name] ?? ((name ?? "").replace("STEP_CONSTRAINT_", "").replaceAll("_", " ").toLowerCase() || "not known");
 export const phaseWords = (name) => PHASES[name] ?? "not known";
 export const classWords = (name) => CLASSES[name] ?? "standard";
 export const tenantWords = (tenant) => tenant || "other tenants";
@@ -32,16 +34,17 @@ export function count(value) {
   return whole.format(Math.round(value ?? 0));
 }
 
-// Three figures that matter: 0.42, 4.2, 42, 420.
+// Three figures that matter: 0.42, 4.2, 42, 420, 420K.
 export function figure(value) {
   if (value === 0) return "0";
+  if (Math.abs(value) >= 100_000) return compact.format(value);
   const size = Math.abs(value);
   return size >= 100 ? whole.format(value) : value.toFixed(size >= 10 ? 1 : 2);
 }
 
 export function percent(share) {
   const value = 100 * share;
-  return value > 0 && value < 1 ? "< 1 %" : `${Math.round(value)} %`;
+  return value > 0 && value < 10 ? `${Number(value.toPrecision(2))} %` : `${Math.round(value)} %`;
 }
 
 // A duration in the unit that suits it, as [number, unit].

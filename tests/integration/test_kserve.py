@@ -263,3 +263,22 @@ async def test_door_tenant_class_and_models_hold(redis_url: str, pool: str, tmp_
         assert not (await stub.ModelReady(ready, metadata=shown("other"))).ready
         index = await stub.RepositoryIndex(grpc_service_pb2.RepositoryIndexRequest(), metadata=shown("other"))
         assert not index.models
+
+
+async def test_stream_with_a_refused_request_and_bytes_that_are_no_message_behind_it_ends(
+    redis_url: str, pool: str
+) -> None:
+    async with (
+        run_cluster(redis_url, pool) as cluster,
+        grpc.aio.insecure_channel(cluster.routers[0].address) as channel,
+    ):
+        send: Any = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            response_deserializer=grpc_service_pb2.ModelStreamInferResponse.FromString,
+        )
+        call = send()
+        await call.write(grpc_service_pb2.ModelInferRequest(model_version="2").SerializeToString())
+        await call.write(b"12345678")
+        await call.done_writing()
+        async with asyncio.timeout(20):
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -280,5 +280,8 @@ async def test_stream_with_a_refused_request_and_bytes_that_are_no_message_behin
         await call.write(grpc_service_pb2.ModelInferRequest(model_version="2").SerializeToString())
         await call.write(b"12345678")
         await call.done_writing()
-        async with asyncio.timeout(20):
-            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            async with asyncio.timeout(20):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -94,7 +94,7 @@ class WireCounts:
                     continue
                 left -= 1
                 if left < 0:
-                    return _too_many("the message", "fields", self._limits.max_fields)
+                    return _too_many("request", "fields", self._limits.max_fields)
                 tag = serialized[position]
                 position += 1
                 if tag > 127:

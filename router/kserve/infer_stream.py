@@ -70,8 +70,15 @@ class InferStream:
             await self._write(error_response(request, error))
 
     async def _write(self, response: grpc_service_pb2.ModelStreamInferResponse) -> None:
+        """Ends a write that has begun even where the call is about to end: gRPC never answers a call that is ended with
+        a write broken off."""
         async with self._writing:
-            await self._unordered_write(response)
+            writing = asyncio.ensure_future(self._unordered_write(response))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await asyncio.gather(writing, return_exceptions=True)
+                raise
 
 
 def _told(group: BaseExceptionGroup[BaseException]) -> BaseException:

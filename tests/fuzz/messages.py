@@ -33,6 +33,19 @@ _INTEGERS: dict[int, tuple[int, int]] = {
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
     FieldDescriptor.CPPTYPE_ENUM: (-(2**31), 2**31 - 1),
 }
+# Around the limits of single fields and of all together.
+FLOOD_SIZES = (300, 600, 5000, 9000, 30_000, 70_000)
+_WIRE_TYPES: dict[int, int] = {
+    FieldDescriptor.TYPE_STRING: 2,
+    FieldDescriptor.TYPE_BYTES: 2,
+    FieldDescriptor.TYPE_MESSAGE: 2,
+    FieldDescriptor.TYPE_DOUBLE: 1,
+    FieldDescriptor.TYPE_FIXED64: 1,
+    FieldDescriptor.TYPE_SFIXED64: 1,
+    FieldDescriptor.TYPE_FLOAT: 5,
+    FieldDescriptor.TYPE_FIXED32: 5,
+    FieldDescriptor.TYPE_SFIXED32: 5,
+}
 # Field 1000 of every wire type; no message has it.
 _UNKNOWN_FIELDS = (b"\xc0\x3e\x01", b"\xc2\x3e\x03abc", b"\xc1\x3e12345678", b"\xc5\x3e1234", b"\xc3\x3e\xc4\x3e")
 
@@ -55,7 +68,28 @@ def bytes_of(message_class: type[M], hints: Hints | None = None) -> st.SearchStr
         st.tuples(sound, st.integers(0, 40)).map(lambda one: one[0][: -one[1] or None]),
         st.binary(max_size=60),
         st.integers(1, 5000).map(nested_struct),
+        floods_of(cast(Descriptor, message_class.DESCRIPTOR)),
     )
+
+
+def floods_of(descriptor: Descriptor) -> st.SearchStrategy[bytes]:
+    """Messages in which one field, somewhere, is there more often than any limit allows, or nearly so; empty each
+    time."""
+    numbers = st.sampled_from(FLOOD_SIZES)
+    here = st.tuples(st.sampled_from([*descriptor.fields]), numbers).map(lambda one: _empty(one[0]) * one[1])
+    inner = [field for field in descriptor.fields if field.message_type is not None]
+    if not inner:
+        return here if descriptor.fields else st.just(b"")
+    within = st.sampled_from(inner).flatmap(
+        lambda field: floods_of(cast(Descriptor, field.message_type)).map(lambda flood: nested(field.number, flood))
+    )
+    return st.one_of(here, within)
+
+
+def _empty(field: FieldDescriptor) -> bytes:
+    """A field with nothing in it, or 0."""
+    wire_type = _WIRE_TYPES.get(field.type, 0)
+    return _varint(field.number << 3 | wire_type) + bytes({0: 1, 1: 8, 2: 1, 5: 4}[wire_type])
 
 
 def nested_struct(depth: int) -> bytes:
@@ -72,7 +106,7 @@ def nested_struct(depth: int) -> bytes:
 
 def nested(number: int, content: bytes) -> bytes:
     """A field that holds bytes, text or a message, as it travels."""
-    return bytes([number << 3 | 2]) + _varint(len(content)) + content
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
 
 
 def _varint(value: int) -> bytes:

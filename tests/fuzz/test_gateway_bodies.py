@@ -9,6 +9,7 @@ import httpx2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.bodies import MAX_VALUES
 from tests.cluster import run_cluster
 from tests.fuzz.served import check_unharmed
 from tests.gateways import run_gateway
@@ -16,7 +17,12 @@ from tests.gateways import run_gateway
 SCALARS = (
     st.none() | st.booleans() | st.integers(-3, 70) | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
 )  # fmt: skip
-JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner))
+# Of more values than a body may have.
+FLOODS = st.sampled_from([{}, "", 0, [1]]).map(lambda value: [value] * (MAX_VALUES + 1))
+JSON = (
+    st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner))
+    | FLOODS
+)
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "prompt": st.text(max_size=20) | st.lists(st.integers(0, 6), max_size=5) | st.lists(st.text(max_size=5)) | JSON,
     "max_tokens": st.integers(0, 70) | JSON,

@@ -17,7 +17,7 @@ from tests.cluster import Cluster, run_cluster, token_request
 from tests.fuzz.served import check_unharmed, until_empty
 from tests.fuzz.statuses import status_of
 from tests.integration.test_authorization import locked_cluster, output_of, shown
-from tests.integration.test_hostile_clients import until
+from tests.integration.test_hostile_clients import status, until
 from tests.integration.test_requests import collect, expected_ids, ids_of
 from tests.unit.test_kserve_translation import inference_request, one
 
@@ -263,3 +263,22 @@ async def test_door_tenant_class_and_models_hold(redis_url: str, pool: str, tmp_
         assert not (await stub.ModelReady(ready, metadata=shown("other"))).ready
         index = await stub.RepositoryIndex(grpc_service_pb2.RepositoryIndexRequest(), metadata=shown("other"))
         assert not index.models
+
+
+async def test_stream_with_a_refused_request_and_bytes_that_are_no_message_behind_it_ends(
+    redis_url: str, pool: str
+) -> None:
+    async with (
+        run_cluster(redis_url, pool) as cluster,
+        grpc.aio.insecure_channel(cluster.routers[0].address) as channel,
+    ):
+        send: Any = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            response_deserializer=grpc_service_pb2.ModelStreamInferResponse.FromString,
+        )
+        call = send()
+        await call.write(grpc_service_pb2.ModelInferRequest(model_version="2").SerializeToString())
+        await call.write(b"12345678")
+        await call.done_writing()
+        async with asyncio.timeout(20):
+            assert await status(call) == ("INVALID_ARGUMENT", "INVALID_FIELD")

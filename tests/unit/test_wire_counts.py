@@ -8,13 +8,14 @@ from typing import Any, SupportsIndex, cast
 
 import pytest
 from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 from inflight.v1 import inference_pb2
 
 from common.errors import RequestError
-from common.wire_counts import SMALL_BYTES, WireCounts, WireLimits
-from tests.fuzz.messages import bytes_of, nested
+from common.wire_counts import MAX_FIELDS, SMALL_BYTES, WireCounts, WireLimits
+from tests.fuzz.messages import floods_of, messages_of, nested
 
 REQUEST = inference_pb2.GenerateRequest
 TYPE = cast(Descriptor, REQUEST.DESCRIPTOR)
@@ -85,9 +86,18 @@ def test_what_ends_too_early_is_left_to_the_parser(cut: int) -> None:
     counts().check(nested(CHAT, nested(MESSAGES, nested(1, b"u" * 20)) * 1000)[:-cut])
 
 
-@given(bytes_of(REQUEST))
-def test_no_bytes_are_too_much_for_the_check(serialized: bytes) -> None:
-    WireCounts(TYPE).check(serialized)
+@given(messages_of(REQUEST))
+def test_message_within_the_limits_passes(message: inference_pb2.GenerateRequest) -> None:
+    WireCounts(TYPE).check(message.SerializeToString())
+
+
+@given(floods_of(TYPE))
+def test_flood_that_passes_is_no_flood(flood: bytes) -> None:
+    with suppress(RequestError):
+        WireCounts(TYPE).check(flood)
+        assert len(flood) < 20 * MAX_FIELDS
+        with suppress(DecodeError):  # it may nest too deep
+            REQUEST.FromString(flood)
 
 
 @given(st.binary(min_size=1, max_size=60))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.errors import FieldViolation, invalid
@@ -90,9 +90,10 @@ class MarkedTextEncoder:
     def _encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, Span]]]:
         """The ids of text, and its control tokens with the characters that they were made of."""
         # Not through `transformers`, which would make a list of every token's characters.
-        encoding = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        encoding = _encoded(self._tokenizer.backend_tokenizer, text)
         ids: list[int] = encoding.ids
-        found = [(ids[i], encoding.token_to_chars(i)) for i, token_id in enumerate(ids) if token_id in self._controls]
+        spans = ((ids[i], encoding.token_to_chars(i)) for i, token_id in enumerate(ids) if token_id in self._controls)
+        found = [(token_id, span) for token_id, span in spans if span is not None]
         return ids, [(token_id, span) for token_id, span in found if self._is_written(token_id, text, span)]
 
     def _is_written(self, token_id: int, text: str, span: Span) -> bool:
@@ -134,7 +135,7 @@ class _Twin:
         for token_id, (begin, end) in written:
             pieces += [text[at:begin], self._fence_of[token_id]]
             at = end
-        encoding = self._tokenizer.encode("".join([*pieces, text[at:]]), add_special_tokens=False)
+        encoding = _encoded(self._tokenizer, "".join([*pieces, text[at:]]))
         control_ids = iter([token_id for token_id, _ in written])
         ids: list[int] = []
         for token_id in encoding.ids:
@@ -167,6 +168,12 @@ class _Twin:
         name = f"fence{secrets.token_hex(16)}"
         self._tokenizer.add_tokens([AddedToken(name, normalized=is_normalized, special=False)])
         return name
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
+    # `Tokenizer.encode` holds the interpreter lock, `encode_batch` releases it.
+    (encoding,) = tokenizer.encode_batch([text], add_special_tokens=False)
+    return encoding
 
 
 def _cannot_encode(token: str, field: str) -> Exception:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
-from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+from redis.exceptions import AuthenticationError, ResponseError
 
 from client.stack.redis_server import ACL_RULES, COMMANDS, USER, PrivateRedis, RedisStartError, find_redis_binary
 from router.store.lua import load_scripts
@@ -35,7 +35,8 @@ def test_server_on_a_free_port_wants_its_password(tmp_path: Path) -> None:
     ["FLUSHALL", "CONFIG GET *", "KEYS *", "DEBUG SLEEP 0", "ACL LIST", "SCRIPT FLUSH", "SHUTDOWN", "GET another:key"],
 )
 def test_router_may_do_only_what_it_needs(redis_url: str, command: str) -> None:
-    with Redis.from_url(redis_url) as redis, pytest.raises(NoPermissionError):
+    # Redis 7 refuses DEBUG to every user, before it looks at permissions.
+    with Redis.from_url(redis_url) as redis, pytest.raises(ResponseError, match=r"no permissions|not allowed"):
         redis.execute_command(*command.split())
 
 

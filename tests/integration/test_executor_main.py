@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Mapping
 from typing import Any, cast
 from urllib.error import URLError
 
@@ -14,7 +15,7 @@ from common.process import EXIT_FAILED
 from executor import main
 from executor.launch import PendingStep
 from executor.main import Loaded, run
-from executor.sequence import StepPlan
+from executor.sequence import StepPlan, TokenLogprobs
 from executor.service import ExecutorService, Identity
 from executor.settings import ExecutorSettings
 from executor.submission import SubmissionLimits
@@ -40,8 +41,16 @@ class NoCollection:
         """Nothing is collected."""
 
 
-class ForgetfulDevice:
-    """Returns no tokens from a step on, which the scheduler takes for a bug of ours."""
+class FaultyStep(RunStep):
+    """A step whose tokens are there; reading anything else of it is a bug, which no step's failure covers."""
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """See `PendingStep`."""
+        raise AssertionError("a bug of the engine's")
+
+
+class FaultyDevice:
+    """Runs a number of good steps; the next one ends the engine's thread."""
 
     def __init__(self, num_good_steps: int) -> None:
         self._num_good_steps = num_good_steps
@@ -49,7 +58,8 @@ class ForgetfulDevice:
     def launch(self, plan: StepPlan) -> PendingStep:
         """See `StepRunner`."""
         self._num_good_steps -= 1
-        return RunStep((3,) * sum(plan.samples) if self._num_good_steps >= 0 else ())
+        step = RunStep if self._num_good_steps >= 0 else FaultyStep
+        return step((3,) * sum(plan.samples))
 
     def close(self) -> None:
         """See `StepRunner`."""
@@ -62,7 +72,7 @@ def free_address() -> str:
 
 
 def start_process(
-    monkeypatch: pytest.MonkeyPatch, device: ForgetfulDevice, http_listen: str = ""
+    monkeypatch: pytest.MonkeyPatch, device: FaultyDevice, http_listen: str = ""
 ) -> tuple[str, asyncio.Task[int]]:
     """The body of an executor's process without a model; returns where it listens."""
     address = free_address()
@@ -79,7 +89,7 @@ def start_process(
 
 
 async def test_process_ends_with_1_when_its_engine_dies_and_hands_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    address, process = start_process(monkeypatch, ForgetfulDevice(num_good_steps=3))
+    address, process = start_process(monkeypatch, FaultyDevice(num_good_steps=3))
     async with router_stream(address) as router:
         router.send(submits=[make_submit("a", [1], LENGTH)])
         assert await asyncio.wait_for(process, 20) == EXIT_FAILED
@@ -92,7 +102,7 @@ async def test_process_ends_with_1_when_a_steps_output_is_lost(monkeypatch: pyte
     def no_memory(self: ExecutorService, output: object) -> None:
         raise MemoryError
 
-    address, process = start_process(monkeypatch, ForgetfulDevice(num_good_steps=100))
+    address, process = start_process(monkeypatch, FaultyDevice(num_good_steps=100))
     async with router_stream(address) as router:
         monkeypatch.setattr(ExecutorService, "on_output", no_memory)
         router.send(submits=[make_submit("a", [1], LENGTH)])
@@ -100,7 +110,7 @@ async def test_process_ends_with_1_when_a_steps_output_is_lost(monkeypatch: pyte
 
 
 async def test_process_ends_with_1_when_its_reports_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    address, process = start_process(monkeypatch, ForgetfulDevice(num_good_steps=100))
+    address, process = start_process(monkeypatch, FaultyDevice(num_good_steps=100))
     async with router_stream(address) as router:
         monkeypatch.setattr("executor.service.report_of", None)
         router.send(submits=[make_submit("a", [1], LENGTH)])
@@ -109,7 +119,7 @@ async def test_process_ends_with_1_when_its_reports_fail(monkeypatch: pytest.Mon
 
 async def test_process_shows_its_metrics_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     http_address = free_address()
-    address, process = start_process(monkeypatch, ForgetfulDevice(num_good_steps=10), http_address)
+    address, process = start_process(monkeypatch, FaultyDevice(num_good_steps=10), http_address)
     async with router_stream(address) as router:
         router.send(submits=[make_submit("a", [1], 5)])
         await router.until(lambda: router.of("a") != [] and router.of("a")[0].end is not None)

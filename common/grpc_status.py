@@ -180,7 +180,7 @@ def _as_it_is(request: Any) -> Any:
 
 
 def _admit_all(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Whoever can connect may call."""
+    """Every peer that can connect may call."""
 
 
 async def _answer(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:

@@ -53,7 +53,7 @@ AT_ONCE_US = 10 * US_PER_MS
 CALL_FAILS_US = 2_500 * US_PER_MS
 """A call to Redis that gets no answer, and the time until it is made again."""
 REAPED_US = LEASE_US + 2 * REAP_US
-"""Leases start again after a time in which nobody reaped: one reap begins them, one ends them."""
+"""Leases start again after a time in which no router reaped: one reap begins them, one ends them."""
 RESUMED_US = LEASE_US + REAP_US + AT_ONCE_US
 
 STORE = ("store",)

@@ -62,7 +62,7 @@ class EventKind(Enum):
     )
     """An executor's watchdog gave sequences back because the engine made no step."""
     PREEMPTIONS = _Meaning("preemptions", Severity.WARNING, "{subject} preempted {sequences}", is_merged=True)
-    """An executor took seats away from running sequences, for want of blocks or for a higher class."""
+    """An executor took seats away from running sequences, because blocks were short or for a higher class."""
     REDIS_UNAVAILABLE = _Meaning("redis_unavailable", Severity.ERROR, "Redis is unavailable", is_private=True)
     """A call of the ledger failed, and the one before had succeeded."""
     REDIS_AVAILABLE = _Meaning("redis_available", Severity.GOOD, "Redis is available again", is_private=True)

@@ -18,7 +18,7 @@ class NotSentError(RedisConnectionError):
 
 
 class CallPool(BlockingConnectionPool):
-    """As of redis-py, but for what it raises, and for calls that are under way when it is closed."""
+    """The pool of redis-py, except for what it raises and for calls that are under way when it is closed."""
 
     _is_closed = False
 

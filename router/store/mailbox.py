@@ -38,7 +38,7 @@ class Mailbox:
         num_failures, events = 0, list[StoreEvent]()
         while True:
             try:
-                if num_failures or not events:
+                if not events:
                     await self.rewind_if_reset()
                 events = await self.read(self._settings.mailbox_block_ms)
             except RequestError as error:

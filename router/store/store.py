@@ -316,7 +316,7 @@ class AdmissionStore:
         await self._board(operation, reply)
 
     async def _operate(self, name: str, *args: Argument, own_id: str | None = None) -> tuple[Reply, OwnEvent | None]:
-        """Calls a script, in its turn, until it is done, then boards until nobody else boards.
+        """Calls a script, in its turn, until it is done, then boards until no more can board.
 
         Events are handed out as they come, except a placement or drop of `own_id`: that is part of the result.
         """

@@ -146,7 +146,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._reporter.send_first()
         self._holdings.hand_back_unstarted()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_gone.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._all_gone.wait()
 
     def hand_back(self, error: str = "") -> None:
         """Ends everything for its router, to go on elsewhere."""
@@ -170,7 +171,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         for session in self._sessions:
             session.close()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_left.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._all_left.wait()
 
     async def Serve(self, request_iterator: AsyncIterator[executor_pb2.ServeRequest], context: Context) -> None:
         """One router's stream: reads work in a task of its own, writes frames here."""

@@ -76,7 +76,8 @@ class StepWatch:
                 step = self._history.newest_step
                 yield self._response(records, standings)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), interval_s)
+                    async with asyncio.timeout(interval_s):
+                        await self._closing.wait()
         finally:
             self.num_watchers -= 1
 

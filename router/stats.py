@@ -86,9 +86,10 @@ class StatsSource:
                 response = self._response(request, pools, snapshots, subscription, caller)
                 took_s = time.thread_time() - began_s
                 yield response
+                pause_s = pause_after(took_s, interval_ms / 1000, self.num_watchers)
                 with suppress(TimeoutError):
-                    pause_s = pause_after(took_s, interval_ms / 1000, self.num_watchers)
-                    await asyncio.wait_for(self._closing.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._closing.wait()
         finally:
             subscription.close()
             self._intervals_ms[interval_ms] -= 1

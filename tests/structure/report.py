@@ -29,7 +29,7 @@ from tests.structure.measures import (
     stream_booleans,
 )
 from tests.structure.request_path import path_of
-from tests.structure.tree import PACKAGES, PRODUCT, Tree, cycles, mutual_imports, num_levels
+from tests.structure.tree import PACKAGES, PRODUCT, Tree, cycles, num_levels
 
 TRACE = Path(__file__).with_name("trace.py")
 OTHER_LANGUAGES = (".lua", ".cpp", ".h", ".js", ".css", ".html", ".proto")
@@ -46,8 +46,7 @@ def rows() -> list[Row]:
         *((f"modules in {package}/ itself", _modules_in(package)) for package in PACKAGES),
         ("folders with more than 15 modules", lambda tree: str(len(crowded_folders(tree)))),
         *((f"{package}: parts, levels, arrows", _shape_of(package)) for package in ("router", "executor")),
-        ("pairs of folders that import each other", lambda tree: str(len(_mutual(tree)))),
-        ("import cycles between parts", lambda tree: str(len(_cycles(tree)))),
+        ("parts in an import cycle", lambda tree: str(sum(map(len, _cycles(tree))))),
         ("files on a request's way in", lambda tree: _num_files(tree, "in")),
         ("files on a token's way out", lambda tree: _num_files(tree, "out")),
         ("booleans of RequestStream", lambda tree: str(len(stream_booleans(tree)))),
@@ -81,7 +80,6 @@ def details(name: str, tree: Tree) -> str:
         f"## {name}",
         f"Folders with more than 15 modules: {_joined(crowded)}",
         f"Cycles between parts: {_joined(' ↔ '.join(group) for group in _cycles(tree))}",
-        f"Folders that import each other: {_joined(' ↔ '.join(pair) for pair in _mutual(tree))}",
         f"Request path: paths/{path.name}.txt; not there: {_joined(path.missing(tree))}",
         f"Way in: {_joined(path.modules('in'))}",
         f"Way out: {_joined(path.modules('out'))}",
@@ -112,10 +110,6 @@ def _shape_of(package: str) -> Callable[[Tree], str]:
 
 def _cycles(tree: Tree) -> list[tuple[str, ...]]:
     return [group for package in PRODUCT for group in cycles(tree.rooms(package))]
-
-
-def _mutual(tree: Tree) -> list[tuple[str, str]]:
-    return [pair for package in PRODUCT for pair in mutual_imports(tree.folder_graph(package))]
 
 
 def _num_files(tree: Tree, way: str) -> str:

@@ -78,14 +78,6 @@ class Tree:
             room.update(_room(name) for name in self.imports(module) if name.split(".")[0] == package)
         return {room: frozenset(used - {room}) for room, used in graph.items()}
 
-    def folder_graph(self, package: str) -> Graph:
-        """Which folders of a package import which, where the modules in the package itself are one folder."""
-        graph: dict[str, set[str]] = {}
-        for module in self.of(package):
-            folder = graph.setdefault(_folder(module), set())
-            folder.update(_folder(name) for name in self.imports(module) if name.split(".")[0] == package)
-        return {folder: frozenset(used - {folder}) for folder, used in graph.items()}
-
 
 def cycles(graph: Graph) -> list[tuple[str, ...]]:
     """The groups of nodes that can reach each other; none has fewer than two nodes."""
@@ -94,11 +86,6 @@ def cycles(graph: Graph) -> list[tuple[str, ...]]:
         tuple(sorted({node, *(other for other in there if node in reached[other])})) for node, there in reached.items()
     }
     return sorted(group for group in groups if len(group) > 1)
-
-
-def mutual_imports(graph: Graph) -> list[tuple[str, str]]:
-    """The pairs of nodes that import each other."""
-    return sorted((one, other) for one in graph for other in graph[one] if one < other and one in graph[other])
 
 
 def num_levels(graph: Graph) -> int:
@@ -151,8 +138,3 @@ def _is_module(path: Path) -> bool:
 
 def _room(module: str) -> str:
     return ".".join(module.split(".")[:2])
-
-
-def _folder(module: str) -> str:
-    parts = module.split(".")
-    return ".".join(parts[: 2 if len(parts) > 2 else 1])

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 
-from client.stack.redis_server import PrivateRedis
+from inflight.local.redis_server import PrivateRedis
 from tests.structure.measures import (
     boolean_fields,
     crowded_folders,

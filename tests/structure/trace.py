@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 from inflight.v1 import inference_pb2, types_pb2
-
 from tests.cluster import run_cluster
 
 ROUTER = str(Path.cwd() / "router") + "/"

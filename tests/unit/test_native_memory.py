@@ -81,7 +81,7 @@ print(sampler.sample(torch.eye(2, 1000) * 99, sampling_of(2)).tolist())
 
 def run_script(script: str) -> str:
     """What a process of its own prints."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "protos/gen")))}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, "-c", SETUP + script],
         cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False,

@@ -68,7 +68,7 @@ class Ledgers:
         )
 
     async def learn_secret(self, own: bytes | None) -> bytes:
-        """See `router.store.secret`."""
+        """See `learn_secret`."""
         return await learn_secret(self._redis, self._settings, own)
 
     async def aclose(self) -> None:

@@ -36,7 +36,7 @@ def stream_booleans(tree: Tree) -> list[str]:
 
 def boolean_fields(tree: Tree) -> list[str]:
     """The same for the classes of the request state machine, so that moving a boolean there does not hide it."""
-    path = tree.modules.get("router.dispatch.dispatcher.lifecycle")
+    path = tree.modules.get("router.dispatch.lifecycle")
     if path is None:
         return []
     classes = [node for node in syntax(path).body if isinstance(node, ast.ClassDef)]

@@ -24,7 +24,7 @@ from router.auth.authenticator import Doors
 from router.auth.call_check import caller_check
 from router.auth.client_tls import connection_limits_of, open_tls
 from router.auth.resume_secret import Learn, ResumeTokens
-from router.config.admission_file import AdmissionFile
+from router.config.tenants import TenantConfigFile
 from router.dashboard.feed import Feeds
 from router.dashboard.history import SAMPLE_S, History
 from router.dashboard.requests import RequestLog
@@ -65,7 +65,7 @@ class RouterParts:
     """A router, built and not started. `http` is there where the settings name an address for it."""
 
     router_id: str
-    admission: AdmissionFile
+    admission: TenantConfigFile
     doors: Doors
     certificates: tuple[TlsFiles, ...]
     ledgers: Ledgers
@@ -85,9 +85,9 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     """Everything that the settings ask for; what it counts goes into `registry`. Raises `SettingError`."""
     watching = Watching(History(), EventLog(), RequestLog())
     has_board = settings.board and bool(settings.http_listen)
-    admission = AdmissionFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
+    admission = TenantConfigFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
     tls, channels = open_tls(settings), ExecutorChannels.of(settings)
-    doors = Doors(settings, lambda: {*texts, *admission.rules.variants})
+    doors = Doors(settings, lambda: {*texts, *admission.config.variants})
     router_id = settings.router_id or _default_router_id(settings.listen)
     tracing = open_tracing("router", router_id, settings.otlp_endpoint)
     metrics, latencies = RouterMetrics(registry, texts), Latencies(texts)
@@ -103,7 +103,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     ledgers = Ledgers(redis_url, router_id, store_settings_of(settings), store_called)
     tokens = resume_tokens(settings, ledgers.learn_secret)
     models = [Pool(name, text, _dispatcher(name, ledgers, settings, tokens), listeners) for name, text in texts.items()]
-    pools = Pools(models, router_id, lambda: admission.rules.variants, channels, watching.events)
+    pools = Pools(models, router_id, lambda: admission.config.variants, channels, watching.events)
     stats = StatsSource(pools, router_id, latencies)
     service = InferenceService(pools, settings, admission, doors.door, tokens, stats, listeners, tracing.tracer)
     board = board_routes(Feeds(stats), doors.door, watching) if has_board else []

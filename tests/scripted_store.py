@@ -16,8 +16,7 @@ from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.api.service import InferenceService
 from router.auth.caller import OpenDoor
 from router.auth.resume_secret import ResumeTokens
-from router.config.admission_file import AdmissionFile
-from router.config.tenants import NO_RULES, AdmissionRules
+from router.config.tenants import NO_CONFIG, TenantConfig, TenantConfigFile
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pools import Pool, Pools
 from router.executors.link import ExecutorLink
@@ -115,11 +114,11 @@ class ScriptedStore:
 class ScriptedRouter:
     """A router of some models, each with a scripted ledger."""
 
-    def __init__(self, *models: str, rules: AdmissionRules = NO_RULES, no_executor_grace_s: float = 1.0) -> None:
+    def __init__(self, *models: str, rules: TenantConfig = NO_CONFIG, no_executor_grace_s: float = 1.0) -> None:
         self._no_executor_grace_s = no_executor_grace_s
         self.stores: dict[str, ScriptedStore] = {}
-        self.admission = AdmissionFile(None, rules)
-        self.pools = Pools([self._pool(model) for model in models], "router", lambda: self.admission.rules.variants)
+        self.admission = TenantConfigFile(None, rules)
+        self.pools = Pools([self._pool(model) for model in models], "router", lambda: self.admission.config.variants)
         self.tokens = ResumeTokens(b"secret")
         self.stats = StatsSource(self.pools, "router", Latencies(models))
         self.service = InferenceService(

@@ -42,7 +42,7 @@ from router.api.validation import (
 )
 from router.auth.caller import Caller, Door, Metadata, authorize, model_of, sees_model, tenant_of
 from router.auth.resume_secret import ResumeTokens
-from router.config.admission_file import AdmissionFile
+from router.config.tenants import TenantConfigFile
 from router.dispatch.pools import Pool, Pools
 from router.request.errors import draining, not_in_the_ledger, unknown_request
 from router.request.executor_context import context_of
@@ -84,7 +84,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self,
         pools: Pools,
         settings: RouterSettings,
-        admission: AdmissionFile,
+        admission: TenantConfigFile,
         door: Door,
         tokens: ResumeTokens,
         stats: StatsSource,
@@ -184,7 +184,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         limits = model_limits(pool, self._settings)
         spec = validate_generate(request, limits, seed_chooser(request))
         names = names_of(request)
-        allowed = tenant_limits(names.tenant, self._admission.rules)
+        allowed = tenant_limits(names.tenant, self._admission.config)
         request_id = ledger_id(names.tenant, names.request_id)
         await check_rates(pool.dispatcher, pool.text, spec, names.tenant, allowed, request_id)
         with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
@@ -336,7 +336,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _limits_of(self, tenant: str) -> TenantLimits:
-        return self._admission.rules.limits_of(tenant) or NO_LIMITS
+        return self._admission.config.limits_of(tenant) or NO_LIMITS
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context

@@ -15,13 +15,13 @@ from common.errors import Reason, RequestError
 from router.auth.api_keys import ApiKey, find_key, parse_keys
 from router.auth.caller import Caller, Door, Metadata, OpenDoor
 from router.auth.jwt import TokenError, TokenRules, VerificationKey, parse_jwks, read_token
-from router.config.watched_file import FollowedFile
+from router.config.watched_file import FileWatcher
 from router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
-KeysFile = FollowedFile[tuple[ApiKey, ...]]
-TokensFile = FollowedFile[dict[str, VerificationKey]]
+KeysFile = FileWatcher[tuple[ApiKey, ...]]
+TokensFile = FileWatcher[dict[str, VerificationKey]]
 
 AUTHORIZATION = "authorization"
 API_KEY = "x-api-key"

@@ -25,8 +25,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from inflight.v1 import types_pb2
 from router.auth.api_keys import CLASSES
 from router.auth.caller import Caller
-from router.config.file_problems import ContentError, Problem
 from router.config.tenants import is_tenant_name
+from router.config.watched_file import ContentError, Problem
 
 CLASSES_CLAIM = "inflight_classes"
 MODELS_CLAIM = "inflight_models"

@@ -12,7 +12,7 @@ from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, inference_pb2, stats_pb2, types_pb2
 from router.api.prepare import deadlines_of
 from router.api.request_status import waiting_for
-from router.config.tenants import AdmissionRules
+from router.config.tenants import TenantConfig
 from router.config.variants import Variant
 from router.request.prefix_hashes import prefix_hashes
 from router.request.spec import GenerateSpec
@@ -20,7 +20,7 @@ from router.store.types import CancelOutcome, Explanation, Refused, RequestState
 from tests.cluster import token_request
 from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
 
-RULES = AdmissionRules(
+RULES = TenantConfig(
     tenants={"acme": TenantLimits(weight=2, max_queue_tokens=7), "out": TenantLimits(max_running=0)},
     refuses_unknown_tenants=True,
     variants={"smol": (Variant("m-inflight", 90), Variant("m-static", 10))},

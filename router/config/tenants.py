@@ -60,15 +60,15 @@ def _within(minimum: float, maximum: float, hint: str = "") -> AfterValidator:
     return AfterValidator(check)
 
 
-def _variant_name(name: str, info: ValidationInfo[frozenset[str]]) -> str:
-    if name in info.context:
+def _variant_name(name: str, validation: ValidationInfo[frozenset[str]]) -> str:
+    if name in validation.context:
         raise ValueError("is the name of a model that this router serves; choose another one for its variants")
     return name
 
 
-def _served_model(name: str, info: ValidationInfo[frozenset[str]]) -> str:
-    if name not in info.context:
-        raise ValueError(f"this router does not serve this model; it serves {', '.join(sorted(info.context))}")
+def _served_model(name: str, validation: ValidationInfo[frozenset[str]]) -> str:
+    if name not in validation.context:
+        raise ValueError(f"this router does not serve this model; it serves {', '.join(sorted(validation.context))}")
     return name
 
 

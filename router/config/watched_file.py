@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from common.followed import FileVersion, look_again, version_of
+from common.followed import FileVersion, poll, version_of
 from common.settings import SettingError
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class FileWatcher(Generic[T]):
 
     async def follow(self) -> None:
         """Looks at the file again and again until cancelled."""
-        await look_again(self.look)
+        await poll(self.look)
 
     def look(self) -> None:
         """Reads the file again if it has changed since the last look."""

@@ -13,7 +13,7 @@ from typing import TypedDict
 
 import grpc
 
-from common.telemetry.trace_context import metadata_of
+from common.telemetry.trace_context import trace_metadata
 from inflight.channel import channel_target, client_options, hosts_of, is_this_machine
 
 Metadata = tuple[tuple[str, str], ...]
@@ -48,7 +48,7 @@ class Access:
 
     def metadata(self) -> Metadata:
         """What goes with a call that is made now, the caller's trace included where there is one."""
-        metadata = (*self.fixed_metadata, *metadata_of())
+        metadata = (*self.fixed_metadata, *trace_metadata())
         if self.token is None:
             return metadata
         return (*metadata, ("authorization", f"Bearer {self.token()}"))

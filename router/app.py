@@ -81,7 +81,7 @@ class RouterApp:
     sampler: Sampler | None
 
 
-def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: CollectorRegistry) -> RouterApp:
+def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], registry: CollectorRegistry) -> RouterApp:
     """Everything that the settings ask for; what it counts goes into `registry`. Raises `SettingError`."""
     watching = Watching(History(), EventLog(), RequestLog())
     has_board = settings.board and bool(settings.http_listen)

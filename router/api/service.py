@@ -40,7 +40,7 @@ from router.api.validation import (
     validate_generate,
     validate_tokenize,
 )
-from router.auth.caller import Authenticator, Caller, Metadata, authorize, model_of, sees_model, tenant_of
+from router.auth.caller import Authenticator, Caller, Metadata, authorize, effective_tenant, model_of, sees_model
 from router.auth.resume_secret import ResumeTokens
 from router.config.tenants import TenantConfigFile
 from router.dispatch.pools import ModelBackend, ModelRegistry
@@ -316,7 +316,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """Turns text or chat messages into token ids."""
         caller = self._caller(context)
-        pool, tenant = self._pool_of(request.model, caller), tenant_of(caller, "")
+        pool, tenant = self._pool_of(request.model, caller), effective_tenant(caller, "")
         limits = model_limits(pool, self._settings)
         prompt = validate_tokenize(request, limits)
         await take_rates(pool.dispatcher, tenant, self._limits_of(tenant))
@@ -328,7 +328,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         """Turns token ids into text."""
         caller = self._caller(context)
-        pool, tenant = self._pool_of(request.model, caller), tenant_of(caller, "")
+        pool, tenant = self._pool_of(request.model, caller), effective_tenant(caller, "")
         token_ids = validate_detokenize(request, model_limits(pool, self._settings))
         await take_rates(pool.dispatcher, tenant, self._limits_of(tenant))
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True

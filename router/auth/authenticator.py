@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from common.errors import Reason, RequestError
 from router.auth.api_keys import ApiKey, find_key, parse_keys
 from router.auth.caller import AnonymousAuthenticator, Authenticator, Caller, Metadata
-from router.auth.jwt import TokenError, TokenRules, VerificationKey, parse_jwks, read_token
+from router.auth.jwt import TokenError, TokenRules, VerificationKey, parse_jwks, verify_token
 from router.config.watched_file import FileWatcher
 from router.settings import RouterSettings
 
@@ -56,7 +56,7 @@ class CredentialAuthenticator:
 
     def _bearer(self, token: str, keys: Mapping[str, VerificationKey]) -> Caller:
         try:
-            return read_token(token, keys, self._rules)
+            return verify_token(token, keys, self._rules)
         except TokenError as error:
             raise _refused(f"the token: {error}") from None
 

@@ -52,11 +52,11 @@ def authorize(request: inference_pb2.GenerateRequest, caller: Caller) -> None:
     """Fills in tenant and class as the caller may have them. Raises `RequestError` NOT_ALLOWED."""
     request.model = model_of(caller, request.model)
     if caller.tenant is not None:
-        request.tenant = tenant_of(caller, request.tenant)
+        request.tenant = effective_tenant(caller, request.tenant)
     request.priority = _class_of(caller, request.priority)
 
 
-def tenant_of(caller: Caller, named: str) -> str:
+def effective_tenant(caller: Caller, named: str) -> str:
     """Whose request it is. Raises `RequestError` NOT_ALLOWED where another tenant is named."""
     if caller.tenant is None:
         return named or DEFAULT_TENANT

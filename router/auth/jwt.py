@@ -64,7 +64,7 @@ class TokenError(Exception):
     """The token is not good. The text says why, without anything of the token."""
 
 
-def read_token(token: str, keys: Mapping[str, VerificationKey], rules: TokenRules) -> Caller:
+def verify_token(token: str, keys: Mapping[str, VerificationKey], rules: TokenRules) -> Caller:
     """Who bears the token. Raises `TokenError`."""
     if len(token) > MAX_TOKEN_CHARACTERS:
         raise TokenError("too long")

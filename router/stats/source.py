@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from common.errors import FieldViolation, RequestError, invalid
+from common.protocol import DEFAULT_STATS_INTERVAL_MS, MIN_STATS_INTERVAL_MS
 from common.time_of_day import unix_ms
 from inflight.v1 import inference_pb2
 from router.auth.caller import Caller
@@ -59,8 +60,6 @@ class SnapshotCache:
             self._asking = None
 
 
-DEFAULT_INTERVAL_MS = 1000
-MIN_INTERVAL_MS = 50
 MAX_INTERVAL_MS = 60_000
 # That the first message waits for executors to begin to tell.
 BEGIN_S = 0.5
@@ -162,7 +161,7 @@ def pause_after(took_s: float, interval_s: float, num_watchers: int) -> float:
 
 
 def _interval_ms(request: inference_pb2.GetStatsRequest) -> int:
-    interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
-    if not MIN_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
-        raise invalid(FieldViolation("interval_ms", f"must be from {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}"))
+    interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_STATS_INTERVAL_MS
+    if not MIN_STATS_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
+        raise invalid(FieldViolation("interval_ms", f"must be from {MIN_STATS_INTERVAL_MS} to {MAX_INTERVAL_MS}"))
     return interval_ms

@@ -23,10 +23,10 @@ SECRET_BYTES = 32
 
 async def shared_secret(redis: Redis, settings: StoreSettings) -> bytes:
     """The secret in Redis, made now where there is none."""
-    return await restore(redis, settings, secrets.token_bytes(SECRET_BYTES))
+    return await restore_secret(redis, settings, secrets.token_bytes(SECRET_BYTES))
 
 
-async def restore(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes:
+async def restore_secret(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes:
     """Puts the secret into Redis where there is none, and returns the one that is there.
 
     Another than the caller's: Redis lost that one, and somebody made a new one before.
@@ -43,7 +43,7 @@ async def restore(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes
 
 async def learn_secret(redis: Redis, settings: StoreSettings, own: bytes | None) -> bytes:
     """The secret in Redis; where there is none the caller's `own` becomes it, or a new one."""
-    return await (shared_secret(redis, settings) if own is None else restore(redis, settings, own))
+    return await (shared_secret(redis, settings) if own is None else restore_secret(redis, settings, own))
 
 
 OnEvent = Callable[[StoreEvent], None]

@@ -21,7 +21,6 @@ from inflight.kserve import grpc_service_pb2_grpc
 from inflight.v1 import inference_pb2_grpc
 from router.api.service import InferenceService
 from router.auth.authenticator import Authentication
-from router.auth.call_check import caller_check
 from router.auth.client_tls import connection_limits_of, open_tls
 from router.auth.resume_secret import Learn, ResumeTokens
 from router.config.tenants import TenantConfigFile
@@ -117,7 +116,7 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
         [SERVICE_NAME, kserve.SERVICE_NAME],
         limits=connection_limits_of(settings),
         tls=tls,
-        check_caller=caller_check(authentication.authenticator),
+        check_caller=authentication.check_call,
         wire_limits=REQUEST_WIRE_LIMITS,
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from common.errors import Reason, RequestError
 from router.auth.api_keys import ApiKey, find_key, parse_keys
-from router.auth.caller import AnonymousAuthenticator, Authenticator, Caller, Metadata
+from router.auth.caller import AnonymousAuthenticator, Authenticator, Caller, Metadata, remember_verified
 from router.auth.jwt import TokenError, TokenRules, VerificationKey, parse_jwks, verify_token
 from router.config.watched_file import FileWatcher
 from router.settings import RouterSettings
@@ -22,6 +22,12 @@ log = logging.getLogger(__name__)
 
 KeysFile = FileWatcher[tuple[ApiKey, ...]]
 TokensFile = FileWatcher[dict[str, VerificationKey]]
+
+# Health and reflection are open, and so are methods that tell no more than health does.
+CLOSED_SERVICES = ("/inflight.v1.InferenceService/", "/inference.GRPCInferenceService/")
+OPEN_METHODS = frozenset(
+    {"/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady"},
+)
 
 AUTHORIZATION = "authorization"
 API_KEY = "x-api-key"
@@ -87,6 +93,11 @@ class Authentication:
         return CredentialAuthenticator(
             None if keys is None else lambda: keys.content, None if tokens is None else lambda: tokens.content, rules
         )
+
+    def check_call(self, method: str, metadata: Metadata) -> None:
+        """Verifies the caller of a method before the request is received. Raises `RequestError` UNAUTHENTICATED."""
+        if method.startswith(CLOSED_SERVICES) and method not in OPEN_METHODS:
+            remember_verified(self.authenticator.identify(metadata))
 
     async def follow(self) -> None:
         """Reads the files again when they change, until cancelled."""

@@ -7,6 +7,7 @@ tenant that a request names is trusted only where callers are not authenticated.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +39,19 @@ class Authenticator(Protocol):
     def identify(self, metadata: Metadata) -> Caller:
         """Who sends a call with this metadata. Raises `RequestError` UNAUTHENTICATED."""
         ...
+
+
+_verified: ContextVar[Caller | None] = ContextVar("verified_caller", default=None)
+
+
+def remember_verified(caller: Caller) -> None:
+    """Keeps the caller of the call that the current task serves, so that its credential is verified once."""
+    _verified.set(caller)
+
+
+def verified_caller() -> Caller | None:
+    """The caller of the call that the current task serves; None if it has not been verified."""
+    return _verified.get()
 
 
 class AnonymousAuthenticator:

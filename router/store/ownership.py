@@ -1,9 +1,9 @@
 """Filters for late events: since when this router owns a request, and the time of Redis.
 
 A mailbox is read on its own connection. So the event that another router has adopted a request may arrive after that
-router has returned it, and before this one knows that it owns it again. The same holds for the event of a cancel after a
-repeat has started under the same id. Times are milliseconds of the ledger's clock. It goes back only if Redis has lost
-the ledger or its newest part; then earlier times are worthless.
+router has returned it, and before this one knows that it owns it again. The same holds for the event of a cancel after
+a repeat has started under the same id. Times are milliseconds of the ledger's clock. It goes back only if Redis has
+lost the ledger or its newest part; then earlier times are worthless.
 """
 
 from __future__ import annotations
@@ -74,5 +74,6 @@ class StoreClock:
         self._ahead_ms = now_ms - time.monotonic() * 1000
 
     def in_ms(self, duration_ms: int) -> int | None:
-        """Returns the time after so long; never too late if both clocks run at the same rate. None before the first reply."""
+        """Returns the time after so long; never too late if both clocks run at the same rate. None before the first
+        reply."""
         return None if self._ahead_ms is None else int(time.monotonic() * 1000 + self._ahead_ms) + duration_ms

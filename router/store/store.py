@@ -202,12 +202,12 @@ class AdmissionStore:
     ) -> Placement | Queued | Dropped | HandBackRefusal:
         """Returns a failed placement; the request waits at its former position if attempts are left.
 
-        With `output_tokens` it waits without its deadline, which was met. `rejected`: the executor did not accept it, so
-        the attempt does not count. In both cases the executor gets nothing new before its next report. `preempted`: the
-        request gave up its seat; that does not count either, and the executor keeps getting work. `progressed`: this
-        placement produced tokens, so the request did not cause the loss; the count of losses starts again.
-        `stood_still`: the executor reports a stalled engine; that counts although the executor lives. UNDECIDED: whether
-        attempts are left depends on whether executors died, which is known within seconds; call again.
+        With `output_tokens` it waits without its deadline, which was met. `rejected`: the executor did not accept it,
+        so the attempt does not count. In both cases the executor gets nothing new before its next report. `preempted`:
+        the request gave up its seat; that does not count either, and the executor keeps getting work. `progressed`:
+        this placement produced tokens, so the request did not cause the loss; the count of losses starts again.
+        `stood_still`: the executor reports a stalled engine; that counts although the executor lives. UNDECIDED:
+        whether attempts are left depends on whether executors died, which is known within seconds; call again.
         """
         args = hand_back_args(
             request_id,
@@ -239,7 +239,8 @@ class AdmissionStore:
         await self._detached(self._operate("absolve", request_id, attempt))
 
     async def find_forgotten(self, waiting: Sequence[Attempt]) -> frozenset[str]:
-        """Returns those of this router's waiting requests that the ledger does not have in its queue: submit them again.
+        """Returns those of this router's waiting requests that the ledger does not have in its queue: submit them
+        again.
 
         `waiting` are at most 256, with the last attempt of each that the router knows of.
         """

@@ -57,8 +57,8 @@ class EstimateQuality:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The pool at one moment: executors by id, waiting requests by class (first class first), and, if asked for, by class
-    and tenant, in this order."""
+    """The pool at one moment: executors by id, waiting requests by class (first class first), and, if asked for, by
+    class and tenant, in this order."""
 
     executors: tuple[ExecutorStanding, ...]
     queues: tuple[ClassQueue, ...]
@@ -88,8 +88,8 @@ DEFAULT_TENANT = "default"
 class TenantLimits:
     """A tenant's limits in a pool; None is no limit. Rates count tokens of prompt and output.
 
-    Of two tenants with waiting requests, the one with twice the `weight` is served twice the tokens. A burst may come at
-    once after a pause; one request of any size always fits a full burst.
+    Of two tenants with waiting requests, the one with twice the `weight` is served twice the tokens. A burst may come
+    at once after a pause; one request of any size always fits a full burst.
     """
 
     weight: float = 1.0

@@ -31,7 +31,7 @@ executor that last got a prompt with it | | `mailbox:<router>` | stream | events
 entries |
 
 Beside the pools there is `inflight:secret`, which all routers share (`secret`).
-"""  # noqa: E501 - rows of a table do not wrap
+"""
 
 from __future__ import annotations
 

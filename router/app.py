@@ -22,7 +22,7 @@ from inflight.v1 import inference_pb2_grpc
 from router.api.service import InferenceService
 from router.auth.authenticator import Authentication
 from router.auth.client_tls import connection_limits_of, open_tls
-from router.auth.resume_secret import Learn, ResumeTokens
+from router.auth.resume_token import Learn, ResumeTokens
 from router.config.tenants import TenantConfigFile
 from router.dashboard.feed import Feeds
 from router.dashboard.history import SAMPLE_S, History

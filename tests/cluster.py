@@ -42,7 +42,7 @@ from inflight.v1 import (
 )
 from router.api.service import InferenceService
 from router.app import RouterApp, build_router
-from router.auth.resume_secret import ResumeTokens
+from router.auth.resume_token import ResumeTokens
 from router.dispatch.pools import ModelRegistry
 from router.settings import RouterSettings
 from router.stats.source import StatsSource

@@ -15,7 +15,7 @@ from common.errors import RequestError
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.api.service import InferenceService
 from router.auth.caller import AnonymousAuthenticator
-from router.auth.resume_secret import ResumeTokens
+from router.auth.resume_token import ResumeTokens
 from router.config.tenants import NO_CONFIG, TenantConfig, TenantConfigFile
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pools import ModelBackend, ModelRegistry

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from common.time_of_day import unix_ms
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
-from router.auth.resume_secret import ResumeTokens
+from router.auth.resume_token import ResumeTokens
 from router.config.tenants import TenantConfig
 from router.dispatch.pools import ModelBackend
 from router.request.delivery import Deadlines, Delivery

@@ -9,7 +9,7 @@ from __future__ import annotations
 from common.errors import FieldViolation, invalid
 from inflight.v1 import inference_pb2
 from router.auth.caller import Caller, effective_tenant, sees_model
-from router.auth.resume_secret import ResumeTokens
+from router.auth.resume_token import ResumeTokens
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.request.delivery import ReadPosition
 from router.request.errors import beyond_output, unknown_request

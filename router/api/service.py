@@ -50,7 +50,7 @@ from router.auth.caller import (
     sees_model,
     verified_caller,
 )
-from router.auth.resume_secret import ResumeTokens
+from router.auth.resume_token import ResumeTokens
 from router.config.tenants import TenantConfigFile
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.request.errors import draining, not_in_the_ledger, unknown_request

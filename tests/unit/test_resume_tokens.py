@@ -13,7 +13,7 @@ from router.api.resume import ResumeAuthorizer
 from router.api.service import InferenceService
 from router.api.validation import REQUEST_ID
 from router.auth.caller import ANYBODY, Caller
-from router.auth.resume_secret import ResumeTokens
+from router.auth.resume_token import ResumeTokens
 from router.request.ids import client_id, digest_of, keyed_request_id, keyed_seed, ledger_id
 from router.settings import RouterSettings
 from router.store.connection import connect
@@ -153,7 +153,7 @@ async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
 
 
 async def test_secret_is_learned_when_the_ledger_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.auth.resume_secret.RETRY_S", 0.0)
+    monkeypatch.setattr("router.auth.resume_token.RETRY_S", 0.0)
     answers: list[Any] = [RequestError(Reason.STORE_UNAVAILABLE, "away"), b"s" * 32]
 
     async def learn(own: bytes | None) -> bytes:

@@ -8,7 +8,7 @@ import pytest
 
 from common.settings import SettingError, describe, load
 from router.app import resume_tokens, store_settings_of
-from router.auth.resume_secret import ResumeTokens
+from router.auth.resume_token import ResumeTokens
 from router.main import run_router
 from router.settings import RouterSettings
 from router.store.settings import StoreSettings

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.examples import examples
 from tests.property.store_machine import StoreMachine
 
 
@@ -21,7 +22,7 @@ def test_scripts_decide_as_the_model_does(redis_url: str, redis_admin_url: str) 
     run_state_machine_as_test(
         StoreMachineOnRedis,
         settings=settings(
-            max_examples=100,
+            max_examples=examples(100),
             stateful_step_count=10,
             deadline=None,
             derandomize=True,

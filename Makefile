@@ -47,7 +47,7 @@ GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures docs docs-links docs-reference bench-openai loadgen
+.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures docs docs-links docs-reference bench-openai loadgen
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -55,6 +55,7 @@ help:
 	@echo "make up      start the stack and keep it up; ARGS=\"--executors 2 --model …\""
 	@echo "make test    run the fast tests: unit, properties, contracts, integration; PYTEST_ARGS=\"…\""
 	@echo "make test-all   run them and the slow ones: whole stacks, chaos, browser, deployment, kernels, fuzzing"
+	@echo "make mutations  whether the tests detect deliberate bugs; ARGS=\"--tier all --only 3 7\""
 	@echo "make clients    install the clients of others that tests drive, into $(CLIENTS)"
 	@echo "make test-gpu   run the tests that need an NVIDIA GPU"
 	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"
@@ -117,6 +118,10 @@ test: setup clients
 test-all: setup clients
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not lint" $(PYTEST_ARGS)
 
+# A mutation that the tests named with it do not detect costs a run of the whole tier.
+mutations: setup
+	@$(BIN)/python -m tests.mutations.main $(ARGS)
+
 pictures: setup
 	@$(BIN)/python -m tests.board_pictures docs/pictures $(ARGS)
 
@@ -128,6 +133,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -m lint tests/contract
+	$(BIN)/python -m tests.mutations.main --check
 
 format: setup
 	$(BIN)/ruff format .

@@ -31,6 +31,7 @@ SLOW = (
     "dashboards/",
     "deploy/test_exercise.py",
     "fuzz/",
+    "gpu/",
     "integration/test_board_cluster.py",
     "integration/test_board_layout.py",
     "integration/test_board_page.py",

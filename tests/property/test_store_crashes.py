@@ -189,7 +189,6 @@ def redis_url(redis_admin_url: str) -> str:
     return redis_admin_url
 
 
-@pytest.mark.slow
 @given(seed=st.integers(0, 2**32), max_bypass=st.integers(0, 3), preempts=st.booleans())
 @settings(max_examples=examples(15))
 def test_ledger_survives_any_schedule_of_crashes(redis_url: str, seed: int, max_bypass: int, preempts: bool) -> None:

@@ -10,7 +10,6 @@ from tests.examples import examples
 from tests.property.store_machine import StoreMachine
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)  # to find a failure takes seconds, to shrink it minutes
 def test_scripts_decide_as_the_model_does(redis_url: str, redis_admin_url: str) -> None:
     """Invariants tested: equal results, equal events, equal state; sums, indexes and states agree."""

@@ -16,8 +16,6 @@ from client.stack.local import LocalStack
 from client.stack.options import StackOptions
 from tests.clients.environments import REPOSITORY, python_of
 
-pytestmark = pytest.mark.slow
-
 MODEL = "tiny"
 EXECUTOR_ARGS = (
     *("--dtype", "float32"),

@@ -288,7 +288,6 @@ async def test_call_that_could_not_connect_is_no_lost_reply(tmp_path: Path) -> N
         await redis.aclose()
 
 
-@pytest.mark.slow
 async def test_thousands_of_calls_at_once_wait_for_few_connections_while_redis_answers(
     redis_url: str, pool: str
 ) -> None:

@@ -35,6 +35,7 @@ SLOW = (
     "integration/test_board_cluster.py",
     "integration/test_board_layout.py",
     "integration/test_board_page.py",
+    "integration/test_local_stack.py",
     "kernels/",
     "simulation/",
     "stack/",

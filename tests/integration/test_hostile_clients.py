@@ -19,7 +19,7 @@ from tests.fuzz.statuses import status_of
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 
 # 5,000 clients and what serves them share one loop here, and the machine with whatever else runs.
-BUSY_S = 60.0
+BUSY_S = 200.0
 
 # As little as a client can offer, so that a few events fill it.
 NO_WINDOW = (
@@ -136,7 +136,6 @@ def dispatcher_of(cluster: Cluster) -> Any:
     return pool.dispatcher
 
 
-@pytest.mark.slow
 async def test_clients_that_reconnect_all_at_once_are_served(redis_url: str, pool: str) -> None:
     async def come_and_go(address: str, number: int) -> list[int]:
         # A channel of its own, so a connection of its own

@@ -18,7 +18,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from client.stack.redis_server import PrivateRedis
+from inflight.local.redis_server import PrivateRedis
 from router.store.connection import connect
 from router.store.keys import PoolKeys
 from tests.store_pool import SETTINGS, START_MS, StorePool

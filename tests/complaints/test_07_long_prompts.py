@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from executor.scheduler import Batching, SchedulerLimits
-from executor.sequence import Sequence
+from executor.scheduler.scheduler import Batching, SchedulerLimits
+from executor.scheduler.sequence import Sequence
 from tests.modelled_device import Ride
 from tests.scheduling import make_sequence
 

@@ -27,14 +27,14 @@ PLACING_TESTS = ("tests/unit/test_dispatch.py", "tests/unit/test_recovery.py")
 SCHEDULER = (
     Mutation(
         "a stop token ends a sequence one token before min_tokens",
-        "executor/scheduler.py",
+        "executor/scheduler/scheduler.py",
         "sequence.num_output_tokens > stopping.min_tokens:",
         "sequence.num_output_tokens >= stopping.min_tokens:",
         SCHEDULER_TESTS,
     ),
     Mutation(
         "the blocks of a finished sequence are free while a step in flight still writes to them",
-        "executor/scheduler.py",
+        "executor/scheduler/scheduler.py",
         """        self._leave(sequence, None)
         if sequence.num_in_flight == 0:
             self._release(sequence)
@@ -46,28 +46,28 @@ SCHEDULER = (
     ),
     Mutation(
         "of cached blocks the most recently used one is evicted",
-        "executor/blocks.py",
+        "executor/scheduler/blocks.py",
         "self._cached.popitem(last=False)",
         "self._cached.popitem(last=True)",
         ("tests/unit/test_blocks.py", "tests/unit/test_prefix_cache.py"),
     ),
     Mutation(
         "a prompt that is cached as a whole leaves no token to compute logits from",
-        "executor/prefix_cache.py",
+        "executor/scheduler/prefix_cache.py",
         "num_usable = (sequence.num_tokens - 1) // block_size",
         "num_usable = sequence.num_tokens // block_size",
         ("tests/unit/test_prefix_cache.py", *SCHEDULER_TESTS),
     ),
     Mutation(
         "a sequence stays in the batch for one token more than it may have",
-        "executor/step_draft.py",
+        "executor/scheduler/plan_builder.py",
         "if start + 2 >= sequence.length_limit:",
         "if start + 2 > sequence.length_limit:",
         SCHEDULER_TESTS,
     ),
     Mutation(
         "the executor takes a late duplicate of an attempt that has ended",
-        "executor/admission.py",
+        "executor/scheduler/admission.py",
         "return newest is not None and attempt <= newest",
         "return newest is not None and attempt < newest",
         ("tests/unit/test_admission.py", *SCHEDULER_TESTS),
@@ -123,21 +123,21 @@ LEDGER = (
 LIFE_CYCLE = (
     Mutation(
         "a placement that is told twice is handed to the executor twice",
-        "router/placing.py",
+        "router/dispatch/placer.py",
         "if stream.attempt >= placement.attempt:",
         "if stream.attempt > placement.attempt:",
         PLACING_TESTS,
     ),
     Mutation(
         "news of the loss of an earlier attempt voids the current placement",
-        "router/placing.py",
+        "router/dispatch/placer.py",
         "elif stream.placement is not None and stream.placement.attempt == lost.attempt:",
         "elif stream.placement is not None:",
         PLACING_TESTS,
     ),
     Mutation(
         "a request that has all its tokens is handed back when its executor is lost",
-        "router/placing.py",
+        "router/dispatch/placer.py",
         "        if stream.is_complete:\n",
         "        if stream.is_over:\n",
         PLACING_TESTS,
@@ -146,7 +146,7 @@ LIFE_CYCLE = (
 STREAMS = (
     Mutation(
         "tokens of a placement that is void are taken",
-        "router/links.py",
+        "router/executors/link.py",
         """            if not _is_current(stream, attempt):
                 continue
             if not stream.token(offset, token_id):
@@ -157,14 +157,14 @@ STREAMS = (
     ),
     Mutation(
         "text that was held back as a possible stop text is missing at the end",
-        "router/relay.py",
+        "router/stream/relay.py",
         "            text += self._unread(rest.text)\n",
         "",
         ("tests/unit/test_text_output.py", "tests/property/test_resumed_text.py"),
     ),
     Mutation(
         "an executor can give one client's request to another client",
-        "router/frames.py",
+        "router/executors/frame_checks.py",
         "if not attached.request_id == attached.submit.request_id == ledger_id(context.tenant, context.request_id):",
         "if not attached.request_id == attached.submit.request_id:",
         ("tests/unit/test_links.py", "tests/unit/test_taking_over.py"),
@@ -173,14 +173,14 @@ STREAMS = (
 AUTHENTICATION = (
     Mutation(
         "a token without an expiry is valid for ever",
-        "router/json_web_tokens.py",
+        "router/auth/jwt.py",
         'options={"require": ["iss", "aud", "exp", rules.tenant_claim]}',
         'options={"require": ["iss", "aud", rules.tenant_claim]}',
         ("tests/unit/test_doors.py",),
     ),
     Mutation(
         "a disabled API key still opens",
-        "router/api_keys.py",
+        "router/auth/api_keys.py",
         "return not self.is_disabled and (self.expires_s is None or now_s < self.expires_s)",
         "return self.expires_s is None or now_s < self.expires_s",
         ("tests/unit/test_doors.py",),

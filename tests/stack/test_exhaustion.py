@@ -12,10 +12,10 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-from client.aio import Client
-from client.events import Delta
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
+from inflight.aio import Client
+from inflight.events import Delta
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
 from tests.stack.conftest import EXECUTOR_ARGS
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from common.errors import Reason
-from router.store.calls import settle_args, submit_args
+from router.store.codec import settle_args, submit_args
 from router.store.lua import Argument, load_scripts
 from router.store.types import (
     NO_LIMITS,

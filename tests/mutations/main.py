@@ -30,7 +30,7 @@ MAX_SURVIVORS = {"fast": 2, "all": 0}
 # A mutation may make a test wait for something that never comes.
 TEST_TIMEOUT_S = 60
 TESTS_PASSED, TESTS_FAILED, NO_TESTS = 0, 1, 5
-FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
 
 
 class MutationError(Exception):

@@ -111,6 +111,9 @@ def test_text_and_tokens_do_not_depend_on_where_a_stream_was_cut(
         expected_ids: list[int] = []
         events = await at_once.read([len(ids)], Place(), None)
         expected_text = told(events, expected_ids)
+        output = OutputText(model.detokenizer(), stops=stops, include_stop=include_stop, min_tokens=min_tokens)
+        step = output.feed(0, ids, last_is_stop_token=bool(ids) and ids[-1] == ENDING_ID)
+        assert expected_text == step.text + ("" if step.matched is not None else output.finish().text)
 
         cut = Stage(stops, include_stop, min_tokens, ids)
         known_ids: list[int] = []

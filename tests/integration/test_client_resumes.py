@@ -118,7 +118,7 @@ async def test_a_connection_cut_under_a_living_router_is_not_noticed(redis_url: 
             async for _ in events:
                 pass
     check_whole(stream.transcript.result())
-    # More than once while the cancel is still in progress.
+    # The router may notice the cut only after the client has come back, and cancel the request then.
     assert stream.num_resumes >= 1
 
 

@@ -19,7 +19,6 @@ KERNELS = {
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", MAX_SHARED_BYTES)
 def test_everything_that_is_launched_compiles_and_fits(tmp_path: Path, capability: int) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

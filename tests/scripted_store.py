@@ -111,6 +111,25 @@ class ScriptedStore:
         return answer
 
 
+class CallContext:
+    """The context of a call without a deadline and without metadata. Keeps what is written."""
+
+    def __init__(self) -> None:
+        self.events: list[inference_pb2.StreamEvent] = []
+
+    def time_remaining(self) -> float | None:
+        """See `grpc.aio.ServicerContext`."""
+        return None
+
+    def invocation_metadata(self) -> tuple[()]:
+        """See `grpc.aio.ServicerContext`."""
+        return ()
+
+    async def write(self, response: inference_pb2.GenerateResponse) -> None:
+        """See `grpc.aio.ServicerContext`."""
+        self.events.append(response.event)
+
+
 class ScriptedRouter:
     """A router of some models, each with a scripted ledger."""
 

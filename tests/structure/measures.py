@@ -27,20 +27,10 @@ def crowded_folders(tree: Tree) -> dict[str, int]:
     return {folder: n for folder, n in sizes.items() if n > MAX_MODULES and folder not in COMMAND_FOLDERS}
 
 
-def stream_booleans(tree: Tree) -> list[str]:
-    """Attributes of `RequestStream` that are annotated as bool, or that a method of it assigns True or False."""
-    return sorted(
-        {name for node in _classes(tree, "router") if node.name == "RequestStream" for name in _booleans(node)}
-    )
-
-
-def boolean_fields(tree: Tree) -> list[str]:
-    """The same for the classes of the request state machine, so that moving a boolean there does not hide it."""
-    path = tree.modules.get("router.dispatch.lifecycle")
-    if path is None:
-        return []
-    classes = [node for node in syntax(path).body if isinstance(node, ast.ClassDef)]
-    return sorted(f"{node.name}.{name}" for node in classes for name in _booleans(node))
+def booleans(tree: Tree, class_name: str) -> list[str]:
+    """Attributes of a class of the router that are annotated as bool, or that a method assigns True or False."""
+    classes = [node for node in _classes(tree, "router") if node.name == class_name]
+    return sorted({name for node in classes for name in _booleans(node)})
 
 
 def names_defined_twice(tree: Tree, packages: Sequence[str]) -> dict[str, list[str]]:

@@ -21,12 +21,11 @@ from pathlib import Path
 
 from inflight.local.redis_server import PrivateRedis
 from tests.structure.measures import (
-    boolean_fields,
+    booleans,
     crowded_folders,
     names_defined_twice,
     num_lines,
     num_vague_words,
-    stream_booleans,
 )
 from tests.structure.request_path import path_of
 from tests.structure.tree import PACKAGES, PRODUCT, Tree, cycles, num_levels
@@ -49,8 +48,8 @@ def rows() -> list[Row]:
         ("parts in an import cycle", lambda tree: str(sum(map(len, _cycles(tree))))),
         ("files on a request's way in", lambda tree: _num_files(tree, "in")),
         ("files on a token's way out", lambda tree: _num_files(tree, "out")),
-        ("booleans of RequestStream", lambda tree: str(len(stream_booleans(tree)))),
-        ("booleans of router/dispatch/lifecycle.py", lambda tree: str(len(boolean_fields(tree)))),
+        ("booleans of RequestStream", lambda tree: str(len(booleans(tree, "RequestStream")))),
+        ("booleans of Lifecycle, its state machine", lambda tree: str(len(booleans(tree, "Lifecycle")))),
         ("classes and functions defined twice, product", lambda tree: str(len(names_defined_twice(tree, PRODUCT)))),
         ("the same with bench", lambda tree: str(len(names_defined_twice(tree, PACKAGES)))),
         ("nobody/somebody/whoever, product and docs", lambda tree: str(num_vague_words(tree.root, (*PRODUCT, *PAGES)))),
@@ -83,7 +82,7 @@ def details(name: str, tree: Tree) -> str:
         f"Request path: paths/{path.name}.txt; not there: {_joined(path.missing(tree))}",
         f"Way in: {_joined(path.modules('in'))}",
         f"Way out: {_joined(path.modules('out'))}",
-        f"Booleans of RequestStream: {_joined(stream_booleans(tree))}",
+        f"Booleans of RequestStream: {_joined(booleans(tree, 'RequestStream'))}",
         *(
             f"Defined twice: {name} in {', '.join(modules)}"
             for name, modules in names_defined_twice(tree, PACKAGES).items()

@@ -111,7 +111,7 @@ def _text(error: ErrorDetails, model: type[BaseModel]) -> str:
             return f"is not known; known: {', '.join(known)}"
         case "missing":
             return "is missing"
-        case "too_short":
+        case "too_short" | "string_too_short":
             return "must not be empty"
         case "too_long":
             return f"must have at most {context['max_length']} entries"

@@ -179,6 +179,8 @@ def test_key_that_is_too_short_to_be_random_opens_nothing() -> None:
             "line 5: key number 1, classes number 1: must be 'interactive', 'standard' or",
         ),
         (key_entry(KEY, models="[]"), "line 5: key number 1, models: must not be empty"),
+        (key_entry(KEY, models='["m", ""]'), "line 5: key number 1, models number 2: must not be empty"),
+        (key_entry(KEY, disabled='"no"'), "line 5: key number 1, disabled: must be true or false"),
         (key_entry(KEY, operator="1"), "line 5: key number 1, operator: must be true or false"),
         (
             key_entry(KEY, expires="2027-01-01"),

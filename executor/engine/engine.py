@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from executor.engine.commands import CancelSequence, Command, Draining, Listing, StopEngine, Submitted
+from executor.engine.commands import CancelCommand, Command, Draining, Listing, StopCommand, Submitted
 from executor.engine.deadlines import DeadlineHeap
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput, EngineStatus, ReportedSequence, step_record
@@ -99,7 +99,7 @@ class Engine:
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Ends a sequence if it is still held under this attempt; its end comes by `publish`."""
-        self._inbox.put(CancelSequence(request_id, attempt, reason))
+        self._inbox.put(CancelCommand(request_id, attempt, reason))
 
     def drain(self) -> None:
         """Refuses every further submit."""
@@ -111,7 +111,7 @@ class Engine:
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """Ends the thread after the steps in flight and waits for it, at most so long; says whether it has ended."""
-        self._inbox.put(StopEngine())
+        self._inbox.put(StopCommand())
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -213,14 +213,14 @@ class Engine:
                     self._standby.refilled(self._clock())
                 else:
                     output.rejected.append((sequence, refusal))
-            case CancelSequence(request_id, attempt, reason):
+            case CancelCommand(request_id, attempt, reason):
                 event = self._scheduler.cancel(request_id, attempt, reason)
                 if event is not None:
                     output.finished.append(event)
             case Draining():
                 self._scheduler.drain()
                 self._publish(EngineOutput(self.num_steps, status=self._status()))
-            case StopEngine():
+            case StopCommand():
                 self._stopping = True
             case Listing():
                 output.sequences = self._scheduler.seating.standings()

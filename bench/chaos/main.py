@@ -20,20 +20,19 @@ from bench.chaos.gaps import Window
 from bench.chaos.health import Leak, Observer
 from bench.chaos.inject import inject
 from bench.chaos.load import Load, Sent
-from bench.chaos.measured import fill
 from bench.chaos.nursery import Nursery
 from bench.chaos.options import ChaosOptions, parse_options
 from bench.chaos.reference import Reference, load_or_make
-from bench.chaos.report import write_report
+from bench.chaos.report import fill, page, values_of
 from bench.chaos.schedule import Fault, faults
 from bench.chaos.setting import Setting, setting_of
 from bench.chaos.specimens import specimens
 from bench.chaos.tally import Tally, tally
+from bench.report.page import write_report
+from bench.targets.command_errors import with_command_errors
 from client.aio import Client
 from client.cli.foreground import run_in_foreground
-from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
-from client.stack.local import StackError
-from common.model_source import ModelError
+from client.cli.outcome import EXIT_FAILURE
 
 LEAK_TIMEOUT_S = 30.0
 
@@ -60,16 +59,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     console = Console()
     console.print(f"seed {options.seed}", highlight=False)
-    return run_in_foreground(lambda: _in_words(options, console))
-
-
-async def _in_words(options: ChaosOptions, console: Console) -> int:
-    try:
-        return await chaos(options, console)
-    except StackError as error:
-        raise CommandError(str(error), EXIT_USAGE if error.is_setting else EXIT_FAILURE) from None
-    except ModelError as error:
-        raise CommandError(str(error), EXIT_USAGE) from None
+    return run_in_foreground(lambda: with_command_errors(chaos(options, console)))
 
 
 async def chaos(options: ChaosOptions, console: Console) -> int:
@@ -77,7 +67,7 @@ async def chaos(options: ChaosOptions, console: Console) -> int:
     with setting_of(options) as setting:
         run = Run(options, setting, console)
         result = await _run(run)
-    paths = write_report(result, run.windows, run.began_s, options.out)
+    paths = write_report(options.out, "chaos", values_of(result, run.windows, run.began_s), page(result))
     if options.measured is not None:
         fill(options.measured, result)
     for failure in result.failures:

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.chaos.options import ChaosOptions
 from bench.chaos.specimens import Lengths
 from bench.chaos.tiny_model import write_tiny_model
-from bench.model import local_model
+from bench.targets.model import local_model
 from client.stack.options import StackOptions
 from common.model_source import resolve_model
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from bench.gpu.figures import AttentionPoint, DecodePoint, Figures, Missing, PrefillPoint, ServedRun
-from bench.gpu.report import OWN_ENGINE, to_json, to_markdown
+from bench.gpu.report import OWN_ENGINE, page, values_of
 from bench.gpu.roofline import SHAPES, ModelShape
+from bench.report.page import write_report
 from bench.workloads.generate import build_workload
 from bench.workloads.plan import Workload
 from executor.gpu.measure import session as gpu
@@ -41,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for name in arguments.models.split(","):
         figures = measure(SHAPES[name], arguments)
-        for path in write(figures, SHAPES[name], arguments.out, f"gpu-{name}"):
-            print(f"written: {path}")
+        report = page(figures, SHAPES[name])
+        paths = write_report(arguments.out, f"gpu-{name}", values_of(figures), report)
+        print(f"\n{report.markdown()}\nreport: " + ", ".join(str(path) for path in paths))
     return 0
 
 
@@ -119,17 +121,6 @@ def attempt(figures: Figures, what: str, work: Callable[[], Found]) -> Found | N
         print(f"    {what} is not measured: {reason}", file=sys.stderr)
         figures.missing.append(Missing(what, reason))
         return None
-
-
-def write(figures: Figures, shape: ModelShape, folder: Path, name: str) -> tuple[Path, Path]:
-    """Writes JSON and Markdown, prints the latter, and returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / f"{name}.json", folder / f"{name}.md"
-    report = to_markdown(figures, shape)
-    paths[0].write_text(to_json(figures), encoding="utf-8")
-    paths[1].write_text(report, encoding="utf-8")
-    print(f"\n{report}")
-    return paths
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,13 +1,13 @@
-"""How far the admission ledger scales: `make bench-admission QUEUED=1000000 EXECUTORS=1000`.
+"""Throughput and latency of the admission ledger: `make bench-admission QUEUED=1000000 EXECUTORS=1000`.
 
     python -m bench.ledger.main [--queued 10000] [--executors 100] [--redis-url URL]
     python -m bench.ledger.main --matrix [1x10,100x10000] [--out bench/reports]
 
-A private Redis is filled with a line of waiting requests of 100 tenants and three classes, on executors whose seats
-are all taken, by 16 routers. Then every end frees a seat that somebody who waits takes, and somebody new comes.
-The last line says how many requests are admitted in a second when as much is sent as goes through, and how long
-admission takes at half of that: the round trip of a submit, and from an end that frees a seat until the owner of the
-request that gets it knows. With `--matrix` that is done at many sizes, and a report with charts is written.
+A private Redis is filled with a queue of waiting requests of 100 tenants and three classes, on executors whose seats
+are all taken, by 16 routers. Then every end frees a seat that a waiting request takes, and a new request arrives.
+The last line says how many requests are admitted per second at saturation, and how long admission takes at half of that
+rate: the round trip of a submit, plus the time from an end that frees a seat until the owner of the request that gets
+the seat is told. With `--matrix` that is done at many sizes, and a report with charts is written.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.ledger.figures import Point
-from bench.ledger.matrix import WHOLE_MATRIX, cells, circumstances, run_matrix, write_matrix
+from bench.ledger.matrix import WHOLE_MATRIX, cells, circumstances, run_matrix
 from bench.ledger.measure import measure
+from bench.ledger.report import KIND, page_of, values_of
 from bench.ledger.scale import PoolScale
 from bench.ledger.server import Server
 from bench.ledger.traffic import TrafficError
 from bench.ledger.wire import WireError
+from bench.report.page import write_report
+from bench.report.table import Table
 from client.stack.redis_server import PrivateRedis, RedisStartError
 from router.store.keys import PoolKeys
 
@@ -47,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if options.matrix:
-        words = circumstances(points, options.seconds, options.seed)
-        paths = write_matrix(points, words, options.out)
+        values = values_of(points, circumstances(points, options.seconds, options.seed))
+        paths = write_report(options.out, KIND, values, page_of(values))
         print("report: " + ", ".join(str(path) for path in paths))
     for point in points:
         print(point.line)
@@ -74,13 +77,7 @@ def shown(point: Point) -> str:
     lines = [
         f"Redis {point.redis_version}, {point.memory_bytes / 1e6:,.1f} MB, "
         f"{point.bytes_per_waiting:,.0f} bytes per waiting request; filled in {point.fill_s:.1f} s",
-        f"{'script':<28}{'calls':>9}{'µs a call':>11}{'commands':>10}{'their µs':>10}",
-    ]
-    lines += [
-        f"{name:<28}{cost.script.calls:>9,}{cost.us:>11.1f}{cost.num_commands:>10.1f}{cost.commands_us:>10.1f}"
-        for name, cost in point.costs.items()
-    ]
-    lines += [
+        _costs(point).text(),
         "scripts alone, on one core: "
         + ", ".join(f"{rate:,.0f}/s where {num} end at a time" for num, rate in point.scripts_per_s.items()),
         f"boarding of one waiting request: {point.boarding_us:.1f} µs; "
@@ -98,6 +95,14 @@ def shown(point: Point) -> str:
         f"{_both(latency.submit_ms)}, seat {_both(latency.seat_ms)}, the load itself late {_both(latency.late_ms)}",
     ]
     return "\n".join(lines)
+
+
+def _costs(point: Point) -> Table:
+    rows = [
+        [name, f"{cost.script.calls:,}", f"{cost.us:.1f}", f"{cost.num_commands:.1f}", f"{cost.commands_us:.1f}"]
+        for name, cost in point.costs.items()
+    ]
+    return Table(["script", "calls", "µs a call", "commands", "their µs"], rows)
 
 
 def _both(figures_ms: Sequence[float]) -> str:

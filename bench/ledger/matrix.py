@@ -1,4 +1,4 @@
-"""Several sizes of the pool, one after the other: which ones, and their report on disk."""
+"""The sizes of the pool that are measured one after the other."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 
 from bench.ledger.figures import Point
-from bench.ledger.matrix_page import to_html
-from bench.ledger.matrix_text import to_json, to_markdown
 from bench.ledger.scale import PoolScale
 from common.machine import num_usable_cores
 
 MATRIX_QUEUED = (10, 10_000, 100_000, 1_000_000)
 MATRIX_EXECUTORS = (1, 100, 1_000)
 WHOLE_MATRIX = tuple(product(MATRIX_EXECUTORS, MATRIX_QUEUED))
-NAME = "admission"
 CELL = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
@@ -45,7 +41,7 @@ def run_matrix(
 
 
 def circumstances(points: Sequence[Point], seconds: float, seed: int) -> Mapping[str, str]:
-    """Under which the figures came about, in words."""
+    """The machine, Redis and pool of a run, in words."""
     scale = points[0].scale
     return {
         "machine": f"{num_usable_cores()} cores, {platform.machine()}, Python {platform.python_version()}; "
@@ -54,17 +50,3 @@ def circumstances(points: Sequence[Point], seconds: float, seed: int) -> Mapping
         "pool": f"{scale.routers} routers, {scale.tenants} tenants, 3 classes, {scale.seats} seats an executor",
         "run": f"about {seconds:g} s for each part, seed {seed}",
     }
-
-
-def write_matrix(points: Sequence[Point], words: Mapping[str, str], folder: Path) -> tuple[Path, ...]:
-    """Writes admission.json, .md and .html into a folder and returns the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    page = folder / f"{NAME}.html"
-    contents = {
-        folder / f"{NAME}.json": to_json(points, words),
-        folder / f"{NAME}.md": to_markdown(points, words, page=page.name),
-        page: to_html(points, words),
-    }
-    for path, text in contents.items():
-        path.write_text(text, encoding="utf-8")
-    return tuple(contents)

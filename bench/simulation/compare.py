@@ -12,8 +12,9 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+from bench.report.page import write_report
 from bench.simulation.__main__ import start_redis
-from bench.simulation.comparison_report import write_comparisons
+from bench.simulation.comparison_report import KIND, page_of, values_of
 from bench.simulation.experiments import all_comparisons
 from bench.simulation.lab import Comparison, Lab
 
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "devices": "modelled: an 8B model in bfloat16 on an H200 (bench/simulation/device.py); time is virtual",
         "scheduling": "real: the scripts on a real Redis, the executor's loop, scheduler and blocks",
     }
-    paths = write_comparisons(comparisons, circumstances, options.out)
+    values = values_of(comparisons, circumstances)
+    paths = write_report(options.out, KIND, values, page_of(values))
     print("report: " + ", ".join(str(path) for path in paths))
     return 0
 

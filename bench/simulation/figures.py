@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from bench.measures import percentile, quantiles
+from bench.measures.run import percentile, quantiles
 from bench.simulation.timeline import US_PER_MS, US_PER_S
 from bench.simulation.witness import Fate, Record
 from bench.simulation.world import World

@@ -1,18 +1,65 @@
-"""What a soak came to, as JSON, Markdown and the last line. Pure."""
+"""The outcome of a soak: whether something grows, and the report. Pure.
+
+The median of early readings is compared with the median of late ones. Medians, because a reading under load is a
+moment's; thirds, because a leak shows over all of the time. Falling is no leak. An allowance covers what a system at
+work varies by. Growth is compared with it whole, however long the run was.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
 
-from bench.soak.flatness import Trend, trend
+from pydantic import TypeAdapter
+
+from bench.report.page import Page, Part
+from bench.report.table import Table, count_table
 from bench.soak.readings import Series
+
+KIND = "soak"
+# Pools, caches and allocators fill once, and ends are remembered for a minute.
+WARM_UP_SHARE = 0.2
+MIN_READINGS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """How much larger the late median may be: an amount plus a share of the early one."""
+
+    amount: float
+    share: float
+
+
+ALLOWANCES: Mapping[str, Allowance] = {
+    "resident MiB": Allowance(6.0, 0.02),
+    "open files": Allowance(8.0, 0.0),
+    "threads": Allowance(2.0, 0.0),
+    "keys": Allowance(8.0, 0.05),
+    "used MiB": Allowance(1.0, 0.05),
+    "clients": Allowance(4.0, 0.0),
+    "used blocks": Allowance(4.0, 0.1),
+    "reserved blocks": Allowance(4.0, 0.1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """One figure of one process after the warm-up: medians of the first and last third, and the extremes."""
+
+    process: str
+    figure: str
+    early: float
+    late: float
+    least: float
+    most: float
+    is_flat: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A soak that has ended. `left` is what was still held when nobody asked for anything any more."""
+    """A soak that has ended. `left` is what was still held after all requests had ended."""
 
     circumstances: Mapping[str, str]
     seconds: float
@@ -27,15 +74,29 @@ class Outcome:
     too_few: Sequence[str]
 
     @property
-    def is_flat(self) -> bool:
-        """Whether nothing grows and nothing is left."""
-        return bool(self.trends) and all(one.is_flat for one in self.trends) and not any(self.left.values())
+    def is_flat(self) -> bool | None:
+        """Whether nothing grows and nothing is left; None where there are too few readings for a verdict."""
+        if any(self.left.values()):
+            return False
+        return all(one.is_flat for one in self.trends) if self.trends else None
 
     @property
     def last_line(self) -> str:
         """The line for machines."""
-        flat = "yes" if self.is_flat else "no"
+        flat = {True: "yes", False: "no", None: "unknown"}[self.is_flat]
         return f"soak: seconds={self.seconds:.0f} requests={self.num_requests} failed={self.num_failed} flat={flat}"
+
+
+def trend(process: str, figure: str, readings: Sequence[float]) -> Trend | None:
+    """The verdict on readings at even intervals; None where there are too few."""
+    later = readings[int(WARM_UP_SHARE * len(readings)) :]
+    if len(later) < MIN_READINGS:
+        return None
+    third = len(later) // 3
+    early, late = median(later[:third]), median(later[-third:])
+    allowance = ALLOWANCES[figure]
+    is_flat = late - early <= allowance.amount + allowance.share * early
+    return Trend(process, figure, early, late, min(later), max(later), is_flat)
 
 
 def trends_of(series: Series) -> tuple[list[Trend], list[str]]:
@@ -50,16 +111,20 @@ def trends_of(series: Series) -> tuple[list[Trend], list[str]]:
     return trends, too_few
 
 
-def to_json(outcome: Outcome, at_s: Sequence[float], series: Series) -> str:
-    """Everything, with every reading."""
+def values_of(outcome: Outcome, at_s: Sequence[float], series: Series) -> dict[str, Any]:
+    """Everything as plain values, with every reading."""
     readings = {f"{process} {figure}": values for (process, figure), values in series.items()}
-    values = asdict(outcome) | {"last_line": outcome.last_line, "at_s": at_s, "readings": readings}
-    return json.dumps(values) + "\n"
+    values = {"report": KIND, **asdict(outcome), "last_line": outcome.last_line}
+    return {**values, "at_s": at_s, "readings": readings}
 
 
-def to_markdown(outcome: Outcome) -> str:
-    """The report for people."""
-    facts = "\n".join(f"- {name}: {text}" for name, text in outcome.circumstances.items())
+def page_of(values: Mapping[str, Any]) -> Page:
+    """The page of a report that is given as values."""
+    return page(TypeAdapter(Outcome).validate_python(values))
+
+
+def page(outcome: Outcome) -> Page:
+    """The page of a soak."""
     counts = {
         "requests": outcome.num_requests,
         "of these cancelled by their client": outcome.num_cancelled,
@@ -69,27 +134,15 @@ def to_markdown(outcome: Outcome) -> str:
         **{f"{name} at the end": number for name, number in outcome.left.items()},
     }
     rows = [
-        ["process", "figure", "early", "late", "least", "most", "flat"],
-        *(
-            [one.process, one.figure, *map(_number, (one.early, one.late, one.least, one.most)), _verdict(one)]
-            for one in outcome.trends
-        ),
+        [one.process, one.figure, *map(_number, (one.early, one.late, one.least, one.most)), _verdict(one)]
+        for one in outcome.trends
     ]
-    parts = ["# Soak", facts, table([["what", "number"], *([name, str(n)] for name, n in counts.items())])]
-    parts += [
-        "## What the processes held",
-        "Medians of the first and of the last third of the readings after the warm-up.",
-        table(rows),
-    ]
+    held = Table(["process", "figure", "early", "late", "least", "most", "flat"], rows)
+    note = "Medians of the first and of the last third of the readings after the warm-up."
+    parts = [Part("Requests", table=count_table("what", counts)), Part("What the processes held", note, table=held)]
     if outcome.errors:
-        parts += ["## What failed", "\n".join(f"- {error}" for error in outcome.errors)]
-    return "\n\n".join([*parts, f"`{outcome.last_line}`"]) + "\n"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text as Markdown; the first is the header."""
-    header, *body = rows
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *body))
+        parts.append(Part("Failures", problems=outcome.errors))
+    return Page("Soak", outcome.circumstances, parts, last_lines=[outcome.last_line])
 
 
 def _number(value: float) -> str:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.processes import PROC, resident_bytes
+from bench.measures.processes import PROC, resident_bytes
 from bench.targets.target import TargetError
 from client.aio import Client
 from client.errors import InflightError

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from bench.measures import Run, Slo, distributions, measure
+from bench.measures.processes import CoreMeter
+from bench.measures.run import Run, Slo, distributions, measure
 from bench.peers.driver import Request, Setup
-from bench.processes import CoreMeter
 from bench.targets.record import Record
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload

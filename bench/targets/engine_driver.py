@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 
-from bench.device_times import DeviceTimes, device_figures
+from bench.measures.run import DeviceTimes, device_figures
 from bench.peers.driver import CannotRun, Request, Setup, TokenBatch, serve
 from common.settings import SettingError, load
 from executor.blocks import BlockPool

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench.measures import Outcome, SeatSample
-from bench.token_times import TokenTimes
+from bench.measures.run import Outcome, SeatSample, TokenTimes
 from bench.workloads.plan import Workload
 
 SAMPLE_INTERVAL_S = 0.1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from bench.measures import Run
+from bench.measures.run import Run
 from bench.workloads.plan import Workload
 
 # Called with the number of tokens that came.

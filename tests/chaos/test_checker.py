@@ -11,9 +11,8 @@ import pytest
 from bench.chaos.gaps import Window, gaps_by_kind
 from bench.chaos.health import Leak
 from bench.chaos.load import Manner, Sent, is_promised_refusal
-from bench.chaos.measured import BEGIN, END, fill
 from bench.chaos.observed import Observed, Verdict, judge
-from bench.chaos.report import to_html, to_markdown
+from bench.chaos.report import BEGIN, END, fill, page
 from bench.chaos.schedule import Fault, FaultKind, faults
 from bench.chaos.specimens import Expected, Kind, Specimen
 from bench.chaos.tally import Tally, tally
@@ -112,8 +111,7 @@ def test_last_line_says_what_was_wrong_and_only_a_clean_run_is_right() -> None:
     ]:
         assert not wrong.is_right
         assert wrong.last_line.endswith(words)
-        assert wrong.last_line in to_markdown(wrong)
-        assert wrong.last_line in to_html(wrong)
+        assert page(wrong).last_lines == [wrong.last_line]
 
 
 def test_only_new_work_may_be_told_to_come_again() -> None:
@@ -157,15 +155,15 @@ def test_seed_makes_the_schedule_and_every_kind_comes_before_any_comes_again() -
 
 
 def test_measured_gaps_go_into_their_place_on_the_page(tmp_path: Path) -> None:
-    page = tmp_path / "failures.md"
-    page.write_text(f"before\n{BEGIN}old\n{END}\nafter\n")
-    fill(page, tally_of())
-    fill(page, tally_of())
-    text = page.read_text()
+    path = tmp_path / "failures.md"
+    path.write_text(f"before\n{BEGIN}old\n{END}\nafter\n")
+    fill(path, tally_of())
+    fill(path, tally_of())
+    text = path.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
     assert text.count("chaos: requests=0") == 1
-    page.write_text("no place")
+    path.write_text("no place")
     with pytest.raises(ValueError, match="no place"):
-        fill(page, tally_of())
+        fill(path, tally_of())

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from bench.simulation.__main__ import main
-from bench.simulation.comparison_report import write_comparisons
 from bench.simulation.conversations import Conversations
 from bench.simulation.fairness import FAIR, FLOODER, ways_to_bear_a_flood
 from bench.simulation.faults import FaultKind, FaultRates
-from bench.simulation.figures import Figures, tokens_per_s, ttft_ms, wait_figures
-from bench.simulation.lab import Comparison, Lab, Mode
+from bench.simulation.figures import tokens_per_s, ttft_ms, wait_figures
+from bench.simulation.lab import Lab
 from bench.simulation.population import Population
 from bench.simulation.push import PushPolicy
 from bench.simulation.timeline import US_PER_S, Process, Timeline
@@ -189,13 +186,3 @@ def test_limit_of_the_flooder_is_told_with_its_requests_only() -> None:
         (False, None),
     }
     assert [request.number for request in ways[name]] == list(range(len(ways[FAIR])))
-
-
-def test_report_has_every_comparison_in_three_forms(tmp_path: Path) -> None:
-    figures = Figures(10, 100.0, 5.0, 9.0, 1.0, None, (1.0, 5.0, 9.0), {"preemptions": 0.0, "cached %": 12.5})
-    comparison = Comparison("Queue < push", "two executors", (Mode("a", figures), Mode("b", figures)), ("a is b",))
-    paths = write_comparisons([comparison], {"command": "make"}, tmp_path)
-    values, markdown, page = (path.read_text(encoding="utf-8") for path in paths)
-    assert json.loads(values)["comparisons"][0]["modes"][1]["figures"]["ttft_p99_ms"] == 9.0
-    assert "| a | 10 | 100 | 5 | 9 | 1.0 | – | 12.50 |" in markdown
-    assert "Queue &lt; push" in page

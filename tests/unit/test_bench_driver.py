@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.measures import Run, Slo
+from bench.measures.run import Run, Slo
 from bench.peers.driver import Request, Setup, TokenBatch, drive
 from bench.targets.driven import Driver, driven, last_words
 from bench.targets.record import Record

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import grpc
 from inflight.v1 import inference_pb2
 
-from bench.load import run_workload
+from bench.targets.load import run_workload
 from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
 from client.aio import Client
 from common.errors import Reason, RequestError

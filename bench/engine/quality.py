@@ -1,17 +1,17 @@
 """What each way of computing costs in quality, against transformers' own float32 forward.
 
-    python -m bench.quality [--model FOLDER] [--variants float32,bfloat16] [--prompts 50] [--out bench/reports]
+    python -m bench.engine.quality [--model FOLDER] [--variants float32,bfloat16] [--prompts 50] [--out bench/reports]
 
 A text (`bench/texts/passages.txt`) is cut into prompts. At every position, given the true tokens before it, each
-variant says which token it holds likeliest and how likely it holds the one that follows. That gives perplexity, and how
-often the greedy choice is the reference's; where it is not, how close the reference's own first two were. Every variant
-is measured on both of its paths: prompts in chunks, and one token a step as in generation.
+variant predicts the next token. That gives perplexity, and how often the greedy choice is the reference's. Where it is
+not, the report shows how close the reference's own first two were. Every variant is measured on both of its paths:
+prompts in chunks, and one token a step as in generation.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import platform
 import sys
@@ -19,9 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bench.agreement import Agreement, agreement, cut, perplexity
+from bench.measures.run import percentile
+from bench.report.page import Page, Part, write_report
+from bench.report.table import Table, shown
 from common.machine import num_usable_cores
 from common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
 from executor.entry import SPIN_COUNT
@@ -29,7 +31,7 @@ from executor.entry import SPIN_COUNT
 if TYPE_CHECKING:
     from executor.teacher_forcing import Predictions
 
-TEXT = Path(__file__).parent / "texts" / "passages.txt"
+TEXT = Path(__file__).parents[1] / "texts" / "passages.txt"
 NUM_PROMPTS = 50
 # Tokens of a prompt in a step.
 PATHS = {"chunks of 64": 64, "one by one": 1}
@@ -37,6 +39,32 @@ EXPLANATION = """\
 Agreement is the share of positions, each given the true tokens before it, at which the likeliest token is the
 reference's. The gaps are the reference's own: by how many logits its first token leads its second at the positions that
 differ. The last column says at how many of all positions it leads by no more than the largest of them."""
+KIND = "quality"
+COLUMNS = (
+    "computed in", "prompt", "perplexity", "change", "agreement", "different", "gap p50", "p99", "largest", "as close",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Over all positions of a text, each given the true tokens before it.
+
+    `num_different` positions have another likeliest token than the reference. `gap_…` are the reference's own leads, in
+    logits, of its first over its second token at those positions: small ones are near ties. `share_of_smaller_gaps` is
+    the share of all positions where the reference leads by no more than `gap_max`. None where nothing differs.
+    """
+
+    num_positions: int
+    perplexity: float
+    num_different: int
+    gap_p50: float | None
+    gap_p99: float | None
+    gap_max: float | None
+    share_of_smaller_gaps: float | None
+
+    @property
+    def share_equal(self) -> float:
+        return 1 - self.num_different / self.num_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +101,26 @@ class QualityReport:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures and writes quality.json and quality.md; 1 where the model cannot be had."""
+    """Measures and writes the report; 1 where the model cannot be loaded."""
     options = _parser().parse_args(argv)
     try:
         report = _measure(resolve_model(options.model), options.text, options.prompts, options.variants)
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "quality.json").write_text(to_json(report), encoding="utf-8")
-    (options.out / "quality.md").write_text(to_markdown(report), encoding="utf-8")
-    print(to_markdown(report))
-    print(f"report: {options.out / 'quality.json'}, {options.out / 'quality.md'}")
+    values = values_of(report)
+    page = page_of(values)
+    paths = write_report(options.out, "quality", values, page)
+    print(page.markdown())
+    print("report: " + ", ".join(str(path) for path in paths))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.quality", description="Perplexity and greedy agreement by dtype.", allow_abbrev=False
+        prog="python -m bench.engine.quality",
+        description="Perplexity and greedy agreement by dtype.",
+        allow_abbrev=False,
     )
     names = [variant.name for variant in VARIANTS]
     add = parser.add_argument
@@ -145,45 +175,72 @@ def _results(
     return results
 
 
-def to_json(report: QualityReport) -> str:
-    """Everything."""
+def values_of(report: QualityReport) -> dict[str, Any]:
+    """The report as plain values."""
     results = [
         {"variant": result.variant, "path": result.path, **asdict(result.agreement)} for result in report.results
     ]
-    return json.dumps({**asdict(report), "results": results}, indent=1) + "\n"
+    return {"report": KIND, **asdict(report), "results": results}
 
 
-def to_markdown(report: QualityReport) -> str:
-    """The report for people."""
-    lines = ["# Quality by way of computing", ""]
-    lines += [f"- {name}: {value}" for name, value in report.circumstances.items()]
-    lines += [
-        f"- perplexity of the reference: {report.reference_perplexity:.4f}",
-        "",
-        *EXPLANATION.splitlines(),
-        "",
-        "| computed in | prompt | perplexity | change | agreement | different | gap p50 | p99 | largest | as close |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        *(_row(result, report.reference_perplexity) for result in report.results),
+def page_of(values: Mapping[str, Any]) -> Page:
+    """The page of a report that is given as values."""
+    reference = values["reference_perplexity"]
+    circumstances = {**values["circumstances"], "perplexity of the reference": f"{reference:.4f}"}
+    table = Table(COLUMNS, [_row(result, reference) for result in values["results"]])
+    return Page("Quality by dtype", circumstances, [Part("Agreement", note=EXPLANATION, table=table)])
+
+
+def _row(result: Mapping[str, Any], reference_perplexity: float) -> list[str]:
+    different, positions = result["num_different"], result["num_positions"]
+    return [
+        result["variant"],
+        result["path"],
+        f"{result['perplexity']:.4f}",
+        f"{result['perplexity'] / reference_perplexity - 1:+.3%}",
+        f"{1 - different / positions:.2%}",
+        f"{different} of {positions}",
+        *(shown(result[gap], ".3f") for gap in ("gap_p50", "gap_p99", "gap_max")),
+        shown(result["share_of_smaller_gaps"], ".1%"),
     ]
-    return "\n".join(lines) + "\n"
 
 
-def _row(result: Result, reference_perplexity: float) -> str:
-    figures = result.agreement
-    change = figures.perplexity / reference_perplexity - 1
-    share = "–" if figures.share_of_smaller_gaps is None else f"{figures.share_of_smaller_gaps:.1%}"
-    cells = [
-        result.variant,
-        result.path,
-        f"{figures.perplexity:.4f}",
-        f"{change:+.3%}",
-        f"{figures.share_equal:.2%}",
-        f"{figures.num_different} of {figures.num_positions}",
-        *("–" if gap is None else f"{gap:.3f}" for gap in (figures.gap_p50, figures.gap_p99, figures.gap_max)),
-        share,
+def perplexity(log_probabilities: Sequence[float]) -> float:
+    """e to the mean negative log probability of the tokens that do follow."""
+    return math.exp(-math.fsum(log_probabilities) / len(log_probabilities))
+
+
+def agreement(
+    reference_ids: Sequence[int],
+    reference_gaps: Sequence[float],
+    top_ids: Sequence[int],
+    log_probabilities: Sequence[float],
+) -> Agreement:
+    """Compares the likeliest tokens of a model with those of a reference, position by position."""
+    assert len(reference_ids) == len(reference_gaps) == len(top_ids) == len(log_probabilities) > 0
+    gaps = [
+        gap
+        for reference_id, gap, top_id in zip(reference_ids, reference_gaps, top_ids, strict=True)
+        if reference_id != top_id
     ]
-    return "| " + " | ".join(cells) + " |"
+    largest = max(gaps, default=None)
+    smaller = None if largest is None else sum(gap <= largest for gap in reference_gaps) / len(reference_gaps)
+    return Agreement(
+        num_positions=len(top_ids),
+        perplexity=perplexity(log_probabilities),
+        num_different=len(gaps),
+        gap_p50=percentile(gaps, 0.5),
+        gap_p99=percentile(gaps, 0.99),
+        gap_max=largest,
+        share_of_smaller_gaps=smaller,
+    )
+
+
+def cut(token_ids: Sequence[int], num_prompts: int) -> list[list[int]]:
+    """The text as prompts of one length, without overlap; what is left over at the end is dropped."""
+    length = len(token_ids) // num_prompts
+    assert length >= 2, "a prompt needs a token and one that follows it"
+    return [list(token_ids[i * length : (i + 1) * length]) for i in range(num_prompts)]
 
 
 if __name__ == "__main__":

@@ -7,11 +7,21 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 
-from bench.device_times import DeviceTimes, added_up, device_figures
-from bench.measures import NO_SLO, Outcome, Run, SeatSample, Slo, distributions, measure
-from bench.processes import CoreMeter
+from bench.measures.processes import CoreMeter
+from bench.measures.run import (
+    NO_SLO,
+    DeviceTimes,
+    Outcome,
+    Run,
+    SeatSample,
+    Slo,
+    TokenTimes,
+    added_up,
+    device_figures,
+    distributions,
+    measure,
+)
 from bench.targets.target import OnTokens
-from bench.token_times import TokenTimes
 from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
 from client.aio import Client
 from client.errors import InflightError

@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from bench.model import LocalModel, local_model
-from bench.options import ENGINE_MODE, BenchOptions
+from bench.comparison.options import ENGINE_MODE, BenchOptions
+from bench.comparison.progress import Progress
+from bench.comparison.stacks import engine_driver, peer_driver, stack_options
 from bench.peers.catalogue import PeerChoice, missing_words, shortcomings
-from bench.progress import Progress
-from bench.stacks import engine_driver, peer_driver, stack_options
 from bench.targets.driven import driven
+from bench.targets.model import LocalModel, local_model
 from bench.targets.stack import StackTarget, sessions_of
 from bench.targets.target import Target, TargetError
 from client.aio import Client

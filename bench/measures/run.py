@@ -1,4 +1,4 @@
-"""What a run of a workload measured, from the times at which things reached the client. Pure."""
+"""Measures of one run of a workload, from the times at which tokens reached the client and an engine's totals. Pure."""
 
 from __future__ import annotations
 
@@ -195,3 +195,72 @@ def ratio(runs: Sequence[Run], mode: str, baseline: str) -> float | None:
     pairs = [(speeds.get((mode, number)), speeds.get((baseline, number))) for number in rounds]
     ratios = [ours / theirs for ours, theirs in pairs if ours and theirs]
     return statistics.median(ratios) if ratios else None
+
+
+class TokenTimes:
+    """Arrival times of one request's tokens. Tokens that arrive together count as arriving at equal distances."""
+
+    def __init__(self, sent_s: float) -> None:
+        self._sent_s = sent_s
+        self._first_s: float | None = None
+        self._last_s = sent_s
+        self._gaps_ms: list[float] = []
+        self.num_tokens = 0
+
+    @property
+    def first_s(self) -> float | None:
+        """When the first token came."""
+        return self._first_s
+
+    @property
+    def last_s(self) -> float:
+        """When the newest token came; before the first one, when the request was sent."""
+        return self._last_s
+
+    def take(self, now_s: float, number: int) -> None:
+        """Notes `number` tokens that arrive now."""
+        if number == 0:
+            return
+        if self._first_s is None:
+            self._first_s = now_s
+            self._gaps_ms += [0.0] * (number - 1)
+        else:
+            self._gaps_ms += [(now_s - self._last_s) * 1e3 / number] * number
+        self._last_s = now_s
+        self.num_tokens += number
+
+    def outcome(self, ended_s: float, error: str | None = None) -> Outcome:
+        return Outcome(self._sent_s, self._first_s, ended_s, self.num_tokens, tuple(self._gaps_ms), error)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTimes:
+    """Totals since an engine's start; None where it does not measure them. `elapsed_s` is time with work to do."""
+
+    num_steps: int = 0
+    busy_s: float | None = None
+    elapsed_s: float | None = None
+
+
+def added_up(times: Sequence[DeviceTimes]) -> DeviceTimes:
+    """The totals of several engines."""
+    busy_s = [one.busy_s for one in times if one.busy_s is not None]
+    elapsed_s = [one.elapsed_s for one in times if one.elapsed_s is not None]
+    complete = bool(times) and len(busy_s) == len(elapsed_s) == len(times)
+    return DeviceTimes(
+        sum(one.num_steps for one in times), sum(busy_s) if complete else None, sum(elapsed_s) if complete else None
+    )
+
+
+def device_figures(before: DeviceTimes, after: DeviceTimes) -> dict[str, float]:
+    """The device's share of the time, and how long it waited for the host at each step; nothing where not measured."""
+    if before.busy_s is None or before.elapsed_s is None or after.busy_s is None or after.elapsed_s is None:
+        return {}
+    num_steps, elapsed_s = after.num_steps - before.num_steps, after.elapsed_s - before.elapsed_s
+    if num_steps <= 0 or elapsed_s <= 0:
+        return {}
+    busy_s = after.busy_s - before.busy_s
+    return {
+        "device_busy_fraction": round(busy_s / elapsed_s, 4),
+        "exposed_host_ms": round(1e3 * (elapsed_s - busy_s) / num_steps, 4),
+    }

@@ -1,17 +1,16 @@
-"""`python -m bench.soak`: a stack at full load for a chosen time, and whether anything in it grows.
+"""The soak test: a stack at full load for a time or a number of requests, and whether anything in it grows.
 
 Start → load with readings at even intervals → the load ends → what is left → report. Ctrl-C ends the load and reports
-what there is.
+the readings so far.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import math
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,22 +19,22 @@ from rich.console import Console
 from bench.chaos.health import leak_of
 from bench.chaos.tiny_model import NAME as TINY
 from bench.chaos.tiny_model import write_tiny_model
-from bench.model import local_model
+from bench.report.page import write_report
 from bench.soak.load import Load
-from bench.soak.outcome import Outcome, to_json, to_markdown, trends_of
+from bench.soak.outcome import Outcome, page, trends_of, values_of
 from bench.soak.readings import REDIS, Readings
-from bench.targets.target import TargetError
+from bench.targets.model import local_model
 from bench.workloads.generate import shaped_requests
 from bench.workloads.shapes import Shape
 from client.aio import Client
-from client.cli.foreground import run_in_foreground
-from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
-from client.stack.local import LocalStack, StackError
+from client.cli.outcome import EXIT_FAILURE
+from client.stack.local import LocalStack
 from client.stack.options import StackOptions
 from client.stack.state import read_state
-from common.model_source import ModelError
 
 SHAPE = Shape(num_requests=400, prompt_tokens=(8, 96), output_tokens=(4, 64))
+# Of a soak by number: many requests, so that what a request leaves behind adds up soon.
+SHORT = Shape(num_requests=400, prompt_tokens=(8, 48), output_tokens=(2, 16))
 REQUESTS_PER_SEAT = 2
 NUM_READINGS = 300
 MIN_INTERVAL_S = 0.5
@@ -45,7 +44,7 @@ SOAK = "soak"
 
 @dataclass(frozen=True, slots=True)
 class SoakOptions:
-    """A soak by time."""
+    """A soak for `seconds`, or of `num_requests` short requests where that is set. `command` is for the report."""
 
     seconds: float
     seed: int
@@ -55,47 +54,22 @@ class SoakOptions:
     seats: int
     run_dir: Path
     out: Path
+    command: str
+    num_requests: int | None = None
+    executor_args: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        return SHAPE if self.num_requests is None else SHORT
+
+    @property
+    def num_clients(self) -> int:
+        return REQUESTS_PER_SEAT * self.seats * self.executors
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs it and returns the exit code: 0 where nothing failed and nothing grows."""
-    options = parse_options(argv)
-    return run_in_foreground(lambda: _in_words(options, Console()))
-
-
-def parse_options(argv: Sequence[str]) -> SoakOptions:
-    """Reads the command line; exits 2 with the option's name where it is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.soak",
-        description="Keeps a stack at full load with cancellations and vanishing clients, and watches what its "
-        "processes hold. Exits 1 where a request failed or something grows.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--seconds", type=float, default=3600.0, metavar="S", help="how long; default: 3600")
-    add("--seed", type=int, default=0, metavar="N", help="other requests; default: 0")
-    add("--model", default="", metavar="MODEL", help=f"{TINY}, or as for `inflight up`; default: SmolLM2-135M-Instruct")
-    add("--routers", type=int, default=2, metavar="N", help="default: 2")
-    add("--executors", type=int, default=2, metavar="N", help="default: 2")
-    add("--seats", type=int, default=8, metavar="N", help="of each executor; default: 8")
-    add("--run-dir", type=Path, default=Path("run/soak"), metavar="DIR", help="logs; default: run/soak")
-    add("--out", type=Path, default=Path("run/soak"), metavar="DIR", help="the report; default: run/soak")
-    return SoakOptions(**vars(parser.parse_args(argv)))
-
-
-async def _in_words(options: SoakOptions, console: Console) -> int:
-    try:
-        return await soak(options, console)
-    except StackError as error:
-        raise CommandError(str(error), EXIT_USAGE if error.is_setting else EXIT_FAILURE) from None
-    except ModelError as error:
-        raise CommandError(str(error), EXIT_USAGE) from None
-    except TargetError as error:
-        raise CommandError(str(error)) from None
-
-
-async def soak(options: SoakOptions, console: Console) -> int:
-    """One soak; 0 where nothing failed and nothing grows."""
+async def soak(options: SoakOptions) -> int:
+    """Runs one soak and returns the exit code: 0 where nothing failed and nothing grows."""
+    console = Console()
     with tempfile.TemporaryDirectory(prefix="inflight-soak-") as folder:
         model = str(write_tiny_model(Path(folder))) if options.model == TINY else options.model
         async with (
@@ -104,10 +78,7 @@ async def soak(options: SoakOptions, console: Console) -> int:
             Readings(_pids(stack), stack.redis_admin_url, client) as readings,
         ):
             outcome = await _soak(options, console, stack, client, readings, model)
-    options.out.mkdir(parents=True, exist_ok=True)
-    paths = (options.out / "soak.json", options.out / "soak.md")
-    paths[0].write_text(to_json(outcome, readings.at_s, readings.series), encoding="utf-8")
-    paths[1].write_text(to_markdown(outcome), encoding="utf-8")
+    paths = write_report(options.out, SOAK, values_of(outcome, readings.at_s, readings.series), page(outcome))
     for one in outcome.trends:
         if not one.is_flat:
             console.print(f"grows: {one.process} {one.figure} from {one.early:.1f} to {one.late:.1f}", highlight=False)
@@ -115,15 +86,15 @@ async def soak(options: SoakOptions, console: Console) -> int:
         console.print(f"failed: {error}", markup=False, highlight=False, soft_wrap=True)
     console.print("report: " + ", ".join(str(path) for path in paths), highlight=False, soft_wrap=True)
     console.print(outcome.last_line, highlight=False, soft_wrap=True)
-    return 0 if outcome.is_flat and not outcome.num_failed else EXIT_FAILURE
+    return EXIT_FAILURE if outcome.num_failed or outcome.is_flat is False else 0
 
 
 async def _soak(
     options: SoakOptions, console: Console, stack: LocalStack, client: Client, readings: Readings, model: str
 ) -> Outcome:
     found = local_model(model)
-    requests = shaped_requests(SHAPE, SOAK, found.vocabulary_size, seed=options.seed)
-    load = Load(client, stack.router_addresses, requests, options.seed)
+    requests = shaped_requests(options.shape, SOAK, found.vocabulary_size, seed=options.seed)
+    load = Load(client, stack.router_addresses, requests, options.seed, options.num_requests)
     began_s = time.monotonic()
     left: dict[str, int] = {}
     try:
@@ -134,7 +105,7 @@ async def _soak(
     except asyncio.CancelledError:
         running = asyncio.current_task()
         assert running is not None
-        running.uncancel()  # Ctrl-C: the report is of what there is
+        running.uncancel()  # Ctrl-C: the report is of the readings so far
         seconds = time.monotonic() - began_s
     trends, too_few = trends_of(readings.series)
     return Outcome(
@@ -153,23 +124,24 @@ async def _soak(
 
 
 async def _loaded(options: SoakOptions, console: Console, load: Load, readings: Readings) -> None:
-    """Full load and readings, until the time is over and every stream has ended."""
-    interval_s = max(MIN_INTERVAL_S, options.seconds / NUM_READINGS)
+    """Full load and readings, until the time is over or all requests are sent, and every stream has ended."""
+    seconds = options.seconds if options.num_requests is None else math.inf
+    interval_s = max(MIN_INTERVAL_S, seconds / NUM_READINGS) if math.isfinite(seconds) else MIN_INTERVAL_S
     began_s = time.monotonic()
     async with asyncio.TaskGroup() as group:
-        sending = group.create_task(load.run(REQUESTS_PER_SEAT * options.seats * options.executors))
+        sending = group.create_task(load.run(options.num_clients))
         try:
-            while (elapsed_s := time.monotonic() - began_s) < options.seconds:
+            while not sending.done() and (elapsed_s := time.monotonic() - began_s) < seconds:
                 await readings.read(elapsed_s)
-                _tell(console, elapsed_s, load, readings)
-                await asyncio.sleep(min(interval_s, options.seconds))
+                _show_progress(console, elapsed_s, load, readings)
+                await asyncio.wait([sending], timeout=min(interval_s, seconds))
         finally:
             load.is_stopping = True
         await sending
 
 
-def _tell(console: Console, elapsed_s: float, load: Load, readings: Readings) -> None:
-    """A line now and then."""
+def _show_progress(console: Console, elapsed_s: float, load: Load, readings: Readings) -> None:
+    """Prints a line at every tenth reading."""
     if len(readings.at_s) % 10 != 1:
         return
     held = ", ".join(
@@ -191,7 +163,7 @@ def _pids(stack: LocalStack) -> dict[str, int]:
 
 def _stack(options: SoakOptions, model: str) -> StackOptions:
     # A small KV pool, so that the warm-up touches all of it: memory that is first used later would look like growth.
-    longest = SHAPE.prompt_tokens[1] + SHAPE.output_tokens[1] + 16
+    longest = options.shape.prompt_tokens[1] + options.shape.output_tokens[1] + 16
     return StackOptions(
         executors=options.executors,
         routers=options.routers,
@@ -200,16 +172,17 @@ def _stack(options: SoakOptions, model: str) -> StackOptions:
         executor_args=(
             *("--max-num-sequences", str(options.seats)),
             *("--max-tokens-in-paged-kv-cache", str(options.seats * longest)),
+            *options.executor_args,
         ),
     )
 
 
 def _circumstances(options: SoakOptions, model: str) -> dict[str, str]:
     return {
-        "command": f"make soak SECONDS={options.seconds:g}",
+        "command": options.command,
         "model": model,
         "system": f"{options.routers} routers, {options.executors} executors of {options.seats} seats, one Redis",
-        "load": f"{REQUESTS_PER_SEAT * options.seats * options.executors} clients; a fifth cancel, a tenth vanish",
+        "load": f"{options.num_clients} clients; a fifth cancel, a tenth vanish",
         "processes": f"those of the stack, {REDIS}, and {SOAK}: this one, with the client library",
         "machine": f"{os.cpu_count()} cores",
     }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.measures import Slo
+from bench.measures.run import Slo
 from bench.peers.catalogue import VARIANTS, PeerChoice, parse_peer
 from bench.workloads.generate import DEFAULT_SEED, TRACE_SUFFIX, Arrivals
 from bench.workloads.shapes import SHAPES
@@ -112,7 +112,7 @@ def _add_traffic(add: Callable[..., argparse.Action]) -> None:
         "--soak",
         type=_positive,
         metavar="N",
-        help="instead: N short requests through one stack, watching the memory of its processes",
+        help="instead: a soak test of N short requests through one stack, watching what its processes hold",
     )
 
 

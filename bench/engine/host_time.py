@@ -1,6 +1,6 @@
 """What the host's part of a step costs: microseconds per step, with a device that takes no time.
 
-    python -m bench.host_time [--sequences 64 256] [--steps 400]
+    python -m bench.engine.host_time [--sequences 64 256] [--steps 400]
 
 Scheduler, packing, sampling parameters, retirement and the frame for the router are timed apart; everybody decodes, and
 a sequence that ends is replaced at once. What is left is Python and numpy.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.options import ENGINE_MODE, BenchOptions
+from bench.comparison.options import ENGINE_MODE, BenchOptions
 from bench.peers.catalogue import SOURCES, PeerChoice, peer_environment
 from bench.peers.driver import Setup
 from bench.targets.driven import Driver

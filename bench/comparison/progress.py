@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from bench.measures import Run
+from bench.measures.run import Run
 from bench.workloads.plan import Workload
 
 # Every picture costs processor time on the cores that are measured.

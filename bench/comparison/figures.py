@@ -1,15 +1,27 @@
-"""Which figures a report shows, in which order and with how many digits. The same for terminal, Markdown and HTML."""
+"""The figures that a comparison shows, with their order and number of digits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.measures import Measures, Run
-from bench.processes import THIS_BENCH
-from bench.report.report import Report, Section, Spread, spread_of
+from bench.comparison.report import Report, Section
+from bench.measures.processes import THIS_BENCH
+from bench.measures.run import Measures, Run
+from bench.report.table import Spread, shown, shown_spread, spread_of
 
-UNKNOWN = "–"
+# What the terminal shows of them, and under which names; everything is in the report's files.
+SPEED = "output tokens/s"
+SHORT_TITLES = {
+    SPEED: "tokens/s",
+    "TTFT p50 ms": "TTFT p50",
+    "TTFT p99 ms": "TTFT p99",
+    "inter-token p50 ms": "ITL p50",
+    "inter-token p99 ms": "ITL p99",
+    "goodput requests/min": "goodput",
+    "cost of a million tokens": "cost/M",
+    "failed": "failed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +33,14 @@ class Figure:
     form: str
 
     def show(self, run: Run) -> str:
-        """The figure of one run."""
         return shown(self.value(run), self.form)
 
     def show_spread(self, section: Section, mode: str) -> str:
-        """Median and range over the rounds; the median alone where there is no range."""
         return shown_spread(self.spread(section, mode), self.form)
 
     def spread(self, section: Section, mode: str) -> Spread | None:
         """Median and range over the rounds."""
-        return spread_of([self.value(run) for run in section.of(mode)])
+        return spread_of(self.value(run) for run in section.of(mode))
 
 
 def figures(report: Report, section: Section) -> list[Figure]:
@@ -38,24 +48,11 @@ def figures(report: Report, section: Section) -> list[Figure]:
     return [figure for figure in _all(report, section) if any(figure.value(run) is not None for run in section.runs)]
 
 
-def shown(value: float | None, form: str) -> str:
-    """A figure, or a dash."""
-    return UNKNOWN if value is None else format(value, form)
-
-
-def shown_spread(spread: Spread | None, form: str) -> str:
-    """`12.5 (11.9–13.0)`."""
-    if spread is None:
-        return UNKNOWN
-    median, least, most = (format(value, form) for value in (spread.median, spread.least, spread.most))
-    return median if least == most else f"{median} ({least}–{most})"
-
-
 def _all(report: Report, section: Section) -> list[Figure]:
     return [
         Figure("total s", _of(lambda m: m.total_s), ".1f"),
         Figure("requests/min", _of(lambda m: m.requests_per_min), ".1f"),
-        Figure("output tokens/s", _of(lambda m: m.output_tokens_per_s), ".1f"),
+        Figure(SPEED, _of(lambda m: m.output_tokens_per_s), ".1f"),
         Figure("all tokens/s", _of(section.all_tokens_per_s), ".0f"),
         Figure("TTFT p50 ms", _of(lambda m: m.ttft_p50_ms), ".0f"),
         Figure("TTFT p99 ms", _of(lambda m: m.ttft_p99_ms), ".0f"),

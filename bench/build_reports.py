@@ -1,0 +1,43 @@
+"""The HTML pages of the committed reports, built from their JSON.
+
+    python -m bench.build_reports [FOLDER …]
+
+A page lies beside its JSON. Git ignores it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.chaos import report as chaos
+from bench.comparison import pages as comparison
+from bench.engine import quality
+from bench.gpu import report as gpu
+from bench.ledger import report as ledger
+from bench.report.page import Page
+from bench.simulation import comparison_report as scheduling
+from bench.soak import outcome as soak
+
+REPORTS = Path("bench/reports")
+PAGES: Mapping[str, Callable[[Mapping[str, Any]], Page]] = {
+    kind.KIND: kind.page_of for kind in (chaos, comparison, gpu, ledger, quality, scheduling, soak)
+}
+
+
+def main(folders: Sequence[str]) -> int:
+    """Writes a page for every JSON report of the folders."""
+    for folder in map(Path, folders or [str(REPORTS)]):
+        for path in sorted(folder.glob("*.json")):
+            values = json.loads(path.read_text(encoding="utf-8"))
+            page = path.with_suffix(".html")
+            page.write_text(PAGES[values["report"]](values).html(), encoding="utf-8")
+            print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from bench.ledger.traffic import Call, Traffic, TrafficError
-from bench.ledger.wire import Connection, encode
+from bench.ledger.wire import Connection
+from bench.redis.wire import command
 
 MAX_ENTRIES = 256
 BLOCK_MS = 2000
@@ -48,7 +49,7 @@ class MailReader:
 
     def _ask(self) -> None:
         self.connection.send(
-            encode(["XREAD", "COUNT", MAX_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", self._key, self._cursor])
+            command("XREAD", "COUNT", MAX_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", self._key, self._cursor)
         )
 
 

@@ -25,7 +25,7 @@ from bench.ledger.report import KIND, page_of, values_of
 from bench.ledger.scale import PoolScale
 from bench.ledger.server import Server
 from bench.ledger.traffic import TrafficError
-from bench.ledger.wire import WireError
+from bench.redis.wire import WireError
 from bench.report.page import write_report
 from bench.report.table import Table
 from client.stack.redis_server import PrivateRedis, RedisStartError

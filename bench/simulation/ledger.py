@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.redis.wire import command, encode
 from bench.simulation.store_link import StoreLink
 from bench.simulation.timeline import Process
-from bench.simulation.wire import command, encode
 from router.store.calls import report_args, settle_args, submit_args, verify_args
 from router.store.lua import Argument
 from router.store.replies import Reply, parse_cancel, parse_event, parse_hand_back, parse_submit

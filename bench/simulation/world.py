@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from bench.redis.wire import WireError
 from bench.simulation.bounds import Bounds
 from bench.simulation.faults import NO_FAULTS, Fault, FaultKind, FaultRates, SpacedFaults
 from bench.simulation.push import PushPolicy, PushRouter
@@ -21,7 +22,6 @@ from bench.simulation.sim_stream import RouterShape
 from bench.simulation.store_link import StoreLink
 from bench.simulation.timeline import US_PER_MS, US_PER_S, Timeline
 from bench.simulation.traffic import SimRequest
-from bench.simulation.wire import RedisReplyError
 from bench.simulation.witness import Witness
 
 START_US = 1_000 * US_PER_S
@@ -88,7 +88,7 @@ class World:
         """Everything, from the first start to the last end. Raises `SimulationFailed`."""
         try:
             self._run(on_progress)
-        except (AssertionError, RedisReplyError) as error:
+        except (AssertionError, WireError) as error:
             at_s = (self.timeline.now_us - self.begin_us) / US_PER_S
             where = f"seed {self.settings.seed}, step {self.timeline.num_steps}, {at_s:.6f} s"
             raise SimulationFailed(f"{where}: {error}") from error

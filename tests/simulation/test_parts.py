@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from bench.redis.wire import WireError, command
 from bench.simulation.__main__ import main
 from bench.simulation.conversations import Conversations
 from bench.simulation.fairness import FAIR, FLOODER, ways_to_bear_a_flood
@@ -18,7 +19,7 @@ from bench.simulation.population import Population
 from bench.simulation.push import PushPolicy
 from bench.simulation.timeline import US_PER_S, Process, Timeline
 from bench.simulation.traffic import STOP_ID, SimRequest, heavy_tailed, prompt_of, published
-from bench.simulation.wire import RedisReplyError, RedisWire, command
+from bench.simulation.wire import RedisWire
 from bench.simulation.witness import Fate
 from tests.simulation.worlds import make_world
 
@@ -75,7 +76,7 @@ def test_wire_reads_every_kind_of_reply(wire: RedisWire, pool: str) -> None:
     assert wire.call(command("HSET", f"{pool}-h", "field", b"\xc3\xa4")) == 1
     assert wire.call(command("HGETALL", f"{pool}-h")) == ["field", "ä"]
     assert wire.call(command("DEL", pool, f"{pool}-h")) == 2
-    with pytest.raises(RedisReplyError, match="unknown command"):
+    with pytest.raises(WireError, match="unknown command"):
         wire.call(command("NONSENSE"))
 
 

@@ -18,7 +18,8 @@ from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from bench.ledger.server import Server
 from bench.ledger.slowest import Slowest
 from bench.ledger.traffic import Traffic, TrafficError
-from bench.ledger.wire import Connection, Framing, Template, WireError, bulk_text, encode
+from bench.ledger.wire import Connection, Template, bulk_text
+from bench.redis.wire import Framing, WireError, command
 
 LAST_LINE = r"admission: queued=50 executors=3 admitted_per_s=(\d+) p50_ms=(\d+\.\d+) p99_ms=(\d+\.\d+)"
 NESTED = b"*3\r\n*2\r\n$6\r\nQUEUED\r\n:7\r\n*0\r\n$-1\r\n"
@@ -58,7 +59,7 @@ def test_error_reply_is_raised_with_its_text() -> None:
 def test_template_is_the_command_with_values_in_its_blanks() -> None:
     template = Template(["EVALSHA", "100%", b"<a>", 3, b"<b>", b"<a>"], [b"<a>", b"<b>"])
     filled = template.fill({b"<a>": b"one", b"<b>": b"two"})
-    assert filled == encode(["EVALSHA", "100%", "one", 3, "two", "one"])
+    assert filled == command("EVALSHA", "100%", "one", 3, "two", "one")
 
 
 def test_names_have_one_length_and_differ() -> None:
@@ -114,7 +115,7 @@ def test_settle_names_ends_of_one_executor_that_has_so_many() -> None:
 
 
 def placed(placed_id: bytes, executor: bytes) -> bytes:
-    return encode(["placed", "request_id", placed_id, "executor_id", executor])
+    return command("placed", "request_id", placed_id, "executor_id", executor)
 
 
 @pytest.mark.parametrize("text", ["", "10", "1x", "0x10", "1x2x3", "axb"])

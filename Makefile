@@ -178,7 +178,7 @@ bench-admission: setup
 	@$(BIN)/python -m bench.ledger.main --queued $(QUEUED) --executors $(EXECUTORS) $(ARGS)
 
 bench-scheduling: setup
-	@$(BIN)/python -m bench.simulation.compare $(ARGS)
+	@$(BIN)/python -m bench.scheduling.compare $(ARGS)
 
 reports: setup
 	@$(BIN)/python -m bench.build_reports $(ARGS)

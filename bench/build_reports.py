@@ -19,7 +19,7 @@ from bench.engine import quality
 from bench.gpu import report as gpu
 from bench.ledger import report as ledger
 from bench.report.page import Page
-from bench.simulation import comparison_report as scheduling
+from bench.scheduling import report as scheduling
 from bench.soak import outcome as soak
 
 REPORTS = Path("bench/reports")

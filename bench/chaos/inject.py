@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
 
-from bench.chaos.fleet import Fleet, Member
-from bench.chaos.proxy import Proxy, Weather
 from bench.chaos.schedule import Fault, FaultKind
+from bench.fleet.fleet import Fleet, Member
+from bench.fleet.proxy import Proxy, Weather
 from bench.simulation.store_link import REMEMBER, RESTORE
 from common.errors import RequestError
 from router.store.connection import answered, connect

@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from bench.chaos.fleet import Fleet, running_fleet
 from bench.chaos.gaps import Window
-from bench.chaos.health import Leak, Observer
 from bench.chaos.inject import inject
 from bench.chaos.load import Load, Sent
-from bench.chaos.nursery import Nursery
 from bench.chaos.options import ChaosOptions, parse_options
 from bench.chaos.reference import Reference, load_or_make
 from bench.chaos.report import fill, page, values_of
+from bench.chaos.requests import sample_requests
 from bench.chaos.schedule import Fault, faults
 from bench.chaos.setting import Setting, setting_of
-from bench.chaos.specimens import specimens
 from bench.chaos.tally import Tally, tally
+from bench.fleet.fleet import Fleet, running_fleet
+from bench.fleet.fork_server import ForkServer
+from bench.fleet.health import Leak, Observer
 from bench.report.page import write_report
 from bench.targets.command_errors import with_command_errors
 from client.aio import Client
@@ -81,8 +81,8 @@ async def _run(run: Run) -> Tally:
     options = run.options
     run.say(f"starting {options.routers} routers and {options.executors} executors with {run.setting.pool}")
     async with (
-        _nursery(options) as nursery,
-        running_fleet(run.setting.stack, nursery) as fleet,
+        _fork_server(options) as fork_server,
+        running_fleet(run.setting.stack, fork_server) as fleet,
         Client(*fleet.addresses) as client,
         Observer(fleet, run.setting.pool) as observer,
     ):
@@ -103,18 +103,18 @@ async def _run(run: Run) -> Tally:
 
 
 @asynccontextmanager
-async def _nursery(options: ChaosOptions) -> AsyncIterator[Nursery | None]:
+async def _fork_server(options: ChaosOptions) -> AsyncIterator[ForkServer | None]:
     """What processes are copies of, where they are to be."""
     if not options.copies:
         yield None
         return
     options.run_dir.mkdir(parents=True, exist_ok=True)
-    async with Nursery(options.run_dir / "nursery.log") as nursery:
-        yield nursery
+    async with ForkServer(options.run_dir / "fork-server.log") as fork_server:
+        yield fork_server
 
 
 async def _reference(run: Run, client: Client) -> Reference:
-    wanted = list(specimens(run.setting.num_specimens, run.setting.lengths, run.setting.vocabulary_size))
+    wanted = list(sample_requests(run.setting.num_samples, run.setting.lengths, run.setting.vocabulary_size))
     run.say(f"what {len(wanted)} requests bring undisturbed")
     reference = await load_or_make(client, wanted, run.setting.system)
     left_out = f", {reference.num_left_out} left out for a tie" if reference.num_left_out else ""
@@ -179,8 +179,8 @@ async def _one_fault(run: Run, fleet: Fleet, observer: Observer, load: Load, fau
 def _tell(run: Run, sent: Sent) -> None:
     if sent.failed:
         observed = sent.observed
-        why = observed.error or sent.verdict.complaint or "its stream did not end"
-        run.say(f"     request {sent.number} ({observed.specimen.name}, {sent.manner.value}) failed: {why}")
+        why = observed.error or sent.verdict.problem or "its stream did not end"
+        run.say(f"     request {sent.number} ({observed.sample.name}, {sent.manner.value}) failed: {why}")
 
 
 def _circumstances(run: Run, reference: Reference) -> dict[str, str]:

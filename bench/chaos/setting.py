@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.chaos.options import ChaosOptions
-from bench.chaos.specimens import Lengths
-from bench.chaos.tiny_model import write_tiny_model
+from bench.chaos.requests import Lengths
+from bench.fleet.tiny_model import write_tiny_model
 from bench.targets.model import local_model
 from client.stack.options import StackOptions
 from common.model_source import resolve_model
@@ -22,8 +22,8 @@ TOKENS_PER_BLOCK = 16
 TINY_STEP_MS = 12
 TINY_LENGTHS = Lengths(prompt=(8, 60), output=(20, 180))
 LENGTHS = Lengths(prompt=(8, 120), output=(12, 72))
-NUM_TINY_SPECIMENS = 24
-NUM_SPECIMENS = 32
+NUM_TINY_SAMPLES = 24
+NUM_SAMPLES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Setting:
     system: str
     vocabulary_size: int
     lengths: Lengths
-    num_specimens: int
+    num_samples: int
 
 
 @contextmanager
@@ -55,13 +55,13 @@ def setting_of(options: ChaosOptions) -> Iterator[Setting]:
             system=f"{source.name} ({source.revision}) in {DTYPE}",
             vocabulary_size=local_model(model).vocabulary_size,
             lengths=lengths,
-            num_specimens=NUM_TINY_SPECIMENS if options.is_tiny else NUM_SPECIMENS,
+            num_samples=NUM_TINY_SAMPLES if options.is_tiny else NUM_SAMPLES,
         )
 
 
 def _stack(options: ChaosOptions, model: str, lengths: Lengths) -> StackOptions:
     inflight = (sys.executable, "-m", "client.cli.main")
-    paced = (sys.executable, "-m", "bench.chaos.paced", str(TINY_STEP_MS))
+    paced = (sys.executable, "-m", "bench.fleet.paced", str(TINY_STEP_MS))
     return StackOptions(
         executors=options.executors,
         routers=options.routers,

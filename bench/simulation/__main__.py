@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bench.redis.private import private_redis
 from bench.simulation.device import SLOW
 from bench.simulation.faults import FaultRates
 from bench.simulation.population import Population
 from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.witness import Fate
 from bench.simulation.world import SimulationFailed, World, WorldSettings
-from client.stack.redis_server import PrivateRedis
 from executor.scheduler import SchedulerPolicy
 
 SHAPE = ExecutorShape(num_blocks=64, num_seats=8, max_num_tokens=256, context_length=512, cost=SLOW)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         look_s=max(1.0, duration_s / 360),
     )
     population = Population(num_tenants=options.tenants, rate_per_s=options.rate)
-    with tempfile.TemporaryDirectory() as folder, start_redis(Path(folder)) as redis:
+    with tempfile.TemporaryDirectory() as folder, private_redis(Path(folder)) as redis:
         world = World(redis.admin_url, "simulation", settings, population.requests(options.seed, duration_s))
         began_s = time.perf_counter()
         progress = _Progress(duration_s, began_s)
@@ -50,11 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             world.close()
     print(summary(world, duration_s, time.perf_counter() - began_s))
     return 0
-
-
-def start_redis(folder: Path) -> PrivateRedis:
-    """A Redis of our own, by the fastest way to it."""
-    return PrivateRedis.start(folder / "redis.log", unix_socket=folder / "redis.sock")
 
 
 def summary(world: World, simulated_s: float, took_s: float) -> str:

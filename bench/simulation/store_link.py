@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from bench.redis.pipelined import RedisWire
 from bench.redis.wire import command, encode
 from bench.simulation.timeline import Timeline
-from bench.simulation.wire import RedisWire
 from router.store.keys import PoolKeys
 from router.store.lua import load_scripts
 from router.store.replies import Reply, parse_reply, parse_snapshot

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.chaos.tiny_model import NAME as TINY
+from bench.fleet.tiny_model import NAME as TINY
 from bench.soak.soak import SoakOptions, soak
 from bench.targets.command_errors import with_command_errors
 from client.cli.foreground import run_in_foreground

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.chaos.health import leak_of
-from bench.chaos.tiny_model import NAME as TINY
-from bench.chaos.tiny_model import write_tiny_model
+from bench.fleet.health import leak_of
+from bench.fleet.tiny_model import NAME as TINY
+from bench.fleet.tiny_model import write_tiny_model
 from bench.report.page import write_report
 from bench.soak.load import Load
 from bench.soak.outcome import Outcome, page, trends_of, values_of

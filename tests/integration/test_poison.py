@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from inflight.v1 import inference_pb2
 
-from bench.chaos.proxy import Proxy, Weather
+from bench.fleet.proxy import Proxy, Weather
 from client.stack.ports import free_ports
 from executor.launch import PendingStep
 from executor.sequence import StepPlan

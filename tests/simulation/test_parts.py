@@ -8,18 +8,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from bench.redis.pipelined import RedisWire
 from bench.redis.wire import WireError, command
+from bench.scheduling.conversations import Conversations
+from bench.scheduling.fairness import FAIR, FLOODER, ways_to_bear_a_flood
+from bench.scheduling.figures import tokens_per_s, ttft_ms, wait_figures
+from bench.scheduling.lab import Lab
 from bench.simulation.__main__ import main
-from bench.simulation.conversations import Conversations
-from bench.simulation.fairness import FAIR, FLOODER, ways_to_bear_a_flood
 from bench.simulation.faults import FaultKind, FaultRates
-from bench.simulation.figures import tokens_per_s, ttft_ms, wait_figures
-from bench.simulation.lab import Lab
 from bench.simulation.population import Population
 from bench.simulation.push import PushPolicy
 from bench.simulation.timeline import US_PER_S, Process, Timeline
 from bench.simulation.traffic import STOP_ID, SimRequest, heavy_tailed, prompt_of, published
-from bench.simulation.wire import RedisWire
 from bench.simulation.witness import Fate
 from tests.simulation.worlds import make_world
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from inflight.v1 import inference_pb2
 
-from bench.chaos.tiny_model import write_tiny_model
+from bench.fleet.tiny_model import write_tiny_model
 from client.cli.main import main
 from client.sizing.arithmetic import (
     GIBIBYTE,

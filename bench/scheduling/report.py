@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from bench.report.charts import Bar, Line, bars, figure, percentile_curves
 from bench.report.page import Page, Part
 from bench.report.table import UNKNOWN, Spread, Table, shown
-from bench.simulation.figures import Figures
-from bench.simulation.lab import Comparison
+from bench.scheduling.figures import Figures
+from bench.scheduling.lab import Comparison
 
 KIND = "scheduling"
 COLUMNS: dict[str, tuple[Callable[[Figures], float | None], str]] = {

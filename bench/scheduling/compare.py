@@ -1,4 +1,4 @@
-"""`python -m bench.simulation.compare`: the scheduling benchmarks, side by side on equal requests, and their report."""
+"""`python -m bench.scheduling.compare`: the scheduling benchmarks, side by side on equal requests, and their report."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+from bench.redis.private import private_redis
 from bench.report.page import write_report
-from bench.simulation.__main__ import start_redis
-from bench.simulation.comparison_report import KIND, page_of, values_of
-from bench.simulation.experiments import all_comparisons
-from bench.simulation.lab import Comparison, Lab
+from bench.scheduling.experiments import all_comparisons
+from bench.scheduling.lab import Comparison, Lab
+from bench.scheduling.report import KIND, page_of, values_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs everything and writes the report."""
-    parser = argparse.ArgumentParser(prog="python -m bench.simulation.compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.scheduling.compare", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the time that is simulated (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("bench/reports"), help="folder (default: bench/reports)")
@@ -52,7 +52,7 @@ def compare(index: int, seed: int, scale: float) -> Comparison:
     def say(name: str) -> None:
         print(f"{time.perf_counter() - began_s:6.1f} s  {name}", flush=True)
 
-    with tempfile.TemporaryDirectory() as folder, start_redis(Path(folder)) as redis:
+    with tempfile.TemporaryDirectory() as folder, private_redis(Path(folder)) as redis:
         return all_comparisons()[index](Lab(redis.admin_url, seed, scale, say))
 
 

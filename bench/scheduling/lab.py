@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from bench.simulation.figures import Figures
+from bench.scheduling.figures import Figures
 from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.timeline import US_PER_S
 from bench.simulation.traffic import Lengths, SimRequest, one_by_one, poisson_us

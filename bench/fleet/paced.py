@@ -1,4 +1,4 @@
-"""Runs `inflight` with executors whose steps take a while: `python -m bench.chaos.paced 12 executor --listen …`.
+"""Runs `inflight` with executors whose steps take a while: `python -m bench.fleet.paced 12 executor --listen …`.
 
 The tiny model computes a step in half a millisecond; its streams would be over before anything can go wrong with them.
 The first argument is how many milliseconds the engine waits before each step, the rest is `inflight`'s command line.

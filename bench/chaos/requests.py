@@ -31,7 +31,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Specimen:
+class SampleRequest:
     """One request, apart from its id and key. Exactly one of `prompt` and `prompt_ids` is set."""
 
     name: str
@@ -65,7 +65,7 @@ class Specimen:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a specimen brings when nothing goes wrong. `token_ids` also where the client does not read them."""
+    """What a sample brings when nothing goes wrong. `token_ids` also where the client does not read them."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -80,9 +80,9 @@ class Lengths:
     output: tuple[int, int]
 
 
-def specimens(number: int, lengths: Lengths, vocabulary_size: int) -> Iterator[Specimen]:
+def sample_requests(number: int, lengths: Lengths, vocabulary_size: int) -> Iterator[SampleRequest]:
     """So many requests without a stop text, of every kind in turn; always the same."""
-    rng = random.Random("specimens")
+    rng = random.Random("samples")
     words = TEXT.split()
     for index in range(number):
         kind = (Kind.IDS, Kind.TEXT, Kind.IDS, Kind.SAMPLED)[index % 4]
@@ -92,13 +92,13 @@ def specimens(number: int, lengths: Lengths, vocabulary_size: int) -> Iterator[S
         name = f"{kind.value}-{index}"
         if kind is Kind.TEXT:
             prompt = " ".join(rng.choice(words) for _ in range(max(1, num_prompt_tokens // 4)))
-            yield Specimen(name, kind, max_tokens, prompt=prompt)
+            yield SampleRequest(name, kind, max_tokens, prompt=prompt)
         else:
             ids = tuple(rng.randrange(vocabulary_size - 1) for _ in range(num_prompt_tokens))
-            yield Specimen(name, kind, max_tokens, prompt_ids=ids, seed=seed if kind is Kind.SAMPLED else None)
+            yield SampleRequest(name, kind, max_tokens, prompt_ids=ids, seed=seed if kind is Kind.SAMPLED else None)
 
 
-def with_stop(specimen: Specimen, expected: Expected) -> Specimen | None:
+def with_stop(sample: SampleRequest, expected: Expected) -> SampleRequest | None:
     """The same request with a stop text that its output holds, well behind its beginning; None where there is none.
 
     The text may not hold a character that stands for broken ones: what follows might complete it.
@@ -107,24 +107,24 @@ def with_stop(specimen: Specimen, expected: Expected) -> Specimen | None:
     for at in range(len(text) // 2, len(text) - 3):
         stop = text[at : at + 3]
         if "\N{REPLACEMENT CHARACTER}" not in stop and text.index(stop) == at:
-            return Specimen(
-                f"stop-{specimen.name}",
+            return SampleRequest(
+                f"stop-{sample.name}",
                 Kind.STOP,
-                specimen.max_tokens,
-                specimen.prompt,
-                specimen.prompt_ids,
+                sample.max_tokens,
+                sample.prompt,
+                sample.prompt_ids,
                 stop,
-                specimen.seed,
+                sample.seed,
             )
     return None
 
 
-def continued(specimen: Specimen, expected: Expected, num_tokens: int) -> Specimen:
+def continued(sample: SampleRequest, expected: Expected, num_tokens: int) -> SampleRequest:
     """The rest of a greedy request as a request of its own: its beginning is computed as a prompt."""
-    assert specimen.prompt_ids is not None
-    return Specimen(
-        f"{specimen.name} behind {num_tokens}",
+    assert sample.prompt_ids is not None
+    return SampleRequest(
+        f"{sample.name} behind {num_tokens}",
         Kind.IDS,
         len(expected.token_ids) - num_tokens,
-        prompt_ids=specimen.prompt_ids + expected.token_ids[:num_tokens],
+        prompt_ids=sample.prompt_ids + expected.token_ids[:num_tokens],
     )

@@ -10,8 +10,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from bench.simulation.figures import Figures, measured, tokens_per_s, wait_figures
-from bench.simulation.lab import ROOMY, Comparison, Lab, Mode, change
+from bench.scheduling.figures import Figures, measured, tokens_per_s, wait_figures
+from bench.scheduling.lab import ROOMY, Comparison, Lab, Mode, change
 from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.traffic import SimRequest, heavy_tailed, one_by_one
 from bench.simulation.witness import Record

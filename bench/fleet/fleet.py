@@ -15,10 +15,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.chaos.nursery import Nursery
-from bench.chaos.proxy import Proxy
-from bench.chaos.redis_process import NAME as REDIS
-from bench.chaos.redis_process import RedisProcess
+from bench.fleet.fork_server import ForkServer
+from bench.fleet.proxy import Proxy
+from bench.fleet.redis_process import NAME as REDIS
+from bench.fleet.redis_process import RedisProcess
 from client.stack.local import (
     EXECUTOR_SERVICE,
     REDIS_URL_VARIABLE,
@@ -134,12 +134,12 @@ class Fleet:
 
 
 @asynccontextmanager
-async def running_fleet(options: StackOptions, nursery: Nursery | None = None) -> AsyncIterator[Fleet]:
+async def running_fleet(options: StackOptions, fork_server: ForkServer | None = None) -> AsyncIterator[Fleet]:
     """A fleet of the size that `options` say, whole when it is there; nothing is left of it afterwards.
 
-    With a nursery its processes are copies of that one.
+    With a fork server its processes are forked from that one.
     """
-    fleet = _laid_out(options, _begin_by(nursery))
+    fleet = _laid_out(options, _begin_by(fork_server))
     options.run_dir.mkdir(parents=True, exist_ok=True)
     try:
         for proxy in fleet.proxies:
@@ -224,15 +224,15 @@ def _router(
     return Member(name, "router", address, start)
 
 
-def _begin_by(nursery: Nursery | None) -> Begin:
+def _begin_by(fork_server: ForkServer | None) -> Begin:
     """How a process is started: as usual, or as a copy."""
-    if nursery is None:
+    if fork_server is None:
         return ChildProcess.start
 
     async def begin(
         name: str, role: str, address: str, command: Sequence[str], log_file: Path, environment: Mapping[str, str]
     ) -> ChildProcess:
-        copy = await nursery.start(command, log_file, environment)
+        copy = await fork_server.start(command, log_file, environment)
         return ChildProcess(name, role, address, log_file, copy)
 
     return begin

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from bench.chaos.fleet import Fleet
+from bench.fleet.fleet import Fleet
 from client.aio import Client
 from client.errors import InflightError
 from router.store.connection import connect

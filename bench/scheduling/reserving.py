@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.simulation.figures import Figures, measured
-from bench.simulation.lab import Comparison, Lab, Mode, change
+from bench.scheduling.figures import Figures, measured
+from bench.scheduling.lab import Comparison, Lab, Mode, change
 from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.timeline import US_PER_S
 from bench.simulation.traffic import Lengths, SimRequest, heavy_tailed, one_by_one, prompt_of, published

@@ -1,7 +1,8 @@
-"""Starts Python processes as copies of one that has loaded its code already: in a tenth of a second instead of ten.
+"""A fork server: Python processes as copies of one that has loaded its code, in a tenth of a second instead of ten.
 
-For short runs, in which a process that dies is to be back soon. The copies are processes like any other, with an id, a
-session and memory of their own; they end with the nursery, which ends with us. `python -m MODULE …` is all they can be.
+For short runs, in which a process that dies has to be back soon. The copies are processes like any other, with an id, a
+session and memory of their own. They end with the fork server, which ends with this process. They can only be
+`python -m MODULE …`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CHUNK_BYTES = 64 * 1024
 
 
 class Copy:
-    """A process from the nursery; as asyncio's processes are."""
+    """A forked process, with the interface of asyncio's processes."""
 
     def __init__(self) -> None:
         self.pid = 0
@@ -51,8 +52,8 @@ class Copy:
         return self.returncode
 
 
-class Nursery:
-    """The process that is copied. `async with Nursery(log_file) as nursery`; Linux only."""
+class ForkServer:
+    """The process that is copied. `async with ForkServer(log_file) as fork_server`; Linux only."""
 
     def __init__(self, log_file: Path) -> None:
         self._log_file = log_file
@@ -61,7 +62,7 @@ class Nursery:
 
     async def __aenter__(self) -> Self:
         ours, theirs = socket.socketpair()
-        command = guarded([sys.executable, "-m", "bench.chaos.nursery", str(theirs.fileno())])
+        command = guarded([sys.executable, "-m", "bench.fleet.fork_server", str(theirs.fileno())])
         with self._log_file.open("wb") as log, theirs:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
@@ -74,7 +75,7 @@ class Nursery:
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             await reader.readline()  # it has loaded everything
-        self._following = asyncio.create_task(self._follow(reader), name="nursery")
+        self._following = asyncio.create_task(self._follow(reader), name="fork-server")
         return self
 
     async def __aexit__(

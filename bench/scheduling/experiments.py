@@ -51,8 +51,8 @@ def prefix_affinity(lab: Lab) -> Comparison:
         requests = chats.requests(lab.seed, duration_s, names_prefixes=names_prefixes)
         world = lab.run(f"affinity {name}", settings, requests)
         figures = measured(world)
-        cached = sum(record.cached_tokens for record in world.witness.records.values())
-        asked = sum(len(record.request.prompt) for record in world.witness.records.values())
+        cached = sum(record.cached_tokens for record in world.checker.records.values())
+        asked = sum(len(record.request.prompt) for record in world.checker.records.values())
         modes.append(
             Mode(name, replace(figures, extra={**figures.extra, "prompt tokens cached %": 100 * cached / asked}))
         )
@@ -79,7 +79,7 @@ def deadlines(lab: Lab) -> Comparison:
     for name, tells in [("told", True), ("not told", False)]:
         told = [replace(request, tells_deadline=tells) for request in requests]
         world = lab.run(f"deadlines {name}", settings, told)
-        extra = deadline_figures(world, world.witness.records.values())
+        extra = deadline_figures(world, world.checker.records.values())
         modes.append(Mode(name, replace(measured(world), extra=extra)))
     with_refusal, without = (mode.figures.extra for mode in modes)
     found = (

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from bench.scheduling.figures import Figures, measured, tokens_per_s, wait_figures
 from bench.scheduling.lab import ROOMY, Comparison, Lab, Mode, change
+from bench.simulation.invariants import Record
 from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.traffic import SimRequest, heavy_tailed, one_by_one
-from bench.simulation.witness import Record
 from bench.simulation.world import World, WorldSettings
 from router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
 
@@ -89,7 +89,7 @@ def ways_to_bear_a_flood(lab: Lab, duration_s: float) -> list[Way]:
 
 def _figures(world: World) -> Figures:
     figures = measured(world, _is_of_nine)
-    records = world.witness.records.values()
+    records = world.checker.records.values()
     tenth = tokens_per_s(world, [record for record in records if record.request.request_id.startswith(TENTH)])
     return replace(figures, extra={**wait_figures(world, filter(_is_of_nine, records)), "tenth's tokens/s": tenth})
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from bench.measures.run import percentile, quantiles
+from bench.simulation.invariants import Record, RequestOutcome
 from bench.simulation.timeline import US_PER_MS, US_PER_S
-from bench.simulation.witness import Fate, Record
 from bench.simulation.world import World
 
 # Of the window in which requests arrive: what comes before fills an empty system.
@@ -32,12 +32,12 @@ def measured(world: World, counts: Callable[[Record], bool] = lambda record: Tru
     """The figures of a run, over the requests that count."""
     duration_us = round(world.settings.duration_s * US_PER_S)
     begin_us, end_us = world.begin_us + round(WARM_FRACTION * duration_us), world.begin_us + duration_us
-    records = [one for one in world.witness.records.values() if one.arrived_us >= begin_us and counts(one)]
+    records = [one for one in world.checker.records.values() if one.arrived_us >= begin_us and counts(one)]
     waits_ms = [wait for one in records if (wait := ttft_ms(one, end_us)) is not None]
-    gaps_ms = [gap / US_PER_MS for gap in world.witness.gaps_us]
+    gaps_ms = [gap / US_PER_MS for gap in world.checker.gaps_us]
     return Figures(
         num_requests=len(records),
-        output_tokens_per_s=world.witness.tokens_between(begin_us, end_us) / ((end_us - begin_us) / US_PER_S),
+        output_tokens_per_s=world.checker.tokens_between(begin_us, end_us) / ((end_us - begin_us) / US_PER_S),
         ttft_p50_ms=percentile(waits_ms, 0.5),
         ttft_p99_ms=percentile(waits_ms, 0.99),
         inter_token_p50_ms=percentile(gaps_ms, 0.5),
@@ -51,7 +51,7 @@ def ttft_ms(record: Record, end_us: int) -> float | None:
     """Until its first token; for one that still waits at the end, so far. None where it was refused or dropped."""
     if record.first_token_us is not None:
         return (record.first_token_us - record.arrived_us) / US_PER_MS
-    return None if record.fate is not None else (end_us - record.arrived_us) / US_PER_MS
+    return None if record.outcome is not None else (end_us - record.arrived_us) / US_PER_MS
 
 
 def wait_figures(world: World, records: Iterable[Record]) -> dict[str, float]:
@@ -84,7 +84,7 @@ def deadline_figures(world: World, records: Iterable[Record]) -> dict[str, float
         deadline_ms = record.request.first_token_deadline_ms
         assert deadline_ms is not None
         due_us = record.arrived_us + deadline_ms * US_PER_MS
-        refused += record.fate is Fate.REFUSED
+        refused += record.outcome is RequestOutcome.REFUSED
         kept += record.first_token_us is not None and record.first_token_us <= due_us
         late += record.first_token_us is not None and record.first_token_us > due_us
         dead += record.boarded_us is not None and record.boarded_us > due_us
@@ -110,5 +110,5 @@ def _waste(world: World) -> dict[str, float]:
         "preemptions": float(sum(scheduler.num_preemptions for scheduler in schedulers)),
         "recomputed %": 100 * recomputed / computed if computed else 0.0,
         "computed tokens": float(computed),
-        "tokens per step": world.witness.num_tokens / steps if steps else 0.0,
+        "tokens per step": world.checker.num_tokens / steps if steps else 0.0,
     }

@@ -132,7 +132,7 @@ def _run(
 def _speed_after(world: World, change_us: int) -> float:
     begin_us = world.begin_us + change_us
     end_us = world.begin_us + round(world.settings.duration_s * US_PER_S)
-    return world.witness.tokens_between(begin_us, end_us) / ((end_us - begin_us) / US_PER_S)
+    return world.checker.tokens_between(begin_us, end_us) / ((end_us - begin_us) / US_PER_S)
 
 
 def _gain(ours: Figures, theirs: Figures) -> str:

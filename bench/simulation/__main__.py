@@ -13,9 +13,9 @@ from pathlib import Path
 from bench.redis.private import private_redis
 from bench.simulation.device import SLOW
 from bench.simulation.faults import FaultRates
+from bench.simulation.invariants import RequestOutcome
 from bench.simulation.population import Population
 from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.witness import Fate
 from bench.simulation.world import SimulationFailed, World, WorldSettings
 from executor.scheduler import SchedulerPolicy
 
@@ -54,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def summary(world: World, simulated_s: float, took_s: float) -> str:
     """The run in one line."""
-    witness, settings = world.witness, world.settings
-    fates = " ".join(f"{fate.value}={witness.fates[fate]}" for fate in Fate)
-    waits = max(witness.longest_wait_us.values(), default=0) / 1e6
+    checker, settings = world.checker, world.settings
+    outcomes = " ".join(f"{outcome.value}={checker.outcomes[outcome]}" for outcome in RequestOutcome)
+    waits = max(checker.longest_wait_us.values(), default=0) / 1e6
     return (
         f"simulation: held seed={settings.seed} executors={settings.num_executors} routers={settings.num_routers} "
-        f"simulated_s={simulated_s:g} took_s={took_s:.1f} requests={len(witness.records)} {fates} "
-        f"tokens={witness.num_tokens} faults={sum(world.num_faults.values())} calls={world.link.num_calls} "
+        f"simulated_s={simulated_s:g} took_s={took_s:.1f} requests={len(checker.records)} {outcomes} "
+        f"tokens={checker.num_tokens} faults={sum(world.num_faults.values())} calls={world.link.num_calls} "
         f"events={world.timeline.num_steps} longest_wait_s={waits:.2f}"
     )
 

@@ -14,10 +14,10 @@ from itertools import chain
 
 from bench.simulation.bounds import StepBound
 from bench.simulation.device import H200, ModelledDevice, StepCost
+from bench.simulation.invariants import InvariantChecker
 from bench.simulation.session import Session
 from bench.simulation.timeline import US_PER_S, Process, Timeline
 from bench.simulation.traffic import STOP_ID, SimRequest
-from bench.simulation.witness import Witness
 from executor.admission import Refusal
 from executor.blocks import BlockPool
 from executor.engine import Engine
@@ -73,7 +73,13 @@ class SimExecutor:
     """One start of an executor."""
 
     def __init__(
-        self, executor_id: str, generation: int, shape: ExecutorShape, timeline: Timeline, witness: Witness, seed: int
+        self,
+        executor_id: str,
+        generation: int,
+        shape: ExecutorShape,
+        timeline: Timeline,
+        checker: InvariantChecker,
+        seed: int,
     ) -> None:
         self.executor_id = executor_id
         self.generation = generation
@@ -81,7 +87,7 @@ class SimExecutor:
         self.process = Process(timeline)
         self.sessions: list[Session] = []
         self._timeline = timeline
-        self._witness = witness
+        self._checker = checker
         self._random = random.Random(f"{seed}/{executor_id}/{generation}")
         self._requests: dict[str, SimRequest] = {}
         self.device = ModelledDevice(shape.cost, lambda request_id, offset: self._requests[request_id].token(offset))
@@ -193,7 +199,7 @@ class SimExecutor:
         """See `ExecutorService.on_output`."""
         for sequence in output.accepted:
             session = self.session_of[sequence] = self._offered.pop(sequence)
-            self._witness.taken(sequence.request_id, sequence.attempt, self.executor_id, self.generation)
+            self._checker.taken(sequence.request_id, sequence.attempt, self.executor_id, self.generation)
             session.accepted(sequence)
         for sequence, refusal in output.rejected:
             self._reject(sequence, refusal)

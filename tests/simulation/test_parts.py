@@ -16,11 +16,11 @@ from bench.scheduling.figures import tokens_per_s, ttft_ms, wait_figures
 from bench.scheduling.lab import Lab
 from bench.simulation.__main__ import main
 from bench.simulation.faults import FaultKind, FaultRates
+from bench.simulation.invariants import RequestOutcome
 from bench.simulation.population import Population
 from bench.simulation.push import PushPolicy
 from bench.simulation.timeline import US_PER_S, Process, Timeline
 from bench.simulation.traffic import STOP_ID, SimRequest, heavy_tailed, prompt_of, published
-from bench.simulation.witness import Fate
 from tests.simulation.worlds import make_world
 
 
@@ -151,7 +151,7 @@ def test_placing_on_arrival_serves_everybody_too(redis_url: str, pool: str, push
     world = make_world(redis_url, pool, 1, requests=requests, duration_s=40, num_routers=1, push=push)
     world.run_window()
     world.close()
-    assert world.witness.fates == {Fate.COMPLETED: 50}
+    assert world.checker.outcomes == {RequestOutcome.COMPLETED: 50}
 
 
 def test_command_says_in_one_line_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +166,7 @@ def test_first_token_waits_in_line_in_standby_and_for_its_prompt(redis_url: str,
     world.run()
     world.close()
 
-    [record] = world.witness.records.values()
+    [record] = world.checker.records.values()
     waits = wait_figures(world, [record])
     assert [name for name in waits if name.endswith("p99 ms")] == [
         "in line p99 ms",

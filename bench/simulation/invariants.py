@@ -23,7 +23,7 @@ class InvariantViolation(AssertionError):
     """Something happened that must not."""
 
 
-class Fate(Enum):
+class RequestOutcome(Enum):
     """How a request ended, as its client saw it."""
 
     COMPLETED = "completed"
@@ -49,7 +49,7 @@ class Record:
     first_token_us: int | None = None
     last_token_us: int | None = None
     ended_us: int | None = None
-    fate: Fate | None = None
+    outcome: RequestOutcome | None = None
     reason: str = ""
     num_tokens: int = 0
     num_placements: int = 0
@@ -59,12 +59,12 @@ class Record:
 
 
 @dataclass(slots=True)
-class Witness:
+class InvariantChecker:
     """Everything that clients and executors saw."""
 
     records: dict[str, Record] = field(default_factory=dict)
     gaps_us: list[int] = field(default_factory=list)
-    fates: Counter[Fate] = field(default_factory=Counter)
+    outcomes: Counter[RequestOutcome] = field(default_factory=Counter)
     num_tokens: int = 0
     tokens_of_second: Counter[int] = field(default_factory=Counter)
     num_accepted_attempts: int = 0
@@ -92,7 +92,7 @@ class Witness:
     def delivered(self, record: Record, offset: int, token_id: int, now_us: int) -> None:
         """A token reached the client."""
         request = record.request
-        self.require(record.fate is None, f"{request.request_id}: token {offset} after its end")
+        self.require(record.outcome is None, f"{request.request_id}: token {offset} after its end")
         self.require(offset == record.num_tokens, f"{request.request_id}: token {offset}, not {record.num_tokens}")
         expected = request.token(offset)
         self.require(token_id == expected, f"{request.request_id}: token {offset} is {token_id}, not {expected}")
@@ -105,18 +105,18 @@ class Witness:
         self.num_tokens += 1
         self.tokens_of_second[now_us // US_PER_S] += 1
 
-    def ended(self, record: Record, fate: Fate, now_us: int, reason: str = "") -> None:
+    def ended(self, record: Record, outcome: RequestOutcome, now_us: int, reason: str = "") -> None:
         """The client is told the end."""
         request = record.request
-        was = record.fate and record.fate.value
-        self.require(record.fate is None, f"{request.request_id} ended twice: {was}, then {fate.value}")
-        if fate is Fate.COMPLETED:
+        was = record.outcome and record.outcome.value
+        self.require(record.outcome is None, f"{request.request_id} ended twice: {was}, then {outcome.value}")
+        if outcome is RequestOutcome.COMPLETED:
             whole = record.num_tokens == request.num_output
             self.require(whole, f"{request.request_id}: {record.num_tokens} tokens of {request.num_output}")
-        if fate is Fate.CANCELLED:
+        if outcome is RequestOutcome.CANCELLED:
             self.require(record.may_be_cancelled, f"{request.request_id} was cancelled and nobody asked for it")
-        record.fate, record.ended_us, record.reason = fate, now_us, reason
-        self.fates[fate] += 1
+        record.outcome, record.ended_us, record.reason = outcome, now_us, reason
+        self.outcomes[outcome] += 1
 
     def boarded(self, record: Record, now_us: int) -> None:
         """Its sequence took a seat for the first time."""
@@ -163,14 +163,14 @@ class Witness:
         """Σ states = submitted: whoever has not ended is served by exactly one router."""
         twice = [request_id for request_id, count in open_ids.items() if count > 1]
         self.require(not twice, f"served by several routers: {twice[:5]}")
-        not_ended = {request_id for request_id, record in self.records.items() if record.fate is None}
+        not_ended = {request_id for request_id, record in self.records.items() if record.outcome is None}
         lost = sorted(not_ended - open_ids.keys())
         self.require(not lost, f"nobody serves, and no end: {lost[:5]}")
-        self.require(sum(self.fates.values()) + len(not_ended) == len(self.records), f"fates: {self.fates}")
+        self.require(sum(self.outcomes.values()) + len(not_ended) == len(self.records), f"outcomes: {self.outcomes}")
 
     def nothing_left(self, snapshot: Snapshot) -> None:
         """After everything: all requests ended, nothing waits, nothing is reserved."""
-        unended = [request_id for request_id, record in self.records.items() if record.fate is None]
+        unended = [request_id for request_id, record in self.records.items() if record.outcome is None]
         self.require(not unended, f"{len(unended)} requests without an end: {unended[:5]}")
         self.require(sum(snapshot.num_waiting) == 0, f"waiting in the ledger: {snapshot.num_waiting}")
         held = {one.executor_id: one.reserved_blocks for one in snapshot.executors if one.reserved_blocks}

@@ -30,9 +30,9 @@ from bench.fleet.fork_server import ForkServer
 from bench.fleet.health import Leak, Observer
 from bench.report.page import write_report
 from bench.targets.command_errors import with_command_errors
-from client.aio import Client
-from client.cli.foreground import run_in_foreground
-from client.cli.outcome import EXIT_FAILURE
+from inflight.aio import Client
+from inflight.cli.foreground import run_in_foreground
+from inflight.cli.outcome import EXIT_FAILURE
 
 LEAK_TIMEOUT_S = 30.0
 

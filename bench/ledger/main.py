@@ -28,7 +28,7 @@ from bench.ledger.traffic import TrafficError
 from bench.redis.wire import WireError
 from bench.report.page import write_report
 from bench.report.table import Table
-from client.stack.redis_server import PrivateRedis, RedisStartError
+from inflight.local.redis_server import PrivateRedis, RedisStartError
 from router.store.keys import PoolKeys
 
 POOL = "bench-admission"

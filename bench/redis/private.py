@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from client.stack.redis_server import PrivateRedis
+from inflight.local.redis_server import PrivateRedis
 
 
 def private_redis(folder: Path) -> PrivateRedis:

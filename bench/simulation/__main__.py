@@ -17,7 +17,7 @@ from bench.simulation.invariants import RequestOutcome
 from bench.simulation.population import Population
 from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.world import SimulationFailed, World, WorldSettings
-from executor.scheduler import SchedulerPolicy
+from executor.scheduler.scheduler import SchedulerPolicy
 
 SHAPE = ExecutorShape(num_blocks=64, num_seats=8, max_num_tokens=256, context_length=512, cost=SLOW)
 PROGRESS_S = 5.0

@@ -26,11 +26,11 @@ from bench.soak.readings import REDIS, Readings
 from bench.targets.model import local_model
 from bench.workloads.generate import shaped_requests
 from bench.workloads.shapes import Shape
-from client.aio import Client
-from client.cli.outcome import EXIT_FAILURE
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
-from client.stack.state import read_state
+from inflight.aio import Client
+from inflight.cli.outcome import EXIT_FAILURE
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
+from inflight.local.state import read_state
 
 SHAPE = Shape(num_requests=400, prompt_tokens=(8, 96), output_tokens=(4, 64))
 # Of a soak by number: many requests, so that what a request leaves behind adds up soon.

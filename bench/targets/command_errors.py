@@ -7,10 +7,10 @@ from typing import Any
 
 from bench.targets.target import TargetError
 from bench.workloads.plan import WorkloadError
-from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words
-from client.errors import InflightError
-from client.stack.local import StackError
 from common.model_source import ModelError
+from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words
+from inflight.errors import InflightError
+from inflight.local.stack import StackError
 
 
 async def with_command_errors(command: Coroutine[Any, Any, int], address: str | None = None) -> int:

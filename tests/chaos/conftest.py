@@ -13,8 +13,8 @@ from bench.fleet.fleet import running_fleet
 from bench.fleet.fork_server import ForkServer
 from bench.fleet.health import Observer
 from bench.fleet.tiny_model import NAME, write_tiny_model
-from client.aio import Client
-from client.stack.options import StackOptions
+from inflight.aio import Client
+from inflight.local.options import StackOptions
 from tests.chaos.system import PATIENCE_S, System
 
 

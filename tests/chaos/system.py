@@ -14,8 +14,8 @@ from bench.chaos.observed import Observed, judge
 from bench.chaos.requests import Expected, Kind, SampleRequest
 from bench.fleet.fleet import Fleet, Member
 from bench.fleet.health import Leak, Observer
-from client.aio import Client
-from client.aio_stream import Stream
+from inflight.aio import Client
+from inflight.aio_stream import Stream
 
 # Nothing here takes so long unless it hangs: a limit of liveness, not a bound.
 PATIENCE_S = 90.0

@@ -16,8 +16,8 @@ from bench.chaos.requests import Expected, Kind, SampleRequest
 from bench.chaos.schedule import Fault, FaultKind, faults
 from bench.chaos.tally import Tally, tally
 from bench.fleet.health import Leak
-from client.errors import InflightError
-from client.events import Accepted, Delta, Done, Finished, FinishReason, Timing, Usage
+from inflight.errors import InflightError
+from inflight.events import Accepted, Delta, Done, Finished, FinishReason, Timing, Usage
 
 IDS = SampleRequest("ids-0", Kind.IDS, 6, prompt_ids=(1, 2))
 TEXT = SampleRequest("text-1", Kind.TEXT, 6, prompt="a b")

@@ -1,9 +1,9 @@
-"""What the host's part of a step costs: microseconds per step, with a device that takes no time.
+"""The cost of the host's part of a step: microseconds per step, with a device that takes no time.
 
     python -m bench.engine.host_time [--sequences 64 256] [--steps 400]
 
-Scheduler, packing, sampling parameters, retirement and the frame for the router are timed apart; everybody decodes, and
-a sequence that ends is replaced at once. What is left is Python and numpy.
+Scheduler, packing, sampling parameters, retirement and the frame for the router are timed separately. Every sequence
+decodes, and one that ends is replaced at once. What remains is Python and numpy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import time
 from collections.abc import Sequence as SequenceOf
 
+from bench.report.table import Table
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
 from executor.scheduler.sequence import Sampling, Sequence, StepOutcome, StepPlan, StepResult, Stopping
@@ -47,7 +48,6 @@ class HostLoop:
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
     def fill(self, count: int) -> None:
-        """Offers so many sequences."""
         for _ in range(count):
             self._num_made += 1
             sequence = Sequence(
@@ -97,7 +97,7 @@ class HostLoop:
 
 
 def measure(num_sequences: int, num_steps: int) -> dict[str, float]:
-    """Microseconds per step of each part, once everybody decodes."""
+    """Microseconds per step of each part, once every sequence decodes."""
     loop = HostLoop(num_sequences)
     loop.fill(num_sequences)
     for _ in range(50):
@@ -109,16 +109,17 @@ def measure(num_sequences: int, num_steps: int) -> dict[str, float]:
 
 
 def main(argv: SequenceOf[str] | None = None) -> int:
-    """Prints a line for each number of sequences."""
-    parser = argparse.ArgumentParser(description="What the host's part of a step costs.")
+    """Prints a row for each number of sequences."""
+    parser = argparse.ArgumentParser(description="The cost of the host's part of a step.")
     parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256], help="sequences that decode")
     parser.add_argument("--steps", type=int, default=400, help="steps to measure")
     arguments = parser.parse_args(argv)
-    print("microseconds per step")
-    print(f"{'sequences':>9}" + "".join(f"{part:>10}" for part in (*PARTS, "total")))
+    rows = []
     for num_sequences in arguments.sequences:
         parts = measure(num_sequences, arguments.steps)
-        print(f"{num_sequences:>9}" + "".join(f"{value:>10.0f}" for value in (*parts.values(), sum(parts.values()))))
+        rows.append([str(num_sequences), *(f"{value:.0f}" for value in (*parts.values(), sum(parts.values())))])
+    print("microseconds per step")
+    print(Table(["sequences", *PARTS, "total"], rows).text())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Complaint 10: while there is work of a higher class, that of a lower one is never served."""
+"""Problem 10: while there is work of a higher class, work of a lower class is never served."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A real scheduler that a real ledger sends its work to, turn by turn: a turn is a step of 20 ms of the ledger's time.
+"""A real scheduler fed by a real ledger, in turns: a turn is a step of 20 ms of the ledger's time.
 
-The device is missing; each sequence ends after as many tokens as its request was submitted with.
+There is no device. Each sequence ends after the number of tokens that its request was submitted with.
 """
 
 from __future__ import annotations

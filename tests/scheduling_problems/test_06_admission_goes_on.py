@@ -1,4 +1,4 @@
-"""Complaint 6: nobody is admitted any more, for good, while the engine reports that all is well."""
+"""Problem 6: admission stops for good, while the engine reports that all is well."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from executor.scheduler.limits import Overcommit, SchedulerPolicy
 from executor.scheduler.scheduler import Batching, SchedulerLimits
 from router.store.types import Attempt, Demand, Placement
-from tests.complaints.served_line import Asked, open_line
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
+from tests.scheduling_problems.served_line import Asked, open_line
 from tests.store_pool import SETTINGS, StorePool
 
 CROWDED = replace(

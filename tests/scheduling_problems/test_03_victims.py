@@ -1,4 +1,4 @@
-"""Complaint 3: whoever came last is thrown out, with whatever was computed for it, though another would cost less."""
+"""Problem 3: the latest request is preempted and loses its work, although another would cost less."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from executor.scheduler.limits import Overcommit, SchedulerPolicy
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import Sequence
-from tests.complaints.test_02_ping_pong import crowd
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
+from tests.scheduling_problems.test_02_ping_pong import crowd
 
 TIGHT = replace(
     LIMITS,

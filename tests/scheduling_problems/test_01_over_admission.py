@@ -1,4 +1,4 @@
-"""Complaint 1: a long prompt is let in when its first chunk fits; too many come, and most is computed twice."""
+"""Problem 1: a request is admitted when the first chunk of its prompt fits, so that too many are admitted and recomputed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from executor.scheduler.limits import SchedulerPolicy
 from executor.scheduler.scheduler import Refusal, Scheduler
 from executor.scheduler.sequence import Sequence
-from tests.complaints.served_line import Asked, open_line
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, step
+from tests.scheduling_problems.served_line import Asked, open_line
 from tests.store_pool import StorePool
 
 MANY_SEATS = replace(LIMITS, max_num_sequences=8, num_standby_sequences=0, max_num_tokens=16, context_length=128)

@@ -1,4 +1,4 @@
-"""Complaint 4: a request that was preempted has to stand at the end of the line, behind those who came after it."""
+"""Problem 4: a preempted request goes to the end of the queue, behind requests that arrived later."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from executor.scheduler.limits import Overcommit, SchedulerPolicy
 from executor.scheduler.scheduler import Scheduler
 from router.store.types import Demand, Placement, Queued
-from tests.complaints.served_line import Asked, open_line
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
+from tests.scheduling_problems.served_line import Asked, open_line
 from tests.store_pool import StorePool
 
 TIGHT = replace(

@@ -1,4 +1,4 @@
-"""Complaint 12: requests have no deadline on the server; what its client has given up is computed to its end."""
+"""Problem 12: requests have no deadline on the server, and abandoned requests are computed to their end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from executor.scheduler.scheduler import Scheduler
 from inflight.v1 import inference_pb2, types_pb2
 from router.store.types import Demand, Dropped, DropReason
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
-from tests.complaints.test_07_long_prompts import LIMITS, long_sequence
 from tests.integration.test_requests import collect, ids_of, rest
 from tests.modelled_device import Ride
+from tests.scheduling_problems.test_07_long_prompts import LIMITS, long_sequence
 from tests.store_pool import StorePool
 
 ONE_SEAT = ExecutorShape(max_num_sequences=1)

@@ -1,4 +1,4 @@
-"""Complaint 7: while a long prompt is computed, the answers of all others stand still."""
+"""Problem 7: the prefill of a long prompt stalls the streams of all other requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Complaint 9: priority orders the line, but when every seat is taken by others it changes nothing."""
+"""Problem 9: priority orders the queue, but has no effect when all seats are taken."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from executor.scheduler.limits import SchedulerPolicy
 from router.store.types import Attempt, Demand, Placement, PreemptAsked, Queued
-from tests.complaints.served_line import Asked, open_line
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
+from tests.scheduling_problems.served_line import Asked, open_line
 from tests.store_pool import SETTINGS, StorePool
 
 PREEMPTING = replace(SETTINGS, preempt_for_priority=True)

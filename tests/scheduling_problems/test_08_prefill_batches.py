@@ -1,4 +1,4 @@
-"""Complaint 8: so many prompts are put into one step that the first of them waits until the last is computed."""
+"""Problem 8: so many prompts share a step that the first waits until the last is computed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from executor.engine.step_time import StepLoad
 from executor.scheduler.sequence import Sequence
-from tests.complaints.test_07_long_prompts import LIMITS, arrive
 from tests.modelled_device import Ride, step_seconds
+from tests.scheduling_problems.test_07_long_prompts import LIMITS, arrive
 
 NUM_PROMPTS, NUM_TOKENS = 24, 256
 SEATS = replace(LIMITS, max_num_sequences=NUM_PROMPTS, context_length=1024)

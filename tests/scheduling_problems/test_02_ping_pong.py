@@ -1,4 +1,4 @@
-"""Complaint 2: a sequence comes back only to be thrown out again, over and over, and the computing is for nothing."""
+"""Problem 2: a sequence is preempted again and again, and its work is recomputed each time."""
 
 from __future__ import annotations
 

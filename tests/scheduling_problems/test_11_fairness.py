@@ -1,12 +1,12 @@
-"""Complaint 11: a tenant that sends very much is served as much as it sends, and the others wait behind it."""
+"""Problem 11: the tenant that sends most is served most, and the others wait behind it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from router.store.types import TenantLimits
-from tests.complaints.served_line import Asked, ServedLine, open_line
 from tests.scheduling import LIMITS, make_scheduler
+from tests.scheduling_problems.served_line import Asked, ServedLine, open_line
 from tests.store_pool import StorePool
 
 TWO_SEATS = replace(LIMITS, num_standby_sequences=0, max_num_tokens=32)

@@ -1,12 +1,12 @@
-"""Complaint 5: one request that does not fit now stands at the head of the line, and nobody behind it is served."""
+"""Problem 5: a request that does not fit blocks the head of the queue, and no request behind it is served."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from router.store.types import Attempt, Demand
-from tests.complaints.served_line import Asked, open_line
 from tests.scheduling import LIMITS, make_scheduler
+from tests.scheduling_problems.served_line import Asked, open_line
 from tests.store_pool import SETTINGS, StorePool
 
 FOUR_PASS = replace(SETTINGS, max_bypass=4)

@@ -80,7 +80,7 @@ async def compare(started: Field, options: BenchOptions, name: str, progress: Pr
 
 
 async def _run(started: Field, target: Target, workload: Workload, number: int, progress: Progress) -> Run | None:
-    """One run. A peer that breaks is left out from then on; a target of ours that breaks ends the benchmark."""
+    """One run. A peer that breaks is left out from then on; any other target that breaks ends the benchmark."""
     try:
         return await target.run(workload, number, progress.advance)
     except TargetError as error:

@@ -48,7 +48,6 @@ class Load:
 
 
 def guidellm_command(program: Path, load: Load, target: str, tokenizer: Path, report: Path) -> list[str]:
-    """GuideLLM's command line."""
     data = f"prompt_tokens={load.prompt_tokens},output_tokens={load.output_tokens}"
     return [
         *(str(program), "run", "--disable-console-interactive"),

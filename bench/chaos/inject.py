@@ -1,4 +1,4 @@
-"""Makes a fault happen to a fleet, for as long as it lasts."""
+"""Injection of faults into a fleet, for as long as they last."""
 
 from __future__ import annotations
 

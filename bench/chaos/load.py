@@ -32,7 +32,7 @@ MAX_RETRY_S = 2.0
 
 
 class Manner(Enum):
-    """How a client treats its request. The library gives each a key of its own, but for one that bears an id."""
+    """How a client treats its request. The library gives each request a key, except one that has an id."""
 
     READ = "read"
     WATCH_QUEUE = "watch-queue"
@@ -74,7 +74,6 @@ class Load:
                 group.create_task(self._send_on(random.Random(f"load/{self.seed}/{index}")))
 
     def stop(self) -> None:
-        """No more requests."""
         self.is_stopping = True
 
     async def _send_on(self, rng: random.Random) -> None:

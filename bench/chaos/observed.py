@@ -38,11 +38,9 @@ class Observed:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that arrived."""
         return sum(number for _, number in self.offsets)
 
     def add(self, event: Event, at_s: float) -> None:
-        """Takes in an event."""
         match event:
             case Accepted():
                 self.was_accepted = True

@@ -1,4 +1,4 @@
-"""What `python -m bench.chaos` can be told."""
+"""The options of `python -m bench.chaos`."""
 
 from __future__ import annotations
 

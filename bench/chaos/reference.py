@@ -1,6 +1,6 @@
-"""What every sample brings undisturbed: made by the same system before anything goes wrong, kept for the next run.
+"""The undisturbed output of every sample request: made by the same system before the faults, kept for the next run.
 
-A greedy token is the likeliest one, and two that are as likely but for rounding may swap places in another batch, or
+A greedy token is the likeliest one. Two that are equally likely except for rounding may swap in another batch, or
 where their beginning is computed as a prompt. Which requests hold such a tie is found out here: each is generated in
 two companies and, where it is greedy, once more from two thirds on. Those that differ are left out.
 """

@@ -50,7 +50,6 @@ def page_of(values: Mapping[str, Any]) -> Page:
 
 
 def page(tally: Tally) -> Page:
-    """The page of a run."""
     parts = [
         Part("Result", table=count_table("what", _counts(tally))),
         Part("Deaths", table=_sorted("process", tally.deaths)),

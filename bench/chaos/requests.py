@@ -21,7 +21,7 @@ TEXT = (
 
 
 class Kind(Enum):
-    """What the client sends and reads."""
+    """The form of a prompt and of its output."""
 
     IDS = "ids"
     TEXT = "text"
@@ -47,7 +47,6 @@ class SampleRequest:
         return self.kind is not Kind.TEXT
 
     def request(self, **options: Any) -> inference_pb2.GenerateRequest:
-        """The request as it is sent."""
         sampling: dict[str, Any] = {"temperature": 0.0}
         if self.seed is not None:
             sampling = {"temperature": 1.0, "top_k": 40, "top_p": 0.95, "seed": self.seed}

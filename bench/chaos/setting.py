@@ -1,4 +1,4 @@
-"""What a run is made of: the model, how the processes are started, and what requests there are."""
+"""The model, the processes and the requests of a chaos run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run came to: the counts that its last line tells, and everything that the report shows. Pure."""
+"""The figures of a chaos run: the counts of its last line, and everything in the report. Pure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def tally(
     *,
     was_interrupted: bool,
 ) -> Tally:
-    """Adds everything up."""
     streams = [one.observed for one in sent]
     return Tally(
         circumstances=circumstances,

@@ -1,4 +1,4 @@
-"""What `inflight bench` can be told on its command line."""
+"""The options of `inflight bench`."""
 
 from __future__ import annotations
 

@@ -56,7 +56,6 @@ def page_of(values: Mapping[str, Any]) -> Page:
 
 
 def page(report: Report) -> Page:
-    """The page of a report."""
     colours = {mode: index for index, mode in enumerate(dict.fromkeys(_modes(report)))}
     parts = [_part(report, section, colours) for section in report.workloads]
     return Page(report.title, {**report.circumstances, **_objectives(report)}, parts, NOTE)
@@ -152,7 +151,6 @@ def _part(report: Report, section: Section, colours: Mapping[str, int]) -> Part:
 
 
 def _described(section: Section) -> str:
-    """What was sent."""
     tokens = f"{section.prompt_tokens} prompt tokens, {section.output_tokens} output tokens"
     sent = f"{section.num_requests} requests, {tokens}"
     if section.concurrency is not None:

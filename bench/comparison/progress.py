@@ -1,4 +1,4 @@
-"""What a person sees while a benchmark runs: a bar for the run at work on a terminal, a line for each finished one."""
+"""The progress of a benchmark: a bar for the current run on a terminal, and a line for each finished one."""
 
 from __future__ import annotations
 
@@ -47,26 +47,23 @@ class Progress:
         self._bars.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         self._console.print(escape(text), highlight=False, soft_wrap=True)
 
     def begin(self, workload: Workload, mode: str) -> None:
-        """A run begins."""
         description = escape(f"{self._num_done + 1}/{self._num_runs} {workload.name} {mode}")
         self._bars.reset(self._bar, description=description, total=workload.output_tokens, visible=True)
 
     def advance(self, num_tokens: int) -> None:
-        """Tokens came."""
         self._bars.advance(self._bar, num_tokens)
 
     def end(self, workload: Workload, run: Run) -> None:
-        """A run has ended."""
         self._num_done += 1
         self.say(run_line(workload, run))
 
 
 def run_line(workload: Workload, run: Run) -> str:
-    """A finished run in one line."""
+    """Describes a finished run in one line."""
     measures = run.measures
     seats = "" if measures.mean_seats is None else f", {measures.mean_seats:.1f} seats in use"
     failed = f", {measures.num_failed} failed: {run.errors[0]}" if measures.num_failed else ""

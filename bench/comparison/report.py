@@ -89,7 +89,6 @@ class Report:
 
 
 def section_of(workload: Workload, runs: Sequence[Run]) -> Section:
-    """The section of a workload's runs."""
     return Section(
         workload.name,
         len(workload.requests),

@@ -1,4 +1,4 @@
-"""What a benchmark starts: local stacks and drivers, alike in all but what is compared. Starts nothing itself."""
+"""The stacks and drivers of a comparison, equal in everything that is not compared. Starts nothing itself."""
 
 from __future__ import annotations
 

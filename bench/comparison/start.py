@@ -1,4 +1,4 @@
-"""Starts what a benchmark measures, one after the other. A peer that cannot run here is left out with the reason."""
+"""The start of everything that a comparison measures. A peer that cannot run here is left out with the reason."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ class Field:
     modes: list[str] = field(default_factory=list)
 
     def enter(self, target: Target) -> None:
-        """One more takes part."""
         self.targets.append(target)
         self.modes.append(target.mode)
 
     def leave_out(self, target: Target, reason: str) -> None:
-        """One that cannot go on."""
         self.targets.remove(target)
         self.left_out[target.mode] = reason
 

@@ -1,4 +1,4 @@
-"""What each way of computing costs in quality, against transformers' own float32 forward.
+"""The loss of quality by dtype, against transformers' own float32 forward pass.
 
     python -m bench.engine.quality [--model FOLDER] [--variants float32,bfloat16] [--prompts 50] [--out bench/reports]
 

@@ -90,7 +90,6 @@ def _batches(num_tokens: int, max_num_tokens: int, block_table: list[int]) -> li
 
 
 def table_of(measured: Sequence[Measured], bytes_per_block: int) -> Table:
-    """A row for each context."""
     header = ["tokens", "out, µs per block", "in, µs per block", "GB/s", "recompute, µs per token", "recompute / swap"]
     return Table(header, [_row(one, one.num_tokens / BLOCK_SIZE, bytes_per_block) for one in measured])
 

@@ -56,7 +56,7 @@ class Member:
     num_early_ends: int = 0
 
     async def renew(self) -> None:
-        """Starts the next process."""
+        """Starts the next process at this place."""
         self.num_starts += 1
         self.started_s = time.monotonic()
         self.process = await self.start(self.num_starts)
@@ -93,17 +93,15 @@ class Fleet:
 
     @property
     def members(self) -> list[Member]:
-        """Everybody, in the order of starting."""
+        """All members, in the order of starting."""
         return [self.redis, *self.executors, *self.routers]
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Every router's address."""
         return tuple(router.address for router in self.routers)
 
     @property
     def proxies(self) -> list[Proxy]:
-        """Every way."""
         return [*self.links.values(), *self.stores]
 
     async def wait_until_serving(self, timeout_s: float) -> None:
@@ -158,7 +156,7 @@ async def running_fleet(options: StackOptions, fork_server: ForkServer | None = 
 
 
 async def _up(fleet: Fleet, supervisor: asyncio.Task[None], timeout_s: float) -> None:
-    """Returns when everybody serves. Raises `StackError` where somebody keeps ending, or it takes too long."""
+    """Returns when all members serve. Raises `StackError` where one keeps ending, or it takes too long."""
     ready = asyncio.create_task(fleet.wait_until_serving(timeout_s))
     try:
         await asyncio.wait({ready, supervisor}, return_when=asyncio.FIRST_COMPLETED)

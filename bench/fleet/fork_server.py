@@ -111,7 +111,7 @@ class ForkServer:
 
 
 def main(descriptor: int) -> None:
-    """Loads everything, and makes copies for as long as somebody asks."""
+    """Loads everything, and forks copies on request until its socket closes."""
     _load()
     connection = socket.socket(fileno=descriptor)
     woken, waking = socket.socketpair()

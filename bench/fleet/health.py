@@ -1,4 +1,4 @@
-"""Whether the system is whole, and whether anything of the load is left in it."""
+"""The health of a system: whether all of it serves, and whether the load left anything behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALL_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """What is left although nobody asks for anything."""
+    """What is left after all requests have ended."""
 
     used_blocks: int
     reserved_blocks: int
@@ -37,7 +37,7 @@ class Leak:
 
 
 class Observer:
-    """Asks every router how it stands. `async with Observer(fleet) as observer`."""
+    """Asks every router for its state. `async with Observer(fleet) as observer`."""
 
     def __init__(self, fleet: Fleet, pool: str) -> None:
         self._fleet = fleet

@@ -1,6 +1,6 @@
 """A TCP proxy that stands for the network between two processes, and fails as networks do.
 
-Cut: connections break at once and new ones are refused. Black hole: bytes and new connections wait, nobody is told;
+Cut: connections break at once and new ones are refused. Black hole: bytes and new connections wait without an error;
 what waited arrives when the network is whole again, as TCP would send it again. Delay: bytes arrive late.
 """
 
@@ -37,7 +37,6 @@ class Proxy:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Begins to listen."""
         host, _, port = self.address.rpartition(":")
         self._server = await asyncio.start_server(self._connected, host, int(port))
 

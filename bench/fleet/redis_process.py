@@ -1,6 +1,6 @@
 """A Redis that can be killed and started again at the same address, with what it held or empty.
 
-It writes every change to a file before it answers, so that a killed one loses nothing that somebody has read.
+It writes every change to a file before it answers, so that a killed one loses no acknowledged change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class RedisProcess:
 
     @property
     def address(self) -> str:
-        """Its own address."""
         return f"127.0.0.1:{self._port}"
 
     async def start(self) -> ChildProcess:
@@ -58,7 +57,7 @@ class RedisProcess:
         return await ChildProcess.start(NAME, NAME, self.address, command, log_file, {})
 
     def forget(self) -> None:
-        """The next start is an empty one."""
+        """Makes the next start an empty one."""
         self._is_to_be_empty = True
 
     def _remove_files(self) -> None:

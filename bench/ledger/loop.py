@@ -1,4 +1,4 @@
-"""Sends a traffic's calls over many connections and takes their replies, on one thread.
+"""The load generator's loop: a traffic's calls over many connections, on one thread.
 
 One call at a time on each connection, as a router's are; beside them one connection for each mailbox, which blocks in
 its read as a router's reader does. Upkeep goes first when it is due.
@@ -119,7 +119,6 @@ class Loop:
                 raise TrafficError("the mailboxes do not say that the seats were taken")
 
     def close(self) -> None:
-        """Closes all connections."""
         self._selector.close()
         for connection in (*self._connections, *(reader.connection for reader in self._readers)):
             connection.close()

@@ -53,7 +53,6 @@ def script_figures(point: Point) -> dict[str, float | None]:
 
 
 def values_of(points: Sequence[Point], circumstances: Mapping[str, str]) -> dict[str, Any]:
-    """Everything as plain values."""
     return {"report": KIND, "circumstances": circumstances, "cells": [_cell(point) for point in points]}
 
 

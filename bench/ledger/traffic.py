@@ -1,6 +1,6 @@
 """The steady state: who waits, who is seated, and which calls keep it so.
 
-Every end frees a seat that somebody who waits takes, and for everybody seated somebody new comes: the line keeps its
+Every end frees a seat that a waiting request takes, and for every placed request a new one arrives: the queue keeps its
 length. Knows the calls and what their replies mean; sends nothing.
 """
 
@@ -33,7 +33,7 @@ class TrafficError(Exception):
 
 
 class Kind(Enum):
-    """What a call is for."""
+    """The purpose of a call."""
 
     SUBMIT = auto()
     SETTLE = auto()
@@ -94,7 +94,6 @@ class Traffic:
 
     @property
     def num_reported(self) -> int:
-        """Reports made so far."""
         return self._num_reported
 
     @property
@@ -130,12 +129,12 @@ class Traffic:
         return Call(Kind.CANCEL, template.fill({ID_MARKERS[0]: waiting_id}), (waiting_id,))
 
     def explain(self, waiting_id: bytes) -> Call:
-        """The client of a waiting request asks."""
+        """Asks for the state of a waiting request."""
         template = self._random.choice(self._commands.explains)
         return Call(Kind.EXPLAIN, template.fill({ID_MARKERS[0]: waiting_id}), (waiting_id,))
 
     def report(self, executor: bytes) -> Call:
-        """What the executor says now."""
+        """Reports the current state of an executor."""
         held = self._held[executor]
         self._num_reported += 1
         blanks = dict(zip(ID_MARKERS, held, strict=False))
@@ -144,7 +143,6 @@ class Traffic:
         return Call(Kind.UPKEEP, self._random.choice(self._commands.reports)[len(held)].fill(blanks))
 
     def all_reports(self) -> Iterator[Call]:
-        """A report of every executor."""
         return (self.report(executor) for executor in self._held)
 
     def all_renewals(self) -> Iterator[Call]:
@@ -154,7 +152,7 @@ class Traffic:
     # Upkeep ----------------------------------------------------------------------------------------------------
 
     def start_upkeep(self, now_s: float) -> None:
-        """Everybody reports, renews and reaps from now on, evenly spread."""
+        """Starts reports, renewals and reaping, evenly spread."""
         self._upkeep.clear()
         every: list[tuple[float, Callable[[], Call]]] = []
         every += [(REPORT_S, partial(self.report, executor)) for executor in self._held]
@@ -167,7 +165,6 @@ class Traffic:
 
     @property
     def upkeep_due_s(self) -> float:
-        """When the next call of upkeep is due."""
         return self._upkeep[0][0]
 
     def upkeep(self) -> Call:
@@ -179,7 +176,7 @@ class Traffic:
     # Replies ---------------------------------------------------------------------------------------------------
 
     def take(self, call: Call, reply: bytes, now_s: float) -> None:
-        """What the reply to a call says."""
+        """Takes in the reply to a call."""
         match call.kind:
             case Kind.SUBMIT:
                 self._submitted(call, reply, now_s)

@@ -46,7 +46,6 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, encoded: bytes) -> None:
-        """Sends a command, or many."""
         self._socket.sendall(encoded)
 
     def receive(self) -> bytes | None:
@@ -61,7 +60,6 @@ class Connection:
         return reply
 
     def next_reply(self) -> bytes:
-        """The next reply."""
         while True:
             reply = self.receive()
             if reply is not None:
@@ -73,7 +71,6 @@ class Connection:
         return self.next_reply()
 
     def close(self) -> None:
-        """Closes it."""
         self._socket.close()
 
 

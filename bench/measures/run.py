@@ -20,7 +20,7 @@ class Slo:
 
     @property
     def is_set(self) -> bool:
-        """Whether there is anything to keep."""
+        """Whether there is an objective."""
         return self.ttft_ms is not None or self.inter_token_ms is not None
 
 

@@ -43,7 +43,6 @@ class RedisWire:
         return wire
 
     def close(self) -> None:
-        """Ends the connection."""
         self._socket.close()
 
     def send(self, payload: bytes) -> None:

@@ -31,7 +31,7 @@ NO_STANDBY = replace(ROOMY, num_standby=0)
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Who comes, and to what."""
+    """The requests and the executor of one mode."""
 
     name: str
     requests: Sequence[SimRequest]

@@ -1,4 +1,4 @@
-"""What a run comes to: speeds, waits and waste, of the requests that somebody asks about. Pure."""
+"""The figures of a simulated run: speeds, waits and waste. Pure."""
 
 from __future__ import annotations
 

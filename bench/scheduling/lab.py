@@ -1,5 +1,4 @@
-"""Where comparisons are made: what one is, and the runs that it is made of. All modes of a comparison get the same
-requests at the same times."""
+"""Comparisons of scheduling modes, and their runs. All modes get the same requests at the same times."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ from bench.simulation.timeline import US_PER_S
 from bench.simulation.traffic import Lengths, SimRequest, one_by_one, poisson_us
 from bench.simulation.world import World, WorldSettings
 
-# Blocks for everybody: seats are what is short.
+# Enough blocks for all requests: seats are scarce.
 ROOMY = ExecutorShape(num_blocks=8192, num_seats=32, num_standby=4, max_num_tokens=2048)
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way of doing it, and how it went."""
+    """One mode and its figures."""
 
     name: str
     figures: Figures
@@ -35,13 +34,12 @@ class Comparison:
     found: tuple[str, ...]
 
     def of(self, name: str) -> Figures:
-        """The figures of a mode."""
         return next(mode.figures for mode in self.modes if mode.name == name)
 
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """Where worlds are made and run."""
+    """Makes and runs simulated worlds."""
 
     url: str
     seed: int

@@ -29,7 +29,6 @@ NOTE = "All modes of a comparison got the same requests at the same times."
 
 
 def values_of(comparisons: Sequence[Comparison], circumstances: Mapping[str, str]) -> dict[str, Any]:
-    """Everything as plain values."""
     return {"report": KIND, "circumstances": circumstances, "comparisons": [asdict(one) for one in comparisons]}
 
 

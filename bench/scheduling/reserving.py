@@ -1,4 +1,4 @@
-"""How much to reserve: max_utilization against guaranteed_no_evict on executors whose blocks are short."""
+"""Reservation policies: max_utilization against guaranteed_no_evict on executors with few blocks."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ Part = tuple[str, ...]
 
 
 class BoundExceeded(InvariantViolation):
-    """Something lasted longer than it may."""
+    """A bound is exceeded."""
 
 
 class StepBound:
@@ -78,7 +78,7 @@ class StepBound:
         self._left.setdefault(sequence, self._engine.num_steps)
 
     def check(self) -> None:
-        """After a turn of the loop."""
+        """Checks an executor after a turn of its loop."""
         for sequence, num_steps in list(self._left.items()):
             if not sequence.block_table and sequence.host_copy is None:
                 del self._left[sequence]
@@ -101,7 +101,7 @@ class Calm:
         self._until_us[part] = max(until_us, self._until_us.get(part, 0))
 
     def since_us(self, *parts: Part) -> int:
-        """Since when all of them are well."""
+        """The time since when all of them are healthy."""
         return max((self._until_us.get(part, 0) for part in parts), default=0)
 
     def all_since_us(self, kind: str) -> int:
@@ -132,7 +132,7 @@ class Ledger:
 
     @classmethod
     def read(cls, link: StoreLink) -> Ledger:
-        """As it is now."""
+        """Reads the current state."""
         keys = link.keys
         waiting = [
             member[member.index("\0") + 27 :]  # tenant, 0, 13 digits of order, 13 of arrival, request
@@ -159,7 +159,7 @@ def _scores(link: StoreLink, name: str) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Look:
-    """Everything at one moment."""
+    """A snapshot of everything at one moment."""
 
     now_us: int
     ledger: Ledger

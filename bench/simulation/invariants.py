@@ -1,4 +1,4 @@
-"""What must hold whatever happens, checked while it happens. Knows what clients asked for and believes nobody else.
+"""The invariants of a simulation, checked while it runs. Trusts only what clients asked for and saw.
 
 A violation stops the run; `World` adds the seed, the step and the time, which is all that is needed to repeat it.
 """
@@ -19,7 +19,7 @@ RATE_TOLERANCE_S = 0.002
 
 
 class InvariantViolation(AssertionError):
-    """Something happened that must not."""
+    """An invariant does not hold."""
 
 
 class RequestOutcome(Enum):
@@ -37,7 +37,7 @@ class RequestOutcome(Enum):
 
 @dataclass(slots=True)
 class Record:
-    """One request and what became of it. Times are microseconds of the timeline."""
+    """One request and its history. Times are microseconds of the timeline."""
 
     request: SimRequest
     router_id: str
@@ -59,7 +59,7 @@ class Record:
 
 @dataclass(slots=True)
 class InvariantChecker:
-    """Everything that clients and executors saw."""
+    """Everything that clients and executors saw, and the checks of it."""
 
     records: dict[str, Record] = field(default_factory=dict)
     gaps_us: list[int] = field(default_factory=list)
@@ -76,7 +76,7 @@ class InvariantChecker:
     # What clients see.
 
     def submitted(self, request: SimRequest, router_id: str, now_us: int) -> Record:
-        """A client asks."""
+        """Notes a request that a client sends."""
         self.require(request.request_id not in self.records, f"{request.request_id} was submitted twice")
         record = self.records[request.request_id] = Record(request, router_id, now_us)
         return record
@@ -89,7 +89,7 @@ class InvariantChecker:
             self._taken_in.setdefault(record.request.tenant, []).append((asked_us, limits))
 
     def delivered(self, record: Record, offset: int, token_id: int, now_us: int) -> None:
-        """A token reached the client."""
+        """Checks a token that reaches the client."""
         request = record.request
         self.require(record.outcome is None, f"{request.request_id}: token {offset} after its end")
         self.require(offset == record.num_tokens, f"{request.request_id}: token {offset}, not {record.num_tokens}")
@@ -105,7 +105,7 @@ class InvariantChecker:
         self.tokens_of_second[now_us // US_PER_S] += 1
 
     def ended(self, record: Record, outcome: RequestOutcome, now_us: int, reason: str = "") -> None:
-        """The client is told the end."""
+        """Checks the end that the client sees."""
         request = record.request
         was = record.outcome and record.outcome.value
         self.require(record.outcome is None, f"{request.request_id} ended twice: {was}, then {outcome.value}")
@@ -113,7 +113,7 @@ class InvariantChecker:
             whole = record.num_tokens == request.num_output
             self.require(whole, f"{request.request_id}: {record.num_tokens} tokens of {request.num_output}")
         if outcome is RequestOutcome.CANCELLED:
-            self.require(record.may_be_cancelled, f"{request.request_id} was cancelled and nobody asked for it")
+            self.require(record.may_be_cancelled, f"{request.request_id} was cancelled without a request to cancel it")
         record.outcome, record.ended_us, record.reason = outcome, now_us, reason
         self.outcomes[outcome] += 1
 
@@ -132,7 +132,7 @@ class InvariantChecker:
     # What executors see.
 
     def taken(self, request_id: str, attempt: int, executor_id: str, generation: int) -> None:
-        """An executor accepted a placement."""
+        """Checks a placement that an executor accepts."""
         first = self._attempts.setdefault((request_id, attempt), (executor_id, generation))
         here = f"{executor_id} (generation {generation})"
         self.require(
@@ -159,12 +159,12 @@ class InvariantChecker:
         self.require(min(snapshot.num_waiting, default=0) >= 0, f"waiting: {snapshot.num_waiting}")
 
     def all_accounted_for(self, open_ids: Counter[str]) -> None:
-        """Σ states = submitted: whoever has not ended is served by exactly one router."""
+        """Σ states = submitted: a request that has not ended is served by exactly one router."""
         twice = [request_id for request_id, count in open_ids.items() if count > 1]
         self.require(not twice, f"served by several routers: {twice[:5]}")
         not_ended = {request_id for request_id, record in self.records.items() if record.outcome is None}
         lost = sorted(not_ended - open_ids.keys())
-        self.require(not lost, f"nobody serves, and no end: {lost[:5]}")
+        self.require(not lost, f"not ended, and served by no router: {lost[:5]}")
         self.require(sum(self.outcomes.values()) + len(not_ended) == len(self.records), f"outcomes: {self.outcomes}")
 
     def nothing_left(self, snapshot: Snapshot) -> None:
@@ -182,7 +182,7 @@ class InvariantChecker:
             self.require(most is None or len(requests) <= most, f"tenant {tenant} runs {len(requests)}, and may {most}")
 
     def waited_at_most(self, bound_us: int) -> None:
-        """Nobody starved."""
+        """No request starved."""
         over = {number: wait for number, wait in self.longest_wait_us.items() if wait > bound_us}
         self.require(not over, f"waits by class above {bound_us / US_PER_S:g} s: {over}")
 

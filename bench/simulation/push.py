@@ -21,7 +21,7 @@ from router.store.types import ExecutorReport, Placement
 
 
 class PushPolicy(Enum):
-    """Which line a request joins."""
+    """The queue that a request joins."""
 
     ROUND_ROBIN = "round robin"
     LEAST_LOADED = "least loaded, all known"
@@ -64,19 +64,19 @@ class PushRouter:
         self._turns: Iterator[int] = itertools.count()
 
     def on_linked(self, session: Session) -> None:
-        """An executor can be used."""
+        """Adds an executor."""
         self._lines[session] = _Line(session)
 
     def on_unlinked(self, session: Session) -> None:
-        """Nothing breaks here."""
+        """Fails: there are no faults here."""
         raise AssertionError("a link broke")
 
     def die(self) -> None:
-        """Nothing breaks here."""
+        """Fails: there are no faults here."""
         raise AssertionError("a router died")
 
     def on_report(self, session: Session, report: ExecutorReport) -> None:
-        """Lines are known without reports."""
+        """Ignores reports: the queues are known without them."""
 
     def arrive(self, request: SimRequest) -> None:
         """A client's request joins a line for good."""

@@ -55,7 +55,7 @@ class ExecutorShape:
     cost: StepCost = field(default=H200)
 
     def limits(self) -> SchedulerLimits:
-        """What the scheduler is built with."""
+        """The limits of the scheduler."""
         return SchedulerLimits(
             max_num_sequences=self.num_seats,
             num_standby_sequences=self.num_standby,
@@ -112,7 +112,7 @@ class SimExecutor:
         self._report_is_due = False
 
     def start(self) -> None:
-        """Reports, and goes on reporting."""
+        """Reports now and from now on."""
         self._report()
         phase_us = PHASE_US * self._random.randrange(REPORT_US // PHASE_US)
         first_us = (self._timeline.now_us // REPORT_US + 1) * REPORT_US + phase_us
@@ -141,7 +141,7 @@ class SimExecutor:
         self._wake()
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """The sequence shall end."""
+        """Cancels a sequence."""
         for sequence in self.told():
             if (sequence.request_id, sequence.attempt) == (request_id, attempt):
                 self.step_bound.left(sequence)
@@ -153,11 +153,11 @@ class SimExecutor:
         return chain(self.session_of, self._offered)
 
     def join(self, session: Session) -> None:
-        """A router's stream begins."""
+        """Starts a router's stream."""
         self.sessions.append(session)
 
     def leave(self, session: Session) -> None:
-        """A router's stream broke: nobody else can read its tokens."""
+        """A router's stream broke; no other router can read its tokens."""
         if session not in self.sessions:
             return
         self.sessions.remove(session)

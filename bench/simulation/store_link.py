@@ -79,7 +79,7 @@ class StoreLink:
         self._wire.close()
 
     def snapshot(self) -> Snapshot:
-        """The pool as it is now."""
+        """Reads the current state of the pool."""
         self._set_clock()
         self.wait_for_calls()
         num_args, payload = self.beginning("snapshot", (), OBSERVER_ID)
@@ -96,7 +96,7 @@ class StoreLink:
             self._early.append(self._wire.read(self._due[len(self._early)][0]))
 
     def go_away(self, duration_us: int) -> None:
-        """Redis does not answer for so long."""
+        """Makes Redis unreachable for a time."""
         self._away_until_us = max(self._away_until_us, self.timeline.now_us + duration_us)
 
     def empty(self) -> None:
@@ -122,7 +122,7 @@ class StoreLink:
         self._readers[mailbox] = reader
 
     def unlisten(self, mailbox: str) -> None:
-        """The mailbox's reader is gone."""
+        """Removes the mailbox's reader."""
         self._readers.pop(mailbox, None)
 
     def beginning(self, name: str, router_ids: tuple[str, ...], router_id: str) -> tuple[int, bytes]:

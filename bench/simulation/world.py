@@ -81,7 +81,7 @@ class World:
         self.bounds = Bounds(self.timeline, settings.executor, settings.has_room)
 
     def close(self) -> None:
-        """Leaves nothing in Redis."""
+        """Removes the pool from Redis."""
         self.link.close()
 
     def run(self, on_progress: Callable[[float], None] = lambda simulated_s: None) -> None:
@@ -118,7 +118,7 @@ class World:
             on_progress((self.timeline.now_us - self.begin_us) / US_PER_S)
 
     def look(self) -> None:
-        """Checks the whole as it is now."""
+        """Checks the state of the whole system."""
         is_rebuilding = self._emptied_us is not None and self.timeline.now_us < self._emptied_us + REBUILD_US
         # Standby follows the ends, so that an executor may have promised more than it would now.
         most_sequences = self.settings.executor.num_seats + self.settings.executor.num_standby
@@ -138,7 +138,7 @@ class World:
             self.checker.require(executor.scheduler.is_idle, f"{executor.executor_id} is not idle")
             executor.scheduler.check_when_idle()
             used = executor.scheduler.pool.num_used
-            self.checker.require(used == 0, f"{executor.executor_id} holds {used} blocks for nobody")
+            self.checker.require(used == 0, f"{executor.executor_id} holds {used} blocks for no request")
         if self.settings.max_wait_s is not None:
             self.checker.waited_at_most(round(self.settings.max_wait_s * US_PER_S))
 
@@ -229,7 +229,7 @@ class World:
     def _arrive(self, request: SimRequest) -> None:
         self._next_arrival()
         living = self._living_routers()
-        if living:  # a client that finds nobody was never there
+        if living:  # a client that finds no router was never there
             router = self._random.choice(living)
             router.process.run(router.arrive, request)
 

@@ -124,7 +124,6 @@ def page_of(values: Mapping[str, Any]) -> Page:
 
 
 def page(outcome: Outcome) -> Page:
-    """The page of a soak."""
     counts = {
         "requests": outcome.num_requests,
         "of these cancelled by their client": outcome.num_cancelled,

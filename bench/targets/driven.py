@@ -116,7 +116,7 @@ class DrivenTarget:
             on_tokens(record.take(line))
         self._is_running = False
         cores = meter.stop()
-        # Between its runs vLLM keeps a third of a core busy with waiting: it would slow down whoever is measured next.
+        # Between its runs vLLM keeps a third of a core busy with waiting: it would slow down the next target.
         self._signal(signal.SIGSTOP)
         return self._as_run(record, line["done"], round_number, cores)
 

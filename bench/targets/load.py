@@ -1,4 +1,4 @@
-"""Sends a workload to a router and writes down when what came back. Times only; the figures are made of them later."""
+"""The load generator: sends a workload to a router and notes arrival times. Figures are computed later."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ async def run_workload(
 ) -> Run:
     """Runs a workload to its end, sampling the seats meanwhile. `sessions` are those whose processor time counts.
 
-    Where all requests come at once, a request of our own holds every executor that is not known to board in flight,
-    until enough of them wait there: a static batch would else leave with the very first passenger alone.
+    Where all requests come at once, a request of the benchmark itself holds every executor that is not known to batch
+    in flight, until enough requests wait there. Otherwise a static batch would start with the first request alone.
     """
     before, times_before = await sample_seats(client, 0.0), await _device_times(client)
     holds = workload.arrives_at_once and await _boards_by_batch(client)
@@ -180,7 +180,7 @@ async def _sample_until(client: Client, ended: asyncio.Event, clock: Clock) -> l
 
 
 async def _settled(client: Client, clock: Clock) -> SeatSample:
-    """The first sample with nobody on a seat, or the last one before the time is over."""
+    """The first sample without a running or waiting request, or the last one before the time is over."""
     deadline_s = clock() + SETTLE_TIMEOUT_S
     while True:
         sample = await sample_seats(client, clock())

@@ -1,4 +1,4 @@
-"""What a driver said during a run, turned into outcomes and a time line. Pure."""
+"""A driver's messages of a run, turned into outcomes and a time line. Pure."""
 
 from __future__ import annotations
 

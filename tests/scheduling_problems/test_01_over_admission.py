@@ -1,4 +1,4 @@
-"""Problem 1: a request is admitted when the first chunk of its prompt fits, so that too many are admitted and recomputed."""
+"""Problem 1: a request is admitted when the first chunk of its prompt fits; too many are admitted and recomputed."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from bench.report.table import Table, count_table
 from bench.soak.readings import Series
 
 KIND = "soak"
-# ModelRegistry, caches and allocators fill once, and ends are remembered for a minute.
+# Pools, caches and allocators fill once, and ends are remembered for a minute.
 WARM_UP_SHARE = 0.2
 MIN_READINGS = 6
 

@@ -20,7 +20,7 @@ from bench.gpu import report as gpu
 from bench.ledger import report as ledger
 from bench.report.page import Page
 from bench.scheduling import report as scheduling
-from bench.soak import outcome as soak
+from bench.soak import result as soak
 
 REPORTS = Path("bench/reports")
 PAGES: Mapping[str, Callable[[Mapping[str, Any]], Page]] = {

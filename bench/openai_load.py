@@ -1,4 +1,4 @@
-"""Load of a local stack through its OpenAI-compatible gateway, by GuideLLM, a load generator of another project.
+"""Load of a local stack through its OpenAI-compatible gateway, by the load generator GuideLLM.
 
 `make bench-openai` installs it into .clients/guidellm and runs this. Nothing is loaded from a model hub: prompts are
 synthetic text, counted by the model's own tokenizer. Writes GuideLLM's figures with the command, machine and date.
@@ -36,7 +36,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFL
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class GuideLlmLoad:
     """What is sent: `num_requests` with each number of `streams` at a time, to one path of the API."""
 
     model: str
@@ -47,7 +47,7 @@ class Load:
     output_tokens: int = 64
 
 
-def guidellm_command(program: Path, load: Load, target: str, tokenizer: Path, report: Path) -> list[str]:
+def guidellm_command(program: Path, load: GuideLlmLoad, target: str, tokenizer: Path, report: Path) -> list[str]:
     data = f"prompt_tokens={load.prompt_tokens},output_tokens={load.output_tokens}"
     return [
         *(str(program), "run", "--disable-console-interactive"),
@@ -107,7 +107,7 @@ def row(streams: int, benchmark: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def page(load: Load, benchmarks: Sequence[Mapping[str, Any]], command: str, load_average: float) -> Page:
+def page(load: GuideLlmLoad, benchmarks: Sequence[Mapping[str, Any]], command: str, load_average: float) -> Page:
     """The report. `load_average` is the machine's before the run, which shows how much other load it had."""
     rows = [row(streams, benchmark) for streams, benchmark in zip(load.streams, benchmarks, strict=True)]
     circumstances = {
@@ -123,7 +123,7 @@ def page(load: Load, benchmarks: Sequence[Mapping[str, Any]], command: str, load
     return Page("GuideLLM through the OpenAI-compatible gateway", circumstances, parts)
 
 
-async def measure(load: Load, options: StackOptions, program: Path, source: str) -> list[dict[str, Any]]:
+async def measure(load: GuideLlmLoad, options: StackOptions, program: Path, source: str) -> list[dict[str, Any]]:
     """Starts the stack, loads it, and returns GuideLLM's benchmarks."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(source, Path(folder) / "tokenizer")
@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
     if not GUIDELLM.exists():
         print(f"error: there is no {GUIDELLM}; make bench-openai installs it", file=sys.stderr)
         return 2
-    load = Load(
+    load = GuideLlmLoad(
         model=resolve_model(flags.model).name,
         streams=tuple(int(one) for one in flags.streams.split(",")),
         num_requests=flags.requests,

@@ -38,7 +38,7 @@ LEAK_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True)
-class Run:
+class ChaosRun:
     """A run under way, and what has come of it so far."""
 
     options: ChaosOptions
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 async def chaos(options: ChaosOptions, console: Console) -> int:
     """One run; 0 where every promise was kept."""
     with setting_of(options) as setting:
-        run = Run(options, setting, console)
+        run = ChaosRun(options, setting, console)
         result = await _run(run)
     paths = write_report(options.out, "chaos", values_of(result, run.windows, run.began_s), page(result))
     if options.measured is not None:
@@ -77,7 +77,7 @@ async def chaos(options: ChaosOptions, console: Console) -> int:
     return 0 if result.is_right else EXIT_FAILURE
 
 
-async def _run(run: Run) -> Tally:
+async def _run(run: ChaosRun) -> Tally:
     options = run.options
     run.say(f"starting {options.routers} routers and {options.executors} executors with {run.setting.pool}")
     async with (
@@ -113,7 +113,7 @@ async def _fork_server(options: ChaosOptions) -> AsyncIterator[ForkServer | None
         yield fork_server
 
 
-async def _reference(run: Run, client: Client) -> Reference:
+async def _reference(run: ChaosRun, client: Client) -> Reference:
     wanted = list(sample_requests(run.setting.num_samples, run.setting.lengths, run.setting.vocabulary_size))
     run.say(f"what {len(wanted)} requests bring undisturbed")
     reference = await load_or_make(client, wanted, run.setting.system)
@@ -122,7 +122,7 @@ async def _reference(run: Run, client: Client) -> Reference:
     return reference
 
 
-async def _disturbed(run: Run, fleet: Fleet, observer: Observer, load: Load) -> None:
+async def _disturbed(run: ChaosRun, fleet: Fleet, observer: Observer, load: Load) -> None:
     """The load with faults, until the time is over and every stream has ended."""
     async with asyncio.TaskGroup() as group:
         sending = group.create_task(load.run(run.options.clients))
@@ -134,7 +134,7 @@ async def _disturbed(run: Run, fleet: Fleet, observer: Observer, load: Load) -> 
         await sending
 
 
-async def _disturb(run: Run, fleet: Fleet, observer: Observer, load: Load) -> None:
+async def _disturb(run: ChaosRun, fleet: Fleet, observer: Observer, load: Load) -> None:
     options = run.options
     ends_s = time.monotonic() + options.seconds
     schedule = faults(options.seed, options.kinds, options.routers, options.executors)
@@ -153,7 +153,7 @@ async def _disturb(run: Run, fleet: Fleet, observer: Observer, load: Load) -> No
             group.create_task(disturb())
 
 
-async def _one_fault(run: Run, fleet: Fleet, observer: Observer, load: Load, fault: Fault) -> None:
+async def _one_fault(run: ChaosRun, fleet: Fleet, observer: Observer, load: Load, fault: Fault) -> None:
     """Makes it happen and waits until the system is whole again."""
     began_s = time.monotonic()
     run.say(f"{fault.number:3d}. {fault.kind.value}: {fault.target}, {len(load.under_way)} streams under way")
@@ -176,14 +176,14 @@ async def _one_fault(run: Run, fleet: Fleet, observer: Observer, load: Load, fau
     )
 
 
-def _tell(run: Run, sent: Sent) -> None:
+def _tell(run: ChaosRun, sent: Sent) -> None:
     if sent.failed:
         observed = sent.observed
         why = observed.error or sent.verdict.problem or "its stream did not end"
         run.say(f"     request {sent.number} ({observed.sample.name}, {sent.manner.value}) failed: {why}")
 
 
-def _circumstances(run: Run, reference: Reference) -> dict[str, str]:
+def _circumstances(run: ChaosRun, reference: Reference) -> dict[str, str]:
     options = run.options
     return {
         "command": f"make chaos SECONDS={options.seconds:g} SEED={options.seed}"

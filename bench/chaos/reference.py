@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.chaos.requests import Expected, Kind, SampleRequest, continued, with_stop
+from bench.chaos.requests import Expected, SampleKind, SampleRequest, continued, with_stop
 from common.disk_cache import cache_folder
 from inflight.aio import Client
 
@@ -59,7 +59,7 @@ async def _fragile(client: Client, steady: Mapping[SampleRequest, Expected]) -> 
     """Greedy samples whose output depends on which part of it was computed as a prompt."""
     parts: dict[SampleRequest, tuple[SampleRequest, tuple[int, ...]]] = {}
     for sample, expected in steady.items():
-        if sample.kind is Kind.SAMPLED:
+        if sample.kind is SampleKind.SAMPLED:
             continue  # what is drawn at an offset of the output is another number there in a prompt
         with_ids = sample
         if sample.prompt is not None:
@@ -106,7 +106,7 @@ def _write(path: Path, reference: Reference) -> None:
 
 
 def _sample(values: dict[str, Any]) -> SampleRequest:
-    kind, prompt_ids = Kind(values.pop("kind")), values.pop("prompt_ids")
+    kind, prompt_ids = SampleKind(values.pop("kind")), values.pop("prompt_ids")
     return SampleRequest(**values, kind=kind, prompt_ids=None if prompt_ids is None else tuple(prompt_ids))
 
 

@@ -20,7 +20,7 @@ TEXT = (
 )
 
 
-class Kind(Enum):
+class SampleKind(Enum):
     """The form of a prompt and of its output."""
 
     IDS = "ids"
@@ -34,7 +34,7 @@ class SampleRequest:
     """One request, apart from its id and key. Exactly one of `prompt` and `prompt_ids` is set."""
 
     name: str
-    kind: Kind
+    kind: SampleKind
     max_tokens: int
     prompt: str | None = None
     prompt_ids: tuple[int, ...] | None = None
@@ -44,7 +44,7 @@ class SampleRequest:
     @property
     def wants_ids(self) -> bool:
         """Whether the client reads token ids. The text it always reads."""
-        return self.kind is not Kind.TEXT
+        return self.kind is not SampleKind.TEXT
 
     def request(self, **options: Any) -> inference_pb2.GenerateRequest:
         sampling: dict[str, Any] = {"temperature": 0.0}
@@ -71,29 +71,31 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthRanges:
     """Of prompts and outputs, in tokens, [least, most]."""
 
     prompt: tuple[int, int]
     output: tuple[int, int]
 
 
-def sample_requests(number: int, lengths: Lengths, vocabulary_size: int) -> Iterator[SampleRequest]:
+def sample_requests(number: int, lengths: LengthRanges, vocabulary_size: int) -> Iterator[SampleRequest]:
     """So many requests without a stop text, of every kind in turn; always the same."""
     rng = random.Random("samples")
     words = TEXT.split()
     for index in range(number):
-        kind = (Kind.IDS, Kind.TEXT, Kind.IDS, Kind.SAMPLED)[index % 4]
+        kind = (SampleKind.IDS, SampleKind.TEXT, SampleKind.IDS, SampleKind.SAMPLED)[index % 4]
         num_prompt_tokens = rng.randint(*lengths.prompt)
         max_tokens = rng.randint(*lengths.output)
         seed = rng.randrange(2**31)
         name = f"{kind.value}-{index}"
-        if kind is Kind.TEXT:
+        if kind is SampleKind.TEXT:
             prompt = " ".join(rng.choice(words) for _ in range(max(1, num_prompt_tokens // 4)))
             yield SampleRequest(name, kind, max_tokens, prompt=prompt)
         else:
             ids = tuple(rng.randrange(vocabulary_size - 1) for _ in range(num_prompt_tokens))
-            yield SampleRequest(name, kind, max_tokens, prompt_ids=ids, seed=seed if kind is Kind.SAMPLED else None)
+            yield SampleRequest(
+                name, kind, max_tokens, prompt_ids=ids, seed=seed if kind is SampleKind.SAMPLED else None
+            )
 
 
 def with_stop(sample: SampleRequest, expected: Expected) -> SampleRequest | None:
@@ -107,7 +109,7 @@ def with_stop(sample: SampleRequest, expected: Expected) -> SampleRequest | None
         if "\N{REPLACEMENT CHARACTER}" not in stop and text.index(stop) == at:
             return SampleRequest(
                 f"stop-{sample.name}",
-                Kind.STOP,
+                SampleKind.STOP,
                 sample.max_tokens,
                 sample.prompt,
                 sample.prompt_ids,
@@ -122,7 +124,7 @@ def continued(sample: SampleRequest, expected: Expected, num_tokens: int) -> Sam
     assert sample.prompt_ids is not None
     return SampleRequest(
         f"{sample.name} behind {num_tokens}",
-        Kind.IDS,
+        SampleKind.IDS,
         len(expected.token_ids) - num_tokens,
         prompt_ids=sample.prompt_ids + expected.token_ids[:num_tokens],
     )

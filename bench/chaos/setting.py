@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.chaos.options import ChaosOptions
-from bench.chaos.requests import Lengths
+from bench.chaos.requests import LengthRanges
 from bench.fleet.tiny_model import write_tiny_model
 from bench.targets.model import local_model
 from common.model_source import resolve_model
@@ -20,8 +20,8 @@ DTYPE = "float32"
 TOKENS_PER_BLOCK = 16
 # A step of the tiny model takes so long: an output of a hundred tokens, a second or two.
 TINY_STEP_MS = 12
-TINY_LENGTHS = Lengths(prompt=(8, 60), output=(20, 180))
-LENGTHS = Lengths(prompt=(8, 120), output=(12, 72))
+TINY_LENGTHS = LengthRanges(prompt=(8, 60), output=(20, 180))
+LENGTHS = LengthRanges(prompt=(8, 120), output=(12, 72))
 NUM_TINY_SAMPLES = 24
 NUM_SAMPLES = 32
 
@@ -34,7 +34,7 @@ class Setting:
     pool: str
     system: str
     vocabulary_size: int
-    lengths: Lengths
+    lengths: LengthRanges
     num_samples: int
 
 
@@ -59,7 +59,7 @@ def setting_of(options: ChaosOptions) -> Iterator[Setting]:
         )
 
 
-def _stack(options: ChaosOptions, model: str, lengths: Lengths) -> StackOptions:
+def _stack(options: ChaosOptions, model: str, lengths: LengthRanges) -> StackOptions:
     inflight = (sys.executable, "-m", "inflight.cli.main")
     paced = (sys.executable, "-m", "bench.fleet.paced", str(TINY_STEP_MS))
     return StackOptions(
@@ -76,7 +76,7 @@ def _stack(options: ChaosOptions, model: str, lengths: Lengths) -> StackOptions:
     )
 
 
-def _num_kv_tokens(seats: int, lengths: Lengths) -> int:
+def _num_kv_tokens(seats: int, lengths: LengthRanges) -> int:
     """Room for the longest requests on all seats but one: some wait for blocks, some for a seat."""
     longest = lengths.prompt[1] + lengths.output[1] + TOKENS_PER_BLOCK
     return max(2, seats - 1) * -(-longest // TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK

@@ -53,13 +53,13 @@ class Work:
     num_bytes: float
     num_operations: float
 
-    def least_s(self, limits: Limits) -> float:
+    def least_s(self, limits: MachineLimits) -> float:
         """The time that it takes at the machine's limits."""
         return max(self.num_bytes / limits.bytes_per_s, self.num_operations / limits.operations_per_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MachineLimits:
     """What this machine does at most, measured."""
 
     bytes_per_s: float
@@ -94,7 +94,7 @@ def part_works(shape: DecoderShape, step: StepShape, num_weight_bytes: int, num_
     return works
 
 
-def measure_limits(native: NativeDecoder, dtype: torch.dtype) -> Limits:
+def measure_limits(native: NativeDecoder, dtype: torch.dtype) -> MachineLimits:
     """Reads a large buffer on all threads, and multiplies large matrices; the best of some tries."""
     matrix = torch.rand(MATRIX_SIZE, MATRIX_SIZE).to(dtype)
     rates = []
@@ -103,7 +103,7 @@ def measure_limits(native: NativeDecoder, dtype: torch.dtype) -> Limits:
         began = time.perf_counter()
         matrix @ matrix
         rates.append(2 * MATRIX_SIZE**3 / (time.perf_counter() - began))
-    return Limits(native.read_bytes_per_s(READ_BYTES), max(rates))
+    return MachineLimits(native.read_bytes_per_s(READ_BYTES), max(rates))
 
 
 def measure_steps(model: PagedModel, shapes: Sequence[StepShape], rounds: int) -> list[dict[str, float]]:
@@ -126,7 +126,7 @@ def measure_steps(model: PagedModel, shapes: Sequence[StepShape], rounds: int) -
     return [dict(zip((*PARTS, "step"), median.tolist(), strict=True)) for median in medians]
 
 
-def table_of(measured: dict[str, float], works: dict[str, Work], limits: Limits) -> Table:
+def table_of(measured: dict[str, float], works: dict[str, Work], limits: MachineLimits) -> Table:
     """The parts of one shape, and the whole step."""
     rows = [_row(part, measured[part], works[part].least_s(limits) if part in works else None) for part in PARTS]
     whole = _row("**step**", measured["step"], sum(work.least_s(limits) for work in works.values()))

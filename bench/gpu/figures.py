@@ -58,7 +58,7 @@ class Missing:
 
 
 @dataclass(slots=True)
-class Figures:
+class GpuFigures:
     """All of one run."""
 
     circumstances: dict[str, str]

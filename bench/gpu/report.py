@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.gpu.figures import Figures, ServedRun
+from bench.gpu.figures import GpuFigures, ServedRun
 from bench.gpu.roofline import SHAPES, Limits, ModelShape
 from bench.report.page import Page, Part
 from bench.report.table import UNKNOWN, Table, shown
@@ -20,18 +20,18 @@ OWN_ENGINE = "inflight"
 DECODE_GOAL, PREFILL_GOAL, MIXED_GOAL = 0.85, 0.60, 3.0
 
 
-def values_of(figures: Figures) -> dict[str, Any]:
+def values_of(figures: GpuFigures) -> dict[str, Any]:
     """Everything that was measured, as plain values."""
     return {"report": KIND, **asdict(figures)}
 
 
 def page_of(values: Mapping[str, Any]) -> Page:
     """The page of a report that is given as values."""
-    figures = TypeAdapter(Figures).validate_python(values)
+    figures = TypeAdapter(GpuFigures).validate_python(values)
     return page(figures, next(shape for shape in SHAPES.values() if shape.name == figures.model))
 
 
-def page(figures: Figures, shape: ModelShape) -> Page:
+def page(figures: GpuFigures, shape: ModelShape) -> Page:
     """The page of a run. A table without rows is left out."""
     limits = Limits(figures.copy_bytes_per_s, figures.matrix_operations_per_s)
     note = (
@@ -50,7 +50,7 @@ def page(figures: Figures, shape: ModelShape) -> Page:
     return Page(title, figures.circumstances, [part for part in parts if part.table and part.table.rows], note)
 
 
-def _decodes(figures: Figures, shape: ModelShape, limits: Limits) -> Table:
+def _decodes(figures: GpuFigures, shape: ModelShape, limits: Limits) -> Table:
     header = ["sequences", "context", "step ms", "limit ms", "of limit", "device ms", "host ms exposed", "tokens/s"]
     rows = []
     for point in figures.decodes:
@@ -70,7 +70,7 @@ def _decodes(figures: Figures, shape: ModelShape, limits: Limits) -> Table:
     return Table(header, rows)
 
 
-def _prefills(figures: Figures, shape: ModelShape, limits: Limits) -> Table:
+def _prefills(figures: GpuFigures, shape: ModelShape, limits: Limits) -> Table:
     rows = []
     for point in figures.prefills:
         limit_s = limits.prefill_s(shape, point.num_tokens)
@@ -86,7 +86,7 @@ def _prefills(figures: Figures, shape: ModelShape, limits: Limits) -> Table:
     return Table(["tokens", "step ms", "limit ms", "of limit", "tokens/s"], rows)
 
 
-def _attention(figures: Figures, shape: ModelShape, limits: Limits) -> Table:
+def _attention(figures: GpuFigures, shape: ModelShape, limits: Limits) -> Table:
     rows = []
     for point in figures.attention:
         num_bytes = point.num_sequences * point.context * shape.kv_bytes_per_layer_and_token

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def measured(scale: PoolScale) -> Point:
         point = measure_alone(scale, options.redis_url, options.seconds, options.seed)
-        print(shown(point), flush=True)
+        print(point_text(point), flush=True)
         return point
 
     try:
@@ -71,7 +71,7 @@ def measure_alone(scale: PoolScale, url: str | None, seconds: float, seed: int) 
         server.close()
 
 
-def shown(point: Point) -> str:
+def point_text(point: Point) -> str:
     """The figures in lines."""
     saturation, latency = point.saturation, point.latency
     lines = [

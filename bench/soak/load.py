@@ -20,7 +20,7 @@ MAX_ERRORS_KEPT = 20
 
 
 @dataclass(slots=True)
-class Load:
+class SoakLoad:
     """Clients that each send one request after the other, until `is_stopping` or `max_requests` are sent."""
 
     client: Client

@@ -20,9 +20,9 @@ from bench.fleet.health import leak_of
 from bench.fleet.tiny_model import NAME as TINY
 from bench.fleet.tiny_model import write_tiny_model
 from bench.report.page import write_report
-from bench.soak.load import Load
-from bench.soak.outcome import Outcome, page, trends_of, values_of
+from bench.soak.load import SoakLoad
 from bench.soak.readings import REDIS, Readings
+from bench.soak.result import SoakResult, page, trends_of, values_of
 from bench.targets.model import local_model
 from bench.workloads.generate import shaped_requests
 from bench.workloads.shapes import Shape
@@ -91,10 +91,10 @@ async def soak(options: SoakOptions) -> int:
 
 async def _soak(
     options: SoakOptions, console: Console, stack: LocalStack, client: Client, readings: Readings, model: str
-) -> Outcome:
+) -> SoakResult:
     found = local_model(model)
     requests = shaped_requests(options.shape, SOAK, found.vocabulary_size, seed=options.seed)
-    load = Load(client, stack.router_addresses, requests, options.seed, options.num_requests)
+    load = SoakLoad(client, stack.router_addresses, requests, options.seed, options.num_requests)
     began_s = time.monotonic()
     left: dict[str, int] = {}
     try:
@@ -108,7 +108,7 @@ async def _soak(
         running.uncancel()  # Ctrl-C: the report is of the readings so far
         seconds = time.monotonic() - began_s
     trends, too_few = trends_of(readings.series)
-    return Outcome(
+    return SoakResult(
         circumstances=_circumstances(options, found.name),
         seconds=seconds,
         num_requests=load.num_sent,
@@ -123,7 +123,7 @@ async def _soak(
     )
 
 
-async def _loaded(options: SoakOptions, console: Console, load: Load, readings: Readings) -> None:
+async def _loaded(options: SoakOptions, console: Console, load: SoakLoad, readings: Readings) -> None:
     """Full load and readings, until the time is over or all requests are sent, and every stream has ended."""
     seconds = options.seconds if options.num_requests is None else math.inf
     interval_s = max(MIN_INTERVAL_S, seconds / NUM_READINGS) if math.isfinite(seconds) else MIN_INTERVAL_S
@@ -140,7 +140,7 @@ async def _loaded(options: SoakOptions, console: Console, load: Load, readings: 
         await sending
 
 
-def _show_progress(console: Console, elapsed_s: float, load: Load, readings: Readings) -> None:
+def _show_progress(console: Console, elapsed_s: float, load: SoakLoad, readings: Readings) -> None:
     """Prints a line at every tenth reading."""
     if len(readings.at_s) % 10 != 1:
         return

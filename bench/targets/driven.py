@@ -15,7 +15,7 @@ from typing import Any, Self
 from bench.measures.processes import CoreMeter
 from bench.measures.run import Run, Slo, distributions, measure
 from bench.peers.driver import Request, Setup
-from bench.targets.record import Record
+from bench.targets.record import DriverRecord
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
 from inflight.local.guard import HAS_KERNEL_GUARD, guarded
@@ -110,7 +110,7 @@ class DrivenTarget:
         begin = {"run": {"requests": len(requests), "concurrency": workload.concurrency}}
         await self._write([begin, *requests])
         await self._write([{"go": True}])
-        record = Record(workload)
+        record = DriverRecord(workload)
         self._is_running = True
         while "done" not in (line := await self._read(SILENCE_TIMEOUT_S)):
             on_tokens(record.take(line))
@@ -120,7 +120,9 @@ class DrivenTarget:
         self._signal(signal.SIGSTOP)
         return self._as_run(record, line["done"], round_number, cores)
 
-    def _as_run(self, record: Record, done: Mapping[str, Any], round_number: int, cores: Mapping[str, float]) -> Run:
+    def _as_run(
+        self, record: DriverRecord, done: Mapping[str, Any], round_number: int, cores: Mapping[str, float]
+    ) -> Run:
         outcomes, figures = record.outcomes(), dict(done["figures"])
         samples = record.samples(done["at_s"], self._driver.setup.seats)
         num_steps = figures.pop("num_steps", None)

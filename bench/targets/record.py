@@ -11,7 +11,7 @@ from bench.workloads.plan import Workload
 SAMPLE_INTERVAL_S = 0.1
 
 
-class Record:
+class DriverRecord:
     """Takes the lines of one run in the order in which they came."""
 
     def __init__(self, workload: Workload) -> None:

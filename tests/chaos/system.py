@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench.chaos.observed import Observed, judge
-from bench.chaos.requests import Expected, Kind, SampleRequest
+from bench.chaos.requests import Expected, SampleKind, SampleRequest
 from bench.fleet.fleet import Fleet, Member
 from bench.fleet.health import Leak, Observer
 from inflight.aio import Client
@@ -20,8 +20,8 @@ from inflight.aio_stream import Stream
 # Nothing here takes so long unless it hangs: a limit of liveness, not a bound.
 PATIENCE_S = 90.0
 
-LONG = SampleRequest("long", Kind.IDS, 160, prompt_ids=tuple(range(40, 60)))
-SHORT = SampleRequest("short", Kind.IDS, 24, prompt_ids=(7, 8, 9, 10, 11, 12, 13, 14))
+LONG = SampleRequest("long", SampleKind.IDS, 160, prompt_ids=tuple(range(40, 60)))
+SHORT = SampleRequest("short", SampleKind.IDS, 24, prompt_ids=(7, 8, 9, 10, 11, 12, 13, 14))
 
 
 def numbered(sample: SampleRequest, number: int) -> SampleRequest:

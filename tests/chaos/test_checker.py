@@ -12,15 +12,15 @@ from bench.chaos.gaps import Window, gaps_by_kind
 from bench.chaos.load import Manner, Sent, is_promised_refusal
 from bench.chaos.observed import Observed, Verdict, judge
 from bench.chaos.report import BEGIN, END, fill, page
-from bench.chaos.requests import Expected, Kind, SampleRequest
+from bench.chaos.requests import Expected, SampleKind, SampleRequest
 from bench.chaos.schedule import Fault, FaultKind, faults
 from bench.chaos.tally import Tally, tally
 from bench.fleet.health import Leak
 from inflight.errors import InflightError
 from inflight.events import Accepted, Delta, Done, Finished, FinishReason, Timing, Usage
 
-IDS = SampleRequest("ids-0", Kind.IDS, 6, prompt_ids=(1, 2))
-TEXT = SampleRequest("text-1", Kind.TEXT, 6, prompt="a b")
+IDS = SampleRequest("ids-0", SampleKind.IDS, 6, prompt_ids=(1, 2))
+TEXT = SampleRequest("text-1", SampleKind.TEXT, 6, prompt="a b")
 DUE = Expected((10, 11, 12, 13, 14, 15), "abcdéf", "length")
 WHOLE = [(0, (10, 11), "ab"), (2, (12,), "c"), (3, (13, 14, 15), "déf")]
 

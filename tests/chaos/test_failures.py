@@ -20,7 +20,7 @@ import pytest
 
 from bench.chaos.inject import KEPT, KEYS
 from bench.chaos.load import Load, Manner
-from bench.chaos.requests import Kind, SampleRequest
+from bench.chaos.requests import SampleKind, SampleRequest
 from bench.fleet.proxy import Weather
 from bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.aio import Client
@@ -195,7 +195,7 @@ async def test_blocks_are_free_when_a_client_disconnects(system: System, record_
 async def test_poison_prompt_convicts_only_itself(system: System) -> None:
     before = len(system.fleet.exits)
     others = await system.read_running([numbered(LONG, 1), numbered(LONG, 2)])
-    poison = SampleRequest("poison", Kind.IDS, 8, prompt_ids=POISON)
+    poison = SampleRequest("poison", SampleKind.IDS, 8, prompt_ids=POISON)
     with pytest.raises(InflightError) as caught:
         async with asyncio.timeout(PATIENCE_S):
             await system.client.send(poison.request()).result()

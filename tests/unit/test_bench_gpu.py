@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.gpu import main as bench
-from bench.gpu.figures import AttentionPoint, DecodePoint, Figures, Missing, PrefillPoint, ServedRun
+from bench.gpu.figures import AttentionPoint, DecodePoint, GpuFigures, Missing, PrefillPoint, ServedRun
 from bench.gpu.report import page_of, values_of
 from bench.gpu.roofline import LLAMA_3_1B, LLAMA_3_8B, Limits, ModelShape, decode_bytes, prefill_operations
 
@@ -38,9 +38,9 @@ def test_limits_are_bytes_and_operations_over_their_rates() -> None:
     assert limits.prefill_s(TINY, 3) == pytest.approx(prefill_operations(TINY, 3) / 1e4)
 
 
-def figures() -> Figures:
+def figures() -> GpuFigures:
     """A run in which everything takes twice its limit."""
-    return Figures(
+    return GpuFigures(
         circumstances={"gpu": "GPU X"},
         model="Llama-3-8B",
         copy_bytes_per_s=4e12,
@@ -68,7 +68,7 @@ def test_report_sets_figures_against_limits_and_peers() -> None:
 
 
 def test_report_leaves_out_tables_without_rows() -> None:
-    assert not page_of(values_of(Figures({"gpu": "GPU X"}, "Llama-3-8B", 4e12, 8e14))).parts
+    assert not page_of(values_of(GpuFigures({"gpu": "GPU X"}, "Llama-3-8B", 4e12, 8e14))).parts
 
 
 def test_what_cannot_be_had_is_noted_and_the_rest_goes_on() -> None:

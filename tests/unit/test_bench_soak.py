@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import grpc
 import pytest
 
-from bench.soak.load import Load
-from bench.soak.outcome import Outcome, page, page_of, trend, trends_of, values_of
+from bench.soak.load import SoakLoad
 from bench.soak.readings import Readings, num_open_files, num_threads
+from bench.soak.result import SoakResult, page, page_of, trend, trends_of, values_of
 from bench.targets.target import TargetError
 from bench.workloads.plan import PlannedRequest
 from inflight.aio import Client
@@ -45,9 +45,9 @@ def test_too_few_readings_give_no_verdict() -> None:
     assert trend("router-0", "threads", [1.0] * 5) is None
 
 
-def outcome(readings: Sequence[float], left: int = 0) -> Outcome:
+def outcome(readings: Sequence[float], left: int = 0) -> SoakResult:
     trends, too_few = trends_of({("router-0", "open files"): list(readings)})
-    return Outcome({}, 60.4, 10, 2, 1, 100, 0, (), {"blocks held": left}, trends, too_few)
+    return SoakResult({}, 60.4, 10, 2, 1, 100, 0, (), {"blocks held": left}, trends, too_few)
 
 
 def test_last_line_says_whether_it_was_flat() -> None:
@@ -76,7 +76,7 @@ async def test_load_reads_cancels_and_vanishes_and_stops_when_it_is_told() -> No
 
     with serving(ScriptedRouter(answer)) as address:
         async with Client(address) as client:
-            load = Load(client, (address,), REQUESTS, seed=1)
+            load = SoakLoad(client, (address,), REQUESTS, seed=1)
             await load.run(num_clients=3)
     assert load.num_sent >= 60
     assert load.num_failed == 0, load.errors
@@ -93,7 +93,7 @@ async def test_load_counts_an_answer_that_is_too_short() -> None:
 
     with serving(ScriptedRouter(answer)) as address:
         async with Client(address) as client:
-            load = Load(client, (address,), [PlannedRequest((1,), 3, 0.0)], seed=1)
+            load = SoakLoad(client, (address,), [PlannedRequest((1,), 3, 0.0)], seed=1)
             await load.run(num_clients=1)
     assert load.num_failed >= 1
     assert load.errors[0] == "1 of 3 tokens"
@@ -107,7 +107,7 @@ async def test_load_ends_after_the_number_of_requests() -> None:
 
     with serving(ScriptedRouter(answer)) as address:
         async with Client(address) as client:
-            load = Load(client, (address,), REQUESTS, seed=1, max_requests=20)
+            load = SoakLoad(client, (address,), REQUESTS, seed=1, max_requests=20)
             await load.run(num_clients=3)
     assert (load.num_sent, load.num_failed) == (20, 0)
 

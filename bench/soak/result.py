@@ -1,4 +1,4 @@
-"""The outcome of a soak: whether something grows, and the report. Pure.
+"""The result of a soak: whether something grows, and the report. Pure.
 
 The median of early readings is compared with the median of late ones. Medians, because a reading under load is a
 moment's; thirds, because a leak shows over all of the time. Falling is no leak. An allowance covers what a system at
@@ -58,7 +58,7 @@ class Trend:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SoakResult:
     """A soak that has ended. `left` is what was still held after all requests had ended."""
 
     circumstances: Mapping[str, str]
@@ -111,7 +111,7 @@ def trends_of(series: Series) -> tuple[list[Trend], list[str]]:
     return trends, too_few
 
 
-def values_of(outcome: Outcome, at_s: Sequence[float], series: Series) -> dict[str, Any]:
+def values_of(outcome: SoakResult, at_s: Sequence[float], series: Series) -> dict[str, Any]:
     """Everything as plain values, with every reading."""
     readings = {f"{process} {figure}": values for (process, figure), values in series.items()}
     values = {"report": KIND, **asdict(outcome), "last_line": outcome.last_line}
@@ -120,10 +120,10 @@ def values_of(outcome: Outcome, at_s: Sequence[float], series: Series) -> dict[s
 
 def page_of(values: Mapping[str, Any]) -> Page:
     """The page of a report that is given as values."""
-    return page(TypeAdapter(Outcome).validate_python(values))
+    return page(TypeAdapter(SoakResult).validate_python(values))
 
 
-def page(outcome: Outcome) -> Page:
+def page(outcome: SoakResult) -> Page:
     counts = {
         "requests": outcome.num_requests,
         "of these cancelled by their client": outcome.num_cancelled,

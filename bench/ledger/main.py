@@ -13,6 +13,7 @@ the seat is told. With `--matrix` that is done at many sizes, and a report with 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -137,4 +138,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    # Recorded calls are not sent, and the store would warn of each router's first.
+    logging.getLogger("router.store").setLevel(logging.ERROR)
     sys.exit(main())

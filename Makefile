@@ -62,7 +62,7 @@ help:
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
 	@echo "make bench-host   what the host's part of a step costs"
 	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
-	@echo "make bench-soak   the same for 10,000 short requests; SOAK_REQUESTS=1000"
+	@echo "make bench-soak   the soak test over 10,000 short requests; SOAK_REQUESTS=1000"
 	@echo "make bench-openai  GuideLLM, a load generator of others, through the OpenAI-compatible gateway"
 	@echo "make loadgen  install GuideLLM into .clients, for its test and make bench-openai"
 	@echo "make bench-admission  what the admission ledger does on one core of Redis; QUEUED=1000000 EXECUTORS=1000, or ARGS=--matrix"

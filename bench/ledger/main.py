@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import platform
+import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 from bench.ledger.figures import Point
-from bench.ledger.matrix import WHOLE_MATRIX, cells, circumstances, run_matrix
 from bench.ledger.measure import measure
 from bench.ledger.report import KIND, page_of, values_of
 from bench.ledger.scale import PoolScale
@@ -29,10 +31,15 @@ from bench.ledger.traffic import TrafficError
 from bench.redis.wire import WireError
 from bench.report.page import write_report
 from bench.report.table import Table
+from common.machine import num_usable_cores
 from inflight.local.redis_server import PrivateRedis, RedisStartError
 from router.store.keys import PoolKeys
 
 POOL = "bench-admission"
+MATRIX_QUEUED = (10, 10_000, 100_000, 1_000_000)
+MATRIX_EXECUTORS = (1, 100, 1_000)
+WHOLE_MATRIX = tuple(product(MATRIX_EXECUTORS, MATRIX_QUEUED))
+CELL = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,23 +47,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     chosen = options.matrix or ((options.executors, options.queued),)
 
-    def measured(scale: PoolScale) -> Point:
-        point = measure_alone(scale, options.redis_url, options.seconds, options.seed)
-        print(point_text(point), flush=True)
-        return point
-
+    points = []
     try:
-        points = run_matrix(chosen, options.seats, measured, _say)
+        for number, (executors, queued) in enumerate(chosen, 1):
+            _say(f"size {number} of {len(chosen)}: {executors:,} executors, {queued:,} queued")
+            scale = PoolScale(queued, executors, options.seats)
+            points.append(measure_alone(scale, options.redis_url, options.seconds, options.seed))
+            print(point_text(points[-1]), flush=True)
     except (RedisStartError, WireError, TrafficError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if options.matrix:
-        values = values_of(points, circumstances(points, options.seconds, options.seed))
+        values = values_of(points, _circumstances(points, options.seconds, options.seed))
         paths = write_report(options.out, KIND, values, page_of(values))
         print("report: " + ", ".join(str(path) for path in paths))
     for point in points:
         print(point.line)
     return 0
+
+
+def cells(text: str) -> tuple[tuple[int, int], ...]:
+    """Executors and queued requests of each cell, from `1x10,100x10000`. For argparse."""
+    found = [CELL.fullmatch(cell) for cell in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form EXECUTORSxQUEUED,… such as 1x10,100x10000")
+    return tuple((int(cell[1]), int(cell[2])) for cell in found if cell)
 
 
 def measure_alone(scale: PoolScale, url: str | None, seconds: float, seed: int) -> Point:
@@ -96,6 +111,18 @@ def point_text(point: Point) -> str:
         f"{_both(latency.submit_ms)}, seat {_both(latency.seat_ms)}, the load itself late {_both(latency.late_ms)}",
     ]
     return "\n".join(lines)
+
+
+def _circumstances(points: Sequence[Point], seconds: float, seed: int) -> Mapping[str, str]:
+    """The machine, Redis and pool of a run, in words."""
+    scale = points[0].scale
+    return {
+        "machine": f"{num_usable_cores()} cores, {platform.machine()}, Python {platform.python_version()}; "
+        "the load generator and Redis share it",
+        "Redis": f"{points[0].redis_version}, one process, no persistence",
+        "pool": f"{scale.routers} routers, {scale.tenants} tenants, 3 classes, {scale.seats} seats an executor",
+        "run": f"about {seconds:g} s for each part, seed {seed}",
+    }
 
 
 def _costs(point: Point) -> Table:

@@ -13,7 +13,7 @@ import pytest
 from bench.ledger import main as ledger
 from bench.ledger.commands import ID_MARKERS, Commands
 from bench.ledger.figures import Saturation, percentiles_ms
-from bench.ledger.matrix import cells
+from bench.ledger.main import cells
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from bench.ledger.server import Server
 from bench.ledger.slowest import Slowest

@@ -13,12 +13,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from bench.chaos.requests import Expected, SampleKind, SampleRequest, continued, with_stop
 from common.disk_cache import cache_folder
 from inflight.aio import Client
 
+# What is kept in a file: how many were left out, and each sample with its output.
+KEPT = TypeAdapter(tuple[int, list[tuple[SampleRequest, Expected]]])
 FEW_AT_ONCE = 4
 MANY_AT_ONCE = 16
 # Behind so much of the output it is computed as a prompt, in the third try.
@@ -36,7 +39,7 @@ class Reference:
 async def load_or_make(client: Client, wanted: Sequence[SampleRequest], system: str) -> Reference:
     """The reference of these samples and one with a stop text for each third; `system` names model and arithmetic."""
     described = json.dumps([system, *(asdict(sample) for sample in wanted)], default=str)
-    path = cache_folder() / "chaos-reference" / f"{hashlib.sha256(described.encode()).hexdigest()[:24]}.json"
+    path = cache_folder() / "chaos-samples" / f"{hashlib.sha256(described.encode()).hexdigest()[:24]}.json"
     kept = _read(path)
     if kept is None:
         kept = await _make(client, wanted)
@@ -89,26 +92,12 @@ async def _generate(client: Client, wanted: Sequence[SampleRequest], at_once: in
 def _read(path: Path) -> Reference | None:
     if not path.is_file():
         return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    expected = {_sample(entry["sample"]): _expected(entry["expected"]) for entry in content["expected"]}
-    return Reference(expected, content["num_left_out"])
+    num_left_out, expected = KEPT.validate_json(path.read_bytes())
+    return Reference(dict(expected), num_left_out)
 
 
 def _write(path: Path, reference: Reference) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = [
-        {"sample": asdict(sample) | {"kind": sample.kind.value}, "expected": asdict(expected)}
-        for sample, expected in reference.expected.items()
-    ]
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"num_left_out": reference.num_left_out, "expected": entries}), encoding="utf-8")
+    partial.write_bytes(KEPT.dump_json((reference.num_left_out, list(reference.expected.items()))))
     partial.replace(path)
-
-
-def _sample(values: dict[str, Any]) -> SampleRequest:
-    kind, prompt_ids = SampleKind(values.pop("kind")), values.pop("prompt_ids")
-    return SampleRequest(**values, kind=kind, prompt_ids=None if prompt_ids is None else tuple(prompt_ids))
-
-
-def _expected(values: dict[str, Any]) -> Expected:
-    return Expected(tuple(values["token_ids"]), values["text"], values["finish_reason"])

@@ -149,9 +149,8 @@ def _show_progress(console: Console, elapsed_s: float, load: SoakLoad, readings:
         for (process, figure), values in readings.series.items()
         if figure == "resident MiB"
     )
-    console.print(
-        f"{elapsed_s:7.0f} s  {load.num_sent} requests, {load.num_failed} failed; MiB: {held}", highlight=False
-    )
+    line = f"{elapsed_s:7.0f} s  {load.num_sent} requests, {load.num_failed} failed; MiB: {held}"
+    console.print(line, highlight=False, soft_wrap=True)
 
 
 def _pids(stack: LocalStack) -> dict[str, int]:

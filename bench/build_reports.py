@@ -1,8 +1,8 @@
-"""The HTML pages of the committed reports, built from their JSON.
+"""The Markdown and HTML pages of the committed reports, built from their JSON.
 
     python -m bench.build_reports [FOLDER …]
 
-A page lies beside its JSON. Git ignores it.
+The pages lie beside the JSON. Git ignores the HTML.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ PAGES: Mapping[str, Callable[[Mapping[str, Any]], Page]] = {
 
 
 def main(folders: Sequence[str]) -> int:
-    """Writes a page for every JSON report of the folders."""
+    """Writes the pages of every JSON report of the folders."""
     for folder in map(Path, folders or [str(REPORTS)]):
         for path in sorted(folder.glob("*.json")):
             values = json.loads(path.read_text(encoding="utf-8"))
-            page = path.with_suffix(".html")
-            page.write_text(PAGES[values["report"]](values).html(), encoding="utf-8")
-            print(page)
+            page = PAGES[values["report"]](values)
+            path.with_suffix(".md").write_text(page.markdown(), encoding="utf-8")
+            path.with_suffix(".html").write_text(page.html(), encoding="utf-8")
+            print(path.with_suffix(".html"))
     return 0
 
 

@@ -82,7 +82,7 @@ def test_json_means_the_same_however_its_lines_are_broken(values: object) -> Non
 def test_committed_report_is_what_its_json_says(path: Path) -> None:
     values = json.loads(path.read_text(encoding="utf-8"))
     page = PAGES[values["report"]](values)
-    assert path.with_suffix(".md").read_text(encoding="utf-8") == page.markdown()
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == page.markdown(), "run make reports"
     text = read(page.html())
     assert all(part.title in text for part in page.parts)
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.contract.docs_text import name_of
 from tests.contract.test_imports import REPOSITORY, parsed
 
 DOCS, TESTS = REPOSITORY / "docs", REPOSITORY / "tests"
@@ -49,7 +50,7 @@ def rows_of(page: str, heading: str) -> list[str]:
 
 
 def test_every_test_that_a_page_names_is_there() -> None:
-    missing = {page.name: list(missing_in(page.read_text(encoding="utf-8"))) for page in DOCS.glob("*.md")}
+    missing = {name_of(page): list(missing_in(page.read_text(encoding="utf-8"))) for page in DOCS.rglob("*.md")}
     assert not {page: names for page, names in missing.items() if names}
 
 

@@ -1,4 +1,4 @@
-"""docs/configuration.md: every setting of every process, from the classes that the processes read them with."""
+"""Generator of docs/configuration.md: every setting of every process, from the classes that define them."""
 
 from __future__ import annotations
 

@@ -38,14 +38,10 @@ class RouterMetrics:
         self._registry = registry
         per_class = ("model", "class")
         self.first_token = self._histogram(
-            "gen_ai_server_time_to_first_token_seconds",
-            "Time from arrival to the first token sent.",
-            FIRST_TOKEN_BUCKETS,
+            "gen_ai_server_time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_BUCKETS
         )
         self.per_token = self._histogram(
-            "gen_ai_server_time_per_output_token_seconds",
-            "Mean time per output token of a request, without the first token.",
-            PER_TOKEN_BUCKETS,
+            "gen_ai_server_time_per_output_token_seconds", "Mean time per output token.", PER_TOKEN_BUCKETS
         )
         self.duration = self._histogram(
             "gen_ai_server_request_duration_seconds",
@@ -54,16 +50,10 @@ class RouterMetrics:
             (*GEN_AI_LABELS, "error_type"),
         )
         self.inter_token = self._histogram(
-            "inflight_inter_token_seconds",
-            "Time between two deliveries of a request, divided by their tokens.",
-            INTER_TOKEN_BUCKETS,
-            ("model",),
+            "inflight_inter_token_seconds", "Time between deliveries, per token.", INTER_TOKEN_BUCKETS, ("model",)
         )
         self.queue_wait = self._histogram(
-            "inflight_queue_wait_seconds",
-            "Time from arrival to the first placement on an executor.",
-            WAIT_BUCKETS,
-            per_class,
+            "inflight_queue_wait_seconds", "From arrival to the first placement.", WAIT_BUCKETS, per_class
         )
         self.redis_seconds = self._histogram(
             "inflight_redis_call_seconds", "Duration of ledger calls to Redis.", REDIS_BUCKETS, ("script",)
@@ -74,22 +64,18 @@ class RouterMetrics:
         self.refusals = self._counter(
             "inflight_refusals", "Requests refused before they entered the queue.", (*per_class, "reason")
         )
-        self.admissions = self._counter(
-            "inflight_admissions", "Requests placed on an executor for the first time.", per_class
-        )
+        self.admissions = self._counter("inflight_admissions", "Requests placed for the first time.", per_class)
         self.prompt_tokens = self._counter(
-            "inflight_prompt_tokens", "Prompt tokens of requests that got a seat.", ("model",)
+            "inflight_prompt_tokens", "Prompt tokens of requests with a seat.", ("model",)
         )
         self.cached_tokens = self._counter(
-            "inflight_cached_prompt_tokens", "Prompt tokens whose KV came from the prefix cache.", ("model",)
+            "inflight_cached_prompt_tokens", "Prompt tokens from the prefix cache.", ("model",)
         )
         self.output_tokens = self._counter("inflight_output_tokens", "Output tokens sent to clients.", ("model",))
         self.migrations = self._counter(
-            "inflight_migrations", "Requests that lost their placement on an executor.", ("model", "reason")
+            "inflight_migrations", "Requests that lost their placement.", ("model", "reason")
         )
-        self.resumed = self._counter(
-            "inflight_resumed", "Streams resumed by Resume or a repeated idempotency key.", ("model",)
-        )
+        self.resumed = self._counter("inflight_resumed", "Resumed streams.", ("model",))
         self.redis_errors = self._counter("inflight_redis_errors", "Failed ledger calls to Redis.", ("script",))
         self.redis_up = Gauge("inflight_redis_up", "1 if the latest ledger call succeeded, else 0.", registry=registry)
         self._recorders: dict[tuple[str, str, str], _Measures] = {}

@@ -100,7 +100,7 @@ async def _listen(router: RouterParts, settings: RouterSettings) -> None:
         await router.server.start_health(settings.health_listen)
     if router.http is not None:
         http = await router.http.start(settings.http_listen)
-        log.info("metrics on http://%s/metrics%s", http, f", the board on http://{http}/" if settings.board else "")
+        log.info("metrics on http://%s/metrics%s", http, f"; dashboard on http://{http}/" if settings.board else "")
     log.info("router %s serves %s on %s", router.router_id, ", ".join(sorted(router.pools.by_name)), address)
 
 

@@ -219,7 +219,7 @@ def _own_forward(
             return OwnForward(native=_native_decoder(weights, choice.backend, network.dtype, weight_dtype == "int8"))
         weights = obstacle
     if isinstance(weights, str):
-        log.info("the forward pass is transformers', because %s", weights)
+        log.info("using the forward pass of transformers, because %s", weights)
     if weight_dtype == "int8":
         why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
         raise ModelError(f"int8 weights need our own forward pass on a CPU, and {why}")

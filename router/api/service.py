@@ -120,7 +120,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     await dispatcher.emptied()
                 await self._no_stream.wait()
         except TimeoutError:
-            log.warning("drain: %d streams still run; they are left to other routers", self._num_streams)
+            log.warning("drain: %d streams still run; clients resume them on other routers", self._num_streams)
         for dispatcher in dispatchers:
             dispatcher.leave_running()
         self._stats.close()

@@ -73,7 +73,7 @@ class _Range:
 
 
 _WEIGHT = _Range(float, 1e-6, 1e6, "; a weight of 0 would never be served, use max_running = 0 to shut a tenant out")
-_SHARE = _Range(float, 1e-6, 1e6, "; leave a model out that is to serve nobody")
+_SHARE = _Range(float, 1e-6, 1e6, "; to send no requests to a model, omit it")
 _COUNT = _Range(int, 0, MAX_COUNT)
 _BURST = _Range(int, 1, MAX_COUNT)
 _RATE = _Range(float, 1e-6, 1e9)

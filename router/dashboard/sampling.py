@@ -92,7 +92,7 @@ class Sampler:
                 await self.sample()
             except Exception:
                 # Charts are not worth a router.
-                log.exception("a sample of the board's history failed")
+                log.exception("a sample of the dashboard's history failed")
                 self._sampled_s += SAMPLE_S
 
     async def sample(self) -> None:

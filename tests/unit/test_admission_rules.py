@@ -106,7 +106,7 @@ def test_unknown_tenant_has_the_limits_of_the_default_or_is_refused() -> None:
         ('\nunknown_tenants = "maybe"', 2, 'must be one of "default", "refuse"'),
         ("\n\n[tenant.a]", 3, "tenant: is not known; known: unknown_tenants, tenants, variants"),
         ("[variants.smollm]\nother = 1", 2, "this router does not serve this model; it serves smollm-inflight, smollm"),
-        ("[variants.smollm]\nsmollm-static = 0", 2, "leave a model out that is to serve nobody"),
+        ("[variants.smollm]\nsmollm-static = 0", 2, "to send no requests to a model, omit it"),
         ("[variants.smollm]", 1, "names no model"),
         ("[variants.smollm-static]\nsmollm-inflight = 1", 1, "is the name of a model that this router serves"),
         ("[variants.smollm]\nllama-3.1 = 1", 2, "put quotes around a name with dots"),

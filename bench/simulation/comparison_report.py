@@ -72,7 +72,8 @@ def _to_markdown(comparisons: Sequence[Comparison], circumstances: Mapping[str, 
     lines = ["# Scheduling", "", *(f"- {name}: {text}" for name, text in circumstances.items())]
     lines += [
         "",
-        f"With charts: [{NAME}.html]({NAME}.html). What is modelled: [docs/design/simulation.md](../../docs/design/simulation.md).",
+        f"With charts: [{NAME}.html]({NAME}.html). What is modelled: "
+        "[docs/design/simulation.md](../../docs/design/simulation.md).",
     ]
     for comparison in comparisons:
         header, *rows = rows_of(comparison)

@@ -11,7 +11,7 @@ from common.settings import ProcessSettings
 
 
 class ExecutorSettings(ProcessSettings):
-    """Settings of `inflight executor`."""
+    """Settings of the executor, which runs a model on one device with in-flight batching."""
 
     listen: str = Field("127.0.0.1:50061", description="address for routers, host:port; port 0 picks a free port")
     model: str = Field(

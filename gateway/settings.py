@@ -11,7 +11,7 @@ from common.settings import ProcessSettings
 
 
 class GatewaySettings(ProcessSettings):
-    """Settings of `inflight gateway`, the OpenAI-compatible HTTP API in front of routers."""
+    """Settings of the gateway, the OpenAI-compatible HTTP API in front of routers."""
 
     listen: str = Field("127.0.0.1:8000", description="address for HTTP, host:port; port 0 picks a free port")
     routers: tuple[str, ...] = Field(

@@ -16,7 +16,7 @@ MIN_SECRET_CHARACTERS = 32
 
 
 class RouterSettings(ProcessSettings):
-    """Settings of `inflight router`."""
+    """Settings of the router, which accepts requests, queues them in Redis and places them on executors."""
 
     listen: str = Field("127.0.0.1:50051", description="address for clients, host:port; port 0 picks a free port")
     redis_url: SecretStr = Field(

@@ -47,7 +47,7 @@ def load_texts(settings: RouterSettings) -> dict[str, TextModel]:
     for entry in settings.model:
         source = _source(entry)
         if source.name in texts:
-            raise SettingError(f"model: {source.name} is there twice; give one of them another name with name=source")
+            raise SettingError(f"model: {source.name} is listed twice; give one of them another name with name=source")
         texts[source.name] = TextModel(
             load_tokenizer(source), allow_special_tokens_in_chat=settings.allow_special_tokens_in_chat
         )

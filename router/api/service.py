@@ -370,7 +370,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async with aclosing(self._stats.watch(request, caller)) as stats:
             async for response in stats:
                 if self._caller(context) != caller:
-                    raise RequestError(Reason.UNAUTHENTICATED, "what the caller may see has changed; call again")
+                    raise RequestError(Reason.UNAUTHENTICATED, "the caller's permissions have changed; call again")
                 await context.write(response)
 
 

@@ -148,7 +148,7 @@ class _Reader:
         given = {key: value for key, value in table.items() if key in LIMITS and self._number((*path, key), value)}
         for rate, burst in BURST_OF.items():
             if burst in given and rate not in table:
-                self._wrong((*path, burst), f"means nothing without {rate}")
+                self._wrong((*path, burst), f"has no effect without {rate}")
             elif rate in given and burst not in table:
                 given[burst] = math.ceil(given[rate])
         return dataclasses.replace(NO_LIMITS, **given)

@@ -95,7 +95,7 @@ def test_unknown_tenant_has_the_limits_of_the_default_or_is_refused() -> None:
         ("[tenants.a]\nmax_running = 1.5", 2, "must be a whole number"),
         ("[tenants.a]\nmax_running = -1", 2, "from 0"),
         ("[tenants.a]\nrequests_per_s = 0", 2, "tenants.a.requests_per_s"),
-        ("[tenants.a]\ntoken_burst = 5", 2, "means nothing without tokens_per_s"),
+        ("[tenants.a]\ntoken_burst = 5", 2, "has no effect without tokens_per_s"),
         ("[tenants.a]\nwieght = 1", 2, "tenants.a.wieght: is not known; known: weight"),
         ('[tenants.b]\n[tenants."a b"]\nweight = 0', 3, "tenants.a b.weight"),
         ("[tenants]\ndefault = { weight = 0 }", 2, "tenants.default.weight"),

@@ -1,6 +1,6 @@
-"""Gauges that are read at scrape time: what this router holds, and what the ledger reports.
+"""Gauges that are refreshed at each scrape: this router's requests, and a snapshot of the ledger.
 
-The ledger is asked at most once a second, however many look; while it does not answer its figures are left out.
+The ledger is read at most once a second, at any number of scrapers. While it does not answer, its figures are left out.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ScrapeGauges:
         )
 
     async def refresh(self) -> None:
-        """Looks everything up. Never raises: what does not answer is left out."""
+        """Refreshes all gauges. Never raises: a source that does not answer is left out."""
         for pool in self._pools:
             self._streams.labels(pool.name).set(len(pool.dispatcher.streams))
             self._links.labels(pool.name).set(len(pool.links))
@@ -83,7 +83,7 @@ class ScrapeGauges:
 
 
 async def _look(pool: ModelBackend) -> Snapshot | None:
-    """What the ledger says of a pool; None while it does not answer."""
+    """Returns a pool's snapshot; None while the ledger does not answer."""
     try:
         return await pool.dispatcher.snapshot()
     except RequestError:

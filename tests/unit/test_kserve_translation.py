@@ -180,7 +180,7 @@ def test_log_probabilities_are_computed_where_a_tensor_of_the_answer_has_them() 
         ((PROMPT,), {"parameters": {"stream": True}}, "parameters[stream]: there is no such parameter"),
         ((PROMPT,), {"parameters": {"priority": 4}}, "parameters[priority]: must be 0, or 1"),
         ((PROMPT,), {"parameters": {"timeout": -1}}, "parameters[timeout]: must be a whole number"),
-        ((PROMPT,), {"parameters": {"sequence_id": 1}}, "parameters[sequence_id]: sequences of requests are not supported"),
+        ((PROMPT,), {"parameters": {"sequence_id": 1}}, "parameters[sequence_id]: sequences of requests"),
         ((PROMPT,), {"outputs": ("context_logits",)}, "outputs[context_logits]: there is no such tensor"),
         ((PROMPT,), {"model_version": "2"}, "model_version: is '2'"),
         ((PROMPT,), {"id": "x" * 300}, "id: has 300 characters"),

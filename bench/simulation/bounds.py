@@ -1,6 +1,6 @@
 """Time bounds of a deployment, measured in virtual time.
 
-`docs/failures.md` ("Time bounds") states them. The numbers here are those of that page, not those of the tested code. A
+`docs/design/time-bounds.md` states them. The numbers here are those of that page, not those of the tested code. A
 bound counts from the later of two moments: when a state that must end was first seen, and when what has to end it was
 last disturbed (a process hung, died or started, a link broke, Redis was away or lost its contents). So faults may
 overlap; a bound is checked where the system had the time that it needs.

@@ -91,7 +91,7 @@ Burst = Annotated[int, _within(1, MAX_COUNT)]
 Weight = Annotated[
     float, _within(1e-6, 1e6, "; a weight of 0 would never be served, use max_running = 0 to shut a tenant out")
 ]
-Share = Annotated[float, _within(1e-6, 1e6, "; leave out a model that gets no share"), BeforeValidator(_no_table)]
+Share = Annotated[float, _within(1e-6, 1e6, "; to send no requests to a model, omit it"), BeforeValidator(_no_table)]
 Shares = Annotated[dict[Annotated[str, AfterValidator(_served_model)], Share], AfterValidator(_some_model)]
 
 
@@ -112,7 +112,7 @@ class TenantTable(Table):
     def _check_bursts(self) -> Self:
         for rate, burst in BURST_OF.items():
             if burst in self.model_fields_set and rate not in self.model_fields_set:
-                raise PydanticCustomError("unused", f"means nothing without {rate}", {BELOW: (burst,)})
+                raise PydanticCustomError("unused", f"has no effect without {rate}", {BELOW: (burst,)})
         return self
 
     def limits(self) -> TenantLimits:

@@ -15,7 +15,7 @@ from tests.structure.tree import PRODUCT, Tree, cycles
 
 TREE = Tree.read(Path(__file__).parents[2])
 
-STILL_CROWDED = {"bench/chaos", "bench/simulation"}
+STILL_CROWDED = {"bench/simulation"}
 
 
 def test_folder_has_few_modules() -> None:

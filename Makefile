@@ -41,7 +41,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
 
-.PHONY: help setup clients demo up test test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures docs docs-links docs-reference bench-openai loadgen
+.PHONY: help setup clients demo up test test-gpu lint format protos sync-client chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures docs docs-links docs-reference bench-openai loadgen
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -54,6 +54,7 @@ help:
 	@echo "make lint    formatting, lint, types, generated code"
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate protos/gen again"
+	@echo "make sync-client  generate the blocking client from the asynchronous one"
 	@echo "make docs    build the documentation's site into build/docs; every warning is an error"
 	@echo "make docs-reference  write the pages again that are made from settings, commands and .proto files"
 	@echo "make docs-links  ask whether addresses that the pages name are there (needs the internet)"
@@ -127,6 +128,9 @@ protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(GENERATED) --pyi_out=$(GENERATED) \
 		--grpc_python_out=$(GENERATED) $(PROTOS)
 	$(BIN)/python -m tests.contract.baseline
+
+sync-client: setup
+	$(BIN)/python -m tests.contract.sync_client
 
 docs: setup
 	@$(BIN)/python -m sphinx -q -n -W --keep-going -c docs -d build/docs-doctrees -b html . build/docs

@@ -1,6 +1,6 @@
 """The asynchronous client.
 
-    async with Client("localhost:50051") as client:
+    async with AsyncClient("localhost:50051") as client:
         async for delta in client.generate(chat="What is in-flight batching?", max_tokens=200):
             print(delta.text, end="", flush=True)
 
@@ -10,21 +10,20 @@ the server too, which frees its seat.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from random import Random
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from inflight.v1 import inference_pb2, inference_pb2_grpc
+from grpc_health.v1 import health_pb2
+from inflight.v1 import inference_pb2
 
 from client import requests
 from client.access import AccessOptions, open_access
-from client.aio_stream import Stream
+from client.aio_connection import CALL_FAILURES, Connection, StreamCalls, error_of
+from client.aio_stream import AsyncStream
 from client.catalogue import (
     Capacity,
     Model,
@@ -36,19 +35,16 @@ from client.catalogue import (
     decode_state,
 )
 from client.channel import UNARY_TIMEOUT_S
-from client.errors import client_closed, from_rpc_error
+from client.errors import from_rpc_error
 from client.events import Completion
-from client.recovery import Call, Recovery, RecoveryPolicy, new_idempotency_key
+from client.recovery import Recovery, RecoveryPolicy, new_idempotency_key
 from client.statistics import Statistics, decode_stats, stats_request
-from common.cancellation import task_is_cancelled
 
-__all__ = ["Client", "Stream"]
+__all__ = ["AsyncClient", "AsyncStream"]
 
 
-class Client:
+class AsyncClient:
     """A client of one or several routers, each `host:port`; several share the calls between them.
-
-    The channel opens with the first call, in the event loop that is running then.
 
     `access` says who calls and how the connection is protected, see `AccessOptions`. `metadata` goes with every call.
     `retries` lets a call be repeated that found no router or executor, before anything was produced. `resume` lets a
@@ -66,15 +62,12 @@ class Client:
         resume_timeout: float = 60.0,
         **access: Unpack[AccessOptions],
     ) -> None:
-        self._access = open_access(targets, access, metadata=metadata, retries=retries)
+        self._connection = Connection(open_access(targets, access, metadata=metadata, retries=retries))
         self._policy = RecoveryPolicy(resume, retries, resume_timeout)
         self._targets = targets
-        self._channel: grpc.aio.Channel | None = None
-        self._stub: Any = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __repr__(self) -> str:
-        return f"<client.aio.Client of {', '.join(self._targets)}>"
+        return f"<AsyncClient of {', '.join(self._targets)}>"
 
     async def __aenter__(self) -> Self:
         return self
@@ -85,10 +78,8 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels what still runs and closes the channel. A later call opens a new one."""
-        channel, self._channel, self._stub = self._channel, None, None
-        if channel is not None:
-            await channel.close(None)
+        """Cancels what still runs and closes the channel."""
+        await self._connection.close()
 
     def generate(
         self,
@@ -98,7 +89,7 @@ class Client:
         token_ids: Sequence[int] | None = None,
         timeout: float | None = None,
         **options: Unpack[requests.GenerateOptions],
-    ) -> Stream:
+    ) -> AsyncStream:
         """Generates for one prompt, given as text, as chat or as token ids. The request is sent at once.
 
         Iterate over the result for its deltas. `timeout` ends the whole request after that many seconds,
@@ -125,7 +116,7 @@ class Client:
         *,
         timeout: float | None = None,
         metadata: Mapping[str, str] | None = None,
-    ) -> Stream:
+    ) -> AsyncStream:
         """Sends a request that the caller has built, for what `generate` has no keyword for.
 
         `metadata` goes with this request's calls, for who speaks on behalf of many.
@@ -138,7 +129,7 @@ class Client:
             random=Random(),
             new_key=new_idempotency_key,
         )
-        return Stream(recovery, self._caller(metadata))
+        return AsyncStream(recovery, StreamCalls(self._connection, metadata))
 
     def resume(
         self,
@@ -149,7 +140,7 @@ class Client:
         text_bytes: int | None = None,
         timeout: float | None = None,
         metadata: Mapping[str, str] | None = None,
-    ) -> Stream:
+    ) -> AsyncStream:
         """The rest of the stream of a request that runs, or ended lately; of another program's, perhaps.
 
         `offset` is the number of output tokens that the caller has, `text_bytes` the bytes of text that it has of them;
@@ -159,7 +150,7 @@ class Client:
         recovery = Recovery.of_running(
             request, self._policy, timeout_s=timeout, now_s=time.monotonic(), random=Random()
         )
-        return Stream(recovery, self._caller(metadata))
+        return AsyncStream(recovery, StreamCalls(self._connection, metadata))
 
     async def cancel(
         self,
@@ -177,7 +168,8 @@ class Client:
         request = inference_pb2.CancelRequest(
             request_id=request_id, resume_token=resume_token, model=model, tenant=tenant
         )
-        return decode_state((await self._unary("Cancel", request, timeout)).state)
+        answer = await self._unary("Cancel", request, timeout)
+        return decode_state(answer.state)
 
     async def get_request(
         self,
@@ -207,14 +199,16 @@ class Client:
     ) -> tuple[int, ...]:
         """The token ids of a text or of a conversation."""
         request = requests.tokenize_request(text, chat=chat, model=model)
-        return tuple((await self._unary("Tokenize", request, timeout)).token_ids)
+        answer = await self._unary("Tokenize", request, timeout)
+        return tuple(answer.token_ids)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str | None = None, timeout: float = UNARY_TIMEOUT_S
     ) -> str:
         """The text of token ids."""
         request = requests.detokenize_request(token_ids, model=model)
-        return str((await self._unary("Detokenize", request, timeout)).text)
+        answer = await self._unary("Detokenize", request, timeout)
+        return str(answer.text)
 
     async def list_models(
         self, *, timeout: float = UNARY_TIMEOUT_S, metadata: Mapping[str, str] | None = None
@@ -224,11 +218,9 @@ class Client:
 
     async def is_serving(self, *, timeout: float = UNARY_TIMEOUT_S) -> bool:
         """Whether the router that answers has an executor to serve with."""
-        self._open()
-        health: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
-            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
-        except grpc.aio.AioRpcError:
+            answer = await self._connection.health_stub().Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -244,64 +236,24 @@ class Client:
         want_iterations: bool = False,
         want_sequences: bool = False,
         timeout: float | None = None,
-    ) -> AsyncGenerator[Statistics, None]:
+    ) -> AsyncGenerator[Statistics]:
         """How everything stands, again and again every `interval` seconds until the caller leaves the loop.
 
         `want_iterations` tells of every step since the message before, `want_sequences` of who sits where.
         """
         request = stats_request(model, interval, want_iterations=want_iterations, want_sequences=want_sequences)
-        call = self._open().GetStats(request, timeout=timeout, metadata=self._metadata(None))
+        call = self._connection.stub().GetStats(request, timeout=timeout, metadata=self._connection.metadata())
         try:
             async for wire in call:
                 yield decode_stats(wire)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        except asyncio.CancelledError:
-            if task_is_cancelled():
-                raise
-            raise client_closed() from None
+        except CALL_FAILURES as failure:
+            raise error_of(failure) from None
         finally:
             call.cancel()
 
     async def _unary(self, method: str, request: Any, timeout: float, metadata: Mapping[str, str] | None = None) -> Any:
-        call = getattr(self._open(), method)
+        call = getattr(self._connection.stub(), method)
         try:
-            return await call(request, timeout=timeout, metadata=self._metadata(metadata))
-        except grpc.aio.AioRpcError as error:
+            return await call(request, timeout=timeout, metadata=self._connection.metadata(metadata))
+        except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-
-    def _open(self) -> Any:
-        loop = _running_loop()
-        if self._stub is None:
-            self._loop = loop
-            target, options, credentials = self._access.target, self._access.options, self._access.credentials
-            self._channel = (
-                grpc.aio.insecure_channel(target, options)
-                if credentials is None
-                else grpc.aio.secure_channel(target, credentials, options)
-            )
-            self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        if self._loop is not loop:
-            raise RuntimeError("this client is open in another event loop: close it there, or make one for each loop")
-        return self._stub
-
-    def _metadata(self, of_call: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-        return (*self._access.metadata(), *(of_call or {}).items())
-
-    def _caller(self, metadata: Mapping[str, str] | None = None) -> Callable[[Call], Any]:
-        """Makes the calls of one stream, all on the channel that is open now."""
-        stub = self._open()
-
-        def start(call: Call) -> Any:
-            if self._stub is not stub:
-                raise client_closed()
-            return getattr(stub, call.method)(call.request, timeout=call.timeout_s, metadata=self._metadata(metadata))
-
-        return start
-
-
-def _running_loop() -> asyncio.AbstractEventLoop:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        raise RuntimeError("client.aio is for coroutines; without an event loop use client.sync") from None

@@ -1,4 +1,4 @@
-"""The asynchronous answer to one request: what `Client.generate` returns.
+"""The asynchronous answer to one request: what `AsyncClient.generate` returns.
 
 Owns the calls of one stream, one after the other where its connection breaks. Left early, it is cancelled on the
 server too.
@@ -6,34 +6,30 @@ server too.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
-import grpc
-import grpc.aio
-
-from client.errors import InflightError, client_closed, from_rpc_error
+from client.aio_connection import CALL_FAILURES, CancelFlag, StreamCalls, error_of
+from client.errors import InflightError
 from client.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
-from client.recovery import Again, Call, Recovery
-from common.cancellation import task_is_cancelled
+from client.recovery import Again, Recovery
 
 
-class Stream:
+class AsyncStream:
     """The answer to one request: iterate over it for its deltas, or over `events()` for everything.
 
     It is read once. `request_id` is known from the first event on, `usage` and `timing` when it has ended.
     """
 
-    def __init__(self, recovery: Recovery, start: Callable[[Call], Any]) -> None:
+    def __init__(self, recovery: Recovery, calls: StreamCalls) -> None:
         self._recovery = recovery
-        self._start = start
-        self._call = start(recovery.call(time.monotonic()))
+        self._calls = calls
+        self._call = calls.start(recovery.call(time.monotonic()))
         self._is_over = False
-        self._left = asyncio.Event()
+        self._cancelled = CancelFlag()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self._deltas()
@@ -46,7 +42,7 @@ class Stream:
     ) -> None:
         self.cancel()
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def events(self) -> AsyncGenerator[Event]:
         """Every event, in order, and `Resumed` wherever the connection broke and the stream went on.
 
         Raises:
@@ -59,14 +55,8 @@ class Stream:
                     async for response in self._call:
                         for event in self._recovery.take(response.event, time.monotonic()):
                             yield event
-                except grpc.aio.AioRpcError as broken:
-                    error = from_rpc_error(broken)
-                except asyncio.CancelledError:
-                    if task_is_cancelled():
-                        raise
-                    if not self._left.is_set():
-                        self._is_over = True
-                        raise client_closed() from None
+                except CALL_FAILURES as failure:
+                    error = error_of(failure)
                 if not await self._goes_on(error):
                     return
         finally:
@@ -74,16 +64,18 @@ class Stream:
 
     async def _goes_on(self, error: InflightError | None) -> bool:
         """Makes the next call after one that is over; False where there is none to make."""
-        if self._left.is_set():
+        if self._cancelled.is_set():
             return False
         try:
             again = self._recovery.broken(error, time.monotonic())
             if isinstance(again, Again):
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._left.wait(), again.delay_s)
-                if self._left.is_set():
+                self._calls.check_open()
+                if await self._cancelled.wait(again.delay_s):
                     return False
-                self._call = self._start(self._recovery.call(time.monotonic()))
+                with self._cancelled.lock:
+                    if self._cancelled.is_set():
+                        return False
+                    self._call = self._calls.start(self._recovery.call(time.monotonic()))
                 return True
         except InflightError:
             self._is_over = True
@@ -92,19 +84,20 @@ class Stream:
         return False
 
     def cancel(self) -> None:
-        """Ends the request, if it still runs; iterating ends without an error.
+        """Ends the request, if it still runs; iterating ends without an error. May be called from another task.
 
-        One that asked for `detach` or `resume_ttl_s` is only left: `Client.cancel` ends it.
+        One that asked for `detach` or `resume_ttl_s` is only left: `AsyncClient.cancel` ends it.
         """
-        if not (self._is_over or self._left.is_set()):
-            self._left.set()
-            self._call.cancel()
-            self.transcript.mark_cancelled()
+        with self._cancelled.lock:
+            if not (self._is_over or self._cancelled.is_set()):
+                self._cancelled.set()
+                self._call.cancel()
+                self.transcript.mark_cancelled()
 
     def __repr__(self) -> str:
         choice = self.transcript.choices[0]
         ending = "runs" if choice.finish_reason is None else choice.finish_reason.value
-        return f"<Stream {self.request_id or 'not accepted yet'}: {choice.num_tokens} tokens, {ending}>"
+        return f"<AsyncStream {self.request_id or 'not accepted yet'}: {choice.num_tokens} tokens, {ending}>"
 
     async def show(self, out: TextIO | None = None) -> None:
         """Reads to the end and prints the text of the first choice as it comes, here or to `out`."""
@@ -132,7 +125,7 @@ class Stream:
 
     @property
     def resume_token(self) -> str | None:
-        """With the request's id, what `Client.resume` needs; a secret."""
+        """With the request's id, what `AsyncClient.resume` needs; a secret."""
         return self.transcript.resume_token
 
     @property
@@ -160,7 +153,7 @@ class Stream:
         """How often the connection broke and the stream went on."""
         return self._recovery.num_resumes
 
-    async def _deltas(self) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self) -> AsyncGenerator[Delta]:
         async with aclosing(self.events()) as events:
             async for event in events:
                 if isinstance(event, Delta):

@@ -1,23 +1,25 @@
-"""The blocking client: the same calls as `client.aio`, for programs without an event loop.
+# Generated from aio.py by `make sync-client`. Do not edit.
+"""The blocking client.
 
     with Client("localhost:50051") as client:
         for delta in client.generate(chat="What is in-flight batching?", max_tokens=200):
             print(delta.text, end="", flush=True)
 
-Owns a gRPC channel and the calls on it; may be used from several threads, each stream from one at a time. A stream that
-is left early, by `break`, an exception or `cancel`, is cancelled on the server too, which frees its seat.
+Owns a channel and the calls on it. A stream that is left early, by `break`, an exception or `cancel`, is cancelled on
+the server too, which frees its seat.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from random import Random
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
-from inflight.v1 import inference_pb2, inference_pb2_grpc
+from grpc_health.v1 import health_pb2
+from inflight.v1 import inference_pb2
 
 from client import requests
 from client.access import AccessOptions, open_access
@@ -32,10 +34,11 @@ from client.catalogue import (
     decode_state,
 )
 from client.channel import UNARY_TIMEOUT_S
-from client.errors import client_closed, from_rpc_error
+from client.errors import from_rpc_error
 from client.events import Completion
-from client.recovery import Call, Recovery, RecoveryPolicy, new_idempotency_key
+from client.recovery import Recovery, RecoveryPolicy, new_idempotency_key
 from client.statistics import Statistics, decode_stats, stats_request
+from client.sync_connection import CALL_FAILURES, Connection, StreamCalls, error_of
 from client.sync_stream import Stream
 
 __all__ = ["Client", "Stream"]
@@ -60,20 +63,12 @@ class Client:
         resume_timeout: float = 60.0,
         **access: Unpack[AccessOptions],
     ) -> None:
-        self._access = open_access(targets, access, metadata=metadata, retries=retries)
+        self._connection = Connection(open_access(targets, access, metadata=metadata, retries=retries))
         self._policy = RecoveryPolicy(resume, retries, resume_timeout)
-        credentials, options = self._access.credentials, self._access.options
-        self._channel = (
-            grpc.insecure_channel(self._access.target, options)
-            if credentials is None
-            else grpc.secure_channel(self._access.target, credentials, options)
-        )
-        self._stub: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._targets = targets
-        self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"<client.sync.Client of {', '.join(self._targets)}>"
+        return f"<Client of {', '.join(self._targets)}>"
 
     def __enter__(self) -> Self:
         return self
@@ -85,8 +80,7 @@ class Client:
 
     def close(self) -> None:
         """Cancels what still runs and closes the channel."""
-        self._is_closed = True
-        self._channel.close()
+        self._connection.close()
 
     def generate(
         self,
@@ -117,8 +111,17 @@ class Client:
         """Like `generate`, but waits for the whole result."""
         return self.generate(prompt, chat=chat, token_ids=token_ids, timeout=timeout, **options).result()
 
-    def send(self, request: inference_pb2.GenerateRequest, *, timeout: float | None = None) -> Stream:
-        """Sends a request that the caller has built, for what `generate` has no keyword for."""
+    def send(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        timeout: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Stream:
+        """Sends a request that the caller has built, for what `generate` has no keyword for.
+
+        `metadata` goes with this request's calls, for who speaks on behalf of many.
+        """
         recovery = Recovery.of_request(
             request,
             self._policy,
@@ -127,7 +130,7 @@ class Client:
             random=Random(),
             new_key=new_idempotency_key,
         )
-        return Stream(recovery, self._caller())
+        return Stream(recovery, StreamCalls(self._connection, metadata))
 
     def resume(
         self,
@@ -137,6 +140,7 @@ class Client:
         offset: int = 0,
         text_bytes: int | None = None,
         timeout: float | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> Stream:
         """The rest of the stream of a request that runs, or ended lately; of another program's, perhaps.
 
@@ -147,7 +151,7 @@ class Client:
         recovery = Recovery.of_running(
             request, self._policy, timeout_s=timeout, now_s=time.monotonic(), random=Random()
         )
-        return Stream(recovery, self._caller())
+        return Stream(recovery, StreamCalls(self._connection, metadata))
 
     def cancel(
         self,
@@ -165,7 +169,8 @@ class Client:
         request = inference_pb2.CancelRequest(
             request_id=request_id, resume_token=resume_token, model=model, tenant=tenant
         )
-        return decode_state((self._unary("Cancel", request, timeout)).state)
+        answer = self._unary("Cancel", request, timeout)
+        return decode_state(answer.state)
 
     def get_request(
         self,
@@ -195,18 +200,30 @@ class Client:
     ) -> tuple[int, ...]:
         """The token ids of a text or of a conversation."""
         request = requests.tokenize_request(text, chat=chat, model=model)
-        return tuple(self._unary("Tokenize", request, timeout).token_ids)
+        answer = self._unary("Tokenize", request, timeout)
+        return tuple(answer.token_ids)
 
     def detokenize(
         self, token_ids: Sequence[int], *, model: str | None = None, timeout: float = UNARY_TIMEOUT_S
     ) -> str:
         """The text of token ids."""
         request = requests.detokenize_request(token_ids, model=model)
-        return str(self._unary("Detokenize", request, timeout).text)
+        answer = self._unary("Detokenize", request, timeout)
+        return str(answer.text)
 
-    def list_models(self, *, timeout: float = UNARY_TIMEOUT_S) -> tuple[Model, ...]:
+    def list_models(
+        self, *, timeout: float = UNARY_TIMEOUT_S, metadata: Mapping[str, str] | None = None
+    ) -> tuple[Model, ...]:
         """The models that can be asked for."""
-        return decode_models(self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout))
+        return decode_models(self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout, metadata))
+
+    def is_serving(self, *, timeout: float = UNARY_TIMEOUT_S) -> bool:
+        """Whether the router that answers has an executor to serve with."""
+        try:
+            answer = self._connection.health_stub().Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def capacity(self, *, model: str = "", timeout: float = UNARY_TIMEOUT_S) -> Capacity:
         """What every executor holds and what waits."""
@@ -220,39 +237,24 @@ class Client:
         want_iterations: bool = False,
         want_sequences: bool = False,
         timeout: float | None = None,
-    ) -> Generator[Statistics, None, None]:
+    ) -> Generator[Statistics]:
         """How everything stands, again and again every `interval` seconds until the caller leaves the loop.
 
         `want_iterations` tells of every step since the message before, `want_sequences` of who sits where.
         """
         request = stats_request(model, interval, want_iterations=want_iterations, want_sequences=want_sequences)
-        self._check_open()
-        call = self._stub.GetStats(request, timeout=timeout, metadata=self._access.metadata())
+        call = self._connection.stub().GetStats(request, timeout=timeout, metadata=self._connection.metadata())
         try:
             for wire in call:
                 yield decode_stats(wire)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        except CALL_FAILURES as failure:
+            raise error_of(failure) from None
         finally:
             call.cancel()
 
-    def _unary(self, method: str, request: Any, timeout: float) -> Any:
-        self._check_open()
+    def _unary(self, method: str, request: Any, timeout: float, metadata: Mapping[str, str] | None = None) -> Any:
+        call = getattr(self._connection.stub(), method)
         try:
-            return getattr(self._stub, method)(request, timeout=timeout, metadata=self._access.metadata())
+            return call(request, timeout=timeout, metadata=self._connection.metadata(metadata))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-
-    def _caller(self) -> Callable[[Call], Any]:
-        """Makes the calls of one stream."""
-
-        def start(call: Call) -> Any:
-            self._check_open()
-            method = getattr(self._stub, call.method)
-            return method(call.request, timeout=call.timeout_s, metadata=self._access.metadata())
-
-        return start
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise client_closed()

@@ -1,3 +1,4 @@
+# Generated from aio_stream.py by `make sync-client`. Do not edit.
 """The blocking answer to one request: what `Client.generate` returns.
 
 Owns the calls of one stream, one after the other where its connection breaks. Left early, it is cancelled on the
@@ -6,18 +7,16 @@ server too.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
-import grpc
-
-from client.errors import InflightError, from_rpc_error
+from client.errors import InflightError
 from client.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
-from client.recovery import Again, Call, Recovery
+from client.recovery import Again, Recovery
+from client.sync_connection import CALL_FAILURES, CancelFlag, StreamCalls, error_of
 
 
 class Stream:
@@ -26,14 +25,12 @@ class Stream:
     It is read once. `request_id` is known from the first event on, `usage` and `timing` when it has ended.
     """
 
-    def __init__(self, recovery: Recovery, start: Callable[[Call], Any]) -> None:
+    def __init__(self, recovery: Recovery, calls: StreamCalls) -> None:
         self._recovery = recovery
-        self._start = start
-        self._call = start(recovery.call(time.monotonic()))
+        self._calls = calls
+        self._call = calls.start(recovery.call(time.monotonic()))
         self._is_over = False
-        self._left = threading.Event()
-        # Between the decision to make a call and the call itself nobody may leave.
-        self._leaving = threading.Lock()
+        self._cancelled = CancelFlag()
 
     def __iter__(self) -> Iterator[Delta]:
         return self._deltas()
@@ -46,7 +43,7 @@ class Stream:
     ) -> None:
         self.cancel()
 
-    def events(self) -> Generator[Event, None, None]:
+    def events(self) -> Generator[Event]:
         """Every event, in order, and `Resumed` wherever the connection broke and the stream went on.
 
         Raises:
@@ -58,8 +55,8 @@ class Stream:
                 try:
                     for response in self._call:
                         yield from self._recovery.take(response.event, time.monotonic())
-                except grpc.RpcError as broken:
-                    error = from_rpc_error(broken)
+                except CALL_FAILURES as failure:
+                    error = error_of(failure)
                 if not self._goes_on(error):
                     return
         finally:
@@ -67,17 +64,18 @@ class Stream:
 
     def _goes_on(self, error: InflightError | None) -> bool:
         """Makes the next call after one that is over; False where there is none to make."""
-        if self._left.is_set():
+        if self._cancelled.is_set():
             return False
         try:
             again = self._recovery.broken(error, time.monotonic())
             if isinstance(again, Again):
-                if self._left.wait(again.delay_s):
+                self._calls.check_open()
+                if self._cancelled.wait(again.delay_s):
                     return False
-                with self._leaving:
-                    if self._left.is_set():
+                with self._cancelled.lock:
+                    if self._cancelled.is_set():
                         return False
-                    self._call = self._start(self._recovery.call(time.monotonic()))
+                    self._call = self._calls.start(self._recovery.call(time.monotonic()))
                 return True
         except InflightError:
             self._is_over = True
@@ -90,9 +88,9 @@ class Stream:
 
         One that asked for `detach` or `resume_ttl_s` is only left: `Client.cancel` ends it.
         """
-        with self._leaving:
-            if not (self._is_over or self._left.is_set()):
-                self._left.set()
+        with self._cancelled.lock:
+            if not (self._is_over or self._cancelled.is_set()):
+                self._cancelled.set()
                 self._call.cancel()
                 self.transcript.mark_cancelled()
 
@@ -110,8 +108,9 @@ class Stream:
 
     def text(self) -> str:
         """Reads to the end and returns the text of the first choice."""
-        for _ in self.events():
-            pass
+        with closing(self.events()) as events:
+            for _ in events:
+                pass
         return self.transcript.choices[0].text
 
     def result(self) -> Completion:
@@ -154,7 +153,7 @@ class Stream:
         """How often the connection broke and the stream went on."""
         return self._recovery.num_resumes
 
-    def _deltas(self) -> Generator[Delta, None, None]:
+    def _deltas(self) -> Generator[Delta]:
         with closing(self.events()) as events:
             for event in events:
                 if isinstance(event, Delta):

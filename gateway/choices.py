@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from inflight.v1 import inference_pb2
 
-from client.aio import Client, Stream
+from client.aio import AsyncClient, AsyncStream
 from client.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs
 from gateway.answers import Choice
 from gateway.asking import Ask
@@ -26,7 +26,7 @@ MAX_KEYS = 4
 class Source:
     """Where choices come from: the routers, and what goes with the calls of this client's."""
 
-    client: Client
+    client: AsyncClient
     metadata: Mapping[str, str]
 
     async def begun(self, request: inference_pb2.GenerateRequest, *, takes_back: bool) -> AsyncGenerator[Event, None]:
@@ -51,7 +51,7 @@ class Source:
 
     async def resumed(self, place: Place) -> AsyncGenerator[Event, None]:
         """The events of a request behind a place. Raises as `begun`."""
-        stream: Stream = self.client.resume(
+        stream: AsyncStream = self.client.resume(
             place.request_id,
             place.resume_token,
             offset=place.num_tokens,

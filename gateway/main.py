@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from client.aio import Client
+from client.aio import AsyncClient
 from client.channel import is_this_machine
 from common.http_connection import HttpLimits
 from common.http_port import HttpPort
@@ -61,14 +61,14 @@ async def run(settings: GatewaySettings) -> int:
     return 0
 
 
-def open_client(settings: GatewaySettings) -> Client:
+def open_client(settings: GatewaySettings) -> AsyncClient:
     """The client of the routers. Raises `SettingError` where there can be none."""
     try:
         if settings.router_tls_ca_file is None:
             if not all(map(is_this_machine, settings.routers)):
                 log.warning("routers: keys that clients send travel to them in the clear; see router_tls_ca_file")
-            return Client(*settings.routers)
-        return Client(
+            return AsyncClient(*settings.routers)
+        return AsyncClient(
             *settings.routers, credentials=_credentials(settings), server_name=settings.router_tls_name or None
         )
     except ValueError as error:

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from client.aio import Client
+from client.aio import AsyncClient
 from client.errors import InflightError
 from gateway.answers import Chunks, encoded, model_object, whole_answer
 from gateway.asking import Ask, Defaults, ask_chat, ask_completion
@@ -42,7 +42,7 @@ MakeAsk = Callable[[bytes, str], Ask]
 class GatewayService:
     """The routes. Stateless but for the requests under way, which `app` counts."""
 
-    def __init__(self, client: Client, settings: GatewaySettings, metrics: Metrics) -> None:
+    def __init__(self, client: AsyncClient, settings: GatewaySettings, metrics: Metrics) -> None:
         self._client = client
         self._settings = settings
         self._metrics = metrics

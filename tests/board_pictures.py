@@ -21,7 +21,7 @@ from typing import Literal
 from playwright.async_api import Browser, Page, expect
 from starlette.applications import Starlette
 
-from client.aio import Client
+from client.aio import AsyncClient
 from client.requests import Priority
 from client.stack.local import LocalStack
 from client.stack.options import StackOptions
@@ -108,7 +108,7 @@ async def _take_stack(browser: Browser, folder: Path, seconds: float) -> None:
             router_args=("--http-listen", http),
             run_dir=Path(run_dir),
         )
-        async with LocalStack(options) as stack, Client(stack.address) as client:
+        async with LocalStack(options) as stack, AsyncClient(stack.address) as client:
             await _take(browser, f"http://{http}/", IDLE, folder, 12.0)
             load = [asyncio.create_task(_requests(client, number)) for number in range(NUM_CLIENTS)]
             try:
@@ -119,7 +119,7 @@ async def _take_stack(browser: Browser, folder: Path, seconds: float) -> None:
                 await asyncio.wait(load)
 
 
-async def _requests(client: Client, number: int) -> None:
+async def _requests(client: AsyncClient, number: int) -> None:
     """One client: a request after the other, of many lengths."""
     lengths = random.Random(number)
     for round_number in itertools.count():

@@ -19,7 +19,7 @@ from inflight.v1 import inference_pb2
 
 from bench.chaos.observed import Observed, Verdict, judge
 from bench.chaos.specimens import Expected, Specimen
-from client.aio import Client
+from client.aio import AsyncClient
 from client.errors import InflightError
 from common.errors import Reason
 
@@ -57,7 +57,7 @@ class Sent:
 class Load:
     """Everything that was sent. `stop` ends it: requests under way are read to their end."""
 
-    client: Client
+    client: AsyncClient
     expected: Mapping[Specimen, Expected]
     seed: int
     manners: Sequence[Manner]

@@ -29,7 +29,7 @@ from bench.chaos.schedule import Fault, faults
 from bench.chaos.setting import Setting, setting_of
 from bench.chaos.specimens import specimens
 from bench.chaos.tally import Tally, tally
-from client.aio import Client
+from client.aio import AsyncClient
 from client.cli.foreground import run_in_foreground
 from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
 from client.stack.local import StackError
@@ -93,7 +93,7 @@ async def _run(run: Run) -> Tally:
     async with (
         _nursery(options) as nursery,
         running_fleet(run.setting.stack, nursery) as fleet,
-        Client(*fleet.addresses) as client,
+        AsyncClient(*fleet.addresses) as client,
         Observer(fleet, run.setting.pool) as observer,
     ):
         await observer.wait_until_whole(options.recovery_timeout_s)
@@ -123,7 +123,7 @@ async def _nursery(options: ChaosOptions) -> AsyncIterator[Nursery | None]:
         yield nursery
 
 
-async def _reference(run: Run, client: Client) -> Reference:
+async def _reference(run: Run, client: AsyncClient) -> Reference:
     wanted = list(specimens(run.setting.num_specimens, run.setting.lengths, run.setting.vocabulary_size))
     run.say(f"what {len(wanted)} requests bring undisturbed")
     reference = await load_or_make(client, wanted, run.setting.system)

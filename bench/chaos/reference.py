@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.chaos.specimens import Expected, Kind, Specimen, continued, with_stop
-from client.aio import Client
+from client.aio import AsyncClient
 from common.disk_cache import cache_folder
 
 FEW_AT_ONCE = 4
@@ -33,7 +33,7 @@ class Reference:
     num_left_out: int = 0
 
 
-async def load_or_make(client: Client, wanted: Sequence[Specimen], system: str) -> Reference:
+async def load_or_make(client: AsyncClient, wanted: Sequence[Specimen], system: str) -> Reference:
     """The reference of these specimens and one with a stop text for each third; `system` names model and arithmetic."""
     described = json.dumps([system, *(asdict(specimen) for specimen in wanted)], default=str)
     path = cache_folder() / "chaos" / f"{hashlib.sha256(described.encode()).hexdigest()[:24]}.json"
@@ -44,7 +44,7 @@ async def load_or_make(client: Client, wanted: Sequence[Specimen], system: str) 
     return kept
 
 
-async def _make(client: Client, wanted: Sequence[Specimen]) -> Reference:
+async def _make(client: AsyncClient, wanted: Sequence[Specimen]) -> Reference:
     few = await _generate(client, wanted, FEW_AT_ONCE)
     many = await _generate(client, list(reversed(wanted)), MANY_AT_ONCE)
     steady = {specimen: expected for specimen, expected in few.items() if many[specimen] == expected}
@@ -55,7 +55,7 @@ async def _make(client: Client, wanted: Sequence[Specimen]) -> Reference:
     return Reference(steady | stops, len(wanted) - len(steady))
 
 
-async def _fragile(client: Client, steady: Mapping[Specimen, Expected]) -> set[Specimen]:
+async def _fragile(client: AsyncClient, steady: Mapping[Specimen, Expected]) -> set[Specimen]:
     """Greedy specimens whose output depends on which part of it was computed as a prompt."""
     parts: dict[Specimen, tuple[Specimen, tuple[int, ...]]] = {}
     for specimen, expected in steady.items():
@@ -72,7 +72,7 @@ async def _fragile(client: Client, steady: Mapping[Specimen, Expected]) -> set[S
     return {whole for part, (whole, due) in parts.items() if got[part].token_ids != due}
 
 
-async def _generate(client: Client, wanted: Sequence[Specimen], at_once: int) -> dict[Specimen, Expected]:
+async def _generate(client: AsyncClient, wanted: Sequence[Specimen], at_once: int) -> dict[Specimen, Expected]:
     """What each brings, so many at a time."""
     seats = asyncio.Semaphore(at_once)
 

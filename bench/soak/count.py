@@ -22,7 +22,7 @@ from bench.targets.target import TargetError
 from bench.workloads.generate import shaped_requests
 from bench.workloads.plan import PlannedRequest
 from bench.workloads.shapes import Shape
-from client.aio import Client
+from client.aio import AsyncClient
 from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
 from client.errors import InflightError
 from client.stack.local import LocalStack
@@ -36,7 +36,9 @@ NUM_READINGS = 200
 class Soak:
     """The requests that are left, and what the processes held as they went by."""
 
-    def __init__(self, client: Client, pids: Mapping[str, int], requests: Sequence[PlannedRequest], bars: Bars) -> None:
+    def __init__(
+        self, client: AsyncClient, pids: Mapping[str, int], requests: Sequence[PlannedRequest], bars: Bars
+    ) -> None:
         self._client = client
         self._pids = pids
         self._left = iter(requests)
@@ -96,7 +98,7 @@ async def soak(options: BenchOptions, num_requests: int) -> int:
     requests = shaped_requests(SHAPE, "soak", vocabulary_size, num_requests=num_requests, seed=options.seed)
     # A small KV pool, so that the warm-up touches all of it: memory that is first used later would look like growth.
     small = replace(options, workloads=("short",))
-    async with LocalStack(stack_options(small, "inflight")) as stack, Client(stack.address) as client:
+    async with LocalStack(stack_options(small, "inflight")) as stack, AsyncClient(stack.address) as client:
         pids = {child.name: child.pid for child in [*stack.routers, *stack.executors]}
         with Bars(console=console, refresh_per_second=REFRESH_PER_S, disable=not console.is_terminal) as bars:
             soaked = Soak(client, pids, requests, bars)

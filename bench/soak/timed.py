@@ -27,7 +27,7 @@ from bench.soak.readings import REDIS, Readings
 from bench.targets.target import TargetError
 from bench.workloads.generate import shaped_requests
 from bench.workloads.shapes import Shape
-from client.aio import Client
+from client.aio import AsyncClient
 from client.cli.foreground import run_in_foreground
 from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
 from client.stack.local import LocalStack, StackError
@@ -100,7 +100,7 @@ async def soak(options: SoakOptions, console: Console) -> int:
         model = str(write_tiny_model(Path(folder))) if options.model == TINY else options.model
         async with (
             LocalStack(_stack(options, model)) as stack,
-            Client(*stack.router_addresses) as client,
+            AsyncClient(*stack.router_addresses) as client,
             Readings(_pids(stack), stack.redis_admin_url, client) as readings,
         ):
             outcome = await _soak(options, console, stack, client, readings, model)
@@ -119,7 +119,7 @@ async def soak(options: SoakOptions, console: Console) -> int:
 
 
 async def _soak(
-    options: SoakOptions, console: Console, stack: LocalStack, client: Client, readings: Readings, model: str
+    options: SoakOptions, console: Console, stack: LocalStack, client: AsyncClient, readings: Readings, model: str
 ) -> Outcome:
     found = local_model(model)
     requests = shaped_requests(SHAPE, SOAK, found.vocabulary_size, seed=options.seed)

@@ -10,7 +10,7 @@ from bench.load import run_workload
 from bench.measures import Run, Slo
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
-from client.aio import Client
+from client.aio import AsyncClient
 from client.cli.outcome import in_words
 from client.errors import InflightError
 from client.stack.local import LocalStack
@@ -22,7 +22,7 @@ class StackTarget:
 
     mode: str
     address: str
-    client: Client
+    client: AsyncClient
     slo: Slo
     sessions: Mapping[str, int]
     words: dict[str, str]

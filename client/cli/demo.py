@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 from rich.console import Console
 
-from client.aio import Client
+from client.aio import AsyncClient
 from client.cli import terminal
 from client.cli.address import add_run_dir_flag, resolve_run_dir
 from client.cli.foreground import run_in_foreground
@@ -70,7 +70,7 @@ async def _round(console: Console, flags: argparse.Namespace, batching: str) -> 
     title = f"\n{_TITLES[batching]}"
     try:
         with StackDisplay(console) as starting:
-            async with LocalStack(options, starting.show) as stack, Client(stack.address) as client:
+            async with LocalStack(options, starting.show) as stack, AsyncClient(stack.address) as client:
                 live = LiveDisplay(console, title) if console.is_terminal else nullcontext(PlainDisplay(console, title))
                 with live as display:
                     return await run_round(client, DEMO_PROMPTS, flags.seats, display)

@@ -16,7 +16,7 @@ from inflight.v1 import inference_pb2
 from rich.console import Console
 from rich.live import Live
 
-from client.aio import Client
+from client.aio import AsyncClient
 from client.cli import terminal
 from client.cli.address import resolve_addresses
 from client.cli.connection import access_of, add_connection_flags
@@ -63,7 +63,7 @@ async def _top(flags: argparse.Namespace) -> int:
     address = ", ".join(addresses)
     # Ctrl-C is how it is meant to end.
     with suppress(asyncio.CancelledError), errors_in_words(address, is_verbose=flags.verbose):
-        async with Client(*addresses, **access_of(flags)) as client:
+        async with AsyncClient(*addresses, **access_of(flags)) as client:
             if flags.json:
                 await _print_json(client, flags)
             elif flags.once or flags.svg or not sys.stdout.isatty():
@@ -73,7 +73,7 @@ async def _top(flags: argparse.Namespace) -> int:
     return 0
 
 
-async def _messages(client: Client, flags: argparse.Namespace) -> Messages:
+async def _messages(client: AsyncClient, flags: argparse.Namespace) -> Messages:
     stats = client.stats(
         model=flags.model or "",
         interval=flags.interval,
@@ -85,7 +85,7 @@ async def _messages(client: Client, flags: argparse.Namespace) -> Messages:
             yield one.wire
 
 
-async def _print_json(client: Client, flags: argparse.Namespace) -> None:
+async def _print_json(client: AsyncClient, flags: argparse.Namespace) -> None:
     if flags.once:
         print(stats_json((await _settled(client, flags)).now), flush=True)
         return
@@ -93,7 +93,7 @@ async def _print_json(client: Client, flags: argparse.Namespace) -> None:
         print(stats_json(message), flush=True)
 
 
-async def _show_once(client: Client, flags: argparse.Namespace) -> None:
+async def _show_once(client: AsyncClient, flags: argparse.Namespace) -> None:
     screen = await _settled(client, flags)
     if flags.svg:
         await asyncio.to_thread(_write, Path(flags.svg), as_svg(screen))
@@ -102,7 +102,7 @@ async def _show_once(client: Client, flags: argparse.Namespace) -> None:
     console.print(render(screen, console.width, has_keys=False))
 
 
-async def _settled(client: Client, flags: argparse.Namespace) -> Screen:
+async def _settled(client: AsyncClient, flags: argparse.Namespace) -> Screen:
     """The second message, for speeds are differences and the first one tells of no steps."""
     screen: Screen | None = None
     async with aclosing(_messages(client, flags)) as messages:
@@ -133,7 +133,7 @@ def as_svg(screen: Screen) -> str:
 class LiveTop:
     """The alternate screen, drawn again at every message and key. A router that goes away is asked for again."""
 
-    def __init__(self, client: Client, flags: argparse.Namespace, address: str) -> None:
+    def __init__(self, client: AsyncClient, flags: argparse.Namespace, address: str) -> None:
         self._client = client
         self._flags = flags
         self._address = address

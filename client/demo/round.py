@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from client.aio import Client
+from client.aio import AsyncClient
 from client.demo.board import Board, Rider, RiderState
 from client.demo.display import Display
 from client.demo.prompts import DemoPrompt
@@ -52,7 +52,7 @@ class Round:
 class RoundRunner:
     """Sends the prompts and keeps board and display up to date."""
 
-    def __init__(self, client: Client, board: Board, display: Display) -> None:
+    def __init__(self, client: AsyncClient, board: Board, display: Display) -> None:
         self._client = client
         self._board = board
         self._display = display
@@ -129,6 +129,6 @@ class RoundRunner:
         return time.monotonic() - self._began_s
 
 
-async def run_round(client: Client, prompts: Sequence[DemoPrompt], num_seats: int, display: Display) -> Round:
+async def run_round(client: AsyncClient, prompts: Sequence[DemoPrompt], num_seats: int, display: Display) -> Round:
     """One round with these prompts; a short request before it warms the executor up."""
     return await RoundRunner(client, Board(prompts, num_seats), display).run()

@@ -13,7 +13,7 @@ from bench.chaos.health import Observer
 from bench.chaos.nursery import Nursery
 from bench.chaos.setting import TINY_STEP_MS
 from bench.chaos.tiny_model import NAME, write_tiny_model
-from client.aio import Client
+from client.aio import AsyncClient
 from client.stack.options import StackOptions
 from tests.chaos.system import PATIENCE_S, System
 
@@ -40,7 +40,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Syst
     async with (
         Nursery(folder / "nursery.log") as nursery,
         running_fleet(options, nursery) as fleet,
-        Client(*fleet.addresses) as client,
+        AsyncClient(*fleet.addresses) as client,
         Observer(fleet, NAME) as observer,
     ):
         await observer.wait_until_whole(PATIENCE_S)

@@ -14,8 +14,8 @@ from bench.chaos.fleet import Fleet, Member
 from bench.chaos.health import Leak, Observer
 from bench.chaos.observed import Observed, judge
 from bench.chaos.specimens import Expected, Kind, Specimen
-from client.aio import Client
-from client.aio_stream import Stream
+from client.aio import AsyncClient
+from client.aio_stream import AsyncStream
 
 # Nothing here takes so long unless it hangs: a limit of liveness, not a bound.
 PATIENCE_S = 90.0
@@ -34,7 +34,7 @@ def numbered(specimen: Specimen, number: int) -> Specimen:
 class Reading:
     """A stream that is being read to its end."""
 
-    stream: Stream
+    stream: AsyncStream
     observed: Observed
     ended: asyncio.Task[None]
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,7 +58,7 @@ class System:
     """A fleet, a client of all its routers, and what requests bring undisturbed."""
 
     fleet: Fleet
-    client: Client
+    client: AsyncClient
     observer: Observer
     expected: dict[Specimen, Expected] = field(default_factory=dict)
 
@@ -70,7 +70,7 @@ class System:
             assert done.finish_reason is not None
             self.expected[specimen] = Expected(done.token_ids, done.text, done.finish_reason.value)
 
-    def read(self, specimen: Specimen, client: Client | None = None, **options: Any) -> Reading:
+    def read(self, specimen: Specimen, client: AsyncClient | None = None, **options: Any) -> Reading:
         """Begins to read a request."""
         stream = (client or self.client).send(specimen.request(**options))
         observed = Observed(specimen, time.monotonic())

@@ -14,7 +14,7 @@ from bench.options import parse_options
 from bench.soak.count import SHAPE, Soak, soak
 from bench.targets.target import TargetError
 from bench.workloads.generate import shaped_requests
-from client.aio import Client
+from client.aio import AsyncClient
 from client.cli.outcome import CommandError
 from common.errors import Reason, RequestError
 from tests.unit.scripted_router import ScriptedRouter, serving, speak
@@ -30,7 +30,7 @@ def answer(request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
 async def test_every_request_is_sent_and_memory_is_read_for_each_process() -> None:
     router = ScriptedRouter(answer)
     with serving(router) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             soaked = Soak(client, {"router-0": os.getpid()}, REQUESTS, Bars(disable=True))
             await soaked.run(concurrency=4)
     assert (soaked.num_done, soaked.num_failed, router.requests.qsize()) == (20, 0, 20)
@@ -43,7 +43,7 @@ async def test_failures_are_counted_and_the_soak_goes_on() -> None:
         raise RequestError(Reason.QUEUE_FULL, "the queue is full")
 
     with serving(ScriptedRouter(refuse)) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             soaked = Soak(client, {}, REQUESTS, Bars(disable=True))
             await soaked.run(concurrency=2)
     assert (soaked.num_done, soaked.num_failed) == (20, 20)
@@ -52,7 +52,7 @@ async def test_failures_are_counted_and_the_soak_goes_on() -> None:
 
 async def test_process_that_ended_ends_the_soak() -> None:
     with serving(ScriptedRouter(answer)) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             soaked = Soak(client, {"executor-0": 2**30}, REQUESTS, Bars(disable=True))
             with pytest.raises(TargetError, match="memory of executor-0"):
                 await soaked.run(concurrency=2)

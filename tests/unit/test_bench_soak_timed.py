@@ -14,7 +14,7 @@ from bench.soak.load import Load
 from bench.soak.outcome import Outcome, to_json, to_markdown, trends_of
 from bench.soak.readings import num_open_files, num_threads
 from bench.workloads.plan import PlannedRequest
-from client.aio import Client
+from client.aio import AsyncClient
 from tests.unit.scripted_router import ScriptedRouter, serving, speak
 
 REQUESTS = [PlannedRequest((1, 2, 3), num_tokens, 0.0) for num_tokens in range(1, 9)]
@@ -76,7 +76,7 @@ async def test_load_reads_cancels_and_vanishes_and_stops_when_it_is_told() -> No
         yield from speak(["x"] * request.stopping.max_tokens)
 
     with serving(ScriptedRouter(answer)) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             load = Load(client, (address,), REQUESTS, seed=1)
             await load.run(num_clients=3)
     assert load.num_sent >= 60
@@ -93,7 +93,7 @@ async def test_load_counts_an_answer_that_is_too_short() -> None:
         yield from speak(["x"])
 
     with serving(ScriptedRouter(answer)) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             load = Load(client, (address,), [PlannedRequest((1,), 3, 0.0)], seed=1)
             await load.run(num_clients=1)
     assert load.num_failed >= 1

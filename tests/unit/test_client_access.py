@@ -77,7 +77,7 @@ async def test_a_token_is_asked_for_at_every_call() -> None:
     numbers = itertools.count()
     router = ScriptedRouter()
     with serving(router) as address:
-        async with aio.Client(address, token=lambda: f"token-{next(numbers)}") as client:
+        async with aio.AsyncClient(address, token=lambda: f"token-{next(numbers)}") as client:
             await client.complete("hi")
             await client.complete("hi")
     assert [call["authorization"] for call in router.metadata] == ["Bearer token-0", "Bearer token-1"]
@@ -121,7 +121,7 @@ def test_tls_to_several_routers_expects_one_name_of_all() -> None:
 
 
 async def test_both_clients_reach_a_router_by_tls(secure_address: str, certificates: CertificateFolder) -> None:
-    async with aio.Client(secure_address, ca_file=certificates.ca_file, api_key=SECRET) as client:
+    async with aio.AsyncClient(secure_address, ca_file=certificates.ca_file, api_key=SECRET) as client:
         assert await client.generate("hi").text() == "".join(WORDS)
 
 

@@ -6,6 +6,7 @@ the clear to another one, and is part of no text that this library makes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import TypedDict
 import grpc
 
 from client.channel import channel_target, client_options, hosts_of, is_this_machine
-from common.trace_context import metadata_of
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -47,8 +47,8 @@ class Access:
     token: Callable[[], str] | None
 
     def metadata(self) -> Metadata:
-        """What goes with a call that is made now, the caller's trace included where there is one."""
-        metadata = (*self.fixed_metadata, *metadata_of())
+        """The metadata of a call that is made now, with the caller's trace context where there is one."""
+        metadata = (*self.fixed_metadata, *_trace_metadata())
         if self.token is None:
             return metadata
         return (*metadata, ("authorization", f"Bearer {self.token()}"))
@@ -81,6 +81,15 @@ def open_access(
     if credentials is not None and (name := server_name or _common_name(targets)):
         channel_options.append(("grpc.ssl_target_name_override", name))
     return Access(target, channel_options, credentials, tuple((metadata or {}).items()), token)
+
+
+def _trace_metadata() -> Metadata:
+    """The current trace context. A program that has not loaded OpenTelemetry's API has none."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ()
+    from common.trace_context import metadata_of
+
+    return metadata_of()
 
 
 def _token(options: AccessOptions) -> Callable[[], str] | None:

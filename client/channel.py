@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from common.addresses import is_loopback
-from common.server import channel_options
+from common.grpc_options import channel_options
 
 # For calls that are answered from what a router has at hand. `Generate` has no deadline but the caller's.
 UNARY_TIMEOUT_S = 10.0

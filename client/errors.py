@@ -12,8 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from common.errors import Reason
-from common.grpc_status import DETAILS_KEY
+from common.errors import DETAILS_KEY, Reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from client.errors import InflightError
 from client.events import Event, Resumed, Transcript
 from client.received import Received
 from common.errors import Reason
-from common.server import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
+from common.grpc_options import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0

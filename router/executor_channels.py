@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import grpc.aio
 
-from common.server import MAX_LINK_BYTES, channel_options
+from common.grpc_options import channel_options
+from common.server import MAX_LINK_BYTES
 from common.settings import SettingError
 from common.tls import TlsFiles, TlsPaths
 from router.settings import RouterSettings

@@ -7,8 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from client.stack.options import DEFAULT_RUN_DIR
-from client.stack.state import StackState, read_state
+from client.stack.state import DEFAULT_RUN_DIR, StackState, read_state
 
 ADDRESS_VARIABLE = "INFLIGHT_ADDRESS"
 RUN_DIR_VARIABLE = "INFLIGHT_RUN_DIR"

@@ -17,7 +17,8 @@ from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
 from client.cli.parser import CommandParser
 from client.cli.stack_display import StackDisplay
 from client.stack.local import LocalStack, StackError, describe_exit, describe_log
-from client.stack.options import DEFAULT_RUN_DIR, StackOptions
+from client.stack.options import StackOptions
+from client.stack.state import DEFAULT_RUN_DIR
 
 # Where programs look for an OpenAI-compatible server.
 DEFAULT_GATEWAY_PORT = 8000

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from client.stack.certificates import CertificateFolder
+from client.stack.state import DEFAULT_RUN_DIR
 from common.machine import num_usable_cores
 
 # Servers end their streams within this time on SIGTERM, before the stack stops asking.
@@ -16,8 +17,6 @@ STOP_GRACE_S = 10.0
 
 # Whatever address clients use: executors of a local stack are reached by its routers alone, and HTTP is in the clear.
 LOOPBACK_HOST = "127.0.0.1"
-
-DEFAULT_RUN_DIR = Path("run")
 
 
 @dataclass(frozen=True, slots=True)

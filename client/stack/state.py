@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+DEFAULT_RUN_DIR = Path("run")
 STATE_FILE = "state.json"
 LOCK_FILE = "stack.lock"
 

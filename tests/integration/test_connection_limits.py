@@ -20,14 +20,8 @@ from client.stack.certificates import make_certificates
 from client.stack.local import ROUTER_SERVICE
 from client.stack.ports import free_ports
 from client.stack.ready import wait_until_serving
-from common.server import (
-    KEEPALIVE_TIME_MS,
-    MAX_METADATA_BYTES,
-    MIN_PING_INTERVAL_MS,
-    ConnectionLimits,
-    GrpcServer,
-    channel_options,
-)
+from common.grpc_options import KEEPALIVE_TIME_MS, MAX_METADATA_BYTES, channel_options
+from common.server import MIN_PING_INTERVAL_MS, ConnectionLimits, GrpcServer
 from common.tls import TlsFiles, TlsPaths
 
 SERVICE = "some.Service"

@@ -32,6 +32,7 @@ CPUINFO = Path("/proc/cpuinfo")
 PROGRAM_TIMEOUT_S = 10.0
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 PACKAGES = ("torch", "transformers", "grpcio", "redis")
+INSTALL = "pip install 'inflight[serve]'"
 GIBIBYTE = 1 << 30
 
 # Below this the default model, a runtime of Python and torch, and some KV do not fit.
@@ -148,7 +149,7 @@ def package(name: str) -> Callable[[], Finding]:
         try:
             return Finding(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            return Finding(name, "not installed", Verdict.MISSING, f"pip install {name}")
+            return Finding(name, "not installed", Verdict.MISSING, INSTALL)
 
     return examine
 
@@ -178,7 +179,7 @@ def backend() -> Finding:
     try:
         choice: Any = importlib.import_module("executor.attention.choice")
     except ImportError as error:
-        return Finding("attention", "cannot be examined", Verdict.MISSING, f"the executor cannot be imported: {error}")
+        return Finding("attention", f"the executor cannot be imported: {error}", Verdict.MISSING, INSTALL)
     torch = choice.torch
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = choice.choose_backend("auto", device, torch.bfloat16)

@@ -1,10 +1,10 @@
 """The `inflight` command: finds the subcommand and runs it.
 
-`COMMANDS` is the whole list; a command is one line there and a module. A command's module is imported only when it is
-called, so that `inflight --help` is quick and a client needs nothing of a server's. What a user can cause ends in one
-line on standard error and an exit code, never in a traceback.
+`COMMANDS` is the whole list; a command is one line there and a module. A command's module is imported only when the
+command is called, so `inflight --help` is quick and a client needs none of a server's packages. An error that a user
+can cause ends in one line on standard error and an exit code, never in a traceback.
 
-Exit codes: 0 success, 1 it did not work, 2 a wrong flag or setting, 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 a wrong flag or setting or a missing package, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -20,39 +19,46 @@ from dataclasses import dataclass
 
 from client.cli.outcome import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, CommandError
 
+SERVE, GATEWAY = "serve", "gateway"
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand. `run` names its `function(argv) -> exit code` as `module:function`."""
+    """A subcommand. `run` names its `function(argv) -> exit code` as `module:function`.
+
+    `extra` is the extra of the distribution whose packages the command needs; empty where the base installation does.
+    """
 
     name: str
     summary: str
     run: str
+    extra: str = ""
 
 
 COMMANDS = (
-    Command("up", "start a whole system on this machine: Redis, executors, routers", "client.cli.up:main"),
     Command("generate", "stream the answer to one prompt", "client.cli.generate:main"),
-    Command("chat", "talk with a model", "client.cli.chat:main"),
-    Command("demo", "show in-flight batching live, against static batching", "client.cli.demo:main"),
-    Command("status", "show what every executor holds and what waits", "client.cli.status:main"),
+    Command("chat", "chat with a model", "client.cli.chat:main"),
+    Command("models", "list the models that the routers serve", "client.cli.models:main"),
+    Command("status", "show executors and queues once", "client.cli.status:main"),
     Command("top", "show seats, KV blocks, queues and latencies live", "client.cli.top:main"),
-    Command("stats", "print the same as lines of JSON", "client.cli.top:stats"),
-    Command("size", "say what a model and its traffic need", "client.cli.size:main"),
-    Command("explain", "say where a request stands and what it waits for", "client.cli.explain:main"),
-    Command("cancel", "end a request by its id", "client.cli.cancel:main"),
-    Command("models", "list the models that can be asked for", "client.cli.models:main"),
-    Command("key", "make an API key", "client.cli.key:main"),
-    Command("doctor", "say what this machine has and what would run on it", "client.cli.doctor:main"),
-    Command("certs", "make certificates for trying TLS", "client.cli.certs:main"),
-    Command("healthcheck", "ask a process whether it serves", "client.cli.healthcheck:main"),
-    Command("kube-secrets", "make the secrets of a Kubernetes overlay", "client.cli.kube_secrets:main"),
-    Command("pod-costs", "tell Kubernetes which executors to delete first", "client.cli.pod_costs:main"),
-    Command("router", "run a router", "router.main:main"),
-    Command("executor", "run an executor", "executor.entry:main"),
-    Command("gateway", "run an OpenAI-compatible HTTP gateway", "gateway.main:main"),
-    Command("bench", "measure throughput and latency", "bench.main:main"),
+    Command("stats", "print the statistics of `top` as JSON lines", "client.cli.top:stats"),
+    Command("explain", "show the state of a request and why it waits", "client.cli.explain:main"),
+    Command("cancel", "cancel a request by its id", "client.cli.cancel:main"),
+    Command("key", "create an API key", "client.cli.key:main"),
+    Command("healthcheck", "check once whether a process serves", "client.cli.healthcheck:main"),
+    Command("doctor", "check this machine for what serving needs", "client.cli.doctor:main"),
+    Command("up", "start a local stack: Redis, executors, routers", "client.cli.up:main", SERVE),
+    Command("demo", "compare in-flight with static batching, live", "client.cli.demo:main", SERVE),
+    Command("bench", "measure throughput and latency", "bench.main:main", SERVE),
+    Command("router", "run a router", "router.main:main", SERVE),
+    Command("executor", "run an executor", "executor.entry:main", SERVE),
+    Command("gateway", "run an OpenAI-compatible HTTP gateway", "gateway.main:main", GATEWAY),
+    Command("size", "estimate blocks, seats and executors for a model and its traffic", "client.cli.size:main", SERVE),
+    Command("certs", "create certificates for development", "client.cli.certs:main", SERVE),
+    Command("kube-secrets", "create the Kubernetes secrets of a deployment", "client.cli.kube_secrets:main", SERVE),
+    Command("pod-costs", "set the deletion cost of executor pods", "client.cli.pod_costs:main", SERVE),
 )
+OURS = frozenset({"bench", "client", "common", "executor", "gateway", "inflight", "router"})
 ALIASES = {"capacity": "status"}
 
 
@@ -76,18 +82,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 def usage() -> str:
     """The text of `inflight --help`."""
     width = max(len(command.name) for command in COMMANDS)
-    lines = [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS]
+
+    def lines(extras: Sequence[str]) -> list[str]:
+        return [f"  {one.name:<{width}}  {one.summary}" for one in COMMANDS if one.extra in extras]
+
     return "\n".join(
         (
             "usage: inflight COMMAND [options]",
             "",
-            "LLM serving with in-flight batching.",
+            "LLM serving with in-flight (continuous) batching.",
             "",
-            *lines,
+            "Use routers:",
+            *lines([""]),
             "",
-            "inflight COMMAND --help says more about a command.",
+            f"Run and plan a system ({_install(SERVE)}):",
+            *lines([SERVE, GATEWAY]),
+            "",
+            "inflight COMMAND --help describes a command.",
         )
     )
+
+
+def _install(extra: str) -> str:
+    return f"pip install 'inflight[{extra}]'"
 
 
 def _nearest(name: str) -> str:
@@ -97,28 +114,24 @@ def _nearest(name: str) -> str:
 
 def _run(command: Command, argv: list[str]) -> int:
     module_name, _, function_name = command.run.partition(":")
-    package = module_name.partition(".")[0]
     try:
-        if not _is_installed(module_name):
-            raise CommandError(f"this installation has no {package!r} part, which inflight {command.name} needs")
         function = getattr(importlib.import_module(module_name), function_name)
         return int(function(argv))
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if not command.extra or package in OURS:
+            raise
+        print(f"error: inflight {command.name} needs {package}: {_install(command.extra)}", file=sys.stderr)
+        return EXIT_USAGE
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone; Python would complain again when it flushes at exit.
+        # The reader of our output is gone. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
-
-
-def _is_installed(module_name: str) -> bool:
-    try:
-        return importlib.util.find_spec(module_name) is not None
-    except ModuleNotFoundError:  # the package around it is not there
-        return False
 
 
 def _version() -> str:

@@ -47,12 +47,12 @@ def test_a_wrong_flag_is_a_usage_error() -> None:
     assert ended.value.code == 2
 
 
-def test_a_command_whose_part_is_not_installed_says_so(
+def test_a_command_whose_extra_is_not_installed_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "COMMANDS", (Command("fly", "fly", "nowhere.main:main"),))
-    assert main(["fly"]) == 1
-    assert capsys.readouterr().err == "error: this installation has no 'nowhere' part, which inflight fly needs\n"
+    monkeypatch.setattr(cli, "COMMANDS", (Command("fly", "fly", "nowhere.main:main", "wings"),))
+    assert main(["fly"]) == 2
+    assert capsys.readouterr().err == "error: inflight fly needs nowhere: pip install 'inflight[wings]'\n"
 
 
 def test_help_loads_no_server_and_no_model_library() -> None:

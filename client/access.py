@@ -1,7 +1,7 @@
-"""How a client gets in: TLS to the router, and what says who is calling. Shared by both clients and the command line.
+"""TLS and credentials of a client. Shared by both clients and the command line.
 
-A key or token goes with each call as `authorization: Bearer …`, over TLS or to this very machine; it is never sent in
-the clear to another one, and is part of no text that this library makes.
+A key or token is sent with each call as `authorization: Bearer …`, over TLS or on loopback, never unencrypted to
+another machine. It is part of no text that this library produces.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class AccessOptions(TypedDict, total=False):
-    """Keywords of both clients about who calls and how the connection is protected.
+    """Keywords of both clients for credentials and TLS.
 
-    `api_key` and `token` differ only in that a token may be a function, which is called for each call and must answer
-    at once, so that a short-lived token can be renewed elsewhere. `ca_file` holds PEM certificates of who may sign the
-    router's; it implies `tls`, which without it trusts what gRPC trusts. `server_name` is the name that the router's
-    certificate must bear, where that is not the host of its address. `credentials` replace all of TLS's options.
+    `api_key` and `token` differ only in that a token may be a function. It is called for each call and must not block,
+    so that a short-lived token can be renewed elsewhere. `ca_file` holds PEM certificates of the authorities to trust
+    and implies `tls`, which alone trusts gRPC's default authorities. `server_name` is the name expected in the router's
+    certificate if it is not the host of the address. `credentials` replace all TLS options.
     """
 
     api_key: str | None
@@ -38,7 +38,7 @@ class AccessOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """All that is needed to open a channel and to make a call on it. `credentials` None: in the clear."""
+    """Everything needed to open a channel and to make a call on it. `credentials` None: no TLS."""
 
     target: str
     options: Sequence[tuple[str, int | str]]
@@ -57,10 +57,10 @@ class Access:
 def open_access(
     targets: Sequence[str], options: AccessOptions, *, metadata: Mapping[str, str] | None, retries: bool
 ) -> Access:
-    """Checks that the options go together.
+    """Checks the options and combines them.
 
     Raises:
-        ValueError: they do not, an address is none, or a file cannot be read.
+        ValueError: options contradict each other, an address is invalid, or a file cannot be read.
     """
     target = channel_target(targets)
     token = _token(options)
@@ -71,11 +71,11 @@ def open_access(
             raise ValueError("give either credentials or tls and ca_file")
         credentials = grpc.ssl_channel_credentials(_read_certificates(options.get("ca_file")))
     if server_name and credentials is None:
-        raise ValueError("server_name: is the name in a certificate; give tls or ca_file, too")
+        raise ValueError("server_name: needs tls or ca_file")
     if token is not None and credentials is None and not all(map(is_this_machine, targets)):
         raise ValueError(
-            "an API key or token would travel in the clear to another machine: give tls or ca_file. Where something "
-            "else encrypts the way there, pass metadata={'authorization': 'Bearer …'}"
+            "an API key or token would be sent unencrypted to another machine: give tls or ca_file. If something else "
+            "encrypts the connection, pass metadata={'authorization': 'Bearer …'}"
         )
     channel_options = client_options(targets, retries=retries)
     if credentials is not None and (name := server_name or _common_name(targets)):
@@ -106,12 +106,12 @@ def _token(options: AccessOptions) -> Callable[[], str] | None:
 
 
 def _common_name(targets: Sequence[str]) -> str | None:
-    """The name to expect of routers whose addresses gRPC gets as numbers, which have no name of their own."""
+    """The name to expect of several routers, whose addresses gRPC gets as numbers."""
     if len(targets) == 1:
         return None
     hosts = hosts_of(targets)
     if len(hosts) > 1:
-        raise ValueError("server_name: needed with TLS to several hosts; the name that all their certificates bear")
+        raise ValueError("server_name: required for TLS to several hosts; a name that all their certificates have")
     return hosts.pop()
 
 

@@ -1,7 +1,7 @@
 """The asynchronous answer to one request: what `AsyncClient.generate` returns.
 
-Owns the calls of one stream, one after the other where its connection breaks. Left early, it is cancelled on the
-server too.
+Owns the calls of one stream: a call follows the one before if its connection breaks. A stream that the caller leaves
+early is also cancelled on the server.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from client.recovery import Again, Recovery
 class AsyncStream:
     """The answer to one request: iterate over it for its deltas, or over `events()` for everything.
 
-    It is read once. `request_id` is known from the first event on, `usage` and `timing` when it has ended.
+    It can be read once. `request_id` is set from the first event on, `usage` and `timing` at the end.
     """
 
     def __init__(self, recovery: Recovery, calls: StreamCalls) -> None:
@@ -43,10 +43,10 @@ class AsyncStream:
         self.cancel()
 
     async def events(self) -> AsyncGenerator[Event]:
-        """Every event, in order, and `Resumed` wherever the connection broke and the stream went on.
+        """Every event, in order, and `Resumed` where the stream continues after a broken connection.
 
         Raises:
-            InflightError: the request was refused, or broke off and could not be continued.
+            InflightError: the request was refused, or failed and could not be continued.
         """
         try:
             while True:
@@ -63,7 +63,7 @@ class AsyncStream:
             self.cancel()
 
     async def _goes_on(self, error: InflightError | None) -> bool:
-        """Makes the next call after one that is over; False where there is none to make."""
+        """Makes the next call after one that has ended; False if there is none to make."""
         if self._cancelled.is_set():
             return False
         try:
@@ -84,9 +84,9 @@ class AsyncStream:
         return False
 
     def cancel(self) -> None:
-        """Ends the request, if it still runs; iterating ends without an error. May be called from another task.
+        """Cancels the request if it still runs; iterating ends without an error. May be called from another task.
 
-        One that asked for `detach` or `resume_ttl_s` is only left: `AsyncClient.cancel` ends it.
+        A request with `detach` or `resume_ttl_s` goes on: `AsyncClient.cancel` ends it.
         """
         with self._cancelled.lock:
             if not (self._is_over or self._cancelled.is_set()):
@@ -100,7 +100,7 @@ class AsyncStream:
         return f"<AsyncStream {self.request_id or 'not accepted yet'}: {choice.num_tokens} tokens, {ending}>"
 
     async def show(self, out: TextIO | None = None) -> None:
-        """Reads to the end and prints the text of the first choice as it comes, here or to `out`."""
+        """Reads to the end and prints the text of the first choice as it arrives, to `out` or standard output."""
         async for delta in self:
             if delta.choice == 0:
                 print(delta.text, end="", flush=True, file=out)
@@ -125,7 +125,7 @@ class AsyncStream:
 
     @property
     def resume_token(self) -> str | None:
-        """With the request's id, what `AsyncClient.resume` needs; a secret."""
+        """The token that `AsyncClient.resume` needs; a secret."""
         return self.transcript.resume_token
 
     @property
@@ -135,22 +135,22 @@ class AsyncStream:
 
     @property
     def usage(self) -> Usage | None:
-        """Tokens counted."""
+        """Token counts."""
         return self.transcript.usage
 
     @property
     def timing(self) -> Timing | None:
-        """Where the time went."""
+        """Times of the request."""
         return self.transcript.timing
 
     @property
     def transcript(self) -> Transcript:
-        """All that the stream has brought so far."""
+        """All events so far, added up."""
         return self._recovery.transcript
 
     @property
     def num_resumes(self) -> int:
-        """How often the connection broke and the stream went on."""
+        """How often the stream continued after a broken connection."""
         return self._recovery.num_resumes
 
     async def _deltas(self) -> AsyncGenerator[Delta]:

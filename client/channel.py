@@ -1,11 +1,11 @@
-"""How a channel to the routers is opened: target, keepalive, retries. Shared by both clients.
+"""Target and options of a channel to the routers: keepalive and retries. Shared by both clients.
 
-gRPC's own retries cover everything before the first event of a stream: the router sends no headers before a request
-has its seat, so a router that goes away or has no executor yet is retried unseen, on another router where there is one.
-So are the calls with a single answer, which are safe to repeat. Nothing is hedged: of two streams of one request the
-router would end one, and a second request would cost a second seat.
+gRPC's own retries cover everything before the first event of a stream: the router sends no headers before a request has
+a seat, so a router that goes away or has no executor yet is retried transparently, on another router if there is one.
+Unary calls are safe to repeat and are retried, too. Nothing is hedged: the router would end one of two streams of a
+request, and a second request would cost a second seat.
 
-`service_config.json` says all that to gRPC, to this client and to any other: see docs/client.md.
+`service_config.json` is this policy, for any gRPC client: see docs/client.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from importlib import resources
 from common.addresses import is_loopback
 from common.grpc_options import channel_options
 
-# For calls that are answered from what a router has at hand. `Generate` has no deadline but the caller's.
+# For unary calls, which a router answers from memory. `Generate` has only the caller's deadline.
 UNARY_TIMEOUT_S = 10.0
 
 SERVICE_CONFIG = resources.files("client").joinpath("service_config.json")
@@ -38,10 +38,10 @@ def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, 
 
 
 def channel_target(targets: Sequence[str]) -> str:
-    """gRPC's name for the routers at `targets`, each `host:port`.
+    """gRPC's target for the routers at `targets`, each `host:port`.
 
-    One target is passed on as it is, so that gRPC schemes (`dns:///name:port`, `unix:/path`) work. Of several, host
-    names are looked up here, once: gRPC takes a list of addresses, not of names.
+    A single target is passed on unchanged, so that gRPC schemes (`dns:///name:port`, `unix:/path`) work. The host names
+    of several are resolved here, once: gRPC takes a list of addresses, not of names.
     """
     if not targets:
         raise ValueError("a client needs at least one address host:port")
@@ -64,7 +64,7 @@ def hosts_of(targets: Sequence[str]) -> set[str]:
 
 
 def is_this_machine(target: str) -> bool:
-    """Whether what is sent there never leaves this machine."""
+    """Whether the target is on this machine."""
     return target.startswith("unix:") or is_loopback(target.removeprefix("dns:///"))
 
 

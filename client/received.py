@@ -1,7 +1,7 @@
-"""What has come of one choice, so that each token and each byte of text is handed on once.
+"""The received output of one choice, so that each token and each byte of text is delivered once.
 
-Tokens are placed by their offset: what has come before is cut, what is missing is an error. Text has no offsets:
-whoever continues a stream is told how many bytes came, and sends what is behind them.
+Tokens have offsets: repeated ones are cut, missing ones are an error. Text has no offsets: a call that continues a
+stream says how many bytes were received, and the server sends the rest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from client.errors import InflightError
 
 
 class Received:
-    """One choice. `text_bytes` is None where the text before the stream's beginning is not known to us."""
+    """One choice. `text_bytes` is None if the text before the start of the stream is unknown."""
 
     def __init__(
         self, token_ids: tuple[int, ...] = (), *, offset: int | None = None, text_bytes: int | None = 0
@@ -25,14 +25,14 @@ class Received:
 
     @property
     def has_all_ids(self) -> bool:
-        """Whether the id of each token is known, as it must be to continue without the server's copy."""
+        """Whether the id of each token is known, which continuing without the server's copy needs."""
         return len(self.token_ids) == self.num_tokens
 
     def take(self, delta: inference_pb2.Delta) -> bool:
-        """Takes an event in and cuts from it what has come before; False where nothing is left.
+        """Adds an event and cuts from it what was received before; False if nothing is left.
 
         Raises:
-            InflightError: tokens before it are missing, or others came in their place.
+            InflightError: tokens before it are missing, or repeated ones differ.
         """
         if delta.offset > self.num_tokens:
             missing = f"[{self.num_tokens}, {delta.offset})"
@@ -43,7 +43,7 @@ class Received:
             delta.num_tokens -= num_repeated
             del delta.token_ids[:num_repeated]
             del delta.logprobs[:num_repeated]
-        # Also where only text is left of it, which its tokens were sent ahead of.
+        # Also if only text is left, which may follow its tokens.
         delta.offset = self.num_tokens
         if not (delta.num_tokens or delta.text):
             return False

@@ -5,8 +5,8 @@
         for delta in client.generate(chat="What is in-flight batching?", max_tokens=200):
             print(delta.text, end="", flush=True)
 
-Owns a channel and the calls on it. A stream that is left early, by `break`, an exception or `cancel`, is cancelled on
-the server too, which frees its seat.
+Owns a channel and the calls on it. A stream that the caller leaves early, by `break`, an exception or `cancel`, is also
+cancelled on the server, which frees its seat.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ __all__ = ["Client", "Stream"]
 
 
 class Client:
-    """A client of one or several routers, each `host:port`; several share the calls between them.
+    """A client of one or several routers, each `host:port`. Calls are balanced over several routers.
 
-    `access` says who calls and how the connection is protected, see `AccessOptions`. `metadata` goes with every call.
-    `retries` lets a call be repeated that found no router or executor, before anything was produced. `resume` lets a
-    stream go on by itself when its connection breaks, on any of the routers, until `resume_timeout` seconds have passed
-    without anything new; for that each request gets an idempotency key, unless it has a key or a `request_id`. Nothing
-    is hedged: a request has one reader.
+    `access` sets credentials and TLS, see `AccessOptions`. `metadata` is sent with every call. `retries` repeats a call
+    that found no router or executor, before any output. `resume` continues a stream whose connection breaks, on any of
+    the routers, until `resume_timeout` seconds have passed without new output. For that each request gets an
+    idempotency key, unless it has one or a `request_id`. Nothing is hedged: a request has one reader.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Cancels what still runs and closes the channel."""
+        """Cancels the streams that still run and closes the channel."""
         self._connection.close()
 
     def generate(
@@ -93,8 +92,8 @@ class Client:
     ) -> Stream:
         """Generates for one prompt, given as text, as chat or as token ids. The request is sent at once.
 
-        Iterate over the result for its deltas. `timeout` ends the whole request after that many seconds,
-        however often its stream was resumed.
+        Iterate over the result for its deltas. `timeout` is a limit in seconds for the whole request, including
+        resumptions of its stream.
         """
         request = requests.generate_request(prompt, chat=chat, token_ids=token_ids, options=options)
         return self.send(request, timeout=timeout)
@@ -108,7 +107,7 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[requests.GenerateOptions],
     ) -> Completion:
-        """Like `generate`, but waits for the whole result."""
+        """Generates and waits for the whole result."""
         return self.generate(prompt, chat=chat, token_ids=token_ids, timeout=timeout, **options).result()
 
     def send(
@@ -118,9 +117,9 @@ class Client:
         timeout: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Stream:
-        """Sends a request that the caller has built, for what `generate` has no keyword for.
+        """Sends a request message, for fields without a keyword of `generate`.
 
-        `metadata` goes with this request's calls, for who speaks on behalf of many.
+        `metadata` is sent with this request's calls, for a program that acts for several users.
         """
         recovery = Recovery.of_request(
             request,
@@ -142,10 +141,10 @@ class Client:
         timeout: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Stream:
-        """The rest of the stream of a request that runs, or ended lately; of another program's, perhaps.
+        """Continues the stream of a request that runs or ended recently, possibly of another program.
 
-        `offset` is the number of output tokens that the caller has, `text_bytes` the bytes of text that it has of them;
-        left out, those that the tokens stand for. Whoever else reads the request is cut off.
+        `offset` is the number of output tokens that the caller has, and `text_bytes` the number of bytes of their text;
+        the default is the text of these tokens. Another reader of the request is disconnected.
         """
         request = requests.resume_request(request_id, resume_token, offset=offset, text_bytes=text_bytes)
         recovery = Recovery.of_running(
@@ -162,9 +161,9 @@ class Client:
         tenant: str = "",
         timeout: float = UNARY_TIMEOUT_S,
     ) -> RequestState:
-        """Ends a request by its id and says where it was. Its own stream says when it has ended.
+        """Cancels a request by its id and returns the state that it was in. Its own stream reports the end.
 
-        `resume_token` is needed where the router identifies its callers, unless the caller is an operator.
+        `resume_token` is required if the router authenticates callers, except for operators.
         """
         request = inference_pb2.CancelRequest(
             request_id=request_id, resume_token=resume_token, model=model, tenant=tenant
@@ -181,7 +180,7 @@ class Client:
         tenant: str = "",
         timeout: float = UNARY_TIMEOUT_S,
     ) -> RequestStanding:
-        """Where a request stands and, while it waits, what it waits for. Any router of the pool knows.
+        """The state of a request and, while it waits, what it waits for. Any router of the model knows it.
 
         `resume_token` as for `cancel`.
         """
@@ -214,11 +213,11 @@ class Client:
     def list_models(
         self, *, timeout: float = UNARY_TIMEOUT_S, metadata: Mapping[str, str] | None = None
     ) -> tuple[Model, ...]:
-        """The models that can be asked for."""
+        """The models that the routers serve."""
         return decode_models(self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout, metadata))
 
     def is_serving(self, *, timeout: float = UNARY_TIMEOUT_S) -> bool:
-        """Whether the router that answers has an executor to serve with."""
+        """Whether the router that answers has an executor."""
         try:
             answer = self._connection.health_stub().Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError:
@@ -226,7 +225,7 @@ class Client:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def capacity(self, *, model: str = "", timeout: float = UNARY_TIMEOUT_S) -> Capacity:
-        """What every executor holds and what waits."""
+        """The use of every executor, and the queues."""
         return decode_capacity(self._unary("GetCapacity", inference_pb2.GetCapacityRequest(model=model), timeout))
 
     def stats(
@@ -238,9 +237,9 @@ class Client:
         want_sequences: bool = False,
         timeout: float | None = None,
     ) -> Generator[Statistics]:
-        """How everything stands, again and again every `interval` seconds until the caller leaves the loop.
+        """Statistics every `interval` seconds, until the caller leaves the loop.
 
-        `want_iterations` tells of every step since the message before, `want_sequences` of who sits where.
+        `want_iterations` adds every step since the previous message, `want_sequences` the sequences of each executor.
         """
         request = stats_request(model, interval, want_iterations=want_iterations, want_sequences=want_sequences)
         call = self._connection.stub().GetStats(request, timeout=timeout, metadata=self._connection.metadata())

@@ -1,4 +1,4 @@
-"""Ctrl-C while an answer comes: ends the answer, on the server too, and not the chat."""
+"""Ctrl-C during an answer: cancels the request and does not end the chat."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from client.sync_stream import Stream
 
 @contextmanager
 def ctrl_c_cancels(stream: Stream) -> Iterator[None]:
-    """Makes the first Ctrl-C cancel the stream, which then ends without an error; another one raises as ever.
+    """Makes the first Ctrl-C cancel the stream, which then ends without an error. A second one raises as usual.
 
-    An exception in the middle of gRPC's code may get lost, or be raised while a lock is held, so the signal raises
-    none: it cancels from a thread of its own.
+    An exception inside gRPC's code may be lost, or be raised while a lock is held, so the signal raises none: it
+    cancels from another thread.
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Where the routers are, for every command that talks to them, and the flags that say so."""
+"""The addresses of the routers that a command uses, and the flags for them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def add_address_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT[,…]",
-        help=f"router to ask, or several that share the calls [{ADDRESS_VARIABLE}]; default: those of the run folder's "
-        f"local stack, else {DEFAULT_ADDRESS}",
+        help=f"address of a router, or several that share the calls [{ADDRESS_VARIABLE}]; default: the routers of the "
+        f"local stack in the run directory, else {DEFAULT_ADDRESS}",
     )
     add_run_dir_flag(parser)
 
@@ -29,13 +29,13 @@ def add_run_dir_flag(parser: argparse.ArgumentParser) -> None:
     """Adds `--run-dir`."""
     parser.add_argument(
         "--run-dir",
-        metavar="FOLDER",
-        help=f"folder with state.json and the logs of the local stack [{RUN_DIR_VARIABLE}]; default: {DEFAULT_RUN_DIR}",
+        metavar="DIR",
+        help=f"directory of the local stack's state.json and logs [{RUN_DIR_VARIABLE}]; default: {DEFAULT_RUN_DIR}",
     )
 
 
 def resolve_addresses(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The routers to ask: flag, environment, running local stack, default; the first of these that is there."""
+    """The routers to use: the flag, else the environment, else the running local stack, else the default."""
     given = options.address or environment.get(ADDRESS_VARIABLE)
     if given:
         return tuple(str(given).split(","))
@@ -47,12 +47,12 @@ def resolve_addresses(options: argparse.Namespace, environment: Mapping[str, str
 
 
 def stack_in_use(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> StackState | None:
-    """The local stack, where its router is the one to ask."""
+    """The local stack, if its routers are to be used."""
     if options.address or environment.get(ADDRESS_VARIABLE):
         return None
     return read_state(resolve_run_dir(options, environment))
 
 
 def resolve_run_dir(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Path:
-    """The run folder: flag, environment, default."""
+    """The run directory: the flag, else the environment, else the default."""
     return Path(options.run_dir or environment.get(RUN_DIR_VARIABLE) or DEFAULT_RUN_DIR)

@@ -21,7 +21,7 @@ from client.cli.sampling_flags import add_sampling_flags, request_options
 from client.errors import InflightError
 from client.sync import Client
 
-GREETING = "/help lists commands, Ctrl-C ends the answer, Ctrl-D leaves."
+GREETING = "/help lists the commands, Ctrl-C stops the answer, Ctrl-D exits."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         def model_names() -> list[str]:
             return [model.name for model in client.list_models()]
 
-        names = model_names()  # says at once whether a router answers
+        names = model_names()  # fails at once if no router answers
         state = ChatState(conversation, model_names, request_options(flags))
         if is_terminal:
             print(f"{_model_in_words(state, names)} at {address}. {GREETING}")
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _model_in_words(state: ChatState, names: Sequence[str]) -> str:
-    """Which model answers."""
+    """The model that answers, or those to choose from."""
     chosen = state.options.get("model")
     if chosen or len(names) == 1:
         return chosen or names[0]
@@ -84,7 +84,7 @@ def _command(state: ChatState, line: str, address: str) -> None:
 def _answer(client: Client, state: ChatState, text: str, address: str) -> None:
     try:
         stream = client.generate(chat=state.conversation.asking(text), **state.options)
-    except (InflightError, ValueError) as error:  # a value of /set that its field cannot hold
+    except (InflightError, ValueError) as error:  # ValueError: a value of /set that does not fit its field
         print(f"error: {error}", file=sys.stderr)
         return
     try:
@@ -108,14 +108,16 @@ def _editing(flags: argparse.Namespace) -> AbstractContextManager[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="inflight chat", description=f"Talks with a model. {GREETING}")
-    parser.add_argument("--system", metavar="TEXT", help="system message that the conversation begins with")
-    parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save has written")
+    parser = CommandParser(prog="inflight chat", description=f"Chats with a model. {GREETING}")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    parser.add_argument("--load", metavar="FILE", help="continue a conversation that /save has written")
     history = parser.add_mutually_exclusive_group()
     history.add_argument(
-        "--history-file", metavar="FILE", help="lines typed before; default: ~/.local/state/inflight/chat_history"
+        "--history-file",
+        metavar="FILE",
+        help="file of the input history; default: ~/.local/state/inflight/chat_history",
     )
-    history.add_argument("--no-history", action="store_true", help="keep no history")
+    history.add_argument("--no-history", action="store_true", help="keep no input history")
     add_sampling_flags(parser)
     add_connection_flags(parser)
     return parser

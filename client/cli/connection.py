@@ -1,7 +1,6 @@
-"""The client that a command asks a router with: who calls and how the way there is protected, and the flags for that.
+"""The client that a command uses, and the flags for credentials and TLS.
 
-A key is best kept in the environment or a file: other users of the machine can see a program's flags. It is never
-printed.
+Keep a key in the environment or a file: other users of the machine can see a program's flags. It is never printed.
 """
 
 from __future__ import annotations
@@ -26,38 +25,37 @@ YES, NO = ("1", "true", "yes"), ("", "0", "false", "no")
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags about the router, the way there and the caller."""
+    """Adds the flags for the address, credentials and TLS."""
     add_address_flags(parser)
     parser.add_argument(
-        "-v", "--verbose", action="store_true", help="show what gRPC says about a connection that failed"
+        "-v", "--verbose", action="store_true", help="include gRPC's own message when a connection fails"
     )
     group = parser.add_argument_group("access")
     key = group.add_mutually_exclusive_group()
     key.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"API key or JSON web token [{API_KEY_VARIABLE}]; others can see it here: prefer the variable or a file",
+        help=f"API key or JSON web token [{API_KEY_VARIABLE}]; other users can see it in the process list: prefer the "
+        "variable or --api-key-file",
     )
     key.add_argument("--api-key-file", metavar="FILE", help="file with the API key or JSON web token")
-    group.add_argument(
-        "--tls", action="store_true", help=f"reach the router by TLS, trusting public authorities [{TLS_VARIABLE}=1]"
-    )
+    group.add_argument("--tls", action="store_true", help=f"use TLS and trust public authorities [{TLS_VARIABLE}=1]")
     group.add_argument(
         "--ca-file",
         metavar="FILE",
-        help=f"PEM certificates of who may sign the router's; implies --tls [{CA_FILE_VARIABLE}]; default: the local "
-        "stack's, where it has TLS",
+        help=f"PEM file with the authorities to trust; implies --tls [{CA_FILE_VARIABLE}]; default: that of the local "
+        "stack if it uses TLS",
     )
     group.add_argument(
         "--server-name",
         metavar="NAME",
-        help=f"name that the router's certificate must bear [{SERVER_NAME_VARIABLE}]; default: its host",
+        help=f"name expected in the router's certificate [{SERVER_NAME_VARIABLE}]; default: the host of its address",
     )
 
 
 @contextmanager
 def connected(flags: argparse.Namespace) -> Iterator[Client]:
-    """A client of the routers that flags and environment name; what its calls raise becomes a `CommandError`."""
+    """A client of the routers that flags and environment name. Errors of its calls become `CommandError`."""
     addresses = resolve_addresses(flags)
     with (
         errors_in_words(", ".join(addresses), is_verbose=flags.verbose),
@@ -67,7 +65,7 @@ def connected(flags: argparse.Namespace) -> Iterator[Client]:
 
 
 def access_of(flags: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> AccessOptions:
-    """The client's keywords about access; a flag goes before its variable."""
+    """The client's keywords for credentials and TLS. A flag overrides its variable."""
     stack = stack_in_use(flags, environment)
     access = access_of_environment(environment)
     if stack is not None and stack.ca_file:
@@ -86,7 +84,7 @@ def access_of(flags: argparse.Namespace, environment: Mapping[str, str] = os.env
 
 
 def access_of_environment(environment: Mapping[str, str] = os.environ) -> AccessOptions:
-    """What the variables say about access."""
+    """The client's keywords that the variables set."""
     access: AccessOptions = {}
     if key := environment.get(API_KEY_VARIABLE):
         access["api_key"] = key
@@ -108,4 +106,4 @@ def _read_key(path: Path) -> str:
     except OSError as error:
         raise CommandError(f"--api-key-file: {error.strerror}: {path}", EXIT_USAGE) from None
     except UnicodeDecodeError:
-        raise CommandError(f"--api-key-file: not a key: {path}", EXIT_USAGE) from None
+        raise CommandError(f"--api-key-file: contains no key: {path}", EXIT_USAGE) from None

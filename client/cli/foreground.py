@@ -1,4 +1,4 @@
-"""Runs an asynchronous command in the foreground: the first Ctrl-C or SIGTERM ends it in order, the second at once."""
+"""Asynchronous commands in the foreground: the first Ctrl-C or SIGTERM stops them in order, the second at once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from client.cli.outcome import EXIT_INTERRUPTED
 
 
 def run_in_foreground(command: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Runs the coroutine to its end and returns its exit code; 130 where it was interrupted.
+    """Runs the coroutine to its end and returns its exit code; 130 after an interrupt.
 
-    The first signal cancels it, so that its `async with` blocks clean up. The second ends the process; children that
-    are guarded end with it.
+    The first signal cancels it, so that its `async with` blocks clean up. The second ends the process, and with it all
+    guarded children.
     """
     return asyncio.run(_run(command))
 

@@ -1,4 +1,4 @@
-"""`inflight models`: the models that can be asked for."""
+"""`inflight models`: the models that the routers serve."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from client.cli.parser import CommandParser
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    parser = CommandParser(prog="inflight models", description="Lists the models that can be asked for.")
+    parser = CommandParser(prog="inflight models", description="Lists the models that the routers serve.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_connection_flags(parser)
     flags = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""How a command ends: its exit codes, and the one error that `main` prints as a line."""
+"""Exit codes of commands, and the error that `main` prints as one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXIT_INTERRUPTED = 130
 
 
 class CommandError(Exception):
-    """The command cannot do what it was asked to. The text is for the user."""
+    """The command failed. The text is for the user."""
 
     def __init__(self, text: str, exit_code: int = EXIT_FAILURE) -> None:
         super().__init__(text)
@@ -24,7 +24,7 @@ class CommandError(Exception):
 
 @contextmanager
 def errors_in_words(address: str, *, is_verbose: bool = False) -> Iterator[None]:
-    """Turns what a call to the router at `address` can raise into a `CommandError`."""
+    """Turns the errors of a call to the router at `address` into `CommandError`."""
     try:
         yield
     except InflightError as error:
@@ -34,7 +34,7 @@ def errors_in_words(address: str, *, is_verbose: bool = False) -> Iterator[None]
 
 
 def in_words(error: InflightError, address: str, *, is_verbose: bool = False) -> str:
-    """One line about a failed call; gRPC's own words about a connection come with `is_verbose` alone."""
+    """One line about a failed call. `is_verbose` adds gRPC's own message about a broken connection."""
     if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
         hint = error.hint or "`inflight up` starts one"
         raw = f" ({_first_line(error.description)})" if is_verbose else ""

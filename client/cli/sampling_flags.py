@@ -1,4 +1,4 @@
-"""The flags about a request that `generate` and `chat` share."""
+"""The flags of a request that `generate` and `chat` share."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from client.requests import PRIORITIES, GenerateOptions
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds flags for model, sampling, stopping and admission. What is not given follows the model's own defaults."""
-    group = parser.add_argument_group("request", "What is not given follows the model's own defaults.")
-    group.add_argument("--model", metavar="NAME", help="model to ask, of `inflight models`; default: the only one")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
-    group.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that sum to P")
-    group.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; 0: from all")
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to produce")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    group.add_argument("--tenant", metavar="NAME", help="whose request it is; default: default")
-    group.add_argument("--priority", choices=PRIORITIES, help="how urgent it is; default: standard")
-    group.add_argument("--deadline", type=float, metavar="SECONDS", help="end it after so long, also while it waits")
+    """Adds flags for model, sampling, stopping and admission. The default of each is the model's."""
+    group = parser.add_argument_group("request", "The defaults are the model's.")
     group.add_argument(
-        "--first-token-deadline", type=float, metavar="SECONDS", help="end it unless it begins to answer within so long"
+        "--model", metavar="NAME", help="name of the model, see `inflight models`; default: the only one"
     )
-    group.add_argument("--session", metavar="NAME", help="requests of one session are served by the same model variant")
+    group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities sum to P"
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens; 0: from all")
+    group.add_argument("--seed", type=int, metavar="N", help="random seed; the same seed gives the same output")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of output tokens")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
+    group.add_argument("--tenant", metavar="NAME", help="tenant of the request; default: default")
+    group.add_argument("--priority", choices=PRIORITIES, help="priority class; default: standard")
+    group.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="time limit of the request, including queueing"
+    )
+    group.add_argument("--first-token-deadline", type=float, metavar="SECONDS", help="time limit for the first token")
+    group.add_argument("--session", metavar="NAME", help="session; its requests go to the same model variant")
 
 
 def request_options(flags: argparse.Namespace) -> GenerateOptions:
-    """The keywords of `Client.generate` that the flags stand for."""
+    """The keywords of `Client.generate` that the flags set."""
     options: GenerateOptions = {}
     if flags.model is not None:
         options["model"] = flags.model

@@ -1,4 +1,4 @@
-"""`inflight status`: what every executor holds and what waits, once or again and again."""
+"""`inflight status`: the executors and queues, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def capacity_view(capacity: Capacity) -> Group:
-    """A table per model with a row per executor, and a line about the queues."""
+    """A table per model with a row per executor, and a line with the queues."""
     models = sorted({executor.model for executor in capacity.executors})
     tables: list[Table | Text] = [
         _table(model, [e for e in capacity.executors if e.model == model]) for model in models
@@ -52,7 +52,7 @@ def capacity_view(capacity: Capacity) -> Group:
     tables = tables or [Text("no executor")]
     if capacity.variants:
         tables.append(_variants_table(capacity.variants))
-    return Group(*tables, Text(f"waiting: {waiting}" if waiting else "nothing waits"))
+    return Group(*tables, Text(f"waiting: {waiting}" if waiting else "no requests waiting"))
 
 
 def _table(model: str, executors: Sequence[ExecutorCapacity]) -> Table:
@@ -67,7 +67,7 @@ def _table(model: str, executors: Sequence[ExecutorCapacity]) -> Table:
 
 def _row(executor: ExecutorCapacity) -> tuple[str, ...]:
     static = ", static" if executor.batching == "static" else ""
-    draining = "" if executor.accepting else ", takes nothing new"
+    draining = "" if executor.accepting else ", not accepting"
     return (
         f"{executor.executor_id}{static}{draining}",
         f"{executor.seats_used}/{executor.seats_total}",
@@ -84,7 +84,7 @@ def _row(executor: ExecutorCapacity) -> tuple[str, ...]:
 
 
 def _reserves(executor: ExecutorCapacity) -> str:
-    """How much of a request's possible output is promised room."""
+    """The part of a request's possible output for which blocks are reserved."""
     if executor.scheduler_policy != "max_utilization":
         return "all"
     return "likely" if executor.reserve_quantile is None else f"p{executor.reserve_quantile * 100:.3g}"
@@ -110,7 +110,7 @@ def _variants_table(variants: Sequence[VariantCapacity]) -> Table:
 
 
 def _watch(client: Client, capacity: Capacity, model: str, interval_s: float) -> None:
-    """Shows the capacity anew every `interval_s` seconds until Ctrl-C."""
+    """Shows the capacity every `interval_s` seconds until Ctrl-C."""
     with Live(capacity_view(capacity), console=terminal.console(), auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)  # the API has no watch: the interval is the user's
@@ -119,10 +119,12 @@ def _watch(client: Client, capacity: Capacity, model: str, interval_s: float) ->
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="inflight status", description="Shows seats, KV blocks and speed of every executor, and what waits."
+        prog="inflight status", description="Shows seats, KV blocks and speed of every executor, and the queues."
     )
     parser.add_argument("--model", metavar="NAME", help="only this model")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="show it again and again")
+    parser.add_argument(
+        "--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="repeat every so many seconds (default: 1)"
+    )
     add_connection_flags(parser)
     return parser

@@ -9,19 +9,19 @@ from typing import IO, cast
 
 from rich.console import Console
 
-# Where nobody looks at a window, lines are as wide as the tables are meant to be.
+# Without a terminal, lines are as wide as the widest table needs.
 PLAIN_WIDTH = 120
 BLANKS_AT_THE_END = re.compile(r"[ \t]+(?=\n)|[ \t]+\Z")
 
 
 class TrimmedLines:
-    """Standard output without blanks at the ends of lines, which tables fill up to their width."""
+    """Standard output without trailing blanks, with which tables fill their lines."""
 
     def __init__(self) -> None:
         self._held = ""
 
     def write(self, text: str) -> int:
-        """Blanks at the end are held back until it is known whether something follows on their line."""
+        """Writes the text; trailing blanks are held back until more of their line follows."""
         whole = self._held + text
         kept = BLANKS_AT_THE_END.sub("", whole)
         self._held = whole[len(whole.rstrip(" \t")) :]
@@ -33,7 +33,7 @@ class TrimmedLines:
         sys.stdout.flush()
 
     def isatty(self) -> bool:
-        """Only what is not shown in a terminal is trimmed."""
+        """False: only output that does not go to a terminal is trimmed."""
         return False
 
     def fileno(self) -> int:
@@ -47,7 +47,7 @@ class TrimmedLines:
 
 
 def console() -> Console:
-    """Standard output. What is printed is text: nothing in it is taken for markup."""
+    """Standard output. Text is printed as it is; it contains no markup."""
     plain = Console(markup=False, highlight=False)
     if plain.is_terminal:
         return plain

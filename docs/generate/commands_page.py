@@ -15,8 +15,8 @@ INTRODUCTION = """\
 
 One command, `inflight`. `inflight COMMAND --help` prints what this page says.
 
-`pip install .` installs the commands that use routers. The others need an extra, see the table; without it they print the
-command that installs it.
+`pip install .` installs the commands that use routers. The others need an extra, see the table; without it they print
+the command that installs it.
 
 The exit status is 0 on success, 1 on failure, 2 for a wrong flag or setting or a missing package, and 130 after an
 interrupt. An error is one line on standard error."""
@@ -35,7 +35,11 @@ def commands_page() -> str:
     ]
     sections = [part for command in COMMANDS for part in _section(command)]
     return page(
-        notice("make docs-reference"), INTRODUCTION, table(("command", "what it does", "extra"), rows), CONNECTION, *sections
+        notice("make docs-reference"),
+        INTRODUCTION,
+        table(("command", "what it does", "extra"), rows),
+        CONNECTION,
+        *sections,
     )
 
 

@@ -191,7 +191,7 @@ def test_api_is_found_as_a_pod_finds_it(tmp_path: Path) -> None:
     (tmp_path / "namespace").write_text("llm\n")
     found = KubernetesApi.of_pod({"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}, tmp_path)
     assert found == KubernetesApi("https://[fd00::1]:6443", "llm", tmp_path / "token", tmp_path / "ca.crt")
-    with pytest.raises(KubernetesError, match="no pod"):
+    with pytest.raises(KubernetesError, match="not in a pod"):
         KubernetesApi.of_pod({}, tmp_path)
 
 

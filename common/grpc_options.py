@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # Keepalive. Each end sends a ping after so long without hearing from the other, also while no call is under way. A ping
 # that is not answered in time ends the connection. A client can go to another router, while a server that gives up on a
-# client cancels its requests, so servers wait longer (`common.server`).
+# client cancels its requests, so servers wait longer (`common.rpc.server`).
 KEEPALIVE_TIME_MS = 10_000
 CHANNEL_KEEPALIVE_TIMEOUT_MS = 5_000
 

@@ -14,8 +14,8 @@ from bench.chaos.fleet import Fleet, Member
 from bench.chaos.health import Leak, Observer
 from bench.chaos.observed import Observed, judge
 from bench.chaos.specimens import Expected, Kind, Specimen
-from client.aio import AsyncClient
-from client.aio_stream import AsyncStream
+from inflight.aio import AsyncClient
+from inflight.aio_stream import AsyncStream
 
 # Nothing here takes so long unless it hangs: a limit of liveness, not a bound.
 PATIENCE_S = 90.0

@@ -15,7 +15,7 @@ from importlib import metadata
 
 import pytest
 
-from client.cli.main import COMMANDS, OURS
+from inflight.cli.main import COMMANDS, OURS
 from tests.contract.test_imports import REPOSITORY
 
 BASE = [command.name for command in COMMANDS if not command.extra]
@@ -36,7 +36,7 @@ class Refuse(PathFinder):
 
 sys.meta_path = [Refuse if finder is PathFinder else finder for finder in sys.meta_path]
 """
-COMMAND = "from client.cli.main import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = "from inflight.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def normalized(name: str) -> str:

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from client import aio, aio_connection, aio_stream, sync, sync_connection, sync_stream
+from inflight import aio, aio_connection, aio_stream, sync, sync_connection, sync_stream
 from tests.contract.sync_client import CLIENT, GENERATED, blocking
 
 

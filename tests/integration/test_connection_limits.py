@@ -16,13 +16,13 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from client.stack.certificates import make_certificates
-from client.stack.local import ROUTER_SERVICE
-from client.stack.ports import free_ports
-from client.stack.ready import wait_until_serving
 from common.grpc_options import KEEPALIVE_TIME_MS, MAX_METADATA_BYTES, channel_options
-from common.server import MIN_PING_INTERVAL_MS, ConnectionLimits, GrpcServer
-from common.tls import TlsFiles, TlsPaths
+from common.rpc.server import MIN_PING_INTERVAL_MS, ConnectionLimits, GrpcServer
+from common.rpc.tls import TlsFiles, TlsPaths
+from inflight.local.certificates import make_certificates
+from inflight.local.ports import free_ports
+from inflight.local.ready import wait_until_serving
+from inflight.local.stack import ROUTER_SERVICE
 
 SERVICE = "some.Service"
 TIMEOUT_S = 20.0

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from client import aio, sync
-from client.catalogue import Capacity, ExecutorCapacity
-from client.errors import InflightError
-from client.events import Choice, Completion, FinishReason, Timing, Usage
-from client.sync_stream import Stream
+from inflight import aio, sync
+from inflight.catalogue import Capacity, ExecutorCapacity
+from inflight.errors import InflightError
+from inflight.events import Choice, Completion, FinishReason, Timing, Usage
+from inflight.sync_stream import Stream
 from tests.unit.scripted_router import WORDS, ScriptedRouter, serving
 
 SAID = "The capital is Paris."

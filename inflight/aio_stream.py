@@ -1,0 +1,160 @@
+"""The asynchronous answer to one request: what `AsyncClient.generate` returns.
+
+Owns the calls of one stream: a call follows the one before if its connection breaks. A stream that the caller leaves
+early is also cancelled on the server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from types import TracebackType
+from typing import Self, TextIO
+
+from inflight.aio_connection import CALL_FAILURES, CancelFlag, StreamCalls, error_of
+from inflight.errors import InflightError
+from inflight.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
+from inflight.recovery import Again, Recovery
+
+
+class AsyncStream:
+    """The answer to one request: iterate over it for its deltas, or over `events()` for everything.
+
+    It can be read once. `request_id` is set from the first event on, `usage` and `timing` at the end.
+    """
+
+    def __init__(self, recovery: Recovery, calls: StreamCalls) -> None:
+        self._recovery = recovery
+        self._calls = calls
+        self._call = calls.start(recovery.call(time.monotonic()))
+        self._is_over = False
+        self._cancelled = CancelFlag()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._deltas()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    async def events(self) -> AsyncGenerator[Event]:
+        """Every event, in order, and `Resumed` where the stream continues after a broken connection.
+
+        Raises:
+            InflightError: the request was refused, or failed and could not be continued.
+        """
+        try:
+            while True:
+                error: InflightError | None = None
+                try:
+                    async for response in self._call:
+                        for event in self._recovery.take(response.event, time.monotonic()):
+                            yield event
+                except CALL_FAILURES as failure:
+                    error = error_of(failure)
+                if not await self._goes_on(error):
+                    return
+        finally:
+            self.cancel()
+
+    async def _goes_on(self, error: InflightError | None) -> bool:
+        """Makes the next call after one that has ended; False if there is none to make."""
+        if self._cancelled.is_set():
+            return False
+        try:
+            again = self._recovery.broken(error, time.monotonic())
+            if isinstance(again, Again):
+                self._calls.check_open()
+                if await self._cancelled.wait(again.delay_s):
+                    return False
+                with self._cancelled.lock:
+                    if self._cancelled.is_set():
+                        return False
+                    self._call = self._calls.start(self._recovery.call(time.monotonic()))
+                return True
+        except InflightError:
+            self._is_over = True
+            raise
+        self._is_over = True
+        return False
+
+    def cancel(self) -> None:
+        """Cancels the request if it still runs; iterating ends without an error. May be called from another task.
+
+        A request with `detach` or `resume_ttl_s` goes on: `AsyncClient.cancel` ends it.
+        """
+        with self._cancelled.lock:
+            if not (self._is_over or self._cancelled.is_set()):
+                self._cancelled.set()
+                self._call.cancel()
+                self.transcript.mark_cancelled()
+
+    def __repr__(self) -> str:
+        choice = self.transcript.choices[0]
+        ending = "runs" if choice.finish_reason is None else choice.finish_reason.value
+        return f"<AsyncStream {self.request_id or 'not accepted yet'}: {choice.num_tokens} tokens, {ending}>"
+
+    async def show(self, out: TextIO | None = None) -> None:
+        """Reads to the end and prints the text of the first choice as it arrives, to `out` or standard output."""
+        async for delta in self:
+            if delta.choice == 0:
+                print(delta.text, end="", flush=True, file=out)
+        print(file=out)
+
+    async def text(self) -> str:
+        """Reads to the end and returns the text of the first choice."""
+        async with aclosing(self.events()) as events:
+            async for _ in events:
+                pass
+        return self.transcript.choices[0].text
+
+    async def result(self) -> Completion:
+        """Reads to the end and returns the whole result."""
+        await self.text()
+        return self.transcript.result()
+
+    @property
+    def request_id(self) -> str | None:
+        """The request's id."""
+        return self.transcript.request_id
+
+    @property
+    def resume_token(self) -> str | None:
+        """The token that `AsyncClient.resume` needs; a secret."""
+        return self.transcript.resume_token
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first choice ended."""
+        return self.transcript.choices[0].finish_reason
+
+    @property
+    def usage(self) -> Usage | None:
+        """Token counts."""
+        return self.transcript.usage
+
+    @property
+    def timing(self) -> Timing | None:
+        """Times of the request."""
+        return self.transcript.timing
+
+    @property
+    def transcript(self) -> Transcript:
+        """All events so far, added up."""
+        return self._recovery.transcript
+
+    @property
+    def num_resumes(self) -> int:
+        """How often the stream continued after a broken connection."""
+        return self._recovery.num_resumes
+
+    async def _deltas(self) -> AsyncGenerator[Delta]:
+        async with aclosing(self.events()) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    yield event

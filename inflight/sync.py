@@ -1,0 +1,259 @@
+# Generated from aio.py by `make sync-client`. Do not edit.
+"""The blocking client.
+
+    with Client("localhost:50051") as client:
+        for delta in client.generate(chat="What is in-flight batching?", max_tokens=200):
+            print(delta.text, end="", flush=True)
+
+Owns a channel and the calls on it. A stream that the caller leaves early, by `break`, an exception or `cancel`, is also
+cancelled on the server, which frees its seat.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from random import Random
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from inflight import requests
+from inflight.access import AccessOptions, open_access
+from inflight.catalogue import (
+    Capacity,
+    Model,
+    RequestStanding,
+    RequestState,
+    decode_capacity,
+    decode_models,
+    decode_standing,
+    decode_state,
+)
+from inflight.channel import UNARY_TIMEOUT_S
+from inflight.errors import from_rpc_error
+from inflight.events import Completion
+from inflight.recovery import Recovery, RecoveryPolicy, new_idempotency_key
+from inflight.statistics import Statistics, decode_stats, stats_request
+from inflight.sync_connection import CALL_FAILURES, Connection, StreamCalls, error_of
+from inflight.sync_stream import Stream
+from inflight.v1 import inference_pb2
+
+__all__ = ["Client", "Stream"]
+
+
+class Client:
+    """A client of one or several routers, each `host:port`. Calls are balanced over several routers.
+
+    `access` sets credentials and TLS, see `AccessOptions`. `metadata` is sent with every call. `retries` repeats a call
+    that found no router or executor, before any output. `resume` continues a stream whose connection breaks, on any of
+    the routers, until `resume_timeout` seconds have passed without new output. For that each request gets an
+    idempotency key, unless it has one or a `request_id`. Nothing is hedged: a request has one reader.
+    """
+
+    def __init__(
+        self,
+        *targets: str,
+        metadata: Mapping[str, str] | None = None,
+        retries: bool = True,
+        resume: bool = True,
+        resume_timeout: float = 60.0,
+        **access: Unpack[AccessOptions],
+    ) -> None:
+        self._connection = Connection(open_access(targets, access, metadata=metadata, retries=retries))
+        self._policy = RecoveryPolicy(resume, retries, resume_timeout)
+        self._targets = targets
+
+    def __repr__(self) -> str:
+        return f"<Client of {', '.join(self._targets)}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels the streams that still run and closes the channel."""
+        self._connection.close()
+
+    def generate(
+        self,
+        prompt: str | bytes | None = None,
+        *,
+        chat: requests.Chat | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[requests.GenerateOptions],
+    ) -> Stream:
+        """Generates for one prompt, given as text, as chat or as token ids. The request is sent at once.
+
+        Iterate over the result for its deltas. `timeout` is a limit in seconds for the whole request, including
+        resumptions of its stream.
+        """
+        request = requests.generate_request(prompt, chat=chat, token_ids=token_ids, options=options)
+        return self.send(request, timeout=timeout)
+
+    def complete(
+        self,
+        prompt: str | bytes | None = None,
+        *,
+        chat: requests.Chat | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[requests.GenerateOptions],
+    ) -> Completion:
+        """Generates and waits for the whole result."""
+        return self.generate(prompt, chat=chat, token_ids=token_ids, timeout=timeout, **options).result()
+
+    def send(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        timeout: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Stream:
+        """Sends a request message, for fields without a keyword of `generate`.
+
+        `metadata` is sent with this request's calls, for a program that acts for several users.
+        """
+        recovery = Recovery.of_request(
+            request,
+            self._policy,
+            timeout_s=timeout,
+            now_s=time.monotonic(),
+            random=Random(),
+            new_key=new_idempotency_key,
+        )
+        return Stream(recovery, StreamCalls(self._connection, metadata))
+
+    def resume(
+        self,
+        request_id: str,
+        resume_token: str,
+        *,
+        offset: int = 0,
+        text_bytes: int | None = None,
+        timeout: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Stream:
+        """Continues the stream of a request that runs or ended recently, possibly of another program.
+
+        `offset` is the number of output tokens that the caller has, and `text_bytes` the number of bytes of their text;
+        the default is the text of these tokens. Another reader of the request is disconnected.
+        """
+        request = requests.resume_request(request_id, resume_token, offset=offset, text_bytes=text_bytes)
+        recovery = Recovery.of_running(
+            request, self._policy, timeout_s=timeout, now_s=time.monotonic(), random=Random()
+        )
+        return Stream(recovery, StreamCalls(self._connection, metadata))
+
+    def cancel(
+        self,
+        request_id: str,
+        *,
+        resume_token: str = "",
+        model: str = "",
+        tenant: str = "",
+        timeout: float = UNARY_TIMEOUT_S,
+    ) -> RequestState:
+        """Cancels a request by its id and returns the state that it was in. Its own stream reports the end.
+
+        `resume_token` is required if the router authenticates callers, except for operators.
+        """
+        request = inference_pb2.CancelRequest(
+            request_id=request_id, resume_token=resume_token, model=model, tenant=tenant
+        )
+        answer = self._unary("Cancel", request, timeout)
+        return decode_state(answer.state)
+
+    def get_request(
+        self,
+        request_id: str,
+        *,
+        resume_token: str = "",
+        model: str = "",
+        tenant: str = "",
+        timeout: float = UNARY_TIMEOUT_S,
+    ) -> RequestStanding:
+        """The state of a request and, while it waits, what it waits for. Any router of the model knows it.
+
+        `resume_token` as for `cancel`.
+        """
+        request = inference_pb2.GetRequestRequest(
+            request_id=request_id, resume_token=resume_token, model=model, tenant=tenant
+        )
+        return decode_standing(self._unary("GetRequest", request, timeout))
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        chat: requests.Chat | None = None,
+        model: str | None = None,
+        timeout: float = UNARY_TIMEOUT_S,
+    ) -> tuple[int, ...]:
+        """The token ids of a text or of a conversation."""
+        request = requests.tokenize_request(text, chat=chat, model=model)
+        answer = self._unary("Tokenize", request, timeout)
+        return tuple(answer.token_ids)
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, model: str | None = None, timeout: float = UNARY_TIMEOUT_S
+    ) -> str:
+        """The text of token ids."""
+        request = requests.detokenize_request(token_ids, model=model)
+        answer = self._unary("Detokenize", request, timeout)
+        return str(answer.text)
+
+    def list_models(
+        self, *, timeout: float = UNARY_TIMEOUT_S, metadata: Mapping[str, str] | None = None
+    ) -> tuple[Model, ...]:
+        """The models that the routers serve."""
+        return decode_models(self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout, metadata))
+
+    def is_serving(self, *, timeout: float = UNARY_TIMEOUT_S) -> bool:
+        """Whether the router that answers has an executor."""
+        try:
+            answer = self._connection.health_stub().Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def capacity(self, *, model: str = "", timeout: float = UNARY_TIMEOUT_S) -> Capacity:
+        """The use of every executor, and the queues."""
+        return decode_capacity(self._unary("GetCapacity", inference_pb2.GetCapacityRequest(model=model), timeout))
+
+    def stats(
+        self,
+        *,
+        model: str = "",
+        interval: float = 1.0,
+        want_iterations: bool = False,
+        want_sequences: bool = False,
+        timeout: float | None = None,
+    ) -> Generator[Statistics]:
+        """Statistics every `interval` seconds, until the caller leaves the loop.
+
+        `want_iterations` adds every step since the previous message, `want_sequences` the sequences of each executor.
+        """
+        request = stats_request(model, interval, want_iterations=want_iterations, want_sequences=want_sequences)
+        call = self._connection.stub().GetStats(request, timeout=timeout, metadata=self._connection.metadata())
+        try:
+            for wire in call:
+                yield decode_stats(wire)
+        except CALL_FAILURES as failure:
+            raise error_of(failure) from None
+        finally:
+            call.cancel()
+
+    def _unary(self, method: str, request: Any, timeout: float, metadata: Mapping[str, str] | None = None) -> Any:
+        call = getattr(self._connection.stub(), method)
+        try:
+            return call(request, timeout=timeout, metadata=self._connection.metadata(metadata))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None

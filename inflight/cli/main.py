@@ -60,7 +60,7 @@ COMMANDS = (
     Command("kube-secrets", "create the Kubernetes secrets of a deployment", "inflight.cli.kube_secrets:main", SERVE),
     Command("pod-costs", "set the deletion cost of executor pods", "inflight.cli.pod_costs:main", SERVE),
 )
-OURS = frozenset({"bench", "client", "common", "executor", "gateway", "inflight", "router"})
+OURS = frozenset({"bench", "common", "executor", "gateway", "inflight", "router"})
 ALIASES = {"capacity": "status"}
 
 

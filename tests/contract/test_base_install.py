@@ -76,15 +76,15 @@ def refused() -> str:
 
 
 def run(refused: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "protos" / "gen")])
+    paths = str(REPOSITORY)
     environment = {**os.environ, "PYTHONPATH": paths, "REFUSED": refused}
     command = [sys.executable, "-c", REFUSE + program, *arguments]
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=60)
 
 
 def test_the_library_loads(refused: str) -> None:
-    modules = sorted(path.stem for path in (REPOSITORY / "client").glob("*.py"))
-    ended = run(refused, f"import {', '.join(f'client.{name}' for name in modules)}")
+    modules = sorted(path.stem for path in (REPOSITORY / "inflight").glob("*.py"))
+    ended = run(refused, f"import {', '.join(f'inflight.{name}' for name in modules)}")
     assert ended.returncode == 0, ended.stderr
 
 

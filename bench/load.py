@@ -13,7 +13,7 @@ from bench.processes import CoreMeter
 from bench.targets.target import OnTokens
 from bench.token_times import TokenTimes
 from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.events import Delta, Event, Started
 

@@ -25,8 +25,7 @@ from bench.targets.target import Target, TargetError
 from bench.workloads.generate import build_workload
 from bench.workloads.plan import Workload, WorkloadError
 from common.model_source import ModelError
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words, run_in_foreground
 from inflight.errors import InflightError
 from inflight.local.stack import StackError
 

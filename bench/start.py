@@ -16,10 +16,10 @@ from bench.targets.driven import driven
 from bench.targets.stack import StackTarget, sessions_of
 from bench.targets.target import Target, TargetError
 from common.machine import num_usable_cores
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.catalogue import Model
-from inflight.cli.connection import access_of_environment
-from inflight.cli.outcome import CommandError
+from inflight.cli.console import CommandError
+from inflight.cli.flags import access_of_environment
 from inflight.local.stack import LocalStack
 
 

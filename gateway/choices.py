@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gateway.answers import Choice
 from gateway.asking import Ask
 from gateway.event_ids import Place
-from inflight.aio import AsyncClient, AsyncStream
+from inflight import AsyncClient, AsyncStream
 from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs
 from inflight.v1 import inference_pb2
 

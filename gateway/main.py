@@ -22,8 +22,8 @@ from gateway.app import GatewayApp
 from gateway.metrics import Metrics
 from gateway.service import GatewayService
 from gateway.settings import GatewaySettings
-from inflight.aio import AsyncClient
-from inflight.channel import is_this_machine
+from inflight import AsyncClient
+from inflight.access import is_this_machine
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from gateway.leaving import ClientGone, while_connected
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
 from gateway.streaming import EventStream, Patience
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.errors import InflightError
 
 KEY_HEADER = "Idempotency-Key"

@@ -1,4 +1,10 @@
-"""TLS and credentials of a client. Shared by both clients and the command line.
+"""The way to the routers: targets, channel options, TLS and credentials. Shared by both clients and the command line.
+
+gRPC's own retries cover everything before the first event of a stream: the router sends no headers before a request has
+a seat, so a router that goes away or has no executor yet is retried transparently, on another router if there is one.
+Unary calls are safe to repeat and are retried, too. Nothing is hedged: the router would end one of two streams of a
+request, and a second request would cost a second seat. `service_config.json` is this policy, for any gRPC client: see
+docs/client.md.
 
 A key or token is sent with each call as `authorization: Bearer …`, over TLS or on loopback, never unencrypted to
 another machine. It is part of no text that this library produces.
@@ -6,15 +12,86 @@ another machine. It is part of no text that this library produces.
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import TypedDict
 
 import grpc
 
-from inflight.channel import channel_target, client_options, hosts_of, is_this_machine
+from common.addresses import is_loopback
+from common.rpc.options import channel_options
+
+# For unary calls, which a router answers from memory. `Generate` has only the caller's deadline.
+UNARY_TIMEOUT_S = 10.0
+
+SERVICE_CONFIG = resources.files("inflight").joinpath("service_config.json")
+
+
+def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, int | str]]:
+    """Channel options for these targets."""
+    options: list[tuple[str, int | str]] = [
+        *channel_options(),
+        ("grpc.enable_retries", int(retries)),
+        ("grpc.service_config", SERVICE_CONFIG.read_text(encoding="utf-8")),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+    if all(is_this_machine(target) for target in targets):
+        options.append(("grpc.enable_http_proxy", 0))
+    return options
+
+
+def channel_target(targets: Sequence[str]) -> str:
+    """gRPC's target for the routers at `targets`, each `host:port`.
+
+    A single target is passed on unchanged, so that gRPC schemes (`dns:///name:port`, `unix:/path`) work. The host names
+    of several are resolved here, once: gRPC takes a list of addresses, not of names.
+    """
+    if not targets:
+        raise ValueError("a client needs at least one address host:port")
+    for target in targets:
+        if not target or target != target.strip():
+            raise ValueError(f"not an address host:port: {target!r}")
+    if len(targets) == 1:
+        return targets[0]
+    numeric = [_lookup(target) for target in targets]
+    families = {family for family, _ in numeric}
+    if len(families) > 1:
+        raise ValueError("IPv4 and IPv6 addresses cannot be mixed: " + ", ".join(targets))
+    scheme = "ipv4" if families == {socket.AF_INET} else "ipv6"
+    return f"{scheme}:" + ",".join(address for _, address in numeric)
+
+
+def hosts_of(targets: Sequence[str]) -> set[str]:
+    """The hosts of addresses `host:port`."""
+    return {_split(target)[0] for target in targets}
+
+
+def is_this_machine(target: str) -> bool:
+    """Whether the target is on this machine."""
+    return target.startswith("unix:") or is_loopback(target.removeprefix("dns:///"))
+
+
+def _lookup(target: str) -> tuple[socket.AddressFamily, str]:
+    host, port = _split(target)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"cannot look up {target!r}: {error}") from None
+    family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, f"{address[0]}:{port}" if family == socket.AF_INET else f"[{address[0]}]:{port}"
+
+
+def _split(target: str) -> tuple[str, int]:
+    host, _, port = target.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"not an address host:port: {target!r}")
+    return host.strip("[]"), int(port)
+
 
 Metadata = tuple[tuple[str, str], ...]
 

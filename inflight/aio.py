@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from inflight import requests
-from inflight.access import AccessOptions, open_access
+from inflight.access import UNARY_TIMEOUT_S, AccessOptions, open_access
 from inflight.aio_connection import CALL_FAILURES, Connection, StreamCalls, error_of
 from inflight.aio_stream import AsyncStream
 from inflight.catalogue import (
@@ -33,7 +33,6 @@ from inflight.catalogue import (
     decode_standing,
     decode_state,
 )
-from inflight.channel import UNARY_TIMEOUT_S
 from inflight.errors import from_rpc_error
 from inflight.events import Completion
 from inflight.recovery import Recovery, RecoveryPolicy, new_idempotency_key

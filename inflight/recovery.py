@@ -26,11 +26,60 @@ from typing import Literal
 import grpc
 
 from common.errors import Reason
-from common.grpc_options import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
+from common.rpc.options import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
 from inflight.errors import InflightError
 from inflight.events import Event, Resumed, Transcript
-from inflight.received import Received
 from inflight.v1 import inference_pb2, types_pb2
+
+
+class Received:
+    """One choice. `text_bytes` is None if the text before the start of the stream is unknown."""
+
+    def __init__(
+        self, token_ids: tuple[int, ...] = (), *, offset: int | None = None, text_bytes: int | None = 0
+    ) -> None:
+        self.token_ids = list(token_ids)
+        self.num_tokens = len(self.token_ids) if offset is None else offset
+        self.text_bytes = text_bytes
+        self.has_finished = False
+
+    @property
+    def has_all_ids(self) -> bool:
+        """Whether the id of each token is known, which continuing without the server's copy needs."""
+        return len(self.token_ids) == self.num_tokens
+
+    def take(self, delta: inference_pb2.Delta) -> bool:
+        """Adds an event and cuts from it what was received before; False if nothing is left.
+
+        Raises:
+            InflightError: tokens before it are missing, or repeated ones differ.
+        """
+        if delta.offset > self.num_tokens:
+            missing = f"[{self.num_tokens}, {delta.offset})"
+            raise InflightError(grpc.StatusCode.INTERNAL, f"tokens {missing} of choice {delta.choice} never came")
+        num_repeated = min(self.num_tokens - delta.offset, delta.num_tokens)
+        if num_repeated:
+            self._check_repeated(delta, num_repeated)
+            delta.num_tokens -= num_repeated
+            del delta.token_ids[:num_repeated]
+            del delta.logprobs[:num_repeated]
+        # Also if only text is left, which may follow its tokens.
+        delta.offset = self.num_tokens
+        if not (delta.num_tokens or delta.text):
+            return False
+        self.token_ids.extend(delta.token_ids)
+        self.num_tokens += delta.num_tokens
+        if self.text_bytes is not None:
+            self.text_bytes += len(delta.text.encode())
+        return True
+
+    def _check_repeated(self, delta: inference_pb2.Delta, num_repeated: int) -> None:
+        repeated = delta.token_ids[:num_repeated]
+        known = self.token_ids[delta.offset : delta.offset + len(repeated)]
+        if self.has_all_ids and list(repeated) != known:
+            text = f"the output of choice {delta.choice} is another one from token {delta.offset} on"
+            raise InflightError(grpc.StatusCode.INTERNAL, text)
+
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0

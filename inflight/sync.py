@@ -21,7 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from inflight import requests
-from inflight.access import AccessOptions, open_access
+from inflight.access import UNARY_TIMEOUT_S, AccessOptions, open_access
 from inflight.catalogue import (
     Capacity,
     Model,
@@ -32,7 +32,6 @@ from inflight.catalogue import (
     decode_standing,
     decode_state,
 )
-from inflight.channel import UNARY_TIMEOUT_S
 from inflight.errors import from_rpc_error
 from inflight.events import Completion
 from inflight.recovery import Recovery, RecoveryPolicy, new_idempotency_key

@@ -22,7 +22,7 @@ from playwright.async_api import Browser, Page, expect
 from starlette.applications import Starlette
 
 from common.http.port import HttpPort
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.local.options import StackOptions
 from inflight.local.ports import free_ports
 from inflight.local.stack import LocalStack

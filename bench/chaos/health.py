@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.chaos.fleet import Fleet
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from router.store.connection import connect
 from router.store.keys import PoolKeys

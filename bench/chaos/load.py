@@ -19,7 +19,7 @@ import grpc
 from bench.chaos.observed import Observed, Verdict, judge
 from bench.chaos.specimens import Expected, Specimen
 from common.errors import Reason
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.v1 import inference_pb2
 

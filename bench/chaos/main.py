@@ -30,9 +30,8 @@ from bench.chaos.setting import Setting, setting_of
 from bench.chaos.specimens import specimens
 from bench.chaos.tally import Tally, tally
 from common.model_source import ModelError
-from inflight.aio import AsyncClient
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight import AsyncClient
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, run_in_foreground
 from inflight.local.stack import StackError
 
 LEAK_TIMEOUT_S = 30.0

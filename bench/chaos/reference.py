@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.chaos.specimens import Expected, Kind, Specimen, continued, with_stop
 from common.disk_cache import cache_folder
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 
 FEW_AT_ONCE = 4
 MANY_AT_ONCE = 16

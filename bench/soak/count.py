@@ -22,8 +22,8 @@ from bench.targets.target import TargetError
 from bench.workloads.generate import shaped_requests
 from bench.workloads.plan import PlannedRequest
 from bench.workloads.shapes import Shape
-from inflight.aio import AsyncClient
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight import AsyncClient
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError
 from inflight.errors import InflightError
 from inflight.local.stack import LocalStack
 

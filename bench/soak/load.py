@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from bench.workloads.plan import PlannedRequest
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.aio_stream import AsyncStream
 from inflight.errors import InflightError
 

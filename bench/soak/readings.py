@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.processes import PROC, resident_bytes
 from bench.targets.target import TargetError
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from router.store.connection import connect
 from router.store.settings import StoreSettings

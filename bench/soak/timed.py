@@ -28,9 +28,8 @@ from bench.targets.target import TargetError
 from bench.workloads.generate import shaped_requests
 from bench.workloads.shapes import Shape
 from common.model_source import ModelError
-from inflight.aio import AsyncClient
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight import AsyncClient
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, run_in_foreground
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack, StackError
 from inflight.local.state import read_state

@@ -10,8 +10,8 @@ from bench.load import run_workload
 from bench.measures import Run, Slo
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
-from inflight.aio import AsyncClient
-from inflight.cli.outcome import in_words
+from inflight import AsyncClient
+from inflight.cli.console import in_words
 from inflight.errors import InflightError
 from inflight.local.stack import LocalStack
 

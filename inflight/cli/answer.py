@@ -6,7 +6,7 @@ import shlex
 import time
 from typing import TextIO
 
-from inflight.cli.request_flags import RESUME_TOKEN_VARIABLE
+from inflight.cli.flags import RESUME_TOKEN_VARIABLE
 from inflight.events import Accepted, Delta, Resumed
 from inflight.sync_stream import Stream
 

@@ -7,9 +7,8 @@ import os
 from collections.abc import Sequence
 
 from inflight.catalogue import RequestState
-from inflight.cli.connection import add_connection_flags, connected
+from inflight.cli.flags import add_connection_flags, add_request_flags, connected, resume_token_of
 from inflight.cli.parser import CommandParser
-from inflight.cli.request_flags import add_request_flags, resume_token_of
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError
 from inflight.cli.parser import CommandParser
 from inflight.local.certificates import DEFAULT_DAYS, LOCAL_NAMES, CertificateFolder, make_certificates
 

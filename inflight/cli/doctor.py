@@ -23,8 +23,7 @@ from rich.text import Text
 
 from common.machine import num_available_memory_bytes, num_usable_cores
 from common.model_source import ModelError, resolve_model
-from inflight.cli import terminal
-from inflight.cli.outcome import EXIT_FAILURE
+from inflight.cli.console import EXIT_FAILURE, open_console
 from inflight.cli.parser import CommandParser
 from inflight.local.redis_server import RedisStartError, find_redis_binary
 
@@ -67,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         "--model", default="", metavar="MODEL", help="as for inflight up; default: SmolLM2-135M-Instruct"
     )
     flags = parser.parse_args(argv)
-    console = terminal.console()
+    console = open_console()
     findings = [examine() for examine in examinations(flags.model)]
     console.print(findings_table(findings))
     for finding in findings:

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from inflight.catalogue import RequestStanding, RequestState
-from inflight.cli.connection import add_connection_flags, connected
+from inflight.cli.flags import add_connection_flags, add_request_flags, connected, resume_token_of
 from inflight.cli.parser import CommandParser
-from inflight.cli.request_flags import add_request_flags, resume_token_of
 
 
 def main(argv: Sequence[str]) -> int:

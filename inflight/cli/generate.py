@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from inflight.cli.answer import print_answer
-from inflight.cli.connection import add_connection_flags, connected
-from inflight.cli.outcome import EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_USAGE, CommandError
+from inflight.cli.flags import add_connection_flags, add_sampling_flags, connected, request_options
 from inflight.cli.parser import CommandParser
-from inflight.cli.sampling_flags import add_sampling_flags, request_options
 from inflight.events import Completion
 from inflight.requests import ChatMessage
 from inflight.sync import Client

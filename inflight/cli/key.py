@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
-from inflight.cli.address import add_run_dir_flag, resolve_run_dir
-from inflight.cli.connection import access_of_environment
+from inflight.cli.flags import access_of_environment, add_run_dir_flag, resolve_run_dir
 from inflight.cli.parser import CommandParser, nearest
 from inflight.errors import InflightError
 from inflight.local.state import read_state

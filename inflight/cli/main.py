@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, CommandError
 
 SERVE, GATEWAY = "serve", "gateway"
 
@@ -37,18 +37,18 @@ class Command:
 
 COMMANDS = (
     Command("generate", "stream the answer to one prompt", "inflight.cli.generate:main"),
-    Command("chat", "chat with a model", "inflight.cli.chat:main"),
+    Command("chat", "chat with a model", "inflight.cli.chat.main:main"),
     Command("models", "list the models that the routers serve", "inflight.cli.models:main"),
     Command("status", "show executors and queues once", "inflight.cli.status:main"),
-    Command("top", "show seats, KV blocks, queues and latencies live", "inflight.cli.top:main"),
-    Command("stats", "print the statistics of `top` as JSON lines", "inflight.cli.top:stats"),
+    Command("top", "show seats, KV blocks, queues and latencies live", "inflight.cli.top.main:main"),
+    Command("stats", "print the statistics of `top` as JSON lines", "inflight.cli.top.main:stats"),
     Command("explain", "show the state of a request and why it waits", "inflight.cli.explain:main"),
     Command("cancel", "cancel a request by its id", "inflight.cli.cancel:main"),
     Command("key", "create an API key", "inflight.cli.key:main"),
     Command("healthcheck", "check once whether a process serves", "inflight.cli.healthcheck:main"),
     Command("doctor", "check this machine for what serving needs", "inflight.cli.doctor:main"),
     Command("up", "start a local stack: Redis, executors, routers", "inflight.cli.up:main", SERVE),
-    Command("demo", "compare in-flight with static batching, live", "inflight.cli.demo:main", SERVE),
+    Command("demo", "compare in-flight with static batching, live", "inflight.cli.demo.main:main", SERVE),
     Command("bench", "measure throughput and latency", "bench.main:main", SERVE),
     Command("router", "run a router", "router.main:main", SERVE),
     Command("executor", "run an executor", "executor.entry:main", SERVE),

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from rich.table import Table
 
 from inflight.catalogue import Model
-from inflight.cli import terminal
-from inflight.cli.connection import add_connection_flags, connected
+from inflight.cli.console import open_console
+from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps([asdict(model) for model in models]))
     else:
-        terminal.console().print(models_table(models))
+        open_console().print(models_table(models))
     return 0
 
 

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from inflight.cli.outcome import EXIT_USAGE
+from inflight.cli.console import EXIT_USAGE
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Sequence
 
 from common.telemetry.logs import start_logging
-from inflight.cli.connection import add_connection_flags, connected
-from inflight.cli.outcome import EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_USAGE, CommandError
+from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 from inflight.tools.pod_costs.costs import ANNOTATION
 from inflight.tools.pod_costs.follow import follow

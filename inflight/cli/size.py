@@ -13,9 +13,8 @@ from rich.text import Text
 from common.model_source import ModelError
 from common.settings import SettingError
 from inflight.catalogue import Capacity
-from inflight.cli import terminal
-from inflight.cli.connection import add_connection_flags, connected
-from inflight.cli.outcome import EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_USAGE, CommandError, open_console
+from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 from inflight.tools.sizing.arithmetic import (
     BYTES_PER_NUMBER,
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps(as_values(sizing)))
         return 0
-    console = terminal.console()
+    console = open_console()
     console.print(_table(list(rows(sizing))))
     console.print(f"inflight executor {shlex.join(start_flags(sizing))}", soft_wrap=True, style="bold")
     for warning in _warnings(sizing, flags):

@@ -14,9 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from inflight.catalogue import Capacity, ExecutorCapacity, VariantCapacity
-from inflight.cli import terminal
-from inflight.cli.connection import add_connection_flags, connected
-from inflight.cli.outcome import EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_USAGE, CommandError, open_console
+from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 from inflight.sync import Client
 
@@ -36,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.json:
             print(json.dumps(asdict(capacity)))
         elif flags.watch is None:
-            terminal.console().print(capacity_view(capacity))
+            open_console().print(capacity_view(capacity))
         else:
             _watch(client, capacity, flags.model or "", flags.watch)
     return 0
@@ -111,7 +110,7 @@ def _variants_table(variants: Sequence[VariantCapacity]) -> Table:
 
 def _watch(client: Client, capacity: Capacity, model: str, interval_s: float) -> None:
     """Shows the capacity every `interval_s` seconds until Ctrl-C."""
-    with Live(capacity_view(capacity), console=terminal.console(), auto_refresh=False) as live:
+    with Live(capacity_view(capacity), console=open_console(), auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)  # the API has no watch: the interval is the user's
             live.update(capacity_view(client.capacity(model=model)), refresh=True)

@@ -10,12 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 
-from inflight.cli import terminal
-from inflight.cli.address import add_run_dir_flag, resolve_run_dir
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, open_console, run_in_foreground
+from inflight.cli.flags import add_run_dir_flag, resolve_run_dir
 from inflight.cli.parser import CommandParser
-from inflight.cli.stack_display import StackDisplay
+from inflight.local.display import StackDisplay
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack, StackError, describe_exit, describe_log
 from inflight.local.state import DEFAULT_RUN_DIR
@@ -83,7 +81,7 @@ def _given(flags: argparse.Namespace, names: Iterable[str]) -> Iterator[str]:
 
 
 async def _up(options: StackOptions) -> int:
-    console = terminal.console()
+    console = open_console()
     try:
         with StackDisplay(console) as display:
             async with LocalStack(options, display.show) as stack:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import grpc.aio
 
-from common.grpc_options import channel_options
+from common.rpc.options import channel_options
 from common.rpc.server import MAX_LINK_BYTES
 from common.rpc.tls import TlsFiles, TlsPaths
 from common.settings import SettingError

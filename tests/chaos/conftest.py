@@ -13,7 +13,7 @@ from bench.chaos.health import Observer
 from bench.chaos.nursery import Nursery
 from bench.chaos.setting import TINY_STEP_MS
 from bench.chaos.tiny_model import NAME, write_tiny_model
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.local.options import StackOptions
 from tests.chaos.system import PATIENCE_S, System
 

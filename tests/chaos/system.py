@@ -14,7 +14,7 @@ from bench.chaos.fleet import Fleet, Member
 from bench.chaos.health import Leak, Observer
 from bench.chaos.observed import Observed, judge
 from bench.chaos.specimens import Expected, Kind, Specimen
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.aio_stream import AsyncStream
 
 # Nothing here takes so long unless it hangs: a limit of liveness, not a bound.

@@ -23,7 +23,7 @@ from bench.chaos.load import Load, Manner
 from bench.chaos.proxy import Weather
 from bench.chaos.specimens import Kind, Specimen
 from bench.simulation.store_link import REMEMBER, RESTORE
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from router.store.connection import connect
 from router.store.settings import StoreSettings

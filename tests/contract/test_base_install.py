@@ -15,6 +15,7 @@ from importlib import metadata
 
 import pytest
 
+import inflight
 from inflight.cli.main import COMMANDS, OURS
 from tests.contract.test_imports import REPOSITORY
 
@@ -76,8 +77,7 @@ def refused() -> str:
 
 
 def run(refused: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    paths = str(REPOSITORY)
-    environment = {**os.environ, "PYTHONPATH": paths, "REFUSED": refused}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "REFUSED": refused}
     command = [sys.executable, "-c", REFUSE + program, *arguments]
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=60)
 
@@ -86,6 +86,18 @@ def test_the_library_loads(refused: str) -> None:
     modules = sorted(path.stem for path in (REPOSITORY / "inflight").glob("*.py"))
     ended = run(refused, f"import {', '.join(f'inflight.{name}' for name in modules)}")
     assert ended.returncode == 0, ended.stderr
+
+
+def test_every_public_name_is_there(refused: str) -> None:
+    assert all(hasattr(inflight, name) for name in inflight.__all__)
+    assert dir(inflight) == sorted(inflight.__all__)
+    ended = run(refused, "from inflight import *; print(Client.__name__, AsyncClient.__name__)")
+    assert (ended.returncode, ended.stdout) == (0, "Client AsyncClient\n"), ended.stderr
+
+
+def test_the_generated_messages_load_nothing_of_the_client(refused: str) -> None:
+    program = "import inflight.v1.inference_pb2; sys.exit(bool({'inflight.aio', 'inflight.sync'} & set(sys.modules)))"
+    assert run(refused, program).returncode == 0
 
 
 @pytest.mark.parametrize("name", BASE)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench.chaos.tiny_model import write_tiny_model
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.events import Completion, FinishReason
 from tests.deploy.kubelet import Node, Pod, addresses_of
 from tests.deploy.manifests import OVERLAYS, Overlay, needs_kubectl, overlay

@@ -15,11 +15,11 @@ from urllib.parse import parse_qs, urlsplit
 import grpc
 import pytest
 
+from inflight import Client
 from inflight.catalogue import Capacity, ExecutorCapacity
 from inflight.cli.pod_costs import DEFAULT_SELECTOR
 from inflight.errors import InflightError
 from inflight.local.certificates import make_certificates
-from inflight.sync import Client
 from inflight.tools.pod_costs.costs import ANNOTATION, changed_costs, deletion_cost
 from inflight.tools.pod_costs.follow import follow
 from inflight.tools.pod_costs.kubernetes_api import KubernetesApi, KubernetesError

@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.grpc_options import KEEPALIVE_TIME_MS, MAX_METADATA_BYTES, channel_options
+from common.rpc.options import KEEPALIVE_TIME_MS, MAX_METADATA_BYTES, channel_options
 from common.rpc.server import MIN_PING_INTERVAL_MS, ConnectionLimits, GrpcServer
 from common.rpc.tls import TlsFiles, TlsPaths
 from inflight.local.certificates import make_certificates

@@ -30,7 +30,7 @@ WAIT_S = 20.0
 UP = """
 import sys
 from pathlib import Path
-from inflight.cli.foreground import run_in_foreground
+from inflight.cli.console import run_in_foreground
 from inflight.cli.up import _up
 from inflight.local.options import StackOptions
 program, run_dir = (sys.executable, sys.argv[1]), Path(sys.argv[2])

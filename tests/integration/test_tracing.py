@@ -13,7 +13,7 @@ from common.errors import Reason
 from common.settings import SettingError
 from common.telemetry.trace_context import traceparent_of
 from common.telemetry.tracing import Tracing, open_tracing
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from router.settings import RouterSettings
 from tests.cluster import ExecutorShape, run_router, start_executor, until_ready

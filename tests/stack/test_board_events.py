@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.local.options import StackOptions
 from inflight.local.ports import free_ports

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from inflight import sync
-from inflight.aio import AsyncClient
+from inflight import AsyncClient, sync
 from inflight.events import FinishReason
 from inflight.local.stack import LocalStack
 from tests.pseudo_terminal import CTRL_C, CTRL_D, at_terminal

@@ -8,7 +8,7 @@ import random
 import pytest
 from transformers import PreTrainedModel
 
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.local.stack import LocalStack
 from tests.stack.reference import assert_same_greedy, generate, load_reference
 

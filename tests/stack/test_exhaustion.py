@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.events import Delta
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.events import Delta
 

@@ -10,7 +10,7 @@ import grpc
 from bench.load import run_workload
 from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
 from common.errors import Reason, RequestError
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import Script, ScriptedRouter, delta, serving, speak
 

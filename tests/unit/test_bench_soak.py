@@ -14,8 +14,8 @@ from bench.soak.count import SHAPE, Soak, soak
 from bench.targets.target import TargetError
 from bench.workloads.generate import shaped_requests
 from common.errors import Reason, RequestError
-from inflight.aio import AsyncClient
-from inflight.cli.outcome import CommandError
+from inflight import AsyncClient
+from inflight.cli.console import CommandError
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import ScriptedRouter, serving, speak
 

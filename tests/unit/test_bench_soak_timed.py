@@ -13,7 +13,7 @@ from bench.soak.load import Load
 from bench.soak.outcome import Outcome, to_json, to_markdown, trends_of
 from bench.soak.readings import num_open_files, num_threads
 from bench.workloads.plan import PlannedRequest
-from inflight.aio import AsyncClient
+from inflight import AsyncClient
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import ScriptedRouter, serving, speak
 

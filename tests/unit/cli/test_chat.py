@@ -13,9 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from inflight.chat.commands import ChatState, run_command
-from inflight.chat.conversation import Conversation, ConversationError
-from inflight.chat.prompt import Prompt
+from inflight.cli.chat.commands import ChatState, run_command
+from inflight.cli.chat.conversation import Conversation, ConversationError
+from inflight.cli.chat.prompt import Prompt
 from inflight.cli.main import main
 from inflight.v1 import inference_pb2, types_pb2
 from tests.pseudo_terminal import CTRL_C, CTRL_D, UP, at_terminal

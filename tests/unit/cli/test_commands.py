@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from inflight.cli import main as cli
-from inflight.cli.address import DEFAULT_ADDRESS, add_address_flags, resolve_addresses
+from inflight.cli.flags import DEFAULT_ADDRESS, add_address_flags, resolve_addresses
 from inflight.cli.main import COMMANDS, Command, main, usage
 from inflight.local.state import ProcessState, StackState, write_state
 from tests.unit.scripted_router import ScriptedRouter
 
-NATIVE = [command.name for command in COMMANDS if command.run.startswith("client.")]
+NATIVE = [command.name for command in COMMANDS if command.run.startswith("inflight.")]
 
 
 @pytest.mark.parametrize("name", NATIVE)

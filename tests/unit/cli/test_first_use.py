@@ -16,11 +16,11 @@ import pytest
 
 from common.rpc.server import GrpcServer
 from docs.generate.settings_page import settings_classes
-from inflight.chat.commands import ChatState, run_command
-from inflight.chat.conversation import Conversation
-from inflight.cli import doctor, terminal
+from inflight.cli import doctor
+from inflight.cli.chat.commands import ChatState, run_command
+from inflight.cli.chat.conversation import Conversation
+from inflight.cli.console import in_words, open_console
 from inflight.cli.main import main
-from inflight.cli.outcome import in_words
 from inflight.cli.up import EXECUTOR_FLAGS, ROUTER_FLAGS
 from inflight.errors import InflightError
 from inflight.local.options import StackOptions
@@ -250,7 +250,7 @@ def test_piped_output_has_no_trailing_blanks(
 
 
 def test_blanks_within_a_line_stay_however_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    console = terminal.console()
+    console = open_console()
     console.print("a  ", end="")
     console.print("b  ")
     console.print("  c")

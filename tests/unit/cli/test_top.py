@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from inflight.cli.main import main
-from inflight.cli.top import as_svg
-from inflight.top.screen import ESCAPE, LEAVE, SORT, Screen
-from inflight.top.view import render
+from inflight.cli.top.main import as_svg
+from inflight.cli.top.screen import ESCAPE, LEAVE, SORT, Screen
+from inflight.cli.top.view import render
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 from tests.pseudo_terminal import CTRL_C, at_terminal
 from tests.unit.scripted_router import ScriptedRouter, asked

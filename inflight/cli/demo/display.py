@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from inflight.catalogue import Capacity
-from inflight.demo.board import Board, Rider, RiderState
+from inflight.cli.demo.board import Board, Rider, RiderState
 
 BAR_WIDTH = 24
 _STYLES = {

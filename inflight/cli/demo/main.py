@@ -9,17 +9,15 @@ from contextlib import nullcontext
 from rich.console import Console
 
 from inflight.aio import AsyncClient
-from inflight.cli import terminal
-from inflight.cli.address import add_run_dir_flag, resolve_run_dir
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words, open_console, run_in_foreground
+from inflight.cli.demo.display import LiveDisplay, PlainDisplay
+from inflight.cli.demo.prompts import CHECKED_PROMPT, DEMO_PROMPTS
+from inflight.cli.demo.round import Round, run_round
+from inflight.cli.demo.summary import answers_table, comparison_table, names_the_capital
+from inflight.cli.flags import add_run_dir_flag, resolve_run_dir
 from inflight.cli.parser import CommandParser
-from inflight.cli.stack_display import StackDisplay
-from inflight.demo.display import LiveDisplay, PlainDisplay
-from inflight.demo.prompts import CHECKED_PROMPT, DEMO_PROMPTS
-from inflight.demo.round import Round, run_round
-from inflight.demo.summary import answers_table, comparison_table, names_the_capital
 from inflight.errors import InflightError
+from inflight.local.display import StackDisplay
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack, StackError
 
@@ -42,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _demo(flags: argparse.Namespace) -> int:
-    console = terminal.console()
+    console = open_console()
     inflight = await _round(console, flags, "inflight")
     console.print(answers_table(inflight))
     if inflight.failures or not names_the_capital(inflight):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from inflight.chat.conversation import Conversation, ConversationError
+from inflight.cli.chat.conversation import Conversation, ConversationError
 from inflight.requests import PRIORITIES, GenerateOptions
 
 UNSET = "default"

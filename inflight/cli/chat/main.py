@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 
-from inflight.chat.commands import ALIASES, COMMANDS, ChatState, run_command
-from inflight.chat.conversation import Conversation, ConversationError
-from inflight.chat.interruption import ctrl_c_cancels
-from inflight.chat.prompt import Prompt, default_history_file, line_editing
-from inflight.cli.address import resolve_addresses
 from inflight.cli.answer import print_answer
-from inflight.cli.connection import add_connection_flags, connected
-from inflight.cli.outcome import EXIT_USAGE, CommandError, in_words
+from inflight.cli.chat.commands import ALIASES, COMMANDS, ChatState, run_command
+from inflight.cli.chat.conversation import Conversation, ConversationError
+from inflight.cli.chat.prompt import Prompt, default_history_file, line_editing
+from inflight.cli.console import EXIT_USAGE, CommandError, in_words
+from inflight.cli.flags import add_connection_flags, add_sampling_flags, connected, request_options, resolve_addresses
 from inflight.cli.parser import CommandParser
-from inflight.cli.sampling_flags import add_sampling_flags, request_options
 from inflight.errors import InflightError
 from inflight.sync import Client
+from inflight.sync_stream import Stream
 
 GREETING = "/help lists the commands, Ctrl-C stops the answer, Ctrl-D exits."
 
@@ -88,7 +89,7 @@ def _answer(client: Client, state: ChatState, text: str, address: str) -> None:
         print(f"error: {error}", file=sys.stderr)
         return
     try:
-        with ctrl_c_cancels(stream):
+        with _ctrl_c_cancels(stream):
             summary = print_answer(stream, sys.stdout, sys.stderr)
     except KeyboardInterrupt:
         stream.cancel()
@@ -100,6 +101,25 @@ def _answer(client: Client, state: ChatState, text: str, address: str) -> None:
     said = stream.transcript.choices[0].text
     if said:
         state.conversation.answered(text, said)
+
+
+@contextmanager
+def _ctrl_c_cancels(stream: Stream) -> Iterator[None]:
+    """Makes the first Ctrl-C cancel the stream, which then ends without an error. A second one raises as usual.
+
+    An exception inside gRPC's code may be lost, or be raised while a lock is held, so the signal raises none: it
+    cancels from another thread.
+    """
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Thread(target=stream.cancel, daemon=True).start()
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _editing(flags: argparse.Namespace) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from inflight.demo.prompts import DemoPrompt
+from inflight.cli.demo.prompts import DemoPrompt
 
 
 class RiderState(Enum):

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from inflight.catalogue import enum_name
-from inflight.top.screen import Screen
+from inflight.cli.top.screen import Screen
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
 LABEL_WIDTH = 8

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from inflight.demo.prompts import CHECKED_PROMPT, CHECKED_WORD
-from inflight.demo.round import Round
+from inflight.cli.demo.prompts import CHECKED_PROMPT, CHECKED_WORD
+from inflight.cli.demo.round import Round
 
 
 def answers_table(finished: Round) -> Table:

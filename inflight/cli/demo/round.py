@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inflight.aio import AsyncClient
-from inflight.demo.board import Board, Rider, RiderState
-from inflight.demo.display import Display
-from inflight.demo.prompts import DemoPrompt
+from inflight.cli.demo.board import Board, Rider, RiderState
+from inflight.cli.demo.display import Display
+from inflight.cli.demo.prompts import DemoPrompt
 from inflight.errors import InflightError
 from inflight.events import Delta, Finished, Started
 

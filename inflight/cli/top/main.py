@@ -16,17 +16,14 @@ from rich.console import Console
 from rich.live import Live
 
 from inflight.aio import AsyncClient
-from inflight.cli import terminal
-from inflight.cli.address import resolve_addresses
-from inflight.cli.connection import access_of, add_connection_flags
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_USAGE, CommandError, errors_in_words, in_words
+from inflight.cli.console import EXIT_USAGE, CommandError, errors_in_words, in_words, open_console, run_in_foreground
+from inflight.cli.flags import access_of, add_connection_flags, resolve_addresses
 from inflight.cli.parser import CommandParser
+from inflight.cli.top.keys import keyboard
+from inflight.cli.top.screen import Screen
+from inflight.cli.top.view import render
 from inflight.errors import InflightError
 from inflight.statistics import stats_json
-from inflight.top.keys import keyboard
-from inflight.top.screen import Screen
-from inflight.top.view import render
 from inflight.v1 import inference_pb2
 
 # Wait before another call after a router has ended the stream.
@@ -98,7 +95,7 @@ async def _show_once(client: AsyncClient, flags: argparse.Namespace) -> None:
     if flags.svg:
         await asyncio.to_thread(_write, Path(flags.svg), as_svg(screen))
         return
-    console = terminal.console()
+    console = open_console()
     console.print(render(screen, console.width, has_keys=False))
 
 
@@ -144,7 +141,7 @@ class LiveTop:
         """Runs until the user quits."""
         messages = _messages(self._client, self._flags)
         self._take(await anext(messages))  # an error of the first call is shown on the normal screen
-        console = terminal.console()
+        console = open_console()
         async with AsyncExitStack() as opened:
             live = opened.enter_context(Live(console=console, screen=True, auto_refresh=False))
             opened.enter_context(keyboard(self._press))

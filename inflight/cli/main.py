@@ -67,6 +67,17 @@ ALIASES = {"capacity": "status"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output is gone. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+
+
+def _main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if arguments else EXIT_USAGE
@@ -76,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     command = {command.name: command for command in COMMANDS}.get(ALIASES.get(name, name))
     if command is None:
-        print(f"error: there is no command {name!r}; {_nearest(name)}inflight --help lists them all", file=sys.stderr)
+        print(f"error: unknown command {name!r}; {_nearest(name)}inflight --help lists all", file=sys.stderr)
         return EXIT_USAGE
     return _run(command, rest)
 
@@ -128,12 +139,6 @@ def _run(command: Command, argv: list[str]) -> int:
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output is gone. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILURE
 
 
 def _version() -> str:

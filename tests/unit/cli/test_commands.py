@@ -38,7 +38,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_command_and_a_wrong_one_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["genrate"]) == 2
-    assert "no command 'genrate'" in capsys.readouterr().err
+    assert "unknown command 'genrate'" in capsys.readouterr().err
 
 
 def test_a_wrong_flag_is_a_usage_error() -> None:

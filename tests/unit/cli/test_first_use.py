@@ -72,10 +72,10 @@ def test_missing_prompt_and_an_empty_standard_input_are_refused(
 def test_mistyped_command_is_told_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["genrate"]) == 2
     assert capsys.readouterr().err == (
-        "error: there is no command 'genrate'; did you mean 'generate'? inflight --help lists them all\n"
+        "error: unknown command 'genrate'; did you mean 'generate'? inflight --help lists all\n"
     )
     assert main(["xyzzy"]) == 2
-    assert capsys.readouterr().err == "error: there is no command 'xyzzy'; inflight --help lists them all\n"
+    assert capsys.readouterr().err == "error: unknown command 'xyzzy'; inflight --help lists all\n"
 
 
 @pytest.mark.parametrize(

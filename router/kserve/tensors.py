@@ -19,7 +19,7 @@ from inflight.kserve import grpc_service_pb2
 
 Element = bool | int | float | bytes
 
-# Types that a request of text can need, as numpy knows them. BF16 is not known to it, and nobody sends it.
+# Types that a request of text can need, as numpy knows them. numpy has no BF16; clients do not send it.
 NUMPY_TYPES = {
     "BOOL": "|b1",
     "INT8": "|i1",
@@ -54,11 +54,11 @@ CONTENTS_FIELDS = {
 
 LENGTH = struct.Struct("<I")
 
-# Of one tensor: more than any model's context, and few enough to be read within a moment: everybody waits meanwhile.
+# Of one tensor: more than any model's context, and few enough to be read quickly on the event loop.
 MAX_ELEMENTS = 2**20
 # Of one tensor of texts: the prompt, stop words, bad words.
 MAX_TEXTS = 4096
-# A product of many sizes takes long to reckon.
+# Bounds the cost of multiplying sizes.
 MAX_DIMENSIONS = 8
 # Of one request: more than there are names.
 MAX_TENSORS = 100

@@ -1,4 +1,4 @@
-"""From an inference request to a GenerateRequest, and what its client is to be answered with. Pure.
+"""Translation of an inference request into a GenerateRequest, and the form of the answer. Pure.
 
 Values are checked where every request's are, by `router.api.validation`; a refusal that comes back from there names
 fields of a GenerateRequest, and `in_client_words` puts the client's own names in their place.

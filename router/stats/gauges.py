@@ -1,6 +1,6 @@
-"""Metrics that are looked up when they are scraped: what this router holds, and what the ledger says.
+"""Gauges that are refreshed at each scrape: this router's requests, and a snapshot of the ledger.
 
-The ledger is asked at most once a second, however many look; while it does not answer its figures are left out.
+The ledger is read at most once a second, at any number of scrapers. While it does not answer, its figures are left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ScrapeGauges:
         )
 
     async def refresh(self) -> None:
-        """Looks everything up. Never raises: what does not answer is left out."""
+        """Refreshes all gauges. Never raises: a source that does not answer is left out."""
         for pool in self._pools:
             self._streams.labels(pool.name).set(len(pool.dispatcher.streams))
             self._links.labels(pool.name).set(len(pool.links))
@@ -81,7 +81,7 @@ class ScrapeGauges:
 
 
 async def _look(pool: ModelBackend) -> Snapshot | None:
-    """What the ledger says of a pool; None while it does not answer."""
+    """Returns a pool's snapshot; None while the ledger does not answer."""
     try:
         return await pool.dispatcher.snapshot()
     except RequestError:

@@ -1,7 +1,7 @@
-"""What a router counts and measures as it happens, for Prometheus; docs/metrics.md says what each name means.
+"""Prometheus metrics of a router's requests and store calls; docs/metrics.md defines each name.
 
-The registry is the process's own. Everything is told by `router.telemetry.events` and the store; nothing here is in
-the path of a token but one count and one observation for each delivery.
+The registry belongs to the process. All input comes from `router.telemetry.events` and the store. In the path of a
+token there is one count and one observation for each delivery.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ PROVIDER = "inflight"
 
 GEN_AI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
 
-# As OpenTelemetry's semantic conventions for generative AI advise, seconds.
+# As recommended by OpenTelemetry's semantic conventions for generative AI, seconds.
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-# GPUs bring tokens faster than that advice begins.
+# GPUs produce tokens faster than the smallest recommended bucket.
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, *PER_TOKEN_BUCKETS)
-# From admitted at once to the patience of a batch.
+# From immediate admission to what a batch job accepts.
 WAIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 # A call takes some 100 µs and is given up after 2 s.
 REDIS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class RouterMetrics:
-    """The metrics of one router: a `router.telemetry.events.RequestObserver`. `store_called` is the store's observer."""
+    """The metrics of one router: a `router.telemetry.events.RequestObserver`. The store calls `store_called`."""
 
     def __init__(self, registry: CollectorRegistry, models: Iterable[str]) -> None:
         self._registry = registry
@@ -94,7 +94,7 @@ class RouterMetrics:
         self.refusals.labels(model, priority_class, reason.value).inc()
 
     def store_called(self, call: StoreCall) -> None:
-        """A call of the ledger is over."""
+        """Records a finished store call."""
         self.redis_seconds.labels(call.script).observe(call.seconds)
         if not call.succeeded:
             self.redis_errors.labels(call.script).inc()
@@ -137,7 +137,7 @@ class RequestMeter:
         self._prior_tokens = prior_tokens
 
     def admitted(self) -> None:
-        """Counts when it is placed."""
+        """Does nothing: a request is counted when it is placed."""
 
     def placed(self, placed: PlacedAt) -> None:
         """See `RequestRecorder`."""
@@ -182,4 +182,4 @@ class RequestMeter:
             self._measures.per_token.observe(end.decode_s / num_later)
 
     def left(self) -> None:
-        """The router that it goes on with counts its end."""
+        """Does nothing: the router that continues the request counts its end."""

@@ -1,4 +1,5 @@
-"""The base installation: the client library and its commands need only the dependencies without extras.
+"""What an installation needs: the client library and its commands only the dependencies without extras, the gateway its
+extra, and the commands of the router image what that image installs.
 
 A child process refuses every package that is installed here for another reason, as if it were not there.
 """
@@ -12,8 +13,11 @@ import subprocess
 import sys
 import tomllib
 from importlib import metadata
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import inflight
 from inflight.cli.main import COMMANDS, OURS
@@ -40,40 +44,49 @@ sys.meta_path = [Refuse if finder is PathFinder else finder for finder in sys.me
 COMMAND = "from inflight.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
-def normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def closure(requirements: list[str]) -> set[str]:
-    """The distributions that these requirements bring, without extras and what is not installed here."""
+    """The distributions that these requirements bring, without those of another platform or Python."""
     found: set[str] = set()
-    waiting = list(requirements)
+    waiting = [(Requirement(requirement), "") for requirement in requirements]
     while waiting:
-        requirement = waiting.pop()
-        name = normalized(re.split(r"[ <>=!~;\[(]", requirement, maxsplit=1)[0])
-        if name in found or "extra ==" in requirement:
+        requirement, of_extra = waiting.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": of_extra}):
             continue
-        try:
-            waiting += metadata.requires(name) or []
-        except metadata.PackageNotFoundError:
-            continue  # of another platform or Python
-        found.add(name)
-    return found
+        name = canonicalize_name(requirement.name)
+        for extra in ("", *requirement.extras):
+            if (key := f"{name}[{extra}]") not in found:
+                found.add(key)
+                waiting += [(Requirement(needed), extra) for needed in metadata.requires(name) or ()]
+    return {key.partition("[")[0] for key in found}
+
+
+def refused_by(requirements: list[str]) -> str:
+    """The importable names of all other distributions, as JSON."""
+    allowed = closure(requirements)
+    return json.dumps(
+        sorted(
+            name
+            for name, distributions in metadata.packages_distributions().items()
+            if name not in OURS and allowed.isdisjoint(map(canonicalize_name, distributions))
+        )
+    )
 
 
 @pytest.fixture(scope="module")
-def refused() -> str:
-    """The importable names of all other distributions, as JSON."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    base = closure(project["dependencies"])
-    names = {
-        name
-        for name, distributions in metadata.packages_distributions().items()
-        if name not in OURS and base.isdisjoint(map(normalized, distributions))
-    }
-    assert {"torch", "transformers", "redis", "numpy", "pydantic", "cryptography", "starlette"} <= names
-    assert {"grpc", "google", "rich"}.isdisjoint(names)
-    return json.dumps(sorted(names))
+def project() -> dict[str, Any]:
+    """The table `project` of pyproject.toml."""
+    read: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    return read
+
+
+@pytest.fixture(scope="module")
+def refused(project: dict[str, Any]) -> str:
+    """What the base installation does not have."""
+    names = refused_by(project["dependencies"])
+    not_there = set(json.loads(names))
+    assert {"torch", "transformers", "redis", "numpy", "pydantic", "cryptography", "starlette"} <= not_there
+    assert {"grpc", "google", "rich"}.isdisjoint(not_there)
+    return names
 
 
 def run(refused: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -124,3 +137,18 @@ def test_a_command_without_its_extra_names_it_in_one_line(refused: str, name: st
     ended = run(refused, COMMAND, name)
     assert ended.returncode == 2
     assert re.fullmatch(rf"error: inflight {name} needs \w+: pip install 'inflight\[{OTHERS[name]}\]'\n", ended.stderr)
+
+
+def test_the_gateway_loads_with_its_extra(project: dict[str, Any]) -> None:
+    refused = refused_by([*project["dependencies"], *project["optional-dependencies"]["gateway"]])
+    assert "torch" in refused
+    assert run(refused, COMMAND, "gateway", "--help").returncode == 0
+
+
+@pytest.mark.parametrize("name", ["router", "gateway", "pod-costs", "certs", "kube-secrets"])
+def test_a_command_of_the_router_image_loads_without_torch(name: str) -> None:
+    lines = (REPOSITORY / "deploy" / "requirements-front.txt").read_text().splitlines()
+    refused = refused_by([line for line in lines if not line.startswith("#")])
+    assert "torch" in refused
+    ended = run(refused, COMMAND, name, "--help")
+    assert ended.returncode == 0, ended.stderr

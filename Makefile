@@ -4,6 +4,7 @@
 #   make setup PIP_ARGS="--extra-index-url URL"      another source of packages, say for a CPU build of torch
 #   make bench-peers PEERS=vllm                      some of the engines to compare with
 #   make test PYTEST_ARGS="tests/unit -k scheduler"  some of the tests
+#   make test-all WORKERS=4                          more tests side by side
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,6 +14,8 @@ SHELL := bash
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Tests that run side by side: more than there are cores, since most of them wait for something.
+WORKERS ?= 3
 ARGS ?=
 PEERS ?=
 SOAK_REQUESTS ?= 10000
@@ -40,17 +43,22 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 
-.PHONY: help setup clients demo up test test-gpu lint format protos sync-client chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures docs docs-links docs-reference bench-openai loadgen
+# Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures docs docs-links docs-reference bench-openai loadgen
 
 help:
 	@echo "make setup   install everything into .venv"
 	@echo "make demo    start the whole stack, send a dozen prompts at once, watch them board and leave"
 	@echo "make up      start the stack and keep it up; ARGS=\"--executors 2 --model …\""
-	@echo "make test    run the tests; PYTEST_ARGS=\"…\""
+	@echo "make test    run the fast tests: unit, properties, contracts, integration; PYTEST_ARGS=\"…\""
+	@echo "make test-all   run them and the slow ones: whole stacks, chaos, browser, deployment, kernels, fuzzing"
+	@echo "make mutations  whether the tests detect deliberate bugs; ARGS=\"--tier all --only 3 7\""
 	@echo "make clients    install the clients of others that tests drive, into $(CLIENTS)"
 	@echo "make test-gpu   run the tests that need an NVIDIA GPU"
 	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"
-	@echo "make lint    formatting, lint, types, generated code"
+	@echo "make lint    formatting, lint, types, generated code, what the documentation names"
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate inflight/v1 and inflight/kserve again"
 	@echo "make sync-client  generate the blocking client from the asynchronous one"
@@ -105,7 +113,14 @@ $(CLIENTS)/%/.installed: $(CLIENT_LISTS)/%.txt
 		|| { rm -rf $(@D); echo "warning: $* could not be installed; its tests are skipped" >&2; }
 
 test: setup clients
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	@HYPOTHESIS_PROFILE=short $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not lint" $(PYTEST_ARGS)
+
+test-all: setup clients
+	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not lint" $(PYTEST_ARGS)
+
+# A mutation that the tests named with it do not detect costs a run of the whole tier.
+mutations: setup
+	@$(BIN)/python -m tests.mutations.main $(ARGS)
 
 pictures: setup
 	@$(BIN)/python -m tests.board_pictures docs/pictures $(ARGS)
@@ -117,7 +132,8 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/contract/test_protos.py tests/contract/test_imports.py tests/contract/test_style.py
+	$(BIN)/python -m pytest -q -m lint tests/contract
+	$(BIN)/python -m tests.mutations.main --check
 
 format: setup
 	$(BIN)/ruff format .

@@ -30,7 +30,7 @@ from router.store.settings import StoreSettings
 from tests.chaos.poisoned import POISON
 from tests.chaos.system import LONG, PATIENCE_S, SHORT, Reading, System, numbered
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 Record = Callable[[str, object], None]
 FOUR = [numbered(LONG, number) for number in range(4)]

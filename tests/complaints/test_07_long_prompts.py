@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import pytest
-
 from executor.scheduler.scheduler import Batching, SchedulerLimits
 from executor.scheduler.sequence import Sequence
 from tests.modelled_device import Ride
@@ -37,7 +35,6 @@ def arrive(ride: Ride, name: str, num_prompt: int, max_tokens: int) -> Sequence:
     return sequence
 
 
-@pytest.mark.slow
 def test_no_answer_stands_still_while_a_long_prompt_is_computed() -> None:
     # Given answers under way, on an executor that has learned what prompts take
     ride = Ride(LIMITS)

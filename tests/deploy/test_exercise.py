@@ -19,7 +19,7 @@ from inflight.events import Completion, FinishReason
 from tests.deploy.kubelet import Node, Pod, addresses_of
 from tests.deploy.manifests import OVERLAYS, Overlay, needs_kubectl, overlay
 
-pytestmark = [needs_kubectl, pytest.mark.slow]
+pytestmark = needs_kubectl
 
 ROUTERS = ("127.1.0.1", "127.1.0.2")
 EXECUTORS = ("127.1.0.3", "127.1.0.4", "127.1.0.5")

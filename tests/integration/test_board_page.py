@@ -39,7 +39,6 @@ LOST_CONNECTION = re.compile(r"ERR_(CONNECTION_REFUSED|INCOMPLETE_CHUNKED_ENCODI
 expect.set_options(timeout=PATIENCE_MS)
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not CHROMIUM.exists(), reason=NO_CHROMIUM),
     pytest.mark.asyncio(loop_scope="module"),
 ]

@@ -38,7 +38,6 @@ def test_invariants_hold_when_executors_promise_more_than_they_have(redis_url: s
     run_world(make_world(redis_url, pool, seed, shape=OVERCOMMITTED, faults=FaultRates.of("all", 5.0)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("per_minute", [2.0, 8.0, 25.0])
 @pytest.mark.parametrize("shape", [SHAPE, OVERCOMMITTED], ids=["guaranteed", "overcommitted"])
 def test_invariants_hold_for_many_seeds(redis_url: str, pool: str, shape: ExecutorShape, per_minute: float) -> None:

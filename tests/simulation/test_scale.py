@@ -13,7 +13,6 @@ from tests.simulation.worlds import SHAPE, run_world
 DURATION_S = 20.0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_invariants_hold_with_a_thousand_executors(redis_url: str, pool: str) -> None:
     settings = WorldSettings(

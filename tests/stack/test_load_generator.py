@@ -29,7 +29,6 @@ async def counted(address: str) -> dict[str, float]:
     return totals
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not PROGRAM.exists(), reason="GuideLLM is not installed; make loadgen does that")
 async def test_guidellm_has_every_request_answered_and_counts_the_same_tokens(tmp_path: Path, tiny_model: Path) -> None:
     options = StackOptions(

@@ -42,6 +42,22 @@ class Refuse(PathFinder):
 sys.meta_path = [Refuse if finder is PathFinder else finder for finder in sys.meta_path]
 """
 COMMAND = "from inflight.cli.main import main; sys.exit(main(sys.argv[1:]))"
+# Runs several in one process: a package that is refused to one is refused to all.
+COMMANDS_IN_TURN = """
+import contextlib, io
+from inflight.cli.main import main
+
+results = {}
+for arguments in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(arguments)
+        except SystemExit as ended:
+            code = ended.code
+    results[arguments[0]] = code, out.getvalue(), err.getvalue()
+print(json.dumps(results))
+"""
 
 
 def closure(requirements: list[str]) -> set[str]:
@@ -95,6 +111,14 @@ def run(refused: str, program: str, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=60)
 
 
+def run_in_turn(refused: str, commands: list[list[str]]) -> dict[str, tuple[int, str, str]]:
+    """The exit code, output and errors of each command, by its name."""
+    ended = run(refused, COMMANDS_IN_TURN, json.dumps(commands))
+    assert ended.returncode == 0, ended.stderr
+    results: dict[str, tuple[int, str, str]] = json.loads(ended.stdout)
+    return results
+
+
 def test_the_library_loads(refused: str) -> None:
     modules = sorted(path.stem for path in (REPOSITORY / "inflight").glob("*.py"))
     ended = run(refused, f"import {', '.join(f'inflight.{name}' for name in modules)}")
@@ -113,10 +137,10 @@ def test_the_generated_messages_load_nothing_of_the_client(refused: str) -> None
     assert run(refused, program).returncode == 0
 
 
-@pytest.mark.parametrize("name", BASE)
-def test_a_command_for_routers_loads(refused: str, name: str) -> None:
-    ended = run(refused, COMMAND, name, "--help")
-    assert (ended.returncode, ended.stderr) == (0, "")
+def test_commands_for_routers_load(refused: str) -> None:
+    for name, (code, out, err) in run_in_turn(refused, [[name, "--help"] for name in BASE]).items():
+        assert (code, err) == (0, ""), name
+        assert out.startswith(f"usage: inflight {name}")
 
 
 def test_generate_runs_up_to_its_connection(refused: str) -> None:
@@ -132,11 +156,10 @@ def test_doctor_says_what_is_missing(refused: str) -> None:
     assert "pip install 'inflight[serve]'" in ended.stdout
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_command_without_its_extra_names_it_in_one_line(refused: str, name: str) -> None:
-    ended = run(refused, COMMAND, name)
-    assert ended.returncode == 2
-    assert re.fullmatch(rf"error: inflight {name} needs \w+: pip install 'inflight\[{OTHERS[name]}\]'\n", ended.stderr)
+def test_a_command_without_its_extra_names_it_in_one_line(refused: str) -> None:
+    for name, (code, out, err) in run_in_turn(refused, [[name] for name in OTHERS]).items():
+        assert (code, out) == (2, ""), name
+        assert re.fullmatch(rf"error: inflight {name} needs \w+: pip install 'inflight\[{OTHERS[name]}\]'\n", err)
 
 
 def test_the_gateway_loads_with_its_extra(project: dict[str, Any]) -> None:
@@ -145,10 +168,10 @@ def test_the_gateway_loads_with_its_extra(project: dict[str, Any]) -> None:
     assert run(refused, COMMAND, "gateway", "--help").returncode == 0
 
 
-@pytest.mark.parametrize("name", ["router", "gateway", "pod-costs", "certs", "kube-secrets"])
-def test_a_command_of_the_router_image_loads_without_torch(name: str) -> None:
+def test_commands_of_the_router_image_load_without_torch() -> None:
     lines = (REPOSITORY / "deploy" / "requirements-front.txt").read_text().splitlines()
     refused = refused_by([line for line in lines if not line.startswith("#")])
     assert "torch" in refused
-    ended = run(refused, COMMAND, name, "--help")
-    assert ended.returncode == 0, ended.stderr
+    names = ("router", "gateway", "pod-costs", "certs", "kube-secrets")
+    for name, (code, _, err) in run_in_turn(refused, [[name, "--help"] for name in names]).items():
+        assert code == 0, f"{name}: {err}"

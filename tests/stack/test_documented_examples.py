@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from inflight import Client
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from inflight.sync import Client
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/quickstart.md", "docs/gateway.md")

@@ -31,11 +31,11 @@ def test_status_shows_seats_blocks_and_queues(output: Callable[..., str], name: 
         queues=[inference_pb2.QueueDepth(model="smol", priority=types_pb2.PRIORITY_CLASS_BATCH, num_requests=5)],
     )
     shown = output(name)
-    assert all(text in shown for text in ("3/4", "17/64", "e1, takes nothing new", "5 batch for smol"))
+    assert all(text in shown for text in ("3/4", "17/64", "e1, not accepting", "5 batch for smol"))
 
 
 def test_status_of_an_empty_pool_says_so(output: Callable[..., str]) -> None:
-    assert output("status") == "no executor\nnothing waits\n"
+    assert output("status") == "no executor\nno requests waiting\n"
     assert json.loads(output("status", "--json")) == {"executors": [], "queues": [], "variants": [], "estimates": []}
 
 
@@ -99,7 +99,7 @@ def test_status_watch_goes_on_until_ctrl_c(
     monkeypatch.setattr("inflight.cli.status.time.sleep", wait)
     assert main(["status", "--watch", "0.5", "--address", address]) == 130
     assert waits == [0.5] * 3
-    assert "nothing waits" in capsys.readouterr().out
+    assert "no requests waiting" in capsys.readouterr().out
 
 
 def test_status_refuses_a_silly_interval(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +122,7 @@ def test_explain_says_what_a_request_waits_for(output: Callable[..., str], route
     assert output("explain", "mine", "--model", "smol").splitlines() == [
         "mine: waiting",
         "  waits for a seat",
-        "  ahead of it: 3, in class batch",
+        "  requests ahead of it: 3, class batch",
         "  estimated wait: about 2.5 s",
     ]
     assert asked(router) == [inference_pb2.GetRequestRequest(request_id="mine", model="smol")]
@@ -155,7 +155,7 @@ def test_explain_of_a_placed_request_names_executor_variant_and_constraint(
     assert output("explain", "mine").splitlines() == [
         "mine: on e0 by smol-static",
         "  9 tokens so far",
-        "  newest step of its executor was bound by: static batch",
+        "  latest step of its executor was bound by: static batch",
     ]
     assert json.loads(output("explain", "mine", "--json"))["state"] == "placed"
 
@@ -177,4 +177,4 @@ def test_a_request_of_somebody_elses_is_named_with_its_token_and_tenant(
 
 
 def test_cancel_says_where_the_request_was(output: Callable[..., str]) -> None:
-    assert output("cancel", "r7") == "r7: ends; it was placed\n"
+    assert output("cancel", "r7") == "r7: cancelled; it was placed\n"

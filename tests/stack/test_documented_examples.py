@@ -1,7 +1,7 @@
 """The examples of the README, the quick start, the recipes and the pages about OpenAI's and Triton's clients.
 
-Each is run with the default model as it stands in the page, with other ports, and its answer must be right. An example that
-imports a client of others runs in the environment of that client.
+Each is run with the default model as it stands in the page, with other ports, and its answer must be right. An example
+that imports a client of others runs in the environment of that client.
 """
 
 from __future__ import annotations

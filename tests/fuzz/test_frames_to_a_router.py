@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 
-from router.frames import FrameError, check_description, check_frame, context_of
-from router.ledger_writer import ledger_report
-from router.links import ExecutorLink
+from inflight.v1 import executor_pb2, resume_pb2, types_pb2
+from router.dispatch.ledger_writer import ledger_report
+from router.executors.frame_checks import FrameError, check_description, check_frame, context_of
+from router.executors.link import ExecutorLink
 from router.store.types import Demand, Ending
-from router.streams import RequestStream
+from router.stream.request_stream import RequestStream
 from tests.fuzz.messages import messages_of
 from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import Reason, RequestError
-from router import placing
+from router.dispatch import placer as placing
 from router.store.types import Lost
 from tests.cluster import run_cluster
 from tests.integration.test_resuming import NUM_TOKENS, PROMPT, begun

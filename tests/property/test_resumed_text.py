@@ -6,12 +6,12 @@ import asyncio
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
-from router.reading import Deadlines, Place, Reading
-from router.relay import Relay
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from router.request.delivery import Deadlines, Place, Reading
 from router.store.types import Demand
-from router.streams import End, RequestStream
+from router.stream.relay import Relay
+from router.stream.request_stream import End, RequestStream
 from router.text.output import OutputText
 from tests import text_models
 from tests.text_models import text_model

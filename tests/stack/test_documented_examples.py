@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
-from client.sync import Client
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
+from inflight.sync import Client
 from tests.clients.environments import python_of
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def test_request_that_says_nothing_about_sampling_gets_what_the_models_authors_r
 def run(stack: LocalStack, example: Example) -> str:
     """What the example prints, in a folder in which `inflight up` has started the stack."""
     code = example.code.replace("localhost:50051", stack.address).replace("127.0.0.1:8000", stack.gateway_addresses[0])
-    inflight = f'inflight() {{ "{sys.executable}" -m client.cli.main "$@"; }}\n'
+    inflight = f'inflight() {{ "{sys.executable}" -m inflight.cli.main "$@"; }}\n'
     python = python_of(example.environment) if example.environment else sys.executable
     command = [python, "-c", code] if example.language == "python" else ["bash", "-c", inflight + code]
     environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}

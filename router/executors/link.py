@@ -21,8 +21,9 @@ from common.cancellation import task_is_cancelled
 from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from router.executors.channel import ExecutorChannels
-from router.executors.frame_checks import FrameError, check_description, check_frame
+from router.executors.frame_checks import check_description, check_frame
 from router.executors.silence import Silence
+from router.request.executor_context import FrameError
 from router.stream.request_stream import End, RequestStream, unread_stream
 
 log = logging.getLogger(__name__)

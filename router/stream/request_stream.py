@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from common.errors import RequestError
 from inflight.v1 import executor_pb2, types_pb2
-from router.executors.frame_checks import FrameError, context_of
 from router.request.delivery import Reading
 from router.request.errors import taken_over
+from router.request.executor_context import FrameError, context_of
 from router.store.types import Adopted, Demand, Dropped, Ending, Placement, Queued
 from router.telemetry.events import CANCELLED, NOBODY, RequestFacts, RequestRecord, outcome_of
 

@@ -142,7 +142,7 @@ def run(stack: LocalStack, example: Example) -> str:
     environment.pop("INFLIGHT_ADDRESS", None)
     environment.pop("PYTHONPATH", None)
     if not example.environment:
-        environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "protos" / "gen")))
+        environment["PYTHONPATH"] = str(ROOT)
     ended = subprocess.run(
         command,
         cwd=stack.options.run_dir.parent,

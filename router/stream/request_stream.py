@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from common.errors import RequestError
 from inflight.v1 import executor_pb2, types_pb2
-from router.request.delivery import Reading
+from router.request.delivery import Delivery
 from router.request.errors import taken_over
 from router.request.executor_context import FrameError, context_of
 from router.store.types import Adopted, Demand, Dropped, Ending, Placement, Queued
-from router.telemetry.events import CANCELLED, NOBODY, RequestFacts, RequestRecord, outcome_of
+from router.telemetry.events import CANCELLED, NO_OBSERVERS, RequestFacts, RequestRecord, outcome_of
 
 OWN_ENDS = frozenset({types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASON_LENGTH})
 
@@ -79,11 +79,11 @@ class RequestStream:
         arrived: float,
         deadline: float | None = None,
         prior_ids: Sequence[int] = (),
-        reading: Reading | None = None,
+        reading: Delivery | None = None,
         record: RequestRecord | None = None,
     ) -> None:
         self.request_id = demand.request_id
-        self.record = record or NOBODY.follow(RequestFacts())
+        self.record = record or NO_OBSERVERS.follow(RequestFacts())
         self.reading = reading
         self.deadline = deadline
         self._demand = demand

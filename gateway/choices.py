@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gateway.answers import Choice
 from gateway.asking import Ask
 from gateway.event_ids import Place
-from inflight.aio import Client, Stream
+from inflight import AsyncClient, AsyncStream
 from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs
 from inflight.v1 import inference_pb2
 
@@ -25,7 +25,7 @@ MAX_KEYS = 4
 class Source:
     """Where choices come from: the routers, and what goes with the calls of this client's."""
 
-    client: Client
+    client: AsyncClient
     metadata: Mapping[str, str]
 
     async def begun(self, request: inference_pb2.GenerateRequest, *, takes_back: bool) -> AsyncGenerator[Event, None]:
@@ -50,7 +50,7 @@ class Source:
 
     async def resumed(self, place: Place) -> AsyncGenerator[Event, None]:
         """The events of a request behind a place. Raises as `begun`."""
-        stream: Stream = self.client.resume(
+        stream: AsyncStream = self.client.resume(
             place.request_id,
             place.resume_token,
             offset=place.num_tokens,

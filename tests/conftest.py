@@ -51,6 +51,7 @@ LINT = (
     "contract/test_settings_are_read.py",
     "contract/test_statuses.py",
     "contract/test_style.py",
+    "contract/test_sync_client.py",
     "contract/test_troubleshooting.py",
 )
 

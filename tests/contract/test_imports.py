@@ -120,6 +120,17 @@ def test_kserve_is_imported_only_by_the_router() -> None:
     assert not {path for path in importing if not path.startswith("router/")}
 
 
+def test_client_library_imports_no_server_no_command_and_little_of_common() -> None:
+    """So that it can be installed, and loaded, without their packages."""
+    common = {"common.addresses", "common.cancellation", "common.errors", "common.rpc.options"}
+    common.add("common.telemetry.trace_context")  # only in programs that have loaded OpenTelemetry
+    forbidden = ("router", "executor", "gateway", "bench", "inflight.local", "inflight.cli", "inflight.tools")
+    for path in (REPOSITORY / "inflight").glob("*.py"):
+        imported = imports_of(path)
+        assert not [name for name in imported if name.startswith(forbidden)], path.name
+        assert {name for name in imported if name.startswith("common")} <= common, path.name
+
+
 def test_client_loads_no_kserve_messages() -> None:
     program = "import sys, inflight.aio, inflight.sync; sys.exit(any('kserve' in name for name in sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -145,8 +156,8 @@ def test_scheduler_runs_in_an_interpreter_without_torch() -> None:
 
 @pytest.mark.parametrize("package", [*PACKAGES, "tests"])
 def test_package_files_are_empty(package: str) -> None:
-    filled = [path for path in sources(package) if path.name == "__init__.py" and path.stat().st_size]
-    assert not filled
+    filled = {path for path in sources(package) if path.name == "__init__.py" and path.stat().st_size}
+    assert filled <= {REPOSITORY / "inflight" / "__init__.py"}, "only the public API is in a package file"
 
 
 def test_every_folder_of_modules_is_a_package() -> None:

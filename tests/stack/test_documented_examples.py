@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from inflight import Client
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from inflight.sync import Client
 from tests.clients.environments import python_of
 
 ROOT = Path(__file__).parents[2]

@@ -36,12 +36,12 @@ def test_status_shows_seats_blocks_and_queues(
     )
     assert main([name, "--address", address]) == 0
     output = capsys.readouterr().out
-    assert all(text in output for text in ("3/4", "17/64", "e1, takes nothing new", "5 batch for smol"))
+    assert all(text in output for text in ("3/4", "17/64", "e1, not accepting", "5 batch for smol"))
 
 
 def test_status_of_an_empty_pool_says_so(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--address", address]) == 0
-    assert capsys.readouterr().out == "no executor\nnothing waits\n"
+    assert capsys.readouterr().out == "no executor\nno requests waiting\n"
     assert main(["status", "--json", "--address", address]) == 0
     assert json.loads(capsys.readouterr().out) == {"executors": [], "queues": [], "variants": [], "estimates": []}
 
@@ -113,7 +113,7 @@ def test_status_watch_goes_on_until_ctrl_c(
     monkeypatch.setattr("inflight.cli.status.time.sleep", wait)
     assert main(["status", "--watch", "0.5", "--address", address]) == 130
     assert waits == [0.5] * 3
-    assert "nothing waits" in capsys.readouterr().out
+    assert "no requests waiting" in capsys.readouterr().out
 
 
 def test_status_refuses_a_silly_interval(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_explain_says_what_a_request_waits_for(
     assert capsys.readouterr().out.splitlines() == [
         "mine: waiting",
         "  waits for a seat",
-        "  ahead of it: 3, in class batch",
+        "  requests ahead of it: 3, class batch",
         "  estimated wait: about 2.5 s",
     ]
     assert asked(router) == [inference_pb2.GetRequestRequest(request_id="mine", model="smol")]
@@ -174,7 +174,7 @@ def test_explain_of_a_placed_request_names_executor_variant_and_constraint(
     assert capsys.readouterr().out.splitlines() == [
         "mine: on e0 by smol-static",
         "  9 tokens so far",
-        "  newest step of its executor was bound by: static batch",
+        "  latest step of its executor was bound by: static batch",
     ]
     assert main(["explain", "mine", "--json", "--address", address]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "placed"
@@ -198,4 +198,4 @@ def test_a_request_of_somebody_elses_is_named_with_its_token_and_tenant(
 
 def test_cancel_says_where_the_request_was(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cancel", "r7", "--address", address]) == 0
-    assert capsys.readouterr().out == "r7: ends; it was placed\n"
+    assert capsys.readouterr().out == "r7: cancelled; it was placed\n"

@@ -1,7 +1,6 @@
-"""What was said in a chat so far, and its form in a file: `{"messages": [{"role": …, "content": …}, …]}`.
+"""The messages of a chat and their file format: `{"messages": [{"role": …, "content": …}, …]}`.
 
-The model's chat template, which the router applies, makes the prompt of it. What is not whole is not taken in: a
-conversation that cannot be read leaves the present one as it was.
+The router applies the model's chat template. A file that cannot be read leaves the conversation unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 
 
 class ConversationError(ValueError):
-    """A file that holds no conversation, or cannot be read or written. The text is for the user."""
+    """A file without a conversation, or one that cannot be read or written. The text is for the user."""
 
 
 class Conversation:
@@ -29,24 +28,24 @@ class Conversation:
 
     @property
     def messages(self) -> list[ChatMessage]:
-        """All of it, as a request takes it."""
+        """All messages, as a request takes them."""
         beginning: list[ChatMessage] = [] if self.system is None else [{"role": SYSTEM, "content": self.system}]
         return [*beginning, *self.turns]
 
     def reset(self) -> None:
-        """Forgets all but the system message."""
+        """Removes all messages but the system message."""
         self.turns = []
 
     def asking(self, text: str) -> list[ChatMessage]:
-        """The conversation with the user's next message, which is not taken in yet."""
+        """The conversation with the user's next message, which is not added yet."""
         return [*self.messages, {"role": USER, "content": text}]
 
     def answered(self, text: str, answer: str) -> None:
-        """Takes in a message of the user's and what came back, be it broken off."""
+        """Adds a user message and its answer, which may be partial."""
         self.turns = [*self.turns, {"role": USER, "content": text}, {"role": ASSISTANT, "content": answer}]
 
     def save(self, path: Path) -> None:
-        """Writes it to a file that only this user can read."""
+        """Writes the conversation to a file that only this user can read."""
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -56,7 +55,7 @@ class Conversation:
             raise ConversationError(f"cannot write {path}: {error.strerror}") from None
 
     def load(self, path: Path) -> None:
-        """Goes on with the conversation in a file."""
+        """Replaces the conversation by the one in a file."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -65,7 +64,9 @@ class Conversation:
             raise ConversationError(f"{path} is not JSON: {error}") from None
         messages = content.get("messages") if isinstance(content, dict) else None
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise ConversationError(f"{path} holds no conversation: an object with messages of role and content")
+            raise ConversationError(
+                f"{path} holds no conversation: expected an object with messages of role and content"
+            )
         has_system = bool(messages) and messages[0]["role"] == SYSTEM
         self.system = messages[0]["content"] if has_system else None
         self.turns = messages[1:] if has_system else messages

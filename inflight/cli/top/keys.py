@@ -1,4 +1,4 @@
-"""Keys as they are pressed, in the event loop, without a return and without being shown."""
+"""Keys in the event loop as they are pressed, without echo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_BYTES = 64
 
 @contextmanager
 def keyboard(on_key: Callable[[str], None]) -> Iterator[None]:
-    """Calls `on_key` for each key; nothing where nobody sits there. The terminal is afterwards as it was before.
+    """Calls `on_key` for each key, and restores the terminal at the end. Does nothing without a terminal.
 
     Ctrl-C stays a signal.
     """
@@ -43,7 +43,7 @@ def keyboard(on_key: Callable[[str], None]) -> Iterator[None]:
 
 
 def _keys(typed: str) -> Iterator[str]:
-    """An escape sequence of an arrow comes in one piece, and is one key."""
+    """Splits the input into keys. An arrow's escape sequence is one key and arrives in one piece."""
     while typed:
         length = 3 if typed.startswith(("\x1b[", "\x1bO")) else 1
         yield typed[:length]

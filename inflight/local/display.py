@@ -1,4 +1,4 @@
-"""Shows a local stack starting and ending: a line per process, and on a terminal what is still awaited."""
+"""The progress of a local stack that starts or stops: a line per process, and on a terminal a spinner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StackDisplay(AbstractContextManager["StackDisplay"]):
             self._status.stop()
 
     def show(self, progress: Progress) -> None:
-        """Takes in that a process reached a phase."""
+        """Shows that a process reached a phase."""
         if progress.phase in (Phase.STARTING, Phase.STOPPING):
             self._awaited.append(progress.name)
         elif progress.name in self._awaited:

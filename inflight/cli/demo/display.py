@@ -1,4 +1,4 @@
-"""Shows a round: a live table on a terminal, a line per event elsewhere."""
+"""Displays of a round: a live table on a terminal, otherwise a line per event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from inflight.catalogue import Capacity
-from inflight.demo.board import Board, Rider, RiderState
+from inflight.cli.demo.board import Board, Rider, RiderState
 
 BAR_WIDTH = 24
 _STYLES = {
@@ -25,13 +25,13 @@ _STYLES = {
 
 
 class Display(Protocol):
-    """What a round tells while it runs."""
+    """Receives the events of a round."""
 
     def announce(self, news: str, now_s: float) -> None:
-        """Somebody boarded or left."""
+        """A request boarded or left."""
 
     def refresh(self, board: Board, capacity: Capacity, now_s: float) -> None:
-        """The figures are new."""
+        """The figures changed."""
 
 
 class LiveDisplay(AbstractContextManager["LiveDisplay"]):
@@ -51,10 +51,10 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         self._live.stop()
 
     def announce(self, news: str, now_s: float) -> None:
-        """The table shows it by itself."""
+        """Does nothing: the table shows it."""
 
     def refresh(self, board: Board, capacity: Capacity, now_s: float) -> None:
-        """Draws the table anew."""
+        """Draws the table."""
         view = Group(Text(self._title, style="bold"), _rider_table(board), totals_line(board, capacity, now_s))
         self._live.update(view, refresh=True)
 

@@ -8,28 +8,26 @@ from contextlib import nullcontext
 
 from rich.console import Console
 
-from inflight.aio import Client
-from inflight.cli import terminal
-from inflight.cli.address import add_run_dir_flag, resolve_run_dir
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words
+from inflight.aio import AsyncClient
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words, open_console, run_in_foreground
+from inflight.cli.demo.display import LiveDisplay, PlainDisplay
+from inflight.cli.demo.prompts import CHECKED_PROMPT, DEMO_PROMPTS
+from inflight.cli.demo.round import Round, run_round
+from inflight.cli.demo.summary import answers_table, comparison_table, names_the_capital
+from inflight.cli.flags import add_run_dir_flag, resolve_run_dir
 from inflight.cli.parser import CommandParser
-from inflight.cli.stack_display import StackDisplay
-from inflight.demo.display import LiveDisplay, PlainDisplay
-from inflight.demo.prompts import CHECKED_PROMPT, DEMO_PROMPTS
-from inflight.demo.round import Round, run_round
-from inflight.demo.summary import answers_table, comparison_table, names_the_capital
 from inflight.errors import InflightError
+from inflight.local.display import StackDisplay
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack, StackError
 
-# Few seats, so that most of the dozen must wait, and a pool in which their blocks can be seen to come and go.
+# Few seats, so that most requests wait, and a small pool, so that the display shows its blocks change.
 DEFAULT_SEATS = 4
 TOKENS_PER_SEAT = 1024
 
 _TITLES = {
-    "inflight": "In-flight batching: at every step whoever has finished gets off and the next one boards",
-    "static": "Static batching: nobody boards until everybody has got off",
+    "inflight": "In-flight batching: at every step finished requests leave and waiting ones board",
+    "static": "Static batching: no request boards until the whole batch has finished",
 }
 
 
@@ -42,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _demo(flags: argparse.Namespace) -> int:
-    console = terminal.console()
+    console = open_console()
     inflight = await _round(console, flags, "inflight")
     console.print(answers_table(inflight))
     if inflight.failures or not names_the_capital(inflight):
@@ -56,7 +54,7 @@ async def _demo(flags: argparse.Namespace) -> int:
 
 
 async def _round(console: Console, flags: argparse.Namespace, batching: str) -> Round:
-    """Starts a stack with this kind of batching, sends it every prompt, and ends it."""
+    """Starts a stack with this kind of batching, sends every prompt, and stops the stack."""
     options = StackOptions(
         model=flags.model,
         executor_args=(
@@ -66,11 +64,11 @@ async def _round(console: Console, flags: argparse.Namespace, batching: str) -> 
         ),
         run_dir=resolve_run_dir(flags) / "demo",
     )
-    console.print(f"\nStarting a system with {batching} batching on {flags.seats} seats")
+    console.print(f"\nStarting a stack with {batching} batching and {flags.seats} seats")
     title = f"\n{_TITLES[batching]}"
     try:
         with StackDisplay(console) as starting:
-            async with LocalStack(options, starting.show) as stack, Client(stack.address) as client:
+            async with LocalStack(options, starting.show) as stack, AsyncClient(stack.address) as client:
                 live = LiveDisplay(console, title) if console.is_terminal else nullcontext(PlainDisplay(console, title))
                 with live as display:
                     return await run_round(client, DEMO_PROMPTS, flags.seats, display)
@@ -85,16 +83,18 @@ def _complaint(finished: Round) -> str:
         first = finished.failures[0]
         return f"{len(finished.failures)} of {len(finished.riders)} requests failed; #{first.number}: {first.ending}"
     answer = next(rider.text for rider in finished.riders if rider.prompt.text == CHECKED_PROMPT)
-    return f"asked {CHECKED_PROMPT!r}, the model did not say Paris but {answer!r}"
+    return f"the answer to {CHECKED_PROMPT!r} is not Paris but {answer!r}"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="inflight demo",
-        description="Starts a system, sends a dozen prompts of very different lengths at once and shows them boarding "
-        "and leaving; then the same with static batching, and both side by side.",
+        description="Starts a local stack, sends a dozen prompts of very different lengths at once and shows them "
+        "board and leave. Then does the same with static batching and compares the two.",
     )
     parser.add_argument("--model", metavar="MODEL", help="as for inflight up; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--seats", type=int, default=DEFAULT_SEATS, metavar="N", help=f"default: {DEFAULT_SEATS}")
+    parser.add_argument(
+        "--seats", type=int, default=DEFAULT_SEATS, metavar="N", help=f"number of seats (default: {DEFAULT_SEATS})"
+    )
     add_run_dir_flag(parser)
     return parser

@@ -1,6 +1,6 @@
-"""Reads what the user says: a line, or several, from a terminal with editing and a history, or from a pipe.
+"""Input of a chat: messages of one or several lines, from a terminal with editing and a history, or from a pipe.
 
-The history is a file of the user's own, which nobody else can read; without a terminal there is none.
+Only the user can read the history file. Without a terminal there is no history.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from types import ModuleType
 QUOTES = '"""'
 MAX_HISTORY_LINES = 1000
 PROMPT, MORE = "> ", ". "
-LEAVING = "\n(Ctrl-C again, or Ctrl-D, leaves)"
+LEAVING = "\n(press Ctrl-C again or Ctrl-D to exit)"
 
 
 def default_history_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the XDG base directories say that a program keeps such a thing."""
+    """The state directory of the XDG base directory specification."""
     folder = environment.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(folder).expanduser() / "inflight" / "chat_history"
 
 
 class Prompt:
-    """Reads messages by `read_line`, which is `input` but in tests. Shows a prompt where somebody sits there."""
+    """Reads messages by `read_line`. Shows a prompt on a terminal."""
 
     def __init__(self, *, is_terminal: bool, read_line: Callable[[str], str] = input) -> None:
         self._is_terminal = is_terminal
         self._read_line = read_line
 
     def read(self) -> str | None:
-        """The user's next message; None at the end of the input, or when it is interrupted twice in a row."""
+        """The user's next message; None at the end of the input or after two interrupts in a row."""
         was_interrupted = False
         while True:
             try:
@@ -77,9 +77,9 @@ class Prompt:
 
 @contextmanager
 def line_editing(history_file: Path | None, commands: Sequence[str]) -> Iterator[None]:
-    """Gives `input` editing, completion of commands, and a history that is kept in the file; None: not kept.
+    """Gives `input` editing, completion of commands, and a history in the file; None keeps no history.
 
-    Where Python has no readline there is none of it.
+    Does nothing without readline.
     """
     try:
         import readline
@@ -112,7 +112,7 @@ def _read_history(readline: ModuleType, path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        print(f"the history in {path} cannot be read: {error.strerror}", file=sys.stderr)
+        print(f"cannot read the history {path}: {error.strerror}", file=sys.stderr)
 
 
 def _write_history(readline: ModuleType, path: Path) -> None:
@@ -123,4 +123,4 @@ def _write_history(readline: ModuleType, path: Path) -> None:
         path.chmod(0o600)
         readline.write_history_file(str(path))
     except OSError as error:
-        print(f"the history cannot be kept in {path}: {error.strerror}", file=sys.stderr)
+        print(f"cannot write the history {path}: {error.strerror}", file=sys.stderr)

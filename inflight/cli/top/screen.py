@@ -1,4 +1,4 @@
-"""What `inflight top` shows at a time, and how keys change it. Pure: messages and keys go in, reads no clock."""
+"""The state of `inflight top`, changed by messages and keys. Pure; reads no clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inflight.v1 import inference_pb2, stats_pb2
 
 Executor = inference_pb2.ExecutorStats
 
-# Sorting by anything but the name puts the largest first.
+# Except by name, the largest comes first.
 SORTINGS: dict[str, Callable[[Executor], float]] = {
     "seats": lambda executor: executor.capacity.seats_used,
     "blocks": lambda executor: executor.capacity.blocks_used,
@@ -34,7 +34,7 @@ class Screen:
     has_left: bool = False
     # Steps per second by executor, since the message before.
     step_rates: dict[str, float] = field(default_factory=dict)
-    # The newest step known of each executor: a message may come between two of an executor's.
+    # The latest known step of each executor: not every message has one.
     steps: dict[str, stats_pb2.IterationStats] = field(default_factory=dict)
 
     @classmethod
@@ -43,7 +43,7 @@ class Screen:
         return cls(message, steps=_newest_steps(message))
 
     def shows(self, message: inference_pb2.GetStatsResponse) -> Screen:
-        """With the next message; one of another router after a break counts like any."""
+        """With the next message, which may come from another router."""
         rates = _step_rates(self.now, message)
         return replace(self, now=message, step_rates=rates, steps=self.steps | _newest_steps(message), note="")
 
@@ -52,7 +52,7 @@ class Screen:
         return replace(self, note=note)
 
     def pressed(self, key: str) -> Screen:
-        """After a key; one that means nothing changes nothing."""
+        """After a key. Unknown keys change nothing."""
         if key in NEXT:
             return self._select(1)
         if key in PREVIOUS:
@@ -66,7 +66,7 @@ class Screen:
 
     @property
     def executors(self) -> list[Executor]:
-        """In the order chosen."""
+        """The executors in the chosen order."""
         named = sorted(self.now.executors, key=lambda one: (one.capacity.model, one.capacity.executor_id))
         figure = SORTINGS.get(self.sorting)
         return named if figure is None else sorted(named, key=figure, reverse=True)
@@ -85,7 +85,7 @@ def _newest_steps(message: inference_pb2.GetStatsResponse) -> dict[str, stats_pb
 
 
 def _step_rates(before: inference_pb2.GetStatsResponse, now: inference_pb2.GetStatsResponse) -> dict[str, float]:
-    """Fewer steps than before are those of a new start, of which nothing is known yet."""
+    """Leaves out an executor that has restarted, whose number of steps is lower than before."""
     elapsed_s = (now.timestamp_ms - before.timestamp_ms) / 1000
     if elapsed_s <= 0:
         return {}

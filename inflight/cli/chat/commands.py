@@ -1,6 +1,6 @@
-"""The commands of a chat: lines that begin with a slash. A table of them; what a command does is a function.
+"""The commands of a chat, which are lines that begin with a slash: a table of functions.
 
-None of them ends the chat by failing: what is wrong is said, and nothing is changed.
+A command that fails returns the reason, changes nothing and does not end the chat.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from inflight.chat.conversation import Conversation, ConversationError
+from inflight.cli.chat.conversation import Conversation, ConversationError
 from inflight.requests import PRIORITIES, GenerateOptions
 
 UNSET = "default"
@@ -20,9 +20,9 @@ UNSET = "default"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value that `/set` takes: how it is read, whether it can hold, and the rule in words.
+    """A value that `/set` takes: how it is read, whether it is valid, and the rule in words.
 
-    The rules are the router's, which checks the values again: here they are for a quick answer.
+    The router checks the values again; checking them here gives an answer at once.
     """
 
     read: Callable[[str], Any]
@@ -30,7 +30,7 @@ class Setting:
     rule: str = ""
 
     def value(self, text: str) -> Any:
-        """Raises `ValueError` with what is wrong."""
+        """Reads and checks the value. Raises `ValueError` with the reason."""
         try:
             value = self.read(text)
         except ValueError:
@@ -69,7 +69,7 @@ SETTINGS = {
 
 @dataclass(slots=True)
 class ChatState:
-    """What commands change. `model_names` asks the router."""
+    """The state that commands change. `model_names` asks the router."""
 
     conversation: Conversation
     model_names: Callable[[], list[str]]
@@ -79,7 +79,7 @@ class ChatState:
 
 @dataclass(frozen=True, slots=True)
 class ChatCommand:
-    """A command: its arguments as the help shows them, what it does in words, and the function that does it."""
+    """A command: its arguments and its summary for the help, and its function."""
 
     arguments: str
     summary: str
@@ -87,12 +87,12 @@ class ChatCommand:
 
 
 def run_command(state: ChatState, line: str) -> str:
-    """Runs a line that begins with a slash and returns what there is to say about it, which may be nothing."""
+    """Runs a line that begins with a slash and returns the text to show, which may be empty."""
     name, _, argument = line.removeprefix("/").partition(" ")
     command = COMMANDS.get(ALIASES.get(name, name))
     if command is None:
         close = _nearest(name, (*COMMANDS, *ALIASES), "/")
-        return f"there is no /{name}; {close}/help lists what there is"
+        return f"unknown command /{name}; {close}/help lists the commands"
     return command.run(state, argument.strip())
 
 
@@ -109,7 +109,7 @@ def _help(state: ChatState, argument: str) -> str:
 
 def _reset(state: ChatState, argument: str) -> str:
     state.conversation.reset()
-    return "forgotten"
+    return "conversation cleared"
 
 
 def _system(state: ChatState, argument: str) -> str:
@@ -117,38 +117,39 @@ def _system(state: ChatState, argument: str) -> str:
         return state.conversation.system or "no system message"
     state.conversation.system = None if argument == UNSET else argument
     state.conversation.reset()
-    return "the conversation begins anew with it" if state.conversation.system else "no system message any more"
+    done = "set" if state.conversation.system else "removed"
+    return f"system message {done}; conversation cleared"
 
 
 def _save(state: ChatState, argument: str) -> str:
     if not argument:
-        return "/save needs the name of a file"
+        return "/save needs a file name"
     try:
         state.conversation.save(Path(argument).expanduser())
     except ConversationError as error:
         return str(error)
-    return f"saved {len(state.conversation.messages)} messages in {argument}"
+    return f"saved {len(state.conversation.messages)} messages to {argument}"
 
 
 def _load(state: ChatState, argument: str) -> str:
     if not argument:
-        return "/load needs the name of a file"
+        return "/load needs a file name"
     try:
         state.conversation.load(Path(argument).expanduser())
     except ConversationError as error:
         return str(error)
-    return f"goes on after {len(state.conversation.messages)} messages"
+    return f"loaded {len(state.conversation.messages)} messages"
 
 
 def _model(state: ChatState, argument: str) -> str:
     names = state.model_names()
     if not argument:
         chosen = state.options.get("model")
-        return "\n".join(f"{'*' if name == chosen else ' '} {name}" for name in names) or "there is no model"
+        return "\n".join(f"{'*' if name == chosen else ' '} {name}" for name in names) or "no model is served"
     if argument not in names:
-        return f"there is no model {argument!r}, but {', '.join(names) or 'none at all'}"
+        return f"unknown model {argument!r}; served: {', '.join(names) or 'none'}"
     state.options["model"] = argument
-    return f"{argument} answers from now on"
+    return f"model is {argument}"
 
 
 def _set(state: ChatState, argument: str) -> str:
@@ -156,14 +157,14 @@ def _set(state: ChatState, argument: str) -> str:
     text = text.strip()
     if not name:
         shown = [f"{key} {value}" for key, value in state.options.items()]
-        return "\n".join(shown) or f"everything is the model's default; /set takes {', '.join(SETTINGS)}"
+        return "\n".join(shown) or f"all settings have the model's defaults; /set takes {', '.join(SETTINGS)}"
     if name not in SETTINGS:
         close = _nearest(name, SETTINGS)
-        return f"/set takes no {name}; {close.strip()}" if close else f"/set takes {', '.join(SETTINGS)}"
+        return f"unknown setting {name}; {close.strip()}" if close else f"/set takes {', '.join(SETTINGS)}"
     options: dict[str, object] = dict(state.options)
     if text in ("", UNSET):
         options.pop(name, None)
-        said = f"{name} is the default"
+        said = f"{name} has the model's default"
     else:
         try:
             options[name] = SETTINGS[name].value(text)
@@ -180,19 +181,21 @@ def _exit(state: ChatState, argument: str) -> str:
 
 
 COMMANDS = {
-    "help": ChatCommand("", "says this", _help),
-    "reset": ChatCommand("", "forgets the conversation, but for the system message", _reset),
-    "system": ChatCommand("[TEXT]", f"begins anew with this system message, {UNSET}: none; alone: shows it", _system),
-    "save": ChatCommand("FILE", "writes the conversation to a file", _save),
-    "load": ChatCommand("FILE", "goes on with the conversation in a file", _load),
-    "model": ChatCommand("[NAME]", "takes another model; alone: lists them", _model),
-    "set": ChatCommand(
-        "[NAME VALUE]", f"sets temperature, max_tokens or others, {UNSET}: unsets; alone: shows them", _set
+    "help": ChatCommand("", "list the commands", _help),
+    "reset": ChatCommand("", "clear the conversation, keep the system message", _reset),
+    "system": ChatCommand(
+        "[TEXT]", f"set the system message ({UNSET}: none) and clear the conversation; alone: show it", _system
     ),
-    "exit": ChatCommand("", "leaves", _exit),
+    "save": ChatCommand("FILE", "save the conversation", _save),
+    "load": ChatCommand("FILE", "continue a saved conversation", _load),
+    "model": ChatCommand("[NAME]", "choose a model; alone: list them", _model),
+    "set": ChatCommand(
+        "[NAME VALUE]", f"set temperature, max_tokens or others ({UNSET}: unset); alone: show them", _set
+    ),
+    "exit": ChatCommand("", "exit", _exit),
 }
 ALIASES = {"clear": "reset", "quit": "exit", "?": "help"}
 KEYS = (
-    'A line that ends in \\ goes on in the next; """ begins and ends a text of several lines; // begins one with /.',
-    "Ctrl-C ends the answer, or drops the line; twice at the prompt, or Ctrl-D, leaves.",
+    'A line that ends in \\ continues on the next. """ starts and ends a text of several lines. // starts one with /.',
+    "Ctrl-C stops the answer or clears the line. Ctrl-C twice at the prompt, or Ctrl-D, exits.",
 )

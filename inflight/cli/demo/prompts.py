@@ -1,8 +1,8 @@
-"""What the demo asks: a dozen prompts whose answers differ in length by more than an order of magnitude.
+"""Prompts of the demo: a dozen whose answers differ in length by more than an order of magnitude.
 
-Each four that follow one another hold a long one, so that each static batch of four has a passenger for whom the others
-wait; also where the first request to arrive rides alone. Where the length must not differ between the runs, the
-end-of-sequence id is ignored.
+Any four consecutive prompts include a long one, so that every static batch of four waits for a long request, even if
+the first request is a batch of its own. Most prompts ignore the end-of-sequence id, so that both runs have the same
+lengths.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from inflight.requests import ChatMessage
 CHECKED_PROMPT = "What is the capital of France?"
 CHECKED_WORD = "paris"
 
-# Without it the default model's first token is a near tie ("The" against "L", 0.08 logits apart in float32), which
-# rounding in bfloat16 decides now so, now so; with it the smallest gap up to "Paris" is 1.9.
+# Without it the default model's first token is nearly a tie ("The" against "L", 0.08 logits apart in float32), which
+# rounding in bfloat16 decides either way; with it the smallest gap up to "Paris" is 1.9.
 CHECKED_SYSTEM = "You answer questions in one sentence."
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    """A question, and the most tokens its answer may have: exactly as many where `ignore_eos` is set."""
+    """A question and the maximum length of its answer, which is the exact length with `ignore_eos`."""
 
     text: str
     max_tokens: int

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 
-from inflight.chat.commands import ALIASES, COMMANDS, ChatState, run_command
-from inflight.chat.conversation import Conversation, ConversationError
-from inflight.chat.interruption import ctrl_c_cancels
-from inflight.chat.prompt import Prompt, default_history_file, line_editing
-from inflight.cli.address import resolve_addresses
 from inflight.cli.answer import print_answer
-from inflight.cli.connection import add_connection_flags, connected
-from inflight.cli.outcome import EXIT_USAGE, CommandError, in_words
+from inflight.cli.chat.commands import ALIASES, COMMANDS, ChatState, run_command
+from inflight.cli.chat.conversation import Conversation, ConversationError
+from inflight.cli.chat.prompt import Prompt, default_history_file, line_editing
+from inflight.cli.console import EXIT_USAGE, CommandError, in_words
+from inflight.cli.flags import add_connection_flags, add_sampling_flags, connected, request_options, resolve_addresses
 from inflight.cli.parser import CommandParser
-from inflight.cli.sampling_flags import add_sampling_flags, request_options
 from inflight.errors import InflightError
 from inflight.sync import Client
+from inflight.sync_stream import Stream
 
-GREETING = "/help lists commands, Ctrl-C ends the answer, Ctrl-D leaves."
+GREETING = "/help lists the commands, Ctrl-C stops the answer, Ctrl-D exits."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         def model_names() -> list[str]:
             return [model.name for model in client.list_models()]
 
-        names = model_names()  # says at once whether a router answers
+        names = model_names()  # fails at once if no router answers
         state = ChatState(conversation, model_names, request_options(flags))
         if is_terminal:
             print(f"{_model_in_words(state, names)} at {address}. {GREETING}")
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _model_in_words(state: ChatState, names: Sequence[str]) -> str:
-    """Which model answers."""
+    """The model that answers, or those to choose from."""
     chosen = state.options.get("model")
     if chosen or len(names) == 1:
         return chosen or names[0]
@@ -84,11 +85,11 @@ def _command(state: ChatState, line: str, address: str) -> None:
 def _answer(client: Client, state: ChatState, text: str, address: str) -> None:
     try:
         stream = client.generate(chat=state.conversation.asking(text), **state.options)
-    except (InflightError, ValueError) as error:  # a value of /set that its field cannot hold
+    except (InflightError, ValueError) as error:  # ValueError: a value of /set that does not fit its field
         print(f"error: {error}", file=sys.stderr)
         return
     try:
-        with ctrl_c_cancels(stream):
+        with _ctrl_c_cancels(stream):
             summary = print_answer(stream, sys.stdout, sys.stderr)
     except KeyboardInterrupt:
         stream.cancel()
@@ -102,20 +103,41 @@ def _answer(client: Client, state: ChatState, text: str, address: str) -> None:
         state.conversation.answered(text, said)
 
 
+@contextmanager
+def _ctrl_c_cancels(stream: Stream) -> Iterator[None]:
+    """Makes the first Ctrl-C cancel the stream, which then ends without an error. A second one raises as usual.
+
+    An exception inside gRPC's code may be lost, or be raised while a lock is held, so the signal raises none: it
+    cancels from another thread.
+    """
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Thread(target=stream.cancel, daemon=True).start()
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _editing(flags: argparse.Namespace) -> AbstractContextManager[None]:
     history_file = None if flags.no_history else Path(flags.history_file or default_history_file())
     return line_editing(history_file, [f"/{name}" for name in (*COMMANDS, *ALIASES)])
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="inflight chat", description=f"Talks with a model. {GREETING}")
-    parser.add_argument("--system", metavar="TEXT", help="system message that the conversation begins with")
-    parser.add_argument("--load", metavar="FILE", help="go on with a conversation that /save has written")
+    parser = CommandParser(prog="inflight chat", description=f"Chats with a model. {GREETING}")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    parser.add_argument("--load", metavar="FILE", help="continue a conversation that /save has written")
     history = parser.add_mutually_exclusive_group()
     history.add_argument(
-        "--history-file", metavar="FILE", help="lines typed before; default: ~/.local/state/inflight/chat_history"
+        "--history-file",
+        metavar="FILE",
+        help="file of the input history; default: ~/.local/state/inflight/chat_history",
     )
-    history.add_argument("--no-history", action="store_true", help="keep no history")
+    history.add_argument("--no-history", action="store_true", help="keep no input history")
     add_sampling_flags(parser)
     add_connection_flags(parser)
     return parser

@@ -1,10 +1,10 @@
-"""Draws the screen of `inflight top`. Pure: a message and a width make text.
+"""The screen of `inflight top`. Pure: makes text of a message and a width.
 
-    seats   ■ ■ ■ ◧ ◧ □ □    a cell for each: ■ gets tokens, ◧ its prompt is computed, □ free
-    blocks  ████▓▓▒▒░░░░     █ held, ▓ promised, ▒ kept for their prefix and held by nobody, ░ free
+    seats   ■ ■ ■ ◧ ◧ □ □    a cell for each: ■ decode, ◧ prefill, □ free
+    blocks  ████▓▓▒▒░░░░     █ used, ▓ reserved, ▒ in the prefix cache only, ░ free
 
-Colours only repeat what the signs say. What other people chose (names of tenants, models, executors) is text, never
-markup, and bears no control characters.
+Colours only repeat the symbols. Names of tenants, models and executors are text, never markup, without control
+characters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from inflight.catalogue import enum_name
-from inflight.top.screen import Screen
+from inflight.cli.top.screen import Screen
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
 LABEL_WIDTH = 8
@@ -26,8 +26,8 @@ MAX_BAR_WIDTH = 80
 MAX_SEAT_LINES = 4
 MAX_QUEUES = 12
 MAX_SEQUENCES = 20
-LEGEND = "seats: ■ gets tokens ◧ prompt is computed □ free   blocks: █ held ▓ promised ▒ evictable ░ free"
-KEYS = "q leaves, s sorts, ↑ ↓ choose"
+LEGEND = "seats: ■ decode ◧ prefill □ free   blocks: █ used ▓ reserved ▒ evictable ░ free"
+KEYS = "q quits, s sorts, ↑ ↓ select"
 # Field of ModelLatency → heading.
 LATENCIES = {
     "ttft_p50_ms": "TTFT p50 ms",
@@ -42,11 +42,11 @@ SEAT_SIGNS = {
 }
 FREE_SEAT = ("□", "dim")
 TAKEN_SEAT = ("■", "green")
-HELD, PROMISED, KEPT, FREE = ("█", "green"), ("▓", "yellow"), ("▒", "cyan"), ("░", "dim")
+USED, RESERVED, CACHED, FREE = ("█", "green"), ("▓", "yellow"), ("▒", "cyan"), ("░", "dim")
 
 
 def render(screen: Screen, width: int, *, has_keys: bool = True) -> RenderableType:
-    """The whole screen, for a terminal so many columns wide; `has_keys`: whether somebody may press them."""
+    """The whole screen, for a terminal so many columns wide. `has_keys` shows the keys."""
     parts: list[RenderableType] = [_heading(screen, has_keys), _latencies(screen.now.latencies), Text()]
     for executor in screen.executors:
         parts += _executor(executor, screen, width)
@@ -112,10 +112,10 @@ def _executor_line(
     if shows_model:
         line.append(f"  {_plain(capacity.model)}")
     if not capacity.accepting:
-        line.append("  takes nothing new", "yellow")
+        line.append("  not accepting", "yellow")
     line.append(f"  seats {capacity.seats_used}/{capacity.seats_total}")
     if capacity.num_waiting:
-        line.append(f" + {capacity.num_waiting} standing by")
+        line.append(f" + {capacity.num_waiting} standby")
     rate = "" if step_rate is None else f"{step_rate:.0f} steps/s  "
     step_ms = "-" if capacity.HasField("steps_per_s") and not capacity.steps_per_s else f"{capacity.step_ms:.1f}"
     line.append(f"  {rate}{capacity.output_tokens_per_s:.0f} tokens/s  step {step_ms} ms")
@@ -126,7 +126,7 @@ def _executor_line(
 
 
 def _step_rate(capacity: inference_pb2.ExecutorCapacity, screen: Screen) -> float | None:
-    """Over the same ten seconds as its tokens; of an executor that does not say, since the message before."""
+    """Over the same ten seconds as its tokens; for an executor that does not report it, since the last message."""
     if capacity.HasField("steps_per_s"):
         return capacity.steps_per_s
     return screen.step_rates.get(capacity.executor_id)
@@ -138,7 +138,7 @@ def _seats(executor: inference_pb2.ExecutorStats, bar_width: int) -> Text:
         return _bar([(capacity.seats_used, TAKEN_SEAT)], capacity.seats_total, FREE_SEAT, bar_width)
     signs = [FREE_SEAT] * capacity.seats_total
     by_seat = {one.seat: SEAT_SIGNS.get(one.phase, TAKEN_SEAT) for one in executor.sequences if one.HasField("seat")}
-    if not by_seat:  # not told who sits where: from the left
+    if not by_seat:  # the message has no sequences: fill from the left
         by_seat = dict.fromkeys(range(capacity.seats_used), TAKEN_SEAT)
     for seat, sign in by_seat.items():
         if seat < len(signs):
@@ -154,8 +154,8 @@ def _seats(executor: inference_pb2.ExecutorStats, bar_width: int) -> Text:
 
 
 def _blocks(capacity: inference_pb2.ExecutorCapacity, bar_width: int) -> Text:
-    promised = max(0, capacity.blocks_reserved - capacity.blocks_used)
-    parts = [(capacity.blocks_used, HELD), (promised, PROMISED), (capacity.blocks_cached, KEPT)]
+    reserved = max(0, capacity.blocks_reserved - capacity.blocks_used)
+    parts = [(capacity.blocks_used, USED), (reserved, RESERVED), (capacity.blocks_cached, CACHED)]
     return _bar(parts, capacity.blocks_total, FREE, bar_width)
 
 
@@ -163,14 +163,14 @@ def _blocks_in_words(capacity: inference_pb2.ExecutorCapacity) -> Text:
     host_total = capacity.host_blocks_total
     host = f", {capacity.host_blocks_used}/{host_total} in host memory" if host_total else ""
     return Text(
-        f"{capacity.blocks_used} held, {capacity.blocks_reserved} reserved, {capacity.blocks_cached} evictable "
+        f"{capacity.blocks_used} used, {capacity.blocks_reserved} reserved, {capacity.blocks_cached} evictable "
         f"of {capacity.blocks_total}{host}",
         "dim",
     )
 
 
 def _bar(parts: Sequence[tuple[int, tuple[str, str]]], total: int, rest: tuple[str, str], bar_width: int) -> Text:
-    """What there is at all is seen: a part takes one cell at least, as long as there are cells."""
+    """Every part that is not empty takes at least one cell, as long as there are cells."""
     text, num_left, drawn, counted = Text(), bar_width, 0, 0
     for amount, (sign, style) in parts:
         counted = min(total, counted + amount)
@@ -197,7 +197,7 @@ def _newest_step(step: stats_pb2.IterationStats) -> Text:
     parts = ", ".join(f"{_plain(part.name)} {part.ms:.1f}" for part in step.parts)
     return Text(
         f"{step.iter}: {step.iter_latency_ms:.1f} ms, device {step.device_ms:.1f}; "
-        f"{batch.num_ctx_tokens} tokens of {batch.num_context_requests} prompts, {batch.num_gen_tokens} tokens out; "
+        f"{batch.num_ctx_tokens} tokens of {batch.num_context_requests} prompts, {batch.num_gen_tokens} output tokens; "
         f"boarded {batch.num_boarded_requests}, ended {batch.num_completed_requests}; host ms: {parts or '-'}"
     )
 
@@ -222,7 +222,7 @@ def _sequences(sequences: Sequence[stats_pb2.SequenceStats]) -> Table:
 
 def _queues(queues: Sequence[inference_pb2.TenantQueue]) -> RenderableType:
     if not queues:
-        return Text("nothing waits", "dim")
+        return Text("no requests waiting", "dim")
     table = _table("waiting", "class", "tenant")
     for heading in ("requests", "tokens", "longest wait"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -262,5 +262,5 @@ def _clock(timestamp_ms: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without what would command a terminal."""
+    """The text without control characters."""
     return "".join(character if character.isprintable() else "�" for character in text)

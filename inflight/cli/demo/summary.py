@@ -1,4 +1,4 @@
-"""What the demo says at its end: the answers, and in-flight against static batching."""
+"""Tables at the end of the demo: the answers, and in-flight against static batching."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from inflight.demo.prompts import CHECKED_PROMPT, CHECKED_WORD
-from inflight.demo.round import Round
+from inflight.cli.demo.prompts import CHECKED_PROMPT, CHECKED_WORD
+from inflight.cli.demo.round import Round
 
 
 def answers_table(finished: Round) -> Table:
@@ -45,7 +45,7 @@ def comparison_table(inflight: Round, static: Round) -> Table:
 
 
 def names_the_capital(finished: Round) -> bool:
-    """Whether the checked question was answered rightly."""
+    """Whether the checked question was answered correctly."""
     answers = [rider.text for rider in finished.riders if rider.prompt.text == CHECKED_PROMPT]
     return bool(answers) and all(CHECKED_WORD in answer.lower() for answer in answers)
 

@@ -1,4 +1,4 @@
-"""One round of the demo: every prompt at once against one stack, watched until the last has left."""
+"""One round of the demo: all prompts at once against one stack, until the last request has finished."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight.aio import Client
-from inflight.demo.board import Board, Rider, RiderState
-from inflight.demo.display import Display
-from inflight.demo.prompts import DemoPrompt
+from inflight.aio import AsyncClient
+from inflight.cli.demo.board import Board, Rider, RiderState
+from inflight.cli.demo.display import Display
+from inflight.cli.demo.prompts import DemoPrompt
 from inflight.errors import InflightError
 from inflight.events import Delta, Finished, Started
 
 REFRESH_INTERVAL_S = 0.2
 WARM_UP_TOKENS = 4
 
-# Nothing in the demo takes nearly as long; a stream that hangs must not hang the demo.
+# Far longer than any request of the demo: a stream that hangs must not hang the demo.
 REQUEST_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a round brought. `total_s` is from sending the prompts to the end of the last answer."""
+    """The result of a round. `total_s` is from sending the prompts to the end of the last answer."""
 
     riders: tuple[Rider, ...]
     total_s: float
@@ -45,21 +45,21 @@ class Round:
 
     @property
     def failures(self) -> list[Rider]:
-        """Requests that did not end well."""
+        """Requests that failed."""
         return [rider for rider in self.riders if rider.state is not RiderState.DONE]
 
 
 class RoundRunner:
     """Sends the prompts and keeps board and display up to date."""
 
-    def __init__(self, client: Client, board: Board, display: Display) -> None:
+    def __init__(self, client: AsyncClient, board: Board, display: Display) -> None:
         self._client = client
         self._board = board
         self._display = display
         self._began_s = 0.0
 
     async def run(self) -> Round:
-        """Sends every prompt, one right after the other, and returns when the last answer has ended."""
+        """Sends every prompt, one right after the other, and returns when the last answer is complete."""
         await self._client.complete(chat="Hello", temperature=0, max_tokens=WARM_UP_TOKENS, timeout=REQUEST_TIMEOUT_S)
         self._began_s = time.monotonic()
         all_left = asyncio.Event()
@@ -70,14 +70,14 @@ class RoundRunner:
                     for rider in self._board.riders:
                         in_line = asyncio.Event()
                         riding.create_task(self._ride(rider, in_line))
-                        await in_line.wait()  # so that the line has the same order in every round
+                        await in_line.wait()  # so that the queue has the same order in every round
                 total_s = self._now_s()
             finally:
                 all_left.set()
         return Round(tuple(self._board.riders), total_s)
 
     async def _ride(self, rider: Rider, in_line: asyncio.Event) -> None:
-        """Follows one request to its end. `in_line` is set as soon as the router has taken or refused it."""
+        """Follows one request to its end. `in_line` is set once the router has accepted or refused it."""
         board, prompt = self._board, rider.prompt
         stream = self._client.generate(
             chat=prompt.chat,
@@ -106,13 +106,13 @@ class RoundRunner:
         self._announce(board.leave(rider, self._now_s(), ending))
 
     async def _watch(self, all_left: asyncio.Event) -> None:
-        """Refreshes the display until everybody has left, and once more then."""
+        """Refreshes the display until all requests have finished, and once after that."""
         while True:
             try:
                 capacity = await self._client.capacity(timeout=REFRESH_INTERVAL_S * 5)
                 self._display.refresh(self._board, capacity, self._now_s())
             except InflightError:
-                pass  # the riders' own streams tell what is wrong
+                pass  # the streams report the error
             if all_left.is_set():
                 return
             try:
@@ -129,6 +129,6 @@ class RoundRunner:
         return time.monotonic() - self._began_s
 
 
-async def run_round(client: Client, prompts: Sequence[DemoPrompt], num_seats: int, display: Display) -> Round:
+async def run_round(client: AsyncClient, prompts: Sequence[DemoPrompt], num_seats: int, display: Display) -> Round:
     """One round with these prompts; a short request before it warms the executor up."""
     return await RoundRunner(client, Board(prompts, num_seats), display).run()

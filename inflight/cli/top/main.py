@@ -1,4 +1,4 @@
-"""`inflight top`: seats, blocks, queues and latencies, live; and `inflight stats`, the same as lines of JSON."""
+"""`inflight top`: seats, blocks, queues and latencies, live; and `inflight stats`, the same as JSON lines."""
 
 from __future__ import annotations
 
@@ -15,27 +15,24 @@ import grpc
 from rich.console import Console
 from rich.live import Live
 
-from inflight.aio import Client
-from inflight.cli import terminal
-from inflight.cli.address import resolve_addresses
-from inflight.cli.connection import access_of, add_connection_flags
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_USAGE, CommandError, errors_in_words, in_words
+from inflight.aio import AsyncClient
+from inflight.cli.console import EXIT_USAGE, CommandError, errors_in_words, in_words, open_console, run_in_foreground
+from inflight.cli.flags import access_of, add_connection_flags, resolve_addresses
 from inflight.cli.parser import CommandParser
+from inflight.cli.top.keys import keyboard
+from inflight.cli.top.screen import Screen
+from inflight.cli.top.view import render
 from inflight.errors import InflightError
 from inflight.statistics import stats_json
-from inflight.top.keys import keyboard
-from inflight.top.screen import Screen
-from inflight.top.view import render
 from inflight.v1 import inference_pb2
 
-# Until a router that has gone is asked for again, or another one.
+# Wait before another call after a router has ended the stream.
 RETRY_S = 1.0
 PICTURE_WIDTH = 110
 SVG_OPENING = '<svg class="rich-terminal" role="img" aria-labelledby="title desc"'
 SVG_WORDS = (
     '<title id="title">inflight top</title><desc id="desc">A terminal: seats, KV blocks, steps and speeds of each '
-    "executor, what waits by class and tenant, and times to the first token and between tokens.</desc>"
+    "executor, the queues by class and tenant, time to first token and inter-token latency.</desc>"
 )
 FONT_FACES = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
@@ -61,9 +58,9 @@ def _run(flags: argparse.Namespace) -> int:
 async def _top(flags: argparse.Namespace) -> int:
     addresses = resolve_addresses(flags)
     address = ", ".join(addresses)
-    # Ctrl-C is how it is meant to end.
+    # Ctrl-C is the normal end.
     with suppress(asyncio.CancelledError), errors_in_words(address, is_verbose=flags.verbose):
-        async with Client(*addresses, **access_of(flags)) as client:
+        async with AsyncClient(*addresses, **access_of(flags)) as client:
             if flags.json:
                 await _print_json(client, flags)
             elif flags.once or flags.svg or not sys.stdout.isatty():
@@ -73,7 +70,7 @@ async def _top(flags: argparse.Namespace) -> int:
     return 0
 
 
-async def _messages(client: Client, flags: argparse.Namespace) -> Messages:
+async def _messages(client: AsyncClient, flags: argparse.Namespace) -> Messages:
     stats = client.stats(
         model=flags.model or "",
         interval=flags.interval,
@@ -85,7 +82,7 @@ async def _messages(client: Client, flags: argparse.Namespace) -> Messages:
             yield one.wire
 
 
-async def _print_json(client: Client, flags: argparse.Namespace) -> None:
+async def _print_json(client: AsyncClient, flags: argparse.Namespace) -> None:
     if flags.once:
         print(stats_json((await _settled(client, flags)).now), flush=True)
         return
@@ -93,17 +90,17 @@ async def _print_json(client: Client, flags: argparse.Namespace) -> None:
         print(stats_json(message), flush=True)
 
 
-async def _show_once(client: Client, flags: argparse.Namespace) -> None:
+async def _show_once(client: AsyncClient, flags: argparse.Namespace) -> None:
     screen = await _settled(client, flags)
     if flags.svg:
         await asyncio.to_thread(_write, Path(flags.svg), as_svg(screen))
         return
-    console = terminal.console()
+    console = open_console()
     console.print(render(screen, console.width, has_keys=False))
 
 
-async def _settled(client: Client, flags: argparse.Namespace) -> Screen:
-    """The second message, for speeds are differences and the first one tells of no steps."""
+async def _settled(client: AsyncClient, flags: argparse.Namespace) -> Screen:
+    """The screen of the second message: rates are differences, and the first message has no steps."""
     screen: Screen | None = None
     async with aclosing(_messages(client, flags)) as messages:
         async for message in messages:
@@ -111,7 +108,7 @@ async def _settled(client: Client, flags: argparse.Namespace) -> Screen:
                 return screen.shows(message)
             screen = Screen.of(message)
     if screen is None:
-        raise CommandError("the router told nothing")
+        raise CommandError("the router sent no statistics")
     return screen
 
 
@@ -123,7 +120,7 @@ def _write(path: Path, picture: str) -> None:
 
 
 def as_svg(screen: Screen) -> str:
-    """A picture that needs no font of another site and says in words what it shows."""
+    """A picture with a description and without fonts of another site."""
     console = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), markup=False, highlight=False)
     console.print(render(screen, PICTURE_WIDTH))
     drawn = FONT_FACES.sub("", console.export_svg(title="inflight top", unique_id="top"))
@@ -131,9 +128,9 @@ def as_svg(screen: Screen) -> str:
 
 
 class LiveTop:
-    """The alternate screen, drawn again at every message and key. A router that goes away is asked for again."""
+    """The alternate screen, drawn at every message and key. Calls again when a router ends the stream."""
 
-    def __init__(self, client: Client, flags: argparse.Namespace, address: str) -> None:
+    def __init__(self, client: AsyncClient, flags: argparse.Namespace, address: str) -> None:
         self._client = client
         self._flags = flags
         self._address = address
@@ -141,10 +138,10 @@ class LiveTop:
         self._has_changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Until the user leaves."""
+        """Runs until the user quits."""
         messages = _messages(self._client, self._flags)
-        self._take(await anext(messages))  # what cannot be asked at all is said on the normal screen
-        console = terminal.console()
+        self._take(await anext(messages))  # an error of the first call is shown on the normal screen
+        console = open_console()
         async with AsyncExitStack() as opened:
             live = opened.enter_context(Live(console=console, screen=True, auto_refresh=False))
             opened.enter_context(keyboard(self._press))
@@ -161,7 +158,7 @@ class LiveTop:
 
     async def _follow(self, messages: Messages) -> None:
         while True:
-            note = "the router has ended; asking again"
+            note = "the router ended the stream; reconnecting"
             try:
                 async for message in messages:
                     self._take(message)
@@ -194,14 +191,18 @@ async def _end(following: asyncio.Task[None]) -> None:
 def _parser(name: str) -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=f"inflight {name}",
-        description="Shows seats, KV blocks, queues and latencies, again and again, and every step of an executor that "
-        "is chosen. `inflight stats` is `inflight top --json`.",
+        description="Shows seats, KV blocks, queues and latencies live, and the latest step of a selected executor. "
+        "`inflight stats` is `inflight top --json`.",
     )
     parser.add_argument("--model", metavar="NAME", help="only this model")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="how often (default: 1)")
-    parser.add_argument("--once", action="store_true", help="show it once")
-    parser.add_argument("--json", action="store_true", help="print a JSON object per line, with what each step did")
-    parser.add_argument("--sequences", action="store_true", help="with --json: who sits where, too")
-    parser.add_argument("--svg", metavar="FILE", help="write a picture of it")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="time between updates (default: 1)"
+    )
+    parser.add_argument("--once", action="store_true", help="print once and exit")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object per line, with the statistics of each step"
+    )
+    parser.add_argument("--sequences", action="store_true", help="with --json: include the sequences of each executor")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture")
     add_connection_flags(parser)
     return parser

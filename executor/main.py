@@ -131,7 +131,7 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         settings.batching,
     )
     if limits.num_host_blocks:
-        log.info("%d KV blocks of host memory keep sequences that give up their seat", limits.num_host_blocks)
+        log.info("%d KV blocks of host memory for preempted sequences", limits.num_host_blocks)
     return Loaded(source, model, num_blocks, limits)
 
 
@@ -249,7 +249,7 @@ def build(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garb
         try:
             service.on_output(output)
         except Exception:
-            log.exception("what a step brought is lost, and its streams cannot go on")
+            log.exception("the output of a step is lost, and its streams cannot continue")
             failed.set()
 
     def publish(output: EngineOutput) -> None:

@@ -159,7 +159,7 @@ def _metadata(request: Request) -> dict[str, str]:
     for authorization in shown:
         is_plain = authorization.isascii() and authorization.isprintable()
         if not is_plain or len(authorization) > MAX_AUTHORIZATION_CHARACTERS:
-            raise ApiError(401, "Authorization: is no key", "authentication_error", code="invalid_api_key")
+            raise ApiError(401, "Authorization: is not a valid key", "authentication_error", code="invalid_api_key")
         metadata["authorization"] = authorization
     return metadata
 

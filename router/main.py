@@ -47,7 +47,7 @@ def load_texts(settings: RouterSettings) -> dict[str, TextModel]:
     for entry in settings.model:
         source = _source(entry)
         if source.name in texts:
-            raise SettingError(f"model: {source.name} is there twice; give one of them another name with name=source")
+            raise SettingError(f"model: {source.name} is listed twice; give one of them another name with name=source")
         texts[source.name] = TextModel(
             load_tokenizer(source), allow_special_tokens_in_chat=settings.allow_special_tokens_in_chat
         )
@@ -100,7 +100,7 @@ async def _listen(router: RouterApp, settings: RouterSettings) -> None:
         await router.server.start_health(settings.health_listen)
     if router.http is not None:
         http = await router.http.start(settings.http_listen)
-        log.info("metrics on http://%s/metrics%s", http, f", the board on http://{http}/" if settings.board else "")
+        log.info("metrics on http://%s/metrics%s", http, f"; dashboard on http://{http}/" if settings.board else "")
     log.info("router %s serves %s on %s", router.router_id, ", ".join(sorted(router.pools.by_name)), address)
 
 

@@ -72,7 +72,7 @@ async def watch(
         if stands_still != (seen.still_s >= limit_s):
             stands_still = not stands_still
             if stands_still:
-                log.error("the engine has work and has made no step for %.1f s", seen.still_s)
+                log.error("the engine has work but has made no step for %.1f s", seen.still_s)
             else:
                 log.warning("the engine makes steps again")
             await tell(stands_still)

@@ -312,7 +312,7 @@ class PlacementTable:
         now_s, grace_s = self._clock(), self._keeping.orphan_grace_s
         due = [holding for holding in self._orphans if holding.orphaned_s + grace_s <= now_s]
         if due:
-            log.info("no router came for %d sequences; they are cancelled", len(due))
+            log.info("no router took over %d sequences; they are cancelled", len(due))
         self._cancel_orphans(due)
         self.ended.expire(now_s)
         orphan = next(iter(self._orphans), None)

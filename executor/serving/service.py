@@ -283,7 +283,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._tend()
         if not self._sessions:
             self._all_left.set()
-        log.info("router %s left, and %d of its sequences behind", session.router_id, num_left)
+        log.info("router %s disconnected; %d of its sequences have no router", session.router_id, num_left)
 
     def _tend(self) -> None:
         """Does what is due, and comes again when more will be."""

@@ -14,7 +14,7 @@ A NaN is never chosen and weighs nothing. A row in which nothing is left (every 
 
 Among equal logits at the edge of top_k or top_p the lowest ids are kept, so that the count is exact.
 
-On a CPU our C++ code does this ten to forty times faster (native/sampler.h, native/compare_samplers.py); what is
+On a CPU our C++ code does this ten to forty times faster (native/sampler.h); what is
 written out here in torch runs on any device and is the oracle in tests.
 """
 

@@ -81,7 +81,7 @@ class Feed:
         except RequestError as error:
             self.error = error
         except Exception:
-            log.exception("the board's statistics failed")
+            log.exception("the dashboard's statistics failed")
 
     def _wake(self) -> None:
         self._changed.set()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos.tiny_model import write_tiny_model
+from bench.fleet.tiny_model import write_tiny_model
 from inflight import AsyncClient
 from inflight.events import Completion, FinishReason
 from tests.deploy.kubelet import Node, Pod, addresses_of

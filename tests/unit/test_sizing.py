@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos.tiny_model import write_tiny_model
+from bench.fleet.tiny_model import write_tiny_model
 from common.model_source import ModelError
 from common.settings import SettingError, load
 from executor import main as executor_main

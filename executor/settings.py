@@ -1,4 +1,4 @@
-"""What an executor process can be told. Read once, validated, never changed."""
+"""Settings of an executor process. Read once, validated, never changed."""
 
 from __future__ import annotations
 
@@ -39,21 +39,22 @@ class ExecutorSettings(ProcessSettings):
         "auto", description="instructions that the CPU kernels are built for; auto: the best that the processor has"
     )
     batching: Literal["inflight", "static"] = Field(
-        "inflight", description="inflight: board and leave at every step; static: nobody boards until everyone got off"
+        "inflight",
+        description="inflight: sequences board and leave at every step; static: only when the whole batch has ended",
     )
     batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = Field(
         "guaranteed_no_evict",
-        description="KV that is reserved; guaranteed_no_evict: to the end; max_utilization: as much as is likely",
+        description="KV that is reserved; guaranteed_no_evict: to the end; max_utilization: what is likely needed",
     )
     max_num_sequences: int = Field(32, ge=1, le=4096, description="seats: most sequences in a step")
     num_standby_sequences: int = Field(
-        8, ge=0, le=4096, description="most sequences held beyond the seats; as many as ends and refills ask for"
+        8, ge=0, le=4096, description="most sequences held beyond the seats; the actual number follows the rate of ends"
     )
     max_num_tokens: int = Field(1024, ge=16, le=1_048_576, description="most tokens in a step")
     enable_chunked_context: bool = Field(True, description="compute long prompts in chunks mixed with decodes")
     enable_overlap: bool = Field(True, description="plan and launch a step while the device computes the one before")
     max_inter_token_ms: float = Field(
-        0.0, ge=0, description="longest step while someone decodes, by smaller chunks of prompts; 0: twice the usual"
+        0.0, ge=0, description="longest step beside running decodes, kept by smaller prefill chunks; 0: twice the usual"
     )
     enable_cuda_graphs: bool = Field(True, description="replay decode steps as CUDA graphs; off: launch every kernel")
     enable_kv_cache_reuse: bool = Field(True, description="reuse KV blocks of equal prompt prefixes")
@@ -66,7 +67,7 @@ class ExecutorSettings(ProcessSettings):
         0.2, gt=0, le=0.9, description="share of the free memory for the KV pool when the device is a CPU"
     )
     kv_cache_host_memory_bytes: int = Field(
-        0, ge=0, description="host memory for the KV of sequences that gave up their seat; 0: none, they are recomputed"
+        0, ge=0, description="host memory for the KV of preempted sequences; 0: none, they are recomputed"
     )
     max_sequence_length: int = Field(0, ge=0, description="most tokens of prompt and output; 0: the model's context")
     num_threads: int = Field(0, ge=0, le=1024, description="compute threads; 0: the cores this process may use")
@@ -75,9 +76,9 @@ class ExecutorSettings(ProcessSettings):
         None, description="PEM certificate chain for routers; read again when it changes"
     )
     tls_key_file: Path | None = Field(None, description="PEM private key of tls_cert_file")
-    tls_ca_file: Path | None = Field(None, description="PEM certificates of who may sign routers' certificates")
+    tls_ca_file: Path | None = Field(None, description="PEM certificates of the CAs that sign routers' certificates")
     router_names: tuple[str, ...] = Field(
-        (), description="names (SAN: DNS or URI) of which a router's certificate must bear one, comma-separated"
+        (), description="names (SAN: DNS or URI), comma-separated; a router's certificate must have one of them"
     )
     health_listen: str = Field(
         "", description="another address host:port, in the clear, for health checks alone; empty: none"
@@ -87,11 +88,17 @@ class ExecutorSettings(ProcessSettings):
         "", description="OpenTelemetry collector that traces go to by OTLP over gRPC, http://host:4317; empty: none"
     )
     orphan_grace_s: float = Field(
-        15.0, ge=0, le=3600, description="seconds that sequences go on whose router is gone, for another to take over"
+        15.0,
+        ge=0,
+        le=3600,
+        description="seconds that a sequence runs on after its router is gone, for another to take over",
     )
     retain_ended_s: float = Field(60.0, ge=0, le=3600, description="seconds that the ids of an ended sequence are kept")
     watchdog_s: float = Field(
-        30.0, ge=1, le=3600, description="seconds with work and without a step until it hands it back, unhealthy"
+        30.0,
+        ge=1,
+        le=3600,
+        description="seconds without a step, despite work, until the executor is unhealthy and hands its work back",
     )
     drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running sequences get to end on SIGTERM")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")

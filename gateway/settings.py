@@ -1,4 +1,4 @@
-"""What a gateway process can be told. Read once, validated, never changed."""
+"""Settings of a gateway process. Read once, validated, never changed."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class GatewaySettings(ProcessSettings):
         description="router addresses host:port, comma-separated; dns:///name:port alone means every address of a name",
     )
     router_tls_ca_file: Path | None = Field(
-        None, description="PEM certificates of who may sign routers' certificates; unset: no TLS to routers"
+        None, description="PEM certificates of the CAs that sign routers' certificates; unset: no TLS to routers"
     )
     router_tls_cert_file: Path | None = Field(None, description="PEM certificate chain shown to routers")
     router_tls_key_file: Path | None = Field(None, description="PEM private key of router_tls_cert_file")
     router_tls_name: str = Field(
-        "", description="name that routers' certificates must bear; empty: the host of their address"
+        "", description="name that routers' certificates must have; empty: the host of their address"
     )
     tls_cert_file: Path | None = Field(None, description="PEM certificate chain for clients; unset: HTTP in the clear")
     tls_key_file: Path | None = Field(None, description="PEM private key of tls_cert_file")
     max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="largest body of a request")
-    max_requests: int = Field(2000, ge=1, description="requests under way; more are refused with 503")
+    max_requests: int = Field(2000, ge=1, description="running requests; more are refused with 503")
     max_choices: int = Field(128, ge=1, le=10_000, description="choices of one request: prompts times n")
     default_priority: Literal["interactive", "standard", "batch"] | None = Field(
-        None, description="class of requests that name none; unset: the router's default for the caller"
+        None, description="class of requests without one; unset: the router's default for the caller"
     )
     default_resume_ttl_s: float = Field(
         0.0,
         ge=0,
         le=3600,
-        description="seconds that a stream which names no resume_ttl_s goes on without its client; 0: it is cancelled "
+        description="seconds that a stream without resume_ttl_s goes on after its client has left; 0: it is cancelled "
         "at once",
     )
     heartbeat_s: float = Field(

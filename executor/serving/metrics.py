@@ -1,7 +1,7 @@
-"""What an executor counts and measures: `docs/metrics.md`.
+"""Metrics of an executor; see `docs/metrics.md`.
 
-How it stands is read when it is scraped, from the newest that the loop said of itself. What steps were is taken in on
-the event loop's thread, one record each. The loop itself counts nothing for this.
+Gauges are read at each scrape from the newest engine status. Steps are counted from their records, on the event loop's
+thread, so the engine loop does no work for metrics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PHASES = ("prefill", "decode")
 
 
 def executor_metrics(service: ExecutorService) -> CollectorRegistry:
-    """A registry of all that the executor tells; from now on it takes in each step."""
+    """Returns a registry of the executor's metrics, and subscribes to its steps."""
     registry, model = new_registry(), service.description.model
     steps = StepMetrics(registry, model)
     service.steps.on_record = steps.observe
@@ -34,12 +34,12 @@ def executor_metrics(service: ExecutorService) -> CollectorRegistry:
 
 
 class StepMetrics:
-    """What steps were, and sums over them."""
+    """Histograms and sums over steps."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._step_s = Histogram(
             "inflight_step_seconds",
-            "From the end of the step before to its own end.",
+            "Time from the end of the previous step to the end of this one.",
             ["model"],
             buckets=STEP_S,
             registry=registry,
@@ -57,7 +57,6 @@ class StepMetrics:
         self.output_tokens = 0
 
     def observe(self, record: StepRecord) -> None:
-        """Takes in a step."""
         plan = record.plan
         self._step_s.observe(sum(record.times))
         self._prefills.observe(plan.num_prefills)
@@ -71,14 +70,13 @@ class StepMetrics:
 
 
 class StandingMetrics(Collector):
-    """How the executor stands; nothing before its loop has said so."""
+    """Metrics read from the engine's status at each scrape; none before the first status."""
 
     def __init__(self, service: ExecutorService, steps: StepMetrics) -> None:
         self._service = service
         self._steps = steps
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, as it is now."""
         status = self._service.status
         if status is None:
             return
@@ -88,7 +86,7 @@ class StandingMetrics(Collector):
         yield from self._vllm(status)
 
     def describe(self) -> Iterator[Metric]:
-        """None: that would be a scrape before there is anything to tell."""
+        """Yields nothing: the registry would scrape the executor before it has a status."""
         yield from ()
 
     def _gauges(self, status: EngineStatus) -> Iterator[Metric]:
@@ -97,13 +95,13 @@ class StandingMetrics(Collector):
             ("seats", "Seats.", description.max_num_sequences),
             ("seats_used", "Sequences on a seat.", status.num_running),
             ("sequences_waiting", "Sequences accepted that have no seat.", _num_waiting(status)),
-            ("sequences_preempted", "Of these, those that gave up their seat.", status.num_preempted),
+            ("sequences_preempted", "Of these, those that were preempted.", status.num_preempted),
             ("orphans", "Sequences whose router is gone.", self._service.num_orphans),
             ("blocks", "KV blocks.", status.total_blocks),
             ("blocks_used", "KV blocks that sequences hold.", status.used_blocks),
             ("blocks_reserved", "KV blocks reserved for the sequences held.", kv.reserved_blocks),
             ("blocks_cached", "KV blocks that hold a prefix.", kv.published_blocks),
-            ("blocks_evictable", "Of these, those that nobody holds.", kv.evictable_blocks),
+            ("blocks_evictable", "Of these, those that no sequence holds.", kv.evictable_blocks),
             ("host_blocks", "KV blocks of host memory.", description.host_blocks),
             ("host_blocks_used", "Of these, those in use.", status.used_host_blocks),
             ("draining", "1 where it takes no new work.", int(status.draining or not self._service.takes_work)),
@@ -117,14 +115,14 @@ class StandingMetrics(Collector):
         for name, text, value in (
             ("device_busy_seconds", "Seconds that the device worked.", status.device_busy_s),
             ("work_seconds", "Seconds in which there was work.", status.elapsed_s),
-            ("preemptions", "Seats given up.", status.num_preemptions),
+            ("preemptions", "Preemptions.", status.num_preemptions),
             ("computed_tokens", "Tokens computed.", status.computed_tokens),
-            ("recomputed_tokens", "Of these, tokens computed once more.", status.recomputed_tokens),
+            ("recomputed_tokens", "Of these, tokens computed again after a preemption.", status.recomputed_tokens),
             ("prefix_query_tokens", "Tokens of prompts looked up in the prefix cache.", kv.query_tokens),
             ("prefix_hit_tokens", "Of these, tokens found.", kv.hit_tokens),
             (
                 "executor_invalid_logits",
-                "Sequences ended because their logits held no number.",
+                "Sequences ended because a row had no usable logit.",
                 status.num_invalid_logits,
             ),
         ):
@@ -135,7 +133,9 @@ class StandingMetrics(Collector):
     def _split_counters(self, status: EngineStatus) -> Iterator[Metric]:
         model = self._service.description.model
         steps = CounterMetricFamily(
-            "inflight_steps", "Steps, by what kept them from holding more.", labels=["model", "constraint"]
+            "inflight_steps",
+            "Steps, by the constraint that kept them from holding more.",
+            labels=["model", "constraint"],
         )
         num_steps = dict(status.bounds)
         for constraint in StepConstraint:
@@ -149,7 +149,7 @@ class StandingMetrics(Collector):
         yield parts
 
     def _vllm(self, status: EngineStatus) -> Iterator[Metric]:
-        """The names that autoscalers and load generators read."""
+        """Yields metrics under vLLM's names, which autoscalers and load generators read."""
         model, steps = self._service.description.model, self._steps
         for name, text, value in (
             ("num_requests_running", "Sequences on a seat.", status.num_running),
@@ -166,9 +166,9 @@ class StandingMetrics(Collector):
         for name, text, count in (
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", status.kv.query_tokens),
             ("prefix_cache_hits", "Of these, tokens found.", status.kv.hit_tokens),
-            ("num_preemptions", "Seats given up.", status.num_preemptions),
+            ("num_preemptions", "Preemptions.", status.num_preemptions),
             ("prompt_tokens", "Tokens of prompts that boarded.", steps.prompt_tokens),
-            ("generation_tokens", "Tokens that came out.", steps.output_tokens),
+            ("generation_tokens", "Output tokens.", steps.output_tokens),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
             counter.add_metric([model], count)

@@ -191,7 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def seats_are_numbered_for_who_looks_on(self) -> None:
-        standings = self.scheduler.seating.standings()
+        standings = self.scheduler.seating.snapshot()
         held = {sequence.request_id for sequence in self.scheduler.held()}
         assert {one.request_id for one in standings} <= held
         seats = [one.seat for one in standings if one.seat is not None]

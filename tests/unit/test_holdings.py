@@ -24,8 +24,8 @@ class World:
     holdings: PlacementTable = field(init=False)
 
     def __post_init__(self) -> None:
-        keeping = RetentionPolicy(orphan_grace_s=15, retain_ended_s=60)
-        self.holdings = PlacementTable(keeping, lambda *cancel: self.cancels.append(cancel), lambda: self.now_s)
+        retention = RetentionPolicy(orphan_grace_s=15, retain_ended_s=60)
+        self.holdings = PlacementTable(retention, lambda *cancel: self.cancels.append(cancel), lambda: self.now_s)
 
     def offer(self, session: Session, request_id: str, attempt: int = 1) -> Sequence:
         """A placement that the engine has not answered."""
@@ -86,12 +86,12 @@ def test_orphans_collect_nothing_and_are_cancelled_each_at_its_time(world: World
     assert take(first) == take(second) == executor_pb2.ServeResponse()
     assert world.holdings.num_orphans == 2
 
-    assert world.holdings.tend() == 15
+    assert world.holdings.expire() == 15
     world.now_s = 15
-    assert world.holdings.tend() == 25
+    assert world.holdings.expire() == 25
     assert world.cancels == [("a", 1, FinishReason.CANCELLED)]
     world.now_s = 25
-    assert world.holdings.tend() is None
+    assert world.holdings.expire() is None
     assert world.cancels[1:] == [("b", 1, FinishReason.CANCELLED)]
 
 
@@ -102,7 +102,7 @@ def test_orphan_that_somebody_reads_again_is_none(world: World) -> None:
     reader = router()
     world.holdings.attach(executor_pb2.Attach(request_id="a", attempt=1, offset=0), reader)
     world.now_s = 100
-    world.holdings.tend()
+    world.holdings.expire()
     world.step(sequence)
     assert not world.cancels
     assert list(take(reader).step.offsets) == [0, 1]
@@ -259,20 +259,20 @@ def test_orphan_goes_on_up_to_the_last_moment_of_its_grace(world: World) -> None
     world.now_s = 100.0
     world.holdings.leave(left)
     world.now_s = 114.999
-    assert world.holdings.tend() == 115
+    assert world.holdings.expire() == 115
     assert not world.cancels
     world.now_s = 115.0
-    world.holdings.tend()
+    world.holdings.expire()
     assert world.cancels == [("a", 1, FinishReason.CANCELLED)]
 
 
 def test_ended_sequence_is_kept_for_its_minute_and_no_longer(world: World) -> None:
     world.end(world.place(router(), "a"))
     world.now_s = 59.999
-    assert world.holdings.tend() == 60
+    assert world.holdings.expire() == 60
     world.holdings.attach(executor_pb2.Attach(request_id="a", attempt=1), in_time := router())
     assert take(in_time).attached
     world.now_s = 60.0
-    assert world.holdings.tend() is None
+    assert world.holdings.expire() is None
     world.holdings.attach(executor_pb2.Attach(request_id="a", attempt=1), late := router())
     assert [one.reason for one in take(late).rejected] == [executor_pb2.REJECT_REASON_NOT_HELD]

@@ -38,8 +38,8 @@ class Turns:
         self.engine = Engine(
             self.scheduler, device, self._publish, lambda error: None, overlap=overlap, clock=lambda: self.now_s
         )
-        keeping = RetentionPolicy(orphan_grace_s=0)
-        self.holdings = PlacementTable(keeping, self.engine.cancel, lambda: self.now_s)
+        retention = RetentionPolicy(orphan_grace_s=0)
+        self.holdings = PlacementTable(retention, self.engine.cancel, lambda: self.now_s)
         self.router = Session("router", 1, 64)
 
     def submit(self, sequence: Sequence, session: Session | None = None) -> Sequence:

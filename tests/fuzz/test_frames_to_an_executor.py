@@ -1,4 +1,5 @@
-"""Whatever a router sends, the executor answers as documented and lives, and other routers' sequences are unharmed."""
+"""Arbitrary frames from a router: the executor answers as documented and lives, and other routers' sequences are
+unharmed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences that outlive their routers' streams: orphans, taking over, and what is kept of the ended."""
+"""Sequences whose router's stream broke: orphans, take-over by another router, and records of ended sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers that open a stream to an executor and say nothing, or ask and do not read the answers."""
+"""Routers that open a stream to an executor and send nothing, or send requests and do not read the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each plan must be, given who stood where before it was made."""
+"""Checks of each plan against the queues before it was made."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The scheduler as an engine drives it, in any order that Hypothesis thinks of.
-
-The machine plays the engine with a `FakeDevice`, which asserts that every row reads the KV it should and writes only
-blocks of its own. With overlap a second plan is made before the first is retired, and the device runs a plan at any
-time in between. Next to it stands a model of the promises: who was accepted, what is reserved, who boards next.
-"""
+"""The scheduler as an engine drives it, in any order that Hypothesis generates."""
 
 from __future__ import annotations
 

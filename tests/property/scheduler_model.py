@@ -1,4 +1,4 @@
-"""What the scheduler is tried with, and a plain model of what it promises."""
+"""Inputs for the scheduler, and a plain model of its guarantees."""
 
 from __future__ import annotations
 

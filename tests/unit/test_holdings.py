@@ -1,4 +1,4 @@
-"""Who reads what: routers that leave, sequences that are handed back, and an engine that speaks late."""
+"""The placement table: routers that leave, sequences that are handed back, and late answers of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory of the C++ code: taken before its threads run, where a failure is one of the call; not from their stacks."""
+"""Memory of the C++ code: reserved before its threads run, where a failure is one of the call; not from their
+stacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reserve quantile follows what overcommitting costs."""
+"""The reserve quantile, which follows the cost of overcommitting."""
 
 from __future__ import annotations
 

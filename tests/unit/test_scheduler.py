@@ -1,4 +1,4 @@
-"""The scheduler, one behaviour at a time. What must hold under any schedule is in tests/property."""
+"""The scheduler, one behaviour at a time. Invariants under any schedule are in tests/property."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks are free within two steps after a sequence is to end, wherever it is then; counted in steps of the engine."""
+"""Blocks are free within two steps of the engine after a sequence is ended, in whatever queue it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps take is learned, and prompts are cut so that those in the middle of an answer are not held up."""
+"""The model of step durations, and the prefill budget that keeps running decodes from waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the steps leave behind for whoever looks on: records, seats, and the stream of them."""
+"""The feed of steps for watchers: records, seats, and their stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for a prefix that another is computing."""
+"""Waiting for a prefix that another sequence is computing."""
 
 from __future__ import annotations
 

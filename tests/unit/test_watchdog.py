@@ -1,4 +1,4 @@
-"""When an engine counts as standing still."""
+"""Detection of a stalled engine."""
 
 from __future__ import annotations
 

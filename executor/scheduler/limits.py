@@ -59,7 +59,7 @@ class SchedulerLimits:
     `max_num_sequences` are the seats, and `num_standby_sequences` more may wait for one. `max_num_tokens` is the token
     budget of a step, `context_length` bounds prompt and output. Without `enable_chunked_context` a prompt takes one
     step. `num_host_blocks` blocks of host memory, numbered from 0, keep the KV of preempted sequences. A sequence waits
-    at most `max_twin_steps` steps for another one that computes the prefix it needs.
+    at most `max_prefix_wait_steps` steps for another one that computes the prefix it needs.
     """
 
     max_num_sequences: int
@@ -72,7 +72,7 @@ class SchedulerLimits:
     policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT
     num_host_blocks: int = 0
     overcommit: Overcommit = Overcommit()
-    max_twin_steps: int = 64
+    max_prefix_wait_steps: int = 64
 
     @property
     def is_overcommitted(self) -> bool:

@@ -38,7 +38,7 @@ from executor.scheduler.prefix_cache import PrefixCache
 from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.sequence import HostCopy, Restored, Sequence
 
-LEAST_QUANTILE = 0.5
+MIN_QUANTILE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,17 @@ class ReserveRules:
 
     Shares are of the tokens computed, over windows of `window_tokens`, which is more than the longest sequence that is
     usually lost at once. `target` is the share that overcommitting may cost. Below half of it the quantile falls by
-    `sink`; above it the quantile rises half of the way to 1. Above `unbearable` the quantile is 1 for `hold_tokens`.
+    `sink`; above it the quantile rises half of the way to 1. Above `fallback_above` the quantile is 1 for
+    `hold_tokens`.
     """
 
     first: float = 0.9
     target: float = 0.02
-    unbearable: float = 0.10
+    fallback_above: float = 0.10
     sink: float = 0.01
     window_tokens: int = 16_384
     hold_tokens: int = 65_536
-    most_hold_tokens: int = 4_194_304
+    max_hold_tokens: int = 4_194_304
 
 
 class ReserveController:
@@ -65,7 +66,7 @@ class ReserveController:
 
     def __init__(self, rules: ReserveRules | None = None) -> None:
         self._rules = rules or ReserveRules()
-        self._bearable = self._rules.first
+        self._adapted = self._rules.first
         self._num_computed = 0
         self._num_recomputed = 0
         self._num_held_tokens = 0
@@ -79,7 +80,7 @@ class ReserveController:
     @property
     def quantile(self) -> float:
         """Likelihood with which output should stay within its reservation."""
-        return 1.0 if self.is_holding else self._bearable
+        return 1.0 if self.is_holding else self._adapted
 
     def observe(self, num_computed: int, num_recomputed: int) -> None:
         """Takes the totals of computed and recomputed tokens since the start."""
@@ -93,14 +94,14 @@ class ReserveController:
         if self.is_holding:
             # Sequences that board now have reserved all that they need. What is still lost was promised before.
             self._num_held_tokens = max(0, self._num_held_tokens - num_tokens)
-        elif share > rules.unbearable:
-            self._bearable += (1 - self._bearable) / 2
+        elif share > rules.fallback_above:
+            self._adapted += (1 - self._adapted) / 2
             self._num_held_tokens = self._hold_tokens
-            self._hold_tokens = min(2 * self._hold_tokens, rules.most_hold_tokens)
+            self._hold_tokens = min(2 * self._hold_tokens, rules.max_hold_tokens)
         elif share > rules.target:
-            self._bearable += (1 - self._bearable) / 2
+            self._adapted += (1 - self._adapted) / 2
         elif share < rules.target / 2:
-            self._bearable = max(LEAST_QUANTILE, self._bearable - rules.sink)
+            self._adapted = max(MIN_QUANTILE, self._adapted - rules.sink)
             # A window well below the target slowly shortens the next fallback.
             self._hold_tokens = max(rules.hold_tokens, self._hold_tokens - num_tokens)
 

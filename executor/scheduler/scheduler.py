@@ -148,7 +148,9 @@ class Scheduler:
         self.prefix_cache = PrefixCache(pool, limits.enable_prefix_cache)
         self._queues = queues = SequenceQueues(limits.num_seat_rows)
         self._kv_policy = kv_policy = _kv_policy_for(limits, pool, self.prefix_cache, queues)
-        self._pending_prefixes = pending_prefixes = PendingPrefixes(pool, self.prefix_cache, limits.max_twin_steps)
+        self._pending_prefixes = pending_prefixes = PendingPrefixes(
+            pool, self.prefix_cache, limits.max_prefix_wait_steps
+        )
         self._boarding = Boarding(limits, queues, kv_policy, pending_prefixes)
         self.seating = Seating(queues, limits.max_num_sequences)
         self._reserve = ReserveController() if limits.is_overcommitted else None

@@ -47,11 +47,11 @@ class PendingPrefixes:
 
     def should_wait(self, sequence: Sequence) -> bool:
         """Returns whether a waiting sequence should wait one more step, and counts the step."""
-        if not self._computing or sequence.num_twin_steps >= self._max_steps or sequence.num_preemptions:
+        if not self._computing or sequence.num_prefix_wait_steps >= self._max_steps or sequence.num_preemptions:
             return False
         if not self._prefix_cache.is_open_to(sequence) or not self._is_quicker(sequence):
             return False
-        sequence.num_twin_steps += 1
+        sequence.num_prefix_wait_steps += 1
         return True
 
     def _is_quicker(self, sequence: Sequence) -> bool:

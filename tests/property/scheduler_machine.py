@@ -220,7 +220,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         most_steps = sum(s.num_prompt_tokens + s.stopping.max_tokens for s in self.scheduler.held()) + 1
-        if self.limits.is_overcommitted or self.limits.max_twin_steps:
+        if self.limits.is_overcommitted or self.limits.max_prefix_wait_steps:
             # Some of it twice, some of it while others wait.
             most_steps = 4 * most_steps + 20
         while not self.scheduler.is_idle:

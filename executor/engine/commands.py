@@ -8,14 +8,14 @@ from executor.scheduler.sequence import FinishReason, Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class Submit:
     """Offers a sequence."""
 
     sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancel:
     """Ends a sequence."""
 
     request_id: str
@@ -24,18 +24,18 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
-class Draining:
+class Drain:
     """Refuses new sequences from now on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stopping:
+class Stop:
     """Ends the thread. Held sequences get no end: their routers see the streams break and place them elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class ListSequences:
     """Requests the list of held sequences."""
 
 
-Command = Submitted | Cancelled | Draining | Stopping | Listing
+Command = Submit | Cancel | Drain | Stop | ListSequences

@@ -254,7 +254,7 @@ def build(
         try:
             service.on_output(output)
         except Exception:
-            log.exception("the output of a step was lost; its streams cannot continue")
+            log.exception("the output of a step is lost, and its streams cannot continue")
             failed.set()
 
     def publish(output: EngineOutput) -> None:

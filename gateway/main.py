@@ -66,7 +66,7 @@ def open_client(settings: GatewaySettings) -> Client:
     try:
         if settings.router_tls_ca_file is None:
             if not all(map(is_this_machine, settings.routers)):
-                log.warning("routers: clients' keys are sent to them without TLS; see router_tls_ca_file")
+                log.warning("the keys of clients are sent to routers without TLS: set router_tls_ca_file")
             return Client(*settings.routers)
         return Client(
             *settings.routers, credentials=_credentials(settings), server_name=settings.router_tls_name or None

@@ -1,4 +1,4 @@
-"""What a router process is made of, built from its settings and wired together. Nothing is started here."""
+"""The parts of a router process, built from its settings and wired together. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ from router.text.tokenizer import TextModel
 def http_app(
     registry: CollectorRegistry, extra_routes: Sequence[BaseRoute], refresh: Refresh | None = None
 ) -> Starlette:
-    """`/metrics` with what `registry` holds, and `extra_routes`. `refresh` brings it up to date before every look."""
+    """Returns the HTTP application: `/metrics` of `registry`, refreshed by `refresh` at each scrape, and
+    `extra_routes`."""
     return Starlette(routes=[metrics_route(registry, refresh), *extra_routes])
 
 
@@ -62,7 +63,7 @@ SERVICE_NAME = "inflight.v1.InferenceService"
 
 @dataclass(frozen=True, slots=True)
 class RouterApp:
-    """A router, built and not started. `http` is there where the settings name an address for it."""
+    """A router, built and not started. `http` is None without an address in the settings."""
 
     router_id: str
     admission: AdmissionFile
@@ -76,13 +77,13 @@ class RouterApp:
     server: GrpcServer
     tracing: Tracing
     http: HttpPort | None
-    # What the board shows beside the statistics; `sampler` is there where there is a board.
+    # Sources of the dashboard besides the statistics; `sampler` is None without a dashboard.
     watching: Watching
     sampler: Sampler | None
 
 
 def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: CollectorRegistry) -> RouterApp:
-    """Everything that the settings ask for; what it counts goes into `registry`. Raises `SettingError`."""
+    """Builds a router from its settings, with its metrics in `registry`. Raises `SettingError`."""
     watching = Watching(History(), EventLog(), RequestLog())
     has_board = settings.board and bool(settings.http_listen)
     admission = AdmissionFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
@@ -144,7 +145,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
 
 
 def store_settings_of(settings: RouterSettings) -> StoreSettings:
-    """What the store is told of the router's settings."""
+    """Returns the store's part of the router's settings."""
     return StoreSettings(
         max_queue_requests=settings.max_queue_requests,
         max_queue_tokens=settings.max_queue_tokens,
@@ -157,7 +158,7 @@ def store_settings_of(settings: RouterSettings) -> StoreSettings:
 
 
 def resume_tokens(settings: RouterSettings, learn: Learn) -> ResumeTokens:
-    """Resume tokens with the secret that is set, or else with the one that the ledger keeps."""
+    """Returns resume tokens with the configured secret, or with the one in the ledger."""
     secret = settings.resume_secret
     return ResumeTokens(None if secret is None else secret.get_secret_value().encode(), learn)
 
@@ -174,5 +175,5 @@ def _dispatcher(model: str, ledgers: Ledgers, settings: RouterSettings, tokens: 
 
 
 def _default_router_id(listen: str) -> str:
-    """New at every start: mail for the one before it must not reach this one."""
+    """Returns an id that is new at every start, so that events for the previous process do not reach this one."""
     return f"{socket.gethostname()}:{listen.rpartition(':')[2]}:{secrets.token_hex(4)}"

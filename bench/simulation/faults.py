@@ -1,4 +1,4 @@
-"""When things break: a schedule drawn from a seed before anything runs."""
+"""A schedule of faults, drawn from a seed before the simulation starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.simulation.timeline import US_PER_MS, US_PER_S
 
 
 class FaultKind(Enum):
-    """What breaks."""
+    """The kinds of faults."""
 
     ROUTER_CRASH = "router_crash"
     ROUTER_DOOM = "router_doom"

@@ -39,7 +39,7 @@ class Timeline:
         heapq.heappush(self._events, (when_us, self._num_set, action, args))
 
     def after(self, delay_us: int, action: Action, *args: Any) -> None:
-        """Has something happen later."""
+        """Schedules an action after a delay."""
         self.at(self.now_us + delay_us, action, *args)
 
     def run_until(self, until_us: int) -> None:
@@ -70,7 +70,7 @@ class Process:
         return self._hangs_until_us > self._timeline.now_us
 
     def kill(self) -> None:
-        """From here on nothing happens to it."""
+        """Drops all further actions."""
         self.is_alive = False
 
     def hang(self, duration_us: int) -> None:

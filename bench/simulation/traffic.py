@@ -1,6 +1,6 @@
-"""What clients ask for: requests with everything that the simulator knows of them, also how long they will get.
+"""Simulated requests, with everything that the simulator knows of them, including the length of their output.
 
-A request's tokens follow from its number alone, so whoever continues it, its output can be checked token by token.
+A request's tokens follow from its number alone, so its output can be checked token by token on any executor.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class SimRequest:
 
     @property
     def num_output(self) -> int:
-        """Output tokens that it comes to."""
         return min(self.output_tokens, self.max_tokens)
 
     def token(self, offset: int) -> int:
@@ -79,7 +78,7 @@ def published(name: str, headroom: float = 1.0) -> Lengths:
 
 
 def heavy_tailed(max_tokens: int = 1024, median_output: float = 90.0) -> Lengths:
-    """Lognormal prompts, Pareto outputs: most answers are short, a few long, and everybody asks for `max_tokens`."""
+    """Lognormal prompts, Pareto outputs: most answers are short, a few long, and all ask for `max_tokens`."""
 
     def draw(rng: random.Random) -> tuple[int, int, int]:
         prompt = round(min(2048.0, max(8.0, rng.lognormvariate(5.3, 0.9))))

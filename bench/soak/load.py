@@ -1,4 +1,4 @@
-"""Full load for as long as it is wanted: more clients than seats, some of which cancel and some of which vanish."""
+"""The load of a soak: more clients than seats. Some cancel their requests and some vanish."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ MAX_ERRORS_KEPT = 20
 
 
 @dataclass(slots=True)
-class Load:
-    """Clients that each send one request after the other, until `is_stopping`."""
+class SoakLoad:
+    """Clients that each send one request after the other, until `is_stopping` or `max_requests` are sent."""
 
     client: Client
     addresses: Sequence[str]
     requests: Sequence[PlannedRequest]
     seed: int
+    max_requests: int | None = None
     num_sent: int = 0
     num_cancelled: int = 0
     num_vanished: int = 0
@@ -36,13 +37,13 @@ class Load:
     is_stopping: bool = False
 
     async def run(self, num_clients: int) -> None:
-        """Sends until it is to stop, and reads to the end what is under way then."""
+        """Sends until the end, and reads the requests under way then to their end."""
         async with asyncio.TaskGroup() as group:
             for index in range(num_clients):
                 group.create_task(self._send_on(random.Random(f"soak/{self.seed}/{index}")))
 
     async def _send_on(self, rng: random.Random) -> None:
-        while not self.is_stopping:
+        while not self.is_stopping and (self.max_requests is None or self.num_sent < self.max_requests):
             planned, choice = rng.choice(self.requests), rng.random()
             self.num_sent += 1
             try:
@@ -66,7 +67,7 @@ class Load:
             await self._follow(stream, rng.randrange(planned.output_tokens) + 1)
 
     async def _vanish(self, planned: PlannedRequest, rng: random.Random) -> None:
-        """Its connection goes away in the middle, without a word."""
+        """Closes the client's connection in the middle of the stream."""
         self.num_vanished += 1
         async with Client(rng.choice(self.addresses), resume=False) as client:
             await self._follow(_stream(client, planned), rng.randrange(planned.output_tokens) + 1)

@@ -1,4 +1,4 @@
-"""What the processes of a stack hold at a moment: memory, files, threads, what is in Redis, blocks."""
+"""The resources that the processes of a stack hold: memory, files, threads, keys in Redis, blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.processes import PROC, resident_bytes
+from bench.measures.processes import PROC, resident_bytes
 from bench.targets.target import TargetError
 from inflight.aio import Client
 from inflight.errors import InflightError
@@ -72,10 +72,9 @@ class Readings:
 
 
 def num_open_files(pid: int, proc: Path = PROC) -> int:
-    """Descriptors that a process of ours has open."""
+    """Open descriptors of a process of this user."""
     return sum(1 for _ in (proc / str(pid) / "fd").iterdir())
 
 
 def num_threads(pid: int, proc: Path = PROC) -> int:
-    """Threads of a process."""
     return sum(1 for _ in (proc / str(pid) / "task").iterdir())

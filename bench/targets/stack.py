@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bench.load import run_workload
-from bench.measures import Run, Slo
+from bench.measures.run import Run, Slo
+from bench.targets.load import run_workload
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
 from inflight.aio import Client

@@ -95,7 +95,7 @@ class TlsFiles:
             return
         if material != self._material:
             self._material = material
-            log.info("the certificates in %s changed; the new ones are in use", self._paths.cert_file)
+            log.info("the certificates in %s changed; new connections use them", self._paths.cert_file)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Returns credentials that show the current certificates to every new connection and, with a CA, require a

@@ -71,7 +71,7 @@ async def watch(
         if is_stalled != (seen.stalled_s >= limit_s):
             is_stalled = not is_stalled
             if is_stalled:
-                log.error("the engine stalled: it has work and has made no step for %.1f s", seen.stalled_s)
+                log.error("the engine has work but has made no step for %.1f s", seen.stalled_s)
             else:
                 log.warning("the engine makes steps again")
             await on_change(is_stalled)

@@ -219,7 +219,7 @@ def _native_forward(
             return NativeForward(native=_native_decoder(weights, choice.backend, network.dtype, weight_dtype == "int8"))
         weights = obstacle
     if isinstance(weights, str):
-        log.info("the forward pass is transformers', because %s", weights)
+        log.info("using the forward pass of transformers, because %s", weights)
     if weight_dtype == "int8":
         why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
         raise ModelError(f"int8 weights need the native forward pass on a CPU, and {why}")
@@ -253,7 +253,7 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device 'cuda' is set, but torch finds no GPU")
+        raise ModelError("device 'cuda' is requested, but torch finds no GPU")
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 

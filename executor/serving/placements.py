@@ -313,7 +313,7 @@ class PlacementTable:
         now_s, grace_s = self._clock(), self._retention.orphan_grace_s
         due = [placement for placement in self._orphans if placement.orphaned_s + grace_s <= now_s]
         if due:
-            log.info("%d orphaned sequences were not taken over and are cancelled", len(due))
+            log.info("no router took over %d sequences; they are cancelled", len(due))
         self._cancel_orphans(due)
         self.ended.expire(now_s)
         orphan = next(iter(self._orphans), None)

@@ -283,7 +283,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._expire()
         if not self._sessions:
             self._all_left.set()
-        log.info("router %s left; %d of its sequences remain", session.router_id, num_left)
+        log.info("router %s disconnected; %d of its sequences have no router", session.router_id, num_left)
 
     def _expire(self) -> None:
         """Expires orphans and records that are due, and schedules the next expiry."""

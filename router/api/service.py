@@ -120,7 +120,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     await dispatcher.emptied()
                 await self._no_stream.wait()
         except TimeoutError:
-            log.warning("drain: %d streams still run; they are left to other routers", self._num_streams)
+            log.warning("drain: %d streams still run; clients resume them on other routers", self._num_streams)
         for dispatcher in dispatchers:
             dispatcher.leave_running()
         self._stats.close()
@@ -370,7 +370,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async with aclosing(self._stats.watch(request, caller)) as stats:
             async for response in stats:
                 if self._caller(context) != caller:
-                    raise RequestError(Reason.UNAUTHENTICATED, "what the caller may see has changed; call again")
+                    raise RequestError(Reason.UNAUTHENTICATED, "the caller's permissions have changed; call again")
                 await context.write(response)
 
 

@@ -101,7 +101,7 @@ class _Reader:
             self._wrong(("key",), "key", "must be tables [[key]]")
             return ()
         if len(entries) > MAX_KEYS:
-            self._wrong((), "key", f"there may be {MAX_KEYS} keys, there are {len(entries)}")
+            self._wrong((), "key", f"has {len(entries)} keys; at most {MAX_KEYS} are allowed")
         keys = [self._key(("key", str(index)), entry) for index, entry in enumerate(entries)]
         self._refuse_repeated("id", [key.key_id for key in keys])
         self._refuse_repeated("hash", [key.digest for key in keys])

@@ -118,7 +118,7 @@ def _credential(metadata: Metadata) -> str:
         return str(value)
     scheme, _, credential = str(value).partition(" ")
     if scheme.lower() != BEARER:
-        raise _refused("the authorization is not a bearer's")
+        raise _refused("the authorization is not a Bearer credential")
     return credential.strip()
 
 

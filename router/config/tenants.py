@@ -73,7 +73,7 @@ class _Range:
 
 
 _WEIGHT = _Range(float, 1e-6, 1e6, "; a weight of 0 would never be served, use max_running = 0 to shut a tenant out")
-_SHARE = _Range(float, 1e-6, 1e6, "; leave a model out that is to serve nobody")
+_SHARE = _Range(float, 1e-6, 1e6, "; to send no requests to a model, omit it")
 _COUNT = _Range(int, 0, MAX_COUNT)
 _BURST = _Range(int, 1, MAX_COUNT)
 _RATE = _Range(float, 1e-6, 1e9)
@@ -148,7 +148,7 @@ class _Reader:
         given = {key: value for key, value in table.items() if key in LIMITS and self._number((*path, key), value)}
         for rate, burst in BURST_OF.items():
             if burst in given and rate not in table:
-                self._wrong((*path, burst), f"means nothing without {rate}")
+                self._wrong((*path, burst), f"has no effect without {rate}")
             elif rate in given and burst not in table:
                 given[burst] = math.ceil(given[rate])
         return dataclasses.replace(NO_LIMITS, **given)

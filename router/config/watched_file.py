@@ -61,7 +61,7 @@ class FollowedFile(Generic[T]):
         try:
             self._version, self._content = self._read()
         except _Unusable as error:
-            log.error("the %s changed and cannot be used; what it said before holds on: %s", self._what, error)
+            log.error("the %s changed and cannot be used; the previous version stays in force: %s", self._what, error)
             self._on_read(str(error))
         else:
             log.info("the %s %s changed and is in force", self._what, self._path)

@@ -1,4 +1,4 @@
-"""From the events of a request to inference responses: piece by piece, or all at the end."""
+"""Translation of a request's events into inference responses: as they come, or one at the end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A router's mailbox: the stream in which other routers' calls leave what it must know of its requests.
+"""A router's mailbox: the stream into which other routers' calls write the events of its requests.
 
-One reader per router, on a connection of its own. It resumes behind the last entry that it delivered, so an entry is
-delivered once while the reader lives, across reconnects too. Where the stream has begun again behind that entry it
-starts over: Redis names entries by its own clock, which may have been set back while there was no mailbox.
+One reader per router, on its own connection. It resumes after the last entry that it delivered, so each entry is
+delivered once while the reader lives, across reconnects too. If the stream was created again with older ids, the reader
+starts from its beginning: Redis names entries by its clock, which may have been set back while there was no mailbox.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Mailbox:
         self._cursor = START
 
     async def run(self, on_event: Callable[[StoreEvent], None], on_failure: Callable[[str], None]) -> None:
-        """Delivers events as they come, until cancelled; waits out Redis' absence, whose cause `on_failure` is told."""
+        """Delivers events until cancelled. Waits while Redis is unavailable and passes the cause to `on_failure`."""
         num_failures, events = 0, list[StoreEvent]()
         while True:
             try:
@@ -51,7 +51,7 @@ class Mailbox:
                 on_event(event)
 
     async def read(self, block_ms: int | None = None) -> list[StoreEvent]:
-        """What has come since the last read; where that is nothing, waits up to `block_ms` for the first."""
+        """Returns the entries since the last read; if there are none, waits up to `block_ms` for the first."""
         call = self._redis.xread({self._key: self._cursor}, count=MAX_ENTRIES, block=block_ms)
         streams: Any = await answered(call, self._settings)
         entries = [entry for _, entries in streams for entry in entries]
@@ -60,7 +60,8 @@ class Mailbox:
         return [parse_event(fields) for _, fields in entries]
 
     async def rewind_if_reset(self) -> None:
-        """Starts over where the stream is not the one that was read before: Redis lost it, or runs behind its time."""
+        """Starts from the beginning if the stream is a new one: Redis lost the previous one, or its clock was set
+        back."""
         newest: Any = await answered(self._redis.xrevrange(self._key, count=1), self._settings)
         if not newest or _order(newest[0][0]) < _order(self._cursor):
             self._cursor = START

@@ -1,9 +1,9 @@
-"""Since when requests are this router's, and what time Redis has: for what comes late, or out of order.
+"""Filters for late events: since when this router owns a request, and the time of Redis.
 
-A mailbox is read on a connection of its own. So the word that another router has a request may come after that router
-has given it back, and before this one knows that it has it again. As may the word that one was cancelled, when a repeat
-has begun anew under its id. Times are milliseconds of the ledger's clock. That goes back only where Redis has lost the
-ledger, or some of it; then what is known of earlier times says nothing.
+A mailbox is read on its own connection. So the event that another router has adopted a request may arrive after that
+router has returned it, and before this one knows that it owns it again. The same holds for the event of a cancel after
+a repeat has started under the same id. Times are milliseconds of the ledger's clock. It goes back only if Redis has
+lost the ledger or its newest part; then earlier times are worthless.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from contextlib import contextmanager
 
 from router.store.types import Cancelled, StoreEvent, TakenOver
 
-# Longer than any word is on its way: routers that do not read their mailboxes for so long are dead.
+# Longer than any event is in transit: a router that does not read its mailbox for so long is dead.
 KEPT_MS = 60_000
-# Longer than replies overtake each other: a time further back is one of a ledger that has lost some.
+# Longer than replies can overtake each other: an older time belongs to a ledger that has lost its newest part.
 OVERTAKEN_MS = 5_000
 
 
 class OwnershipFilter:
-    """Hands events on to `on_event`, but for words that a request is gone from before it was (again) this router's."""
+    """Passes events to `on_event`, except those that a request is gone from before this router owned it (again)."""
 
     def __init__(self, on_event: Callable[[StoreEvent], None]) -> None:
         self._on_event = on_event
-        # In the order of their times.
+        # Ordered by time.
         self._since_ms: OrderedDict[str, int] = OrderedDict()
         self._asked: Counter[str] = Counter()
         self._held: defaultdict[str, list[TakenOver | Cancelled]] = defaultdict(list)
 
     @contextmanager
     def asked(self, request_id: str) -> Iterator[None]:
-        """While the ledger is asked for the request; what is told of it meanwhile is judged by the answer."""
+        """Covers a call for the request: events that arrive meanwhile are judged by its result."""
         self._asked[request_id] += 1
         try:
             yield
@@ -45,7 +45,7 @@ class OwnershipFilter:
                     self.tell(event)
 
     def begin(self, request_id: str, now_ms: int) -> None:
-        """The request is this router's."""
+        """Records that this router owns the request."""
         if self._since_ms and now_ms < next(reversed(self._since_ms.values())) - OVERTAKEN_MS:
             self._since_ms.clear()
         self._since_ms[request_id] = now_ms
@@ -54,7 +54,7 @@ class OwnershipFilter:
             self._since_ms.popitem(last=False)
 
     def tell(self, event: StoreEvent) -> None:
-        """Something has come from the mailbox."""
+        """Takes an event from the mailbox."""
         if not isinstance(event, TakenOver | Cancelled):
             self._on_event(event)
         elif event.request_id in self._asked:
@@ -64,15 +64,16 @@ class OwnershipFilter:
 
 
 class StoreClock:
-    """The ledger's clock, as far as its replies show it."""
+    """The ledger's clock, estimated from its replies."""
 
     def __init__(self) -> None:
         self._ahead_ms: float | None = None
 
     def observe(self, now_ms: int) -> None:
-        """A reply that has come now says so."""
+        """Takes the time of a reply that has just arrived."""
         self._ahead_ms = now_ms - time.monotonic() * 1000
 
     def in_ms(self, duration_ms: int) -> int | None:
-        """The time after so long; never too late where the clock goes as ours does. None before the first reply."""
+        """Returns the time after so long; never too late if both clocks run at the same rate. None before the first
+        reply."""
         return None if self._ahead_ms is None else int(time.monotonic() * 1000 + self._ahead_ms) + duration_ms

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.chaos.tiny_model import write_tiny_model
+from bench.fleet.tiny_model import write_tiny_model
 from inflight.aio import Client
 from inflight.errors import InflightError
 from inflight.local.options import StackOptions

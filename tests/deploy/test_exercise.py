@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos.tiny_model import write_tiny_model
+from bench.fleet.tiny_model import write_tiny_model
 from inflight.aio import Client
 from inflight.events import Completion, FinishReason
 from tests.deploy.kubelet import Node, Pod, addresses_of
 from tests.deploy.manifests import OVERLAYS, Overlay, needs_kubectl, overlay
 
-pytestmark = [needs_kubectl, pytest.mark.slow]
+pytestmark = needs_kubectl
 
 ROUTERS = ("127.1.0.1", "127.1.0.2")
 EXECUTORS = ("127.1.0.3", "127.1.0.4", "127.1.0.5")

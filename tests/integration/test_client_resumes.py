@@ -118,7 +118,8 @@ async def test_a_connection_cut_under_a_living_router_is_not_noticed(redis_url: 
             async for _ in events:
                 pass
     check_whole(stream.transcript.result())
-    assert stream.num_resumes == 1
+    # The router may notice the cut only after the client has come back, and cancel the request then.
+    assert stream.num_resumes >= 1
 
 
 async def test_the_sync_client_outlives_its_router_too(redis_url: str, pool: str) -> None:

@@ -68,7 +68,6 @@ def continues(
     yield from ending(len(WORDS))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("holds_output", [True, False])
 async def test_a_killed_router_is_followed_by_another(holds_output: bool) -> None:
     survivor = ScriptedRouter(continues, resumes if holds_output else None)
@@ -85,7 +84,6 @@ async def test_a_killed_router_is_followed_by_another(holds_output: bool) -> Non
     assert stream.num_resumes == 1
 
 
-@pytest.mark.slow
 def test_the_sync_client_does_the_same() -> None:
     survivor = ScriptedRouter(continues, resumes)
     with hanging_router() as (dying, process), serving(survivor) as other, sync.Client(dying, other) as client:

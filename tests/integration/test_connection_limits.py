@@ -204,7 +204,6 @@ def test_our_own_pings_are_twice_as_far_apart_as_a_server_demands() -> None:
     assert dict(channel_options())["grpc.keepalive_time_ms"] == KEEPALIVE_TIME_MS
 
 
-@pytest.mark.slow
 async def test_idle_client_keeps_its_connection_through_many_pings() -> None:
     """All times a tenth of the real ones; gRPC pings no more often than once a second."""
     async with (
@@ -219,7 +218,6 @@ async def test_idle_client_keeps_its_connection_through_many_pings() -> None:
         assert channel.get_state() is grpc.ChannelConnectivity.READY
 
 
-@pytest.mark.slow
 async def test_stopped_server_is_noticed_within_keepalive_and_its_timeout() -> None:
     """All times a tenth of the real ones."""
     (port,) = free_ports("127.0.0.1", 1)

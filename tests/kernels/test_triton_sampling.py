@@ -127,7 +127,6 @@ def test_row_that_bans_everything_gives_no_token() -> None:
     assert drawn(logits, rows) == sample(logits, rows).tolist() == [NO_TOKEN, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [0, 40])
 def test_restricted_tokens_are_those_of_the_torch_sampler(top_k: int) -> None:
     # Given rows of several temperatures, so that top_p keeps few tokens or many, one of them with banned ids

@@ -1,6 +1,7 @@
 """Time bounds in virtual time: each fault by itself where there is room, and what is too late is seen.
 
-The bounds are those of docs/failures.md; `bench.simulation.bounds` states them and checks them in every simulation.
+The bounds are those of docs/design/time-bounds.md; `bench.simulation.bounds` states them and checks them in every
+simulation.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def test_request_that_a_router_forgets_is_seen(redis_url: str, pool: str, monkey
         self.forget(stream)
 
     monkeypatch.setattr(Dispatch, "void", forgetful)
-    fails(make_world(redis_url, pool, 3, faults=CRASHES), "nobody serves, and no end")
+    fails(make_world(redis_url, pool, 3, faults=CRASHES), "served by no router")
 
 
 def test_block_that_is_not_given_back_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,6 @@ def test_every_page_has_examples() -> None:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{one.page}-{number}" for number, one in enumerate(EXAMPLES)])
 def test_documented_example_is_answered_right(stack: LocalStack, example: Example) -> None:
     said = run(stack, example)
@@ -97,7 +96,6 @@ def test_documented_example_is_answered_right(stack: LocalStack, example: Exampl
     assert said.startswith(example.printed), "what the page shows is what is printed"
 
 
-@pytest.mark.slow
 def test_request_that_says_nothing_about_sampling_gets_what_the_models_authors_recommend(stack: LocalStack) -> None:
     with Client(stack.address) as client:
         sampled = [client.complete(chat="Name a fruit.", seed=seed, max_tokens=24).text for seed in range(4)]

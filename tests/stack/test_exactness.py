@@ -61,6 +61,7 @@ async def cancel_half_way(client: Client, prompt_ids: tuple[int, ...], max_token
     return ids
 
 
+@pytest.mark.timeout(600)  # transformers alone takes a minute of a quiet machine
 async def test_mixed_company_gets_the_tokens_of_transformers_generate(
     stack: LocalStack, reference: PreTrainedModel
 ) -> None:

@@ -12,8 +12,6 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-
 from inflight.aio import Client
 from inflight.events import Delta
 from inflight.local.options import StackOptions
@@ -36,7 +34,6 @@ async def until_closed(pid: int, num_files: int) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.slow
 async def test_processes_serve_on_with_full_disks_and_without_file_descriptors(
     tmp_path: Path, tiny_model: Path
 ) -> None:

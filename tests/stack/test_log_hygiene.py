@@ -132,7 +132,6 @@ def stub_of_bytes(stub: Any) -> Any:
     return channel.unary_stream("/inflight.v1.InferenceService/Generate")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("log_format", ["text", "json"])
 async def test_no_prompt_output_or_credential_is_in_any_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_format: str

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import grpc
 
-from bench.load import run_workload
+from bench.targets.load import run_workload
 from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
 from common.errors import Reason, RequestError
 from inflight.aio import Client

@@ -277,7 +277,6 @@ def test_nobody_at_the_address_gives_unavailable() -> None:
 # --- retries
 
 
-@pytest.mark.slow
 async def test_unavailable_before_the_first_event_is_retried_unseen() -> None:
     router = refuse(RequestError(Reason.NO_EXECUTOR, "none yet"), times=2)
     with serving(router) as address:

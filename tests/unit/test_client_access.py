@@ -184,7 +184,6 @@ def test_a_command_reaches_a_router_by_tls(
     assert main(["models", "--address", secure_address, "--server-name", "localhost"]) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--tls"]], ids=["in the clear", "without its authority"])
 def test_a_command_that_the_certificate_stops_says_what_to_set(
     secure_address: str, flags: list[str], capsys: pytest.CaptureFixture[str]

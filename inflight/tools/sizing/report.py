@@ -149,7 +149,7 @@ def _demand_rows(sizing: Sizing) -> Iterator[Row]:
         if demand.ledger_share < 1
         else (f"{demand.ledger_share:.1f} cores of Redis: more than a model's ledger can have")
     )
-    yield Row("ledger", share, MEASURED, "docs/admission-scale.md, its largest size, on its machine")
+    yield Row("ledger", share, MEASURED, "docs/design/scale.md, its largest size, on its machine")
 
 
 def _gib(num_bytes: int) -> str:

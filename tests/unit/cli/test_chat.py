@@ -178,7 +178,6 @@ def endless() -> Iterator[tuple[ScriptedRouter, str]]:
         yield router, address
 
 
-@pytest.mark.slow
 def test_ctrl_c_cancels_the_answer_on_the_router_and_the_chat_goes_on(
     endless: tuple[ScriptedRouter, str], tmp_path: Path
 ) -> None:
@@ -204,7 +203,6 @@ def test_ctrl_c_cancels_the_answer_on_the_router_and_the_chat_goes_on(
     assert first.chat.messages[0].content[0].text == "talk without end"
 
 
-@pytest.mark.slow
 def test_ctrl_c_at_the_prompt_drops_the_line_and_twice_leaves(
     endless: tuple[ScriptedRouter, str], tmp_path: Path
 ) -> None:
@@ -227,7 +225,6 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_twice_leaves(
     assert [request.chat.messages[0].content[0].text for request in asked(router)] == ["whole"]
 
 
-@pytest.mark.slow
 def test_what_was_typed_is_there_again_in_the_next_chat(endless: tuple[ScriptedRouter, str], tmp_path: Path) -> None:
     router, address = endless
     history = tmp_path / "history"

@@ -203,7 +203,6 @@ def test_grpcs_own_words_are_shown_on_demand_only() -> None:
     assert "connection refused" in in_words(unavailable(), "localhost:50051", is_verbose=True)
 
 
-@pytest.mark.slow
 def test_verbose_flag_shows_grpcs_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--address", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().err == "error: no router answers at 127.0.0.1:1; `inflight up` starts one\n"

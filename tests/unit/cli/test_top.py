@@ -224,7 +224,6 @@ def test_a_picture_that_cannot_be_written_is_one_line(address: str, capsys: pyte
     assert capsys.readouterr().err == "error: --svg: No such file or directory: /nowhere/top.svg\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", ["q", CTRL_C])
 def test_the_terminal_is_as_before_when_top_is_left(key: str, address: str, router: ScriptedRouter) -> None:
     with at_terminal("top", "--address", address) as terminal:
@@ -242,7 +241,6 @@ def test_the_terminal_is_as_before_when_top_is_left(key: str, address: str, rout
     assert router.stats_left.wait(30)
 
 
-@pytest.mark.slow
 def test_top_says_that_its_router_has_gone_and_goes_on_with_it_later(address: str, router: ScriptedRouter) -> None:
     with at_terminal("top", "--address", address) as terminal:
         terminal.expect("50 steps/s")

@@ -45,7 +45,7 @@ class WriteTimeouts:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceEvent:
+class News:
     """An event of a choice, or the error that ended its stream."""
 
     index: int
@@ -71,7 +71,7 @@ class EventStream:
         self._places = places
         self._timeouts = timeouts
         self._metrics = metrics
-        self._arrived: asyncio.Queue[ChoiceEvent] = asyncio.Queue(MAX_WAITING_EVENTS)
+        self._news: asyncio.Queue[News] = asyncio.Queue(MAX_WAITING_EVENTS)
         self._usages: dict[int, Usage] = {}
         self._prompt_tokens = [0] * len(places)
         self._has_opened = [bool(place.resume_token) for place in places]
@@ -96,26 +96,26 @@ class EventStream:
         try:
             async with aclosing(source) as events:
                 async for event in events:
-                    await self._arrived.put(ChoiceEvent(index, event))
+                    await self._news.put(News(index, event))
         except InflightError as error:
-            await self._arrived.put(ChoiceEvent(index, error))
+            await self._news.put(News(index, error))
 
-    async def _until_all_are_taken(self) -> list[ChoiceEvent]:
+    async def _until_all_are_taken(self) -> list[News]:
         """Returns the first events, at least one of each choice."""
-        first: list[ChoiceEvent] = []
+        first: list[News] = []
         silent = set(range(len(self._places)))
         while silent:
-            item = await self._arrived.get()
-            if isinstance(item.event, InflightError):
-                raise self._error(item.event)
-            silent.discard(item.index)
-            first.append(item)
+            news = await self._news.get()
+            if isinstance(news.event, InflightError):
+                raise self._error(news.event)
+            silent.discard(news.index)
+            first.append(news)
         return first
 
-    async def _relay(self, send: Send, items: list[ChoiceEvent]) -> None:
+    async def _relay(self, send: Send, news: list[News]) -> None:
         while True:
             try:
-                body = b"".join(part for item in items for part in self._encode(item))
+                body = b"".join(part for one in news for part in self._told(one))
                 is_over = len(self._usages) == len(self._places)
                 if is_over:
                     body += self._ending()
@@ -125,24 +125,24 @@ class EventStream:
                 await self._send(send, {"type": "http.response.body", "body": body, "more_body": not is_over})
             if is_over:
                 return
-            items = await self._next_events(send)
+            news = await self._next_news(send)
 
-    async def _next_events(self, send: Send) -> list[ChoiceEvent]:
+    async def _next_news(self, send: Send) -> list[News]:
         """Returns all events that have arrived, at least one; sends comments while there is none."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.heartbeat_s):
-                    items = [await self._arrived.get()]
+                    news = [await self._news.get()]
                 break
             await self._send(send, {"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
-        while not self._arrived.empty():
-            items.append(self._arrived.get_nowait())
-        return items
+        while not self._news.empty():
+            news.append(self._news.get_nowait())
+        return news
 
-    def _encode(self, item: ChoiceEvent) -> Iterator[bytes]:
+    def _told(self, news: News) -> Iterator[bytes]:
         """Yields what the client receives for an event. Raises `ApiError` if that ends the stream."""
-        index, place = item.index, self._places[item.index]
-        match item.event:
+        index, place = news.index, self._places[news.index]
+        match news.event:
             case InflightError() as error:
                 raise self._error(error)
             case Queued() as queued:

@@ -8,14 +8,14 @@ from executor.scheduler.sequence import FinishReason, Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class Submitted:
     """Offers a sequence."""
 
     sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancelled:
     """Ends a sequence."""
 
     request_id: str
@@ -24,18 +24,18 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class Draining:
     """Refuses new sequences from now on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stopping:
     """Ends the thread. Held sequences get no end: their routers see the streams break and place them elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
-class ListSequences:
+class Listing:
     """Requests the list of held sequences."""
 
 
-Command = Submit | Cancel | Drain | Stop | ListSequences
+Command = Submitted | Cancelled | Draining | Stopping | Listing

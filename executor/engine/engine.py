@@ -21,15 +21,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from executor.engine.commands import Cancel, Command, Drain, ListSequences, Stop, Submit
-from executor.engine.deadlines import DeadlineQueue
+from executor.engine.commands import Cancelled, Command, Draining, Listing, Stopping, Submitted
+from executor.engine.deadlines import Deadlines
 from executor.engine.gc import GarbageCollection
-from executor.engine.output import EngineOutput, EngineStatus, ReportedSequence, step_record
+from executor.engine.output import EngineOutput, EngineStatus, HeldSequence, step_record
 from executor.engine.prefill_budget import PrefillBudget
 from executor.engine.runner import FailedStep, PendingStep, StepRunner
 from executor.engine.standby import StandbyDepth
 from executor.engine.step_time import StepLoad, StepTime
-from executor.engine.timing import LoopParts, Throughput
+from executor.engine.timing import LoopParts, Speed
 from executor.scheduler.scheduler import Batching, Scheduler
 from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, StepOutcome, StepPlan, StepResult
 from executor.scheduler.step_record import NO_TIMES, DeviceTimes, LoopPart, PlanCounts
@@ -67,10 +67,10 @@ class Engine:
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._throughput = Throughput()
+        self._speed = Speed()
         self._step_time = StepTime()
         self._prefill_budget = PrefillBudget(self._step_time, max_inter_token_ms, scheduler.pool.block_size)
-        self._deadlines = DeadlineQueue()
+        self._deadlines = Deadlines()
         self._standby = StandbyDepth(scheduler.limits.num_standby_sequences)
         self._garbage_collection = garbage_collection
         self._clock = clock
@@ -85,7 +85,7 @@ class Engine:
         # Steps launched and not retired, oldest first. With overlap one of them may run while the next is planned.
         self._launched: deque[tuple[StepPlan, PlanCounts, PendingStep]] = deque()
         self.overlaps = overlap
-        self._held: tuple[ReportedSequence, ...] = ()
+        self._held: tuple[HeldSequence, ...] = ()
         self._held_version: tuple[int, ...] = ()
 
     def start(self) -> None:
@@ -96,24 +96,24 @@ class Engine:
         """Offers a sequence with a deadline `time_left_ms` from now. The answer comes through `publish`."""
         if time_left_ms is not None:
             sequence.deadline_ms = self._now_ms() + time_left_ms
-        self._inbox.put(Submit(sequence))
+        self._inbox.put(Submitted(sequence))
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Ends a sequence if this attempt is still held. Its end comes through `publish`."""
-        self._inbox.put(Cancel(request_id, attempt, reason))
+        self._inbox.put(Cancelled(request_id, attempt, reason))
 
     def drain(self) -> None:
         """Refuses every further submit."""
-        self._inbox.put(Drain())
+        self._inbox.put(Draining())
 
     def list_sequences(self) -> None:
         """Requests the list of held sequences, which comes through `publish`."""
-        self._inbox.put(ListSequences())
+        self._inbox.put(Listing())
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """Ends the thread after the steps in flight and waits for it at most `timeout_s`. Returns whether it has
         ended."""
-        self._inbox.put(Stop())
+        self._inbox.put(Stopping())
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -178,7 +178,7 @@ class Engine:
                 self._garbage_collection.when_idle()
             self._execute(self._inbox.get(), output)
             now_s = self._clock()
-            self._throughput.wake(now_s)
+            self._speed.wake(now_s)
             self._parts.begin(now_s)
         while True:
             try:
@@ -206,7 +206,7 @@ class Engine:
 
     def _execute(self, command: Command, output: EngineOutput) -> None:
         match command:
-            case Submit(sequence):
+            case Submitted(sequence):
                 refusal = self._scheduler.offer(sequence)
                 output.finished.extend(self._scheduler.take_finished())
                 if refusal is None:
@@ -215,16 +215,16 @@ class Engine:
                     self._standby.refilled(self._clock())
                 else:
                     output.rejected.append((sequence, refusal))
-            case Cancel(request_id, attempt, reason):
+            case Cancelled(request_id, attempt, reason):
                 event = self._scheduler.cancel(request_id, attempt, reason)
                 if event is not None:
                     output.finished.append(event)
-            case Drain():
+            case Draining():
                 self._scheduler.drain()
                 self._publish(EngineOutput(self.num_steps, status=self._status()))
-            case Stop():
+            case Stopping():
                 self._stopping = True
-            case ListSequences():
+            case Listing():
                 output.sequences = self._scheduler.seating.snapshot()
 
     def _retire(self, plan: StepPlan, counts: PlanCounts, step: PendingStep) -> None:
@@ -258,7 +258,7 @@ class Engine:
                 raise DeviceLostError(f"{MAX_FAILURES} steps have failed in a row") from error
             return self._scheduler.fail(plan, f"the step failed on the device: {type(error).__name__}"), NO_TIMES
         self._num_failures = 0
-        times = self._throughput.observe(plan, step)
+        times = self._speed.observe(plan, step)
         if not (plan.swaps_out or plan.swaps_in):
             # The time of copies would be attributed to the rows.
             self._step_time.observe(StepLoad.of(plan), times.busy_s)
@@ -299,14 +299,14 @@ class Engine:
             waiting_prefill_tokens=scheduler.waiting_prefill_tokens,
             held=self._held_now(),
             draining=scheduler.is_draining,
-            step_ms=self._throughput.step_s * 1000,
-            prefill_tokens_per_s=self._throughput.prefill_tokens_per_s,
+            step_ms=self._speed.step_s * 1000,
+            prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             num_steps=self.num_steps,
             num_output_tokens=self._num_output_tokens,
-            exposed_host_ms=self._throughput.exposed_host_s * 1000,
-            device_busy_fraction=self._throughput.device_busy_fraction,
-            device_busy_s=self._throughput.device_busy_s,
-            elapsed_s=self._throughput.elapsed_s,
+            exposed_host_ms=self._speed.exposed_host_s * 1000,
+            device_busy_fraction=self._speed.device_busy_fraction,
+            device_busy_s=self._speed.device_busy_s,
+            elapsed_s=self._speed.elapsed_s,
             num_preempted=scheduler.num_preempted,
             num_preemptions=scheduler.num_preemptions,
             computed_tokens=scheduler.num_computed_tokens,
@@ -324,7 +324,7 @@ class Engine:
         limits = self._scheduler.limits
         return limits.num_standby_sequences if limits.batching is Batching.STATIC else self._standby.depth
 
-    def _held_now(self) -> tuple[ReportedSequence, ...]:
+    def _held_now(self) -> tuple[HeldSequence, ...]:
         """Returns the held sequences, rebuilt only when one was accepted, ended, boarded or was preempted."""
         scheduler = self._scheduler
         version = (
@@ -337,6 +337,6 @@ class Engine:
             self._held_version = version
             phase = scheduler.seating.waiting_phase
             self._held = tuple(
-                ReportedSequence(s.request_id, s.attempt, s.num_reserved_blocks, phase(s)) for s in scheduler.held()
+                HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks, phase(s)) for s in scheduler.held()
             )
         return self._held

@@ -13,7 +13,7 @@ from executor.scheduler.step_record import DeviceTimes, KvCounts, PlanCounts, St
 
 
 @dataclass(frozen=True, slots=True)
-class ReportedSequence:
+class HeldSequence:
     """A sequence as reports list it. `phase` is set only without a seat."""
 
     request_id: str
@@ -40,7 +40,7 @@ class EngineStatus:
     num_running: int
     num_waiting: int
     waiting_prefill_tokens: int
-    held: tuple[ReportedSequence, ...]
+    held: tuple[HeldSequence, ...]
     draining: bool
     step_ms: float
     prefill_tokens_per_s: float

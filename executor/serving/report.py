@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from executor.engine.output import EngineStatus, ReportedSequence
+from executor.engine.output import EngineStatus, HeldSequence
 from executor.scheduler.limits import SchedulerLimits
 from executor.scheduler.seat_view import Phase
 from executor.scheduler.step_constraint import StepConstraint
@@ -137,7 +137,7 @@ def policy_proto(limits: SchedulerLimits) -> types_pb2.SchedulerPolicy:
     return types_pb2.SCHEDULER_POLICY_GUARANTEED_NO_EVICT
 
 
-def report_of(seq: int, status: EngineStatus, held: Iterable[ReportedSequence], rates: Rates) -> executor_pb2.Report:
+def report_of(seq: int, status: EngineStatus, held: Iterable[HeldSequence], rates: Rates) -> executor_pb2.Report:
     """Makes a report. `held` are the sequences that the ledger should count as held."""
     report = executor_pb2.Report(
         seq=seq,

@@ -35,7 +35,7 @@ from executor.engine.engine import Engine
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput
 from executor.engine.runner import StepRunner
-from executor.engine.watchdog import watch
+from executor.engine.watchdog import watch_engine
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
@@ -89,7 +89,7 @@ def _run_with_settings(argv: SequenceOf[str]) -> int:
     for listen in (settings.listen, settings.health_listen, settings.http_listen):
         if listen:
             check_listen(listen)
-    return asyncio.run(run(settings, load_model(settings), tls))
+    return asyncio.run(run_executor(settings, load_model(settings), tls))
 
 
 def load_model(settings: ExecutorSettings) -> Loaded:
@@ -205,11 +205,11 @@ class Parts:
     failed: asyncio.Event
 
 
-async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) -> int:
+async def run_executor(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) -> int:
     """Runs the process: start → serve → drain → stop."""
     signals = Signals(asyncio.get_running_loop())
     garbage_collection = GarbageCollection()
-    parts = build(settings, loaded, tls, garbage_collection)
+    parts = build_executor(settings, loaded, tls, garbage_collection)
     address = await parts.server.start(settings.listen)
     if settings.health_listen:
         await parts.server.start_health(settings.health_listen)
@@ -244,7 +244,7 @@ async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) 
     return await _stop_engine(parts, EXIT_FAILED if has_failed else 0)
 
 
-def build(
+def build_executor(
     settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garbage_collection: GarbageCollection
 ) -> Parts:
     """Builds and connects all parts. The engine's thread publishes to the event loop."""
@@ -289,7 +289,7 @@ async def _watch(parts: Parts, signals: Signals, limit_s: float) -> None:
         await parts.server.set_live(not is_stalled)
         await parts.server.set_serving(not (is_stalled or signals.drain.is_set()))
 
-    await watch(parts.service, limit_s, on_change)
+    await watch_engine(parts.service, limit_s, on_change)
 
 
 async def _until(awaited: Coroutine[Any, Any, object], work: SequenceOf[asyncio.Task[Any]]) -> bool:

@@ -24,7 +24,7 @@ from common.telemetry.tracing import NO_TRACING, Tracing
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput
 from executor.engine.runner import PendingStep
-from executor.engine.watchdog import watch
+from executor.engine.watchdog import watch_engine
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.sequence import StepPlan, TokenLogprobs
@@ -253,7 +253,7 @@ async def start_executor(
 
     work = [asyncio.create_task(service.run())]
     if watchdog_s is not None:
-        work.append(asyncio.create_task(watch(service, watchdog_s, on_change)))
+        work.append(asyncio.create_task(watch_engine(service, watchdog_s, on_change)))
     return RunningExecutor(address, scheduler, brake, device, engine, server, work, service)
 
 

@@ -18,7 +18,7 @@ def context_in(metadata: Iterable[tuple[str, str | bytes]]) -> Context:
     return _PROPAGATOR.extract(carrier, context=Context())
 
 
-def metadata_of(context: Context | None = None) -> tuple[tuple[str, str], ...]:
+def trace_metadata(context: Context | None = None) -> tuple[tuple[str, str], ...]:
     """Returns the metadata with which a call's spans belong to the current span, or to that of `context`; empty without
     a span."""
     carrier: dict[str, str] = {}
@@ -28,10 +28,10 @@ def metadata_of(context: Context | None = None) -> tuple[tuple[str, str], ...]:
 
 def traceparent_of(span: Span) -> str:
     """Returns the context of a span as one line; empty if the span has none."""
-    return dict(metadata_of(set_span_in_context(span, Context()))).get("traceparent", "")
+    return dict(trace_metadata(set_span_in_context(span, Context()))).get("traceparent", "")
 
 
-def context_of(traceparent: str) -> Context:
+def parent_context(traceparent: str) -> Context:
     """Returns the context that a line contains."""
     carrier: Mapping[str, str] = {"traceparent": traceparent}
     return _PROPAGATOR.extract(carrier, context=Context())

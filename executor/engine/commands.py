@@ -15,7 +15,7 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class CancelCommand:
     """Ends a sequence."""
 
     request_id: str
@@ -29,7 +29,7 @@ class Draining:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopping:
+class StopCommand:
     """Ends the thread. Held sequences get no end: their routers see the streams break and place them elsewhere."""
 
 
@@ -38,4 +38,4 @@ class Listing:
     """Requests the list of held sequences."""
 
 
-Command = Submitted | Cancelled | Draining | Stopping | Listing
+Command = Submitted | CancelCommand | Draining | StopCommand | Listing

@@ -1,4 +1,4 @@
-"""Deadlines of the held sequences, in milliseconds of the engine's clock, which the caller reads.
+"""DeadlineHeap of the held sequences, in milliseconds of the engine's clock, which the caller reads.
 
 An entry of a sequence that ended early stays in the heap until its time comes or until there are too many of them.
 """
@@ -15,7 +15,7 @@ Entry = tuple[int, str, int]
 MAX_ENDED = 1024
 
 
-class Deadlines:
+class DeadlineHeap:
     """A heap of (deadline, request, attempt)."""
 
     def __init__(self) -> None:

@@ -21,15 +21,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from executor.engine.commands import Cancelled, Command, Draining, Listing, Stopping, Submitted
-from executor.engine.deadlines import Deadlines
+from executor.engine.commands import CancelCommand, Command, Draining, Listing, StopCommand, Submitted
+from executor.engine.deadlines import DeadlineHeap
 from executor.engine.gc import GarbageCollection
-from executor.engine.output import EngineOutput, EngineStatus, HeldSequence, step_record
+from executor.engine.output import EngineOutput, EngineStatus, ReportedSequence, step_record
 from executor.engine.prefill_budget import PrefillBudget
 from executor.engine.runner import FailedStep, PendingStep, StepRunner
 from executor.engine.standby import StandbyDepth
 from executor.engine.step_time import StepLoad, StepTime
-from executor.engine.timing import LoopParts, Speed
+from executor.engine.timing import LoopParts, Throughput
 from executor.scheduler.scheduler import Batching, Scheduler
 from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, StepOutcome, StepPlan, StepResult
 from executor.scheduler.step_record import NO_TIMES, DeviceTimes, LoopPart, PlanCounts
@@ -67,10 +67,10 @@ class Engine:
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._speed = Speed()
+        self._speed = Throughput()
         self._step_time = StepTime()
         self._prefill_budget = PrefillBudget(self._step_time, max_inter_token_ms, scheduler.pool.block_size)
-        self._deadlines = Deadlines()
+        self._deadlines = DeadlineHeap()
         self._standby = StandbyDepth(scheduler.limits.num_standby_sequences)
         self._garbage_collection = garbage_collection
         self._clock = clock
@@ -85,7 +85,7 @@ class Engine:
         # Steps launched and not retired, oldest first. With overlap one of them may run while the next is planned.
         self._launched: deque[tuple[StepPlan, PlanCounts, PendingStep]] = deque()
         self.overlaps = overlap
-        self._held: tuple[HeldSequence, ...] = ()
+        self._held: tuple[ReportedSequence, ...] = ()
         self._held_version: tuple[int, ...] = ()
 
     def start(self) -> None:
@@ -100,7 +100,7 @@ class Engine:
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Ends a sequence if this attempt is still held. Its end comes through `publish`."""
-        self._inbox.put(Cancelled(request_id, attempt, reason))
+        self._inbox.put(CancelCommand(request_id, attempt, reason))
 
     def drain(self) -> None:
         """Refuses every further submit."""
@@ -113,7 +113,7 @@ class Engine:
     def stop(self, timeout_s: float | None = None) -> bool:
         """Ends the thread after the steps in flight and waits for it at most `timeout_s`. Returns whether it has
         ended."""
-        self._inbox.put(Stopping())
+        self._inbox.put(StopCommand())
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -215,14 +215,14 @@ class Engine:
                     self._standby.refilled(self._clock())
                 else:
                     output.rejected.append((sequence, refusal))
-            case Cancelled(request_id, attempt, reason):
+            case CancelCommand(request_id, attempt, reason):
                 event = self._scheduler.cancel(request_id, attempt, reason)
                 if event is not None:
                     output.finished.append(event)
             case Draining():
                 self._scheduler.drain()
                 self._publish(EngineOutput(self.num_steps, status=self._status()))
-            case Stopping():
+            case StopCommand():
                 self._stopping = True
             case Listing():
                 output.sequences = self._scheduler.seating.snapshot()
@@ -324,7 +324,7 @@ class Engine:
         limits = self._scheduler.limits
         return limits.num_standby_sequences if limits.batching is Batching.STATIC else self._standby.depth
 
-    def _held_now(self) -> tuple[HeldSequence, ...]:
+    def _held_now(self) -> tuple[ReportedSequence, ...]:
         """Returns the held sequences, rebuilt only when one was accepted, ended, boarded or was preempted."""
         scheduler = self._scheduler
         version = (
@@ -337,6 +337,6 @@ class Engine:
             self._held_version = version
             phase = scheduler.seating.waiting_phase
             self._held = tuple(
-                HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks, phase(s)) for s in scheduler.held()
+                ReportedSequence(s.request_id, s.attempt, s.num_reserved_blocks, phase(s)) for s in scheduler.held()
             )
         return self._held

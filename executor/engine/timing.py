@@ -45,7 +45,7 @@ class LoopParts:
 SMOOTHING = 0.05
 
 
-class Speed:
+class Throughput:
     """Smoothed step time, prefill rate and device utilisation, from the retired steps."""
 
     def __init__(self) -> None:

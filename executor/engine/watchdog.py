@@ -45,7 +45,7 @@ class Observation:
     stalled_s: float = 0.0
 
 
-def poll(before: Observation, at_s: float, watched: Watched, interval_s: float) -> Observation:
+def observe(before: Observation, at_s: float, watched: Watched, interval_s: float) -> Observation:
     """Returns the observation that follows `before`, at least `interval_s` later."""
     has_work, progress = watched.has_work, watched.progress
     if not (has_work and before.has_work) or progress != before.progress:
@@ -54,7 +54,7 @@ def poll(before: Observation, at_s: float, watched: Watched, interval_s: float) 
     return Observation(at_s, has_work, progress, before.stalled_s + passed_s)
 
 
-async def watch(
+async def watch_engine(
     watched: Watched,
     limit_s: float,
     on_change: Callable[[bool], Awaitable[None]],
@@ -67,7 +67,7 @@ async def watch(
     is_stalled = False
     while True:
         await asyncio.sleep(interval_s)
-        seen = poll(seen, clock(), watched, interval_s)
+        seen = observe(seen, clock(), watched, interval_s)
         if is_stalled != (seen.stalled_s >= limit_s):
             is_stalled = not is_stalled
             if is_stalled:

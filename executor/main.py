@@ -25,6 +25,7 @@ from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from common.machine import num_available_memory_bytes, num_usable_cores
 from common.model_source import ModelSource, resolve_model
 from common.process import EXIT_FAILED, run_process
+from common.protocol import PROTOCOL_VERSION
 from common.rpc.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
 from common.rpc.tls import TlsFiles
 from common.settings import SettingError, describe, load
@@ -44,7 +45,6 @@ from executor.serving.metrics import executor_metrics
 from executor.serving.placements import RetentionPolicy
 from executor.serving.report import policy_proto
 from executor.serving.router_auth import PeerNameCheck, load_server_tls
-from executor.serving.router_session import PROTOCOL_VERSION
 from executor.serving.service import ExecutorService, Identity
 from executor.serving.submission import SubmissionLimits
 from executor.settings import ExecutorSettings

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gateway.answers import FinishedChoice
 from gateway.asking import Ask
 from gateway.event_ids import Place
-from inflight.aio import Client, Stream
+from inflight import AsyncClient, AsyncStream
 from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs
 from inflight.v1 import inference_pb2
 
@@ -25,7 +25,7 @@ MAX_KEYS = 4
 class Source:
     """Source of the events: the routers, and the metadata of this client's calls."""
 
-    client: Client
+    client: AsyncClient
     metadata: Mapping[str, str]
 
     async def begun(self, request: inference_pb2.GenerateRequest, *, takes_back: bool) -> AsyncGenerator[Event, None]:
@@ -50,7 +50,7 @@ class Source:
 
     async def resumed(self, place: Place) -> AsyncGenerator[Event, None]:
         """Yields the events of a request after a position. Raises as `begun`."""
-        stream: Stream = self.client.resume(
+        stream: AsyncStream = self.client.resume(
             place.request_id,
             place.resume_token,
             offset=place.num_tokens,

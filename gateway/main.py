@@ -22,8 +22,8 @@ from gateway.app import GatewayApp
 from gateway.metrics import Metrics
 from gateway.service import GatewayService
 from gateway.settings import GatewaySettings
-from inflight.aio import Client
-from inflight.channel import is_this_machine
+from inflight import AsyncClient
+from inflight.access import is_this_machine
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +61,14 @@ async def run_gateway(settings: GatewaySettings) -> int:
     return 0
 
 
-def open_client(settings: GatewaySettings) -> Client:
+def open_client(settings: GatewaySettings) -> AsyncClient:
     """Opens the client of the routers. Raises `SettingError` if the settings do not allow one."""
     try:
         if settings.router_tls_ca_file is None:
             if not all(map(is_this_machine, settings.routers)):
                 log.warning("the keys of clients are sent to routers without TLS: set router_tls_ca_file")
-            return Client(*settings.routers)
-        return Client(
+            return AsyncClient(*settings.routers)
+        return AsyncClient(
             *settings.routers, credentials=_credentials(settings), server_name=settings.router_tls_name or None
         )
     except ValueError as error:

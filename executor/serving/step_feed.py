@@ -15,6 +15,7 @@ from contextlib import suppress
 from itertools import islice
 
 from common.errors import FieldViolation, invalid
+from common.protocol import DEFAULT_STATS_INTERVAL_MS, MIN_STATS_INTERVAL_MS
 from executor.engine.output import EngineOutput
 from executor.scheduler.seat_view import SequenceSnapshot
 from executor.scheduler.step_record import PART_NAMES, KvCounts, PlanCounts, StepRecord
@@ -112,9 +113,6 @@ class StepHistory:
         return list(newest_first)[::-1]
 
 
-DEFAULT_INTERVAL_MS = 1000
-MIN_INTERVAL_MS = 50
-
 Snapshots = tuple[SequenceSnapshot, ...]
 
 
@@ -168,7 +166,8 @@ class StepWatch:
                 step = self._history.newest_step
                 yield self._response(records, snapshots)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), interval_s)
+                    async with asyncio.timeout(interval_s):
+                        await self._closing.wait()
         finally:
             self.num_watchers -= 1
 
@@ -193,7 +192,7 @@ class StepWatch:
 
 def interval_ms_of(request: executor_pb2.WatchStepsRequest) -> int:
     """Returns the interval between messages. Raises `RequestError` where it is too short."""
-    interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
-    if interval_ms < MIN_INTERVAL_MS:
-        raise invalid(FieldViolation("interval_ms", f"must be at least {MIN_INTERVAL_MS}"))
+    interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_STATS_INTERVAL_MS
+    if interval_ms < MIN_STATS_INTERVAL_MS:
+        raise invalid(FieldViolation("interval_ms", f"must be at least {MIN_STATS_INTERVAL_MS}"))
     return interval_ms

@@ -46,7 +46,7 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures docs docs-links docs-reference bench-openai loadgen
+.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu reports audit clean pictures docs docs-links docs-reference bench-openai loadgen
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -61,6 +61,7 @@ help:
 	@echo "make lint    formatting, lint, types, generated code, what the documentation names"
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate inflight/v1 and inflight/kserve again"
+	@echo "make sync-client  generate the blocking client from the asynchronous one"
 	@echo "make docs    build the documentation's site into build/docs; every warning is an error"
 	@echo "make docs-reference  write the pages again that are made from settings, commands and .proto files"
 	@echo "make docs-links  ask whether addresses that the pages name are there (needs the internet)"
@@ -70,12 +71,13 @@ help:
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
 	@echo "make bench-host   what the host's part of a step costs"
 	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
-	@echo "make bench-soak   10,000 short requests, watching the memory of the processes"
+	@echo "make bench-soak   the soak test over 10,000 short requests; SOAK_REQUESTS=1000"
 	@echo "make bench-openai  GuideLLM, a load generator of others, through the OpenAI-compatible gateway"
 	@echo "make loadgen  install GuideLLM into .clients, for its test and make bench-openai"
 	@echo "make bench-admission  what the admission ledger does on one core of Redis; QUEUED=1000000 EXECUTORS=1000, or ARGS=--matrix"
 	@echo "make bench-scheduling  scheduling policies side by side, in virtual time; ARGS=\"--scale 0.3\""
 	@echo "make bench-gpu  decode, prefill and workloads on an NVIDIA GPU against its limits and transformers"
+	@echo "make reports  build the pages with charts of bench/reports"
 	@echo "make clean   remove .venv and everything generated at run time"
 
 setup: $(INSTALLED)
@@ -142,6 +144,9 @@ protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 	$(BIN)/python -m tests.contract.baseline
 
+sync-client: setup
+	$(BIN)/python -m tests.contract.sync_client
+
 docs: setup
 	@$(BIN)/python -m sphinx -q -n -W --keep-going -c docs -d build/docs-doctrees -b html . build/docs
 	@echo "build/docs/index.html"
@@ -162,7 +167,7 @@ bench: setup
 	@$(BIN)/inflight bench $(ARGS)
 
 bench-host: setup
-	@$(BIN)/python -m bench.host_time $(ARGS)
+	@$(BIN)/python -m bench.engine.host_time $(ARGS)
 
 bench-peers: setup
 	@$(BIN)/python bench/peers/install.py $(PEERS)
@@ -191,7 +196,10 @@ bench-admission: setup
 	@$(BIN)/python -m bench.ledger.main --queued $(QUEUED) --executors $(EXECUTORS) $(ARGS)
 
 bench-scheduling: setup
-	@$(BIN)/python -m bench.simulation.compare $(ARGS)
+	@$(BIN)/python -m bench.scheduling.compare $(ARGS)
+
+reports: setup
+	@$(BIN)/python -m bench.build_reports $(ARGS)
 
 bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m bench.gpu.main $(ARGS)

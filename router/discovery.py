@@ -51,7 +51,7 @@ async def _look_up(name: str, known: frozenset[str]) -> frozenset[str]:
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):
             answers = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except (OSError, TimeoutError, UnicodeError) as error:
-        log.warning("%s cannot be looked up: %s", name, error)
+        log.warning("cannot resolve %s: %s", name, error)
         return known
     return frozenset(_join(str(address[0]), int(address[1])) for *_, address in answers)
 

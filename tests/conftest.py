@@ -56,6 +56,8 @@ LINT = (
     "contract/test_settings_are_read.py",
     "contract/test_statuses.py",
     "contract/test_style.py",
+    "contract/test_sync_client.py",
+    "contract/test_troubleshooting.py",
 )
 
 # `fixed` tries the same examples in every run, `short` a quarter of them, and `explore` looks for new ones.

@@ -1,20 +1,20 @@
 """Requests between the ledger and the executors, on one modelled router: as `router.dispatch.dispatcher.Dispatcher`.
 
 What the dispatcher awaits is a callback here, so that the router may vanish in between. Clients are here too: what they
-are told goes to the witness.
+are told goes to the checker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from bench.simulation.invariants import InvariantChecker, RequestOutcome
 from bench.simulation.ledger import HandBackOutcome, Ledger, SubmitOutcome
 from bench.simulation.ledger_writer import LedgerWriter
 from bench.simulation.session import Session
 from bench.simulation.sim_stream import RouterShape, SimStream
 from bench.simulation.store_link import StoreLink
-from bench.simulation.timeline import US_PER_MS, Process, Timeline
-from bench.simulation.witness import Fate, Witness
+from bench.timeline.timeline import US_PER_MS, Process, Timeline
 from common.errors import Reason
 from executor.scheduler.sequence import FinishReason
 from router.store.codec import hand_back_args
@@ -54,7 +54,7 @@ class Dispatch:
         link: StoreLink,
         timeline: Timeline,
         process: Process,
-        witness: Witness,
+        checker: InvariantChecker,
     ) -> None:
         self.streams: dict[str, SimStream] = {}
         self.links: dict[str, Session] = {}
@@ -65,7 +65,7 @@ class Dispatch:
         self._shape = shape
         self._timeline = timeline
         self._process = process
-        self._witness = witness
+        self._checker = checker
 
     # What clients ask for.
 
@@ -129,7 +129,7 @@ class Dispatch:
                     assert stream.placement is not None
                     self._cancel_on_link(stream.placement, FinishReason.PREEMPTED)
             case Cancelled(request_id):
-                self._drop(request_id, Fate.CANCELLED, "by another router")
+                self._drop(request_id, RequestOutcome.CANCELLED, "by another router")
             case Dropped():
                 self._dropped(event)
             case LeaseLapsed():
@@ -142,7 +142,7 @@ class Dispatch:
 
         def done(outcome: SubmitOutcome) -> None:
             if isinstance(outcome, Placement | Queued) and stream.record.accepted_us is None:
-                self._witness.accepted(stream.record, asked_us)
+                self._checker.accepted(stream.record, asked_us)
             then(stream, outcome)
 
         self.ledger.submit(stream.demand(self._shape.block_size), done, lambda: done(Refused(Reason.STORE_UNAVAILABLE)))
@@ -218,7 +218,7 @@ class Dispatch:
     def _place(self, placement: Placement) -> None:
         stream = self.streams.get(placement.request_id)
         if stream is not None and stream.is_cancelled:
-            self.end(stream, Fate.CANCELLED, "asked for")
+            self.end(stream, RequestOutcome.CANCELLED, "asked for")
         if stream is None or stream.is_abandoned or stream.has_ended:
             self.writer.settle(Ending(placement.request_id, placement.attempt))
             if stream is not None:
@@ -260,7 +260,7 @@ class Dispatch:
             return
         stream.placement = None
         if stream.is_cancelled:
-            self.end(stream, Fate.CANCELLED, "asked for")
+            self.end(stream, RequestOutcome.CANCELLED, "asked for")
         if stream.is_abandoned or stream.has_ended:
             self.writer.settle(Ending(placement.request_id, placement.attempt))
             self.forget(stream)
@@ -299,7 +299,7 @@ class Dispatch:
         stream.is_handed_back = False
         match outcome:
             case HandBackRefusal.EXHAUSTED:
-                self.end(stream, Fate.FAILED, "attempts exhausted")
+                self.end(stream, RequestOutcome.FAILED, "attempts exhausted")
                 self.forget(stream)
             case HandBackRefusal.UNKNOWN:
                 self._submit_again(stream)
@@ -332,7 +332,7 @@ class Dispatch:
         if was is RequestState.PLACED and stream.placement is not None:
             self._cancel_on_link(stream.placement)
         elif was in (RequestState.WAITING, RequestState.LOST):
-            self._drop(stream.request.request_id, Fate.CANCELLED, "asked for")
+            self._drop(stream.request.request_id, RequestOutcome.CANCELLED, "asked for")
 
     def _cancel_on_link(self, placement: Placement, reason: FinishReason = FinishReason.CANCELLED) -> None:
         session = self.links.get(placement.executor_id)
@@ -345,14 +345,14 @@ class Dispatch:
             session.cancel(request_id, attempt)
 
     def _dropped(self, event: Dropped) -> None:
-        fate = Fate.EXPIRED if event.reason is DropReason.EXPIRED else Fate.FAILED
-        self._drop(event.request_id, fate, event.reason.value)
+        outcome = RequestOutcome.EXPIRED if event.reason is DropReason.EXPIRED else RequestOutcome.FAILED
+        self._drop(event.request_id, outcome, event.reason.value)
 
-    def _drop(self, request_id: str, fate: Fate, reason: str) -> None:
+    def _drop(self, request_id: str, outcome: RequestOutcome, reason: str) -> None:
         """A request left the line without a seat."""
         stream = self.streams.get(request_id)
         if stream is not None:
-            self.end(stream, fate, reason)
+            self.end(stream, outcome, reason)
             self.forget(stream)
 
     def _give_up_without_executor(self) -> None:
@@ -360,13 +360,13 @@ class Dispatch:
             return
         for stream in list(self.streams.values()):
             if stream.placement is None:
-                self.end(stream, Fate.FAILED, "no executor")
+                self.end(stream, RequestOutcome.FAILED, "no executor")
                 self._withdraw(stream)
 
-    def end(self, stream: SimStream, fate: Fate, reason: str = "") -> None:
+    def end(self, stream: SimStream, outcome: RequestOutcome, reason: str = "") -> None:
         """Tells the client the end. As of a stream of the router, the first is the one that counts."""
         if not stream.has_ended:
-            self._witness.ended(stream.record, fate, self._timeline.now_us, reason)
+            self._checker.ended(stream.record, outcome, self._timeline.now_us, reason)
 
     def forget(self, stream: SimStream) -> None:
         """It is over."""
@@ -374,12 +374,13 @@ class Dispatch:
             del self.streams[stream.request.request_id]
 
 
-def _why(outcome: Refused | Duplicate) -> tuple[Fate, str]:
+def _why(outcome: Refused | Duplicate) -> tuple[RequestOutcome, str]:
     """What a refusal is to a client."""
     if isinstance(outcome, Duplicate):
-        return Fate.FAILED, f"duplicate {outcome.state.value}"
-    fate = Fate.FAILED if outcome.reason in (Reason.STORE_UNAVAILABLE, Reason.NO_EXECUTOR) else Fate.REFUSED
-    return fate, outcome.reason.value
+        return RequestOutcome.FAILED, f"duplicate {outcome.state.value}"
+    is_failure = outcome.reason in (Reason.STORE_UNAVAILABLE, Reason.NO_EXECUTOR)
+    end = RequestOutcome.FAILED if is_failure else RequestOutcome.REFUSED
+    return end, outcome.reason.value
 
 
 def _nothing() -> None:

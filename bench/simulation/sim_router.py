@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from bench.simulation.invariants import InvariantChecker, RequestOutcome
 from bench.simulation.session import Frame, Session
 from bench.simulation.sim_dispatch import Dispatch
 from bench.simulation.sim_stream import RouterShape, SimStream
 from bench.simulation.store_link import StoreLink
-from bench.simulation.timeline import US_PER_MS, Process, Timeline
-from bench.simulation.traffic import SimRequest
-from bench.simulation.witness import Fate, Witness
+from bench.timeline.timeline import US_PER_MS, Process, Timeline
+from bench.timeline.traffic import SimRequest
 from executor.scheduler.admission import Refusal
 from executor.scheduler.sequence import FinishReason
 from router.store.types import Ending, ExecutorReport
@@ -20,12 +20,12 @@ RENEW_US, REAP_US = 1_500 * US_PER_MS, 1_000 * US_PER_MS
 # As `router.dispatch.waiting_audit`'s.
 LOOK_US = 1_500 * US_PER_MS
 FATES = {
-    FinishReason.STOP_TOKEN: Fate.COMPLETED,
-    FinishReason.STOP_STRING: Fate.COMPLETED,
-    FinishReason.LENGTH: Fate.COMPLETED,
-    FinishReason.CANCELLED: Fate.CANCELLED,
-    FinishReason.DEADLINE: Fate.EXPIRED,
-    FinishReason.ERROR: Fate.FAILED,
+    FinishReason.STOP_TOKEN: RequestOutcome.COMPLETED,
+    FinishReason.STOP_STRING: RequestOutcome.COMPLETED,
+    FinishReason.LENGTH: RequestOutcome.COMPLETED,
+    FinishReason.CANCELLED: RequestOutcome.CANCELLED,
+    FinishReason.DEADLINE: RequestOutcome.EXPIRED,
+    FinishReason.ERROR: RequestOutcome.FAILED,
 }
 BY_ITSELF = (FinishReason.STOP_TOKEN, FinishReason.LENGTH)
 
@@ -34,13 +34,13 @@ class SimRouter:
     """One start of a router."""
 
     def __init__(
-        self, router_id: str, shape: RouterShape, link: StoreLink, timeline: Timeline, witness: Witness
+        self, router_id: str, shape: RouterShape, link: StoreLink, timeline: Timeline, checker: InvariantChecker
     ) -> None:
         self.router_id = router_id
         self.process = Process(timeline)
-        self.dispatch = Dispatch(router_id, shape, link, timeline, self.process, witness)
+        self.dispatch = Dispatch(router_id, shape, link, timeline, self.process, checker)
         self._timeline = timeline
-        self._witness = witness
+        self._checker = checker
 
     @property
     def streams(self) -> Mapping[str, SimStream]:
@@ -59,7 +59,7 @@ class SimRouter:
         self.process.kill()
         self.dispatch.ledger.close()
         for stream in self.dispatch.streams.values():
-            self.dispatch.end(stream, Fate.ROUTER_LOST)
+            self.dispatch.end(stream, RequestOutcome.ROUTER_LOST)
 
     def _renew(self) -> None:
         self._timeline.after(RENEW_US, self.process.run, self._renew)
@@ -77,7 +77,7 @@ class SimRouter:
 
     def arrive(self, request: SimRequest) -> None:
         """A client's request."""
-        stream = SimStream(request, self._witness.submitted(request, self.router_id, self._timeline.now_us), [])
+        stream = SimStream(request, self._checker.submitted(request, self.router_id, self._timeline.now_us), [])
         deadline_ms = request.ledger_deadline_ms
         if deadline_ms is not None:
             # The relay keeps the exact deadline; the ledger drops what waits by itself.
@@ -89,12 +89,12 @@ class SimRouter:
     def _client_gone(self, stream: SimStream) -> None:
         if not stream.has_ended:
             stream.record.may_be_cancelled = True
-            self.dispatch.end(stream, Fate.CANCELLED, "client gone")
+            self.dispatch.end(stream, RequestOutcome.CANCELLED, "client gone")
             self.dispatch.release(stream)
 
     def _first_token_is_late(self, stream: SimStream) -> None:
         if not stream.has_ended and not stream.output:
-            self.dispatch.end(stream, Fate.EXPIRED, "by the router")
+            self.dispatch.end(stream, RequestOutcome.EXPIRED, "by the router")
             self.dispatch.release(stream)
 
     # What executors tell.
@@ -123,7 +123,7 @@ class SimRouter:
             if stream.is_current(attempt) and not stream.has_ended:
                 stream.cached_tokens = cached_tokens
                 stream.record.cached_tokens += cached_tokens
-                self._witness.boarded(stream.record, self._timeline.now_us)
+                self._checker.boarded(stream.record, self._timeline.now_us)
         for request_id, attempt, offset, token_id in frame.tokens:
             stream = offered[request_id, attempt]
             if stream.is_current(attempt):
@@ -133,7 +133,7 @@ class SimRouter:
 
     def _rejected(self, stream: SimStream, attempt: int, refusal: Refusal) -> None:
         if refusal is Refusal.INVALID:
-            self.dispatch.end(stream, Fate.FAILED, "refused by the executor")
+            self.dispatch.end(stream, RequestOutcome.FAILED, "refused by the executor")
             self.dispatch.writer.settle(Ending(stream.request.request_id, attempt))
             self.dispatch.forget(stream)
         else:
@@ -142,14 +142,14 @@ class SimRouter:
     def _token(self, stream: SimStream, offset: int, token_id: int) -> None:
         expected = len(stream.output)
         missing = f"{stream.request.request_id}: token {expected} is missing before {offset}"
-        self._witness.require(offset <= expected, missing)
+        self._checker.require(offset <= expected, missing)
         if offset == expected:
             stream.output.append(token_id)
             if stream.is_suspect:
                 stream.is_suspect = False
                 self.dispatch.ledger.absolve(stream.request.request_id, stream.attempt)
             if not stream.has_ended:
-                self._witness.delivered(stream.record, offset, token_id, self._timeline.now_us)
+                self._checker.delivered(stream.record, offset, token_id, self._timeline.now_us)
 
     def _finished(self, stream: SimStream, attempt: int, reason: FinishReason) -> None:
         is_current = stream.is_current(attempt)

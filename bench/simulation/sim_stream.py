@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bench.simulation.timeline import US_PER_S
-from bench.simulation.traffic import SimRequest
-from bench.simulation.witness import Record
+from bench.simulation.invariants import Record
+from bench.timeline.timeline import US_PER_S
+from bench.timeline.traffic import SimRequest
 from router.store.settings import StoreSettings
 from router.store.types import Demand, Placement
 
@@ -46,7 +46,7 @@ class SimStream:
     @property
     def has_ended(self) -> bool:
         """Whether its client knows its end."""
-        return self.record.fate is not None
+        return self.record.outcome is not None
 
     def is_current(self, attempt: int) -> bool:
         """Whether this is the placement that counts."""

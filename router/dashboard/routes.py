@@ -89,7 +89,7 @@ def _is_foreign(request: Request) -> bool:
 def _timeline(request: Request, authenticator: Authenticator, watching: Watching) -> Response:
     """Returns the timeline of the request `model`, `tenant`, `id`, if the caller may see it."""
     if _is_foreign(request):
-        return _refused(403, "the board's timelines are for its own page")
+        return _refused(403, "requests from pages of other sites are refused")
     try:
         caller = authenticator.identify(tuple(request.headers.items()))
     except RequestError as error:
@@ -97,16 +97,16 @@ def _timeline(request: Request, authenticator: Authenticator, watching: Watching
     named = [request.query_params.get(name, "") for name in ("model", "tenant", "id")]
     found = watching.timeline(named[0], named[1], named[2], caller)
     if found is None:
-        return _refused(404, "this router has no timeline of that request")
+        return _refused(404, "this router has no timeline of this request")
     return JSONResponse(found, headers={**HEADERS, "cache-control": "no-store"})
 
 
 async def _stats(request: Request, feeds: Feeds, authenticator: Authenticator, watching: Watching) -> ASGIApp:
     # A page of another site could not read the stream, but it could use up the watcher slots.
     if _is_foreign(request):
-        return _refused(403, "the board's statistics are for its own page")
+        return _refused(403, "requests from pages of other sites are refused")
     if len(request.headers.getlist("authorization")) > 1:
-        return _refused(400, "there are several Authorization headers; one is allowed")
+        return _refused(400, "more than one Authorization header")
     metadata = tuple(request.headers.items())
     try:
         caller = authenticator.identify(metadata)
@@ -114,7 +114,7 @@ async def _stats(request: Request, feeds: Feeds, authenticator: Authenticator, w
         return _refusal(error)
     feed = feeds.join(caller)
     if feed is None:
-        return _refused(503, "too many watch already, or the router is stopping", retry_after_s=10)
+        return _refused(503, "too many viewers, or the router is stopping", retry_after_s=10)
     return _Watch(feeds, feed, watching, caller, lambda: _lets_in(authenticator, metadata, caller))
 
 

@@ -92,7 +92,7 @@ class Sampler:
                 await self.sample()
             except Exception:
                 # A failure of a chart must not stop the router.
-                log.exception("a sample of the board's history failed")
+                log.exception("a sample of the dashboard's history failed")
                 self._sampled_s += SAMPLE_S
 
     async def sample(self) -> None:

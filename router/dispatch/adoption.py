@@ -61,7 +61,7 @@ class Adopter:
 
         answer = await self._attach(outcome.placement, on_attached)
         if opened:
-            log.info("%s goes on here", ledger_id)
+            log.info("%s continues on this router", ledger_id)
             return opened[0]
         if answer is NotAttached.NOT_HELD and not outcome.ended:
             # Nobody has its prompt any more: its place is free.

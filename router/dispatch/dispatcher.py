@@ -202,7 +202,7 @@ class Dispatcher:
             async with asyncio.timeout(goes_on_s):
                 await Relay(stream, None).run()
         except TimeoutError:
-            log.info("%s: no client came back within %g s", stream.request_id, goes_on_s)
+            log.info("%s: no client resumed the request within %g s", stream.request_id, goes_on_s)
         except RequestError as error:
             log.debug("%s: without a client: %s", stream.request_id, error.reason.value)
         if reader == stream.reader:

@@ -229,7 +229,7 @@ def _of_tensor(kind: Kind, tensor: Tensor, called: str) -> Value:
     if kind in (Kind.TEXTS, Kind.INTS):
         return _of_anything(kind, list(tensor.elements), called)
     if len(tensor.elements) != 1:
-        raise wrong(called, f"has {len(tensor.elements)} elements; must have one, for a request holds one prompt")
+        raise wrong(called, f"has {len(tensor.elements)} elements; must have one, because a request has one prompt")
     return _of_anything(kind, tensor.elements[0], called)
 
 

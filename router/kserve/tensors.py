@@ -85,7 +85,7 @@ def decode_inputs(request: grpc_service_pb2.ModelInferRequest) -> dict[str, Tens
     tensors: dict[str, Tensor] = {}
     for index, sent in enumerate(request.inputs):
         if sent.name in tensors:
-            raise _wrong(sent.name, "is there twice")
+            raise _wrong(sent.name, "is listed twice")
         tensors[sent.name] = _decode(sent, raw[index] if raw else None)
     return tensors
 
@@ -106,7 +106,7 @@ def encode_elements(datatype: str, elements: Sequence[Element]) -> bytes:
 def _decode(sent: grpc_service_pb2.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Tensor:
     if sent.parameters:
         names = ", ".join(sorted(sent.parameters))
-        raise _wrong(sent.name, f"has parameters ({names[:100]}); none are known here, and no shared memory")
+        raise _wrong(sent.name, f"has parameters ({names[:100]}); these and shared memory are not supported")
     if sent.datatype != BYTES and sent.datatype not in NUMPY_TYPES:
         raise _wrong(sent.name, f"is of type {sent.datatype[:20]!r}; known: {', '.join([BYTES, *NUMPY_TYPES])}")
     if len(sent.shape) > MAX_DIMENSIONS:
@@ -116,7 +116,7 @@ def _decode(sent: grpc_service_pb2.ModelInferRequest.InferInputTensor, raw: byte
     if raw is None:
         elements = _contents(sent)
     elif sent.HasField("contents"):
-        raise _wrong(sent.name, "has `contents` beside raw_input_contents")
+        raise _wrong(sent.name, "has `contents` in addition to raw_input_contents")
     else:
         elements = _split(sent.name, raw) if sent.datatype == BYTES else _numbers(sent.name, sent.datatype, raw)
     if math.prod(sent.shape) != len(elements):

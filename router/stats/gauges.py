@@ -33,14 +33,16 @@ class ScrapeGauges:
         self._turn = asyncio.Lock()
         self._due = clock()
         self._streams = gauge("streams", "Requests that wait or run on this router.")
-        self._links = gauge("executor_links", "Executors linked.")
-        self._queue_requests = gauge("queue_requests", "Requests that wait.", "class")
-        self._queue_tokens = gauge("queue_tokens", "Tokens of their prompts and max_tokens.", "class")
-        self._accepting = gauge("executors_accepting", "Executors that take new work.")
-        self._blocks = gauge("ledger_blocks", "Blocks of those executors.")
-        self._reserved_blocks = gauge("ledger_reserved_blocks", "Of these, blocks promised.")
-        self._sequences = gauge("ledger_sequences", "Sequences that they may hold.")
-        self._reserved_sequences = gauge("ledger_reserved_sequences", "Of these, promised.")
+        self._links = gauge("executor_links", "Executors that this router has a link to.")
+        self._queue_requests = gauge("queue_requests", "Requests waiting in the queue.", "class")
+        self._queue_tokens = gauge("queue_tokens", "Tokens of waiting requests: prompts and max_tokens.", "class")
+        self._accepting = gauge("executors_accepting", "Executors that accept new work.")
+        self._blocks = gauge("ledger_blocks", "KV blocks of the accepting executors.")
+        self._reserved_blocks = gauge("ledger_reserved_blocks", "Reserved KV blocks of the accepting executors.")
+        self._sequences = gauge(
+            "ledger_sequences", "Sequences that the accepting executors can hold: seats and standby."
+        )
+        self._reserved_sequences = gauge("ledger_reserved_sequences", "Reserved sequences of the accepting executors.")
         self._of_ledger = (
             self._queue_requests,
             self._queue_tokens,

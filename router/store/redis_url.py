@@ -82,7 +82,7 @@ def _options(url: str) -> dict[str, Any]:
     try:
         return dict(parse_url(url))
     except ValueError:
-        raise ValueError("is no address of Redis, or an option behind the ? has a value that it cannot have") from None
+        raise ValueError("is not a Redis URL, or an option after the ? has an invalid value") from None
 
 
 def _master(path: list[str]) -> str:

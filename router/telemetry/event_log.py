@@ -58,7 +58,7 @@ class EventKind(Enum):
     EXECUTOR_ACCEPTING = _Meaning("executor_accepting", Severity.GOOD, "{subject} takes new work again")
     """An executor that accepted no new work accepts it again."""
     ENGINE_STALLED = _Meaning(
-        "engine_stalled", Severity.ERROR, "{subject}: the watchdog ended {requests} of a stalled engine", is_merged=True
+        "engine_stalled", Severity.ERROR, "{subject}: engine stalled, the watchdog returned {requests}", is_merged=True
     )
     """An executor's watchdog returned sequences because the engine has stalled."""
     PREEMPTIONS = _Meaning("preemptions", Severity.WARNING, "{subject} preempted {sequences}", is_merged=True)

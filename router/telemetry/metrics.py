@@ -38,36 +38,46 @@ class RouterMetrics:
         self._registry = registry
         per_class = ("model", "class")
         self.first_token = self._histogram(
-            "gen_ai_server_time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_BUCKETS
+            "gen_ai_server_time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_BUCKETS
         )
         self.per_token = self._histogram(
-            "gen_ai_server_time_per_output_token_seconds", "Mean of a request's other tokens.", PER_TOKEN_BUCKETS
+            "gen_ai_server_time_per_output_token_seconds", "Mean time per output token.", PER_TOKEN_BUCKETS
         )
         self.duration = self._histogram(
             "gen_ai_server_request_duration_seconds",
-            "Arrival to end.",
+            "Time from arrival to the end of a request.",
             DURATION_BUCKETS,
             (*GEN_AI_LABELS, "error_type"),
         )
         self.inter_token = self._histogram(
-            "inflight_inter_token_seconds", "Between deliveries, by token.", INTER_TOKEN_BUCKETS, ("model",)
+            "inflight_inter_token_seconds", "Time between deliveries, per token.", INTER_TOKEN_BUCKETS, ("model",)
         )
         self.queue_wait = self._histogram(
-            "inflight_queue_wait_seconds", "From arrival to the first place.", WAIT_BUCKETS, per_class
+            "inflight_queue_wait_seconds", "From arrival to the first placement.", WAIT_BUCKETS, per_class
         )
         self.redis_seconds = self._histogram(
-            "inflight_redis_call_seconds", "Calls of the ledger.", REDIS_BUCKETS, ("script",)
+            "inflight_redis_call_seconds", "Duration of ledger calls to Redis.", REDIS_BUCKETS, ("script",)
         )
-        self.requests = self._counter("inflight_requests", "Requests ended.", (*per_class, "outcome"))
-        self.refusals = self._counter("inflight_refusals", "Requests refused.", (*per_class, "reason"))
+        self.requests = self._counter(
+            "inflight_requests", "Ended requests, by finish reason or error reason.", (*per_class, "outcome")
+        )
+        self.refusals = self._counter(
+            "inflight_refusals", "Requests refused before they entered the queue.", (*per_class, "reason")
+        )
         self.admissions = self._counter("inflight_admissions", "Requests placed for the first time.", per_class)
-        self.prompt_tokens = self._counter("inflight_prompt_tokens", "Of requests that boarded.", ("model",))
-        self.cached_tokens = self._counter("inflight_cached_prompt_tokens", "Of these, already there.", ("model",))
-        self.output_tokens = self._counter("inflight_output_tokens", "Tokens sent.", ("model",))
-        self.migrations = self._counter("inflight_migrations", "Requests that lost their place.", ("model", "reason"))
-        self.resumed = self._counter("inflight_resumed", "Streams taken up again.", ("model",))
-        self.redis_errors = self._counter("inflight_redis_errors", "Calls that did not succeed.", ("script",))
-        self.redis_up = Gauge("inflight_redis_up", "1: the newest call succeeded.", registry=registry)
+        self.prompt_tokens = self._counter(
+            "inflight_prompt_tokens", "Prompt tokens of requests with a seat.", ("model",)
+        )
+        self.cached_tokens = self._counter(
+            "inflight_cached_prompt_tokens", "Prompt tokens from the prefix cache.", ("model",)
+        )
+        self.output_tokens = self._counter("inflight_output_tokens", "Output tokens sent to clients.", ("model",))
+        self.migrations = self._counter(
+            "inflight_migrations", "Requests that lost their placement.", ("model", "reason")
+        )
+        self.resumed = self._counter("inflight_resumed", "Resumed streams.", ("model",))
+        self.redis_errors = self._counter("inflight_redis_errors", "Failed ledger calls to Redis.", ("script",))
+        self.redis_up = Gauge("inflight_redis_up", "1 if the latest ledger call succeeded, else 0.", registry=registry)
         self._recorders: dict[tuple[str, str, str], _Measures] = {}
         for model in models:
             for counter in (self.prompt_tokens, self.cached_tokens, self.output_tokens, self.resumed):

@@ -101,9 +101,10 @@ async def test_one_connection_that_opens_5000_streams_keeps_nobody_out(redis_url
         # (whose end may be on its way to the client yet: who is not ended here must be one that waits there)
         await until(lambda: sum(not one.done() for one in ended) == len(dispatcher_of(cluster).streams), BUSY_S)
         refused = {one.result() for one in ended if one.done()}
-        # (and where the one loop that all of this shares is late with a report, there is no executor for a moment)
+        # On busy cores the event loop that all of this shares is late with a report, so that no executor is known for
+        # a moment, or with accepting calls, of which gRPC cancels those that have waited for 30 s.
         unavailable = {("UNAVAILABLE", reason) for reason in ("STORE_UNAVAILABLE", "NO_EXECUTOR")}
-        assert refused <= {("RESOURCE_EXHAUSTED", "QUEUE_FULL"), *unavailable}
+        assert refused <= {("RESOURCE_EXHAUSTED", "QUEUE_FULL"), *unavailable, ("CANCELLED", "–")}
         # And when one of them has gone somebody else is served at once: fair shares go by tenant
         next(call for call, one in zip(reversed(calls), reversed(ended), strict=True) if not one.done()).cancel()
         async with asyncio.timeout(BUSY_S):

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from bench.chaos.proxy import Proxy, Weather
+from bench.fleet.proxy import Proxy, Weather
 from executor.engine.runner import PendingStep
 from executor.scheduler.sequence import StepPlan
 from inflight.local.ports import free_ports

@@ -24,7 +24,7 @@ from tests.credentials import ec_key
 from tests.redis_servers import Server, Watched, cluster_servers, sentinel_servers, start
 
 SETTINGS = StoreSettings(
-    call_timeout_ms=500,
+    call_timeout_ms=2000,
     renew_interval_ms=50,
     reap_interval_ms=50,
     mailbox_block_ms=100,

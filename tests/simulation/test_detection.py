@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from bench.simulation.faults import FaultRates
 from bench.simulation.ledger import Ledger
-from bench.simulation.population import limits_of
 from bench.simulation.sim_dispatch import Dispatch
 from bench.simulation.sim_executor import SimExecutor
 from bench.simulation.sim_stream import SimStream
-from bench.simulation.traffic import SimRequest, prompt_of
 from bench.simulation.world import SimulationFailed, World
+from bench.timeline.faults import FaultRates
+from bench.timeline.population import limits_of
+from bench.timeline.traffic import SimRequest, prompt_of
 from executor.scheduler.blocks import BlockPool
 from router.store.types import NO_LIMITS, Demand, ExecutorReport, HeldSequence, Placement
 from tests.simulation.worlds import make_world, run_world
@@ -71,7 +71,7 @@ def test_request_that_a_router_forgets_is_seen(redis_url: str, pool: str, monkey
         self.forget(stream)
 
     monkeypatch.setattr(Dispatch, "void", forgetful)
-    fails(make_world(redis_url, pool, 3, faults=CRASHES), "nobody serves, and no end")
+    fails(make_world(redis_url, pool, 3, faults=CRASHES), "served by no router")
 
 
 def test_block_that_is_not_given_back_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:

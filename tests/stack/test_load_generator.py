@@ -7,14 +7,14 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from bench.openai_load import GUIDELLM, Load, guidellm_command, run_guidellm, write_tokenizer
+from bench.openai_load import GUIDELLM, GuideLlmLoad, guidellm_command, run_guidellm, write_tokenizer
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.contract.test_imports import REPOSITORY
 from tests.stack.conftest import EXECUTOR_ARGS
 
 PROGRAM = REPOSITORY / GUIDELLM
-LOAD = Load("tiny", path="/v1/completions", streams=(2,), num_requests=6, prompt_tokens=24, output_tokens=16)
+LOAD = GuideLlmLoad("tiny", path="/v1/completions", streams=(2,), num_requests=6, prompt_tokens=24, output_tokens=16)
 
 
 async def counted(address: str) -> dict[str, float]:

@@ -133,7 +133,7 @@ local function preempt_for(id, request)
 end
 
 -- Decides on a request that does not fit: 'drop' it, 'pass' it, or 'hold' the queue for it.
-local function deal_with_misfit(id, request)
+local function handle_head_of_line(id, request)
   if redis.call('ZCARD', SIZES) > 0 and not fits_somewhere(request) then
     drop('never_fits', id, request)
     return 'drop'
@@ -177,7 +177,7 @@ local function board_one(id, request)
   end
   local executor_id, blocks = choose(id, request)
   if not executor_id then
-    return deal_with_misfit(id, request)
+    return handle_head_of_line(id, request)
   end
   observe_wait(request)
   withdraw(id, request)

@@ -46,7 +46,7 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu reports audit clean pictures docs docs-links docs-reference bench-openai loadgen
+.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu reports audit clean pictures docs docs-links docs-reference bench-openai loadgen
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -61,6 +61,7 @@ help:
 	@echo "make lint    formatting, lint, types, generated code, what the documentation names"
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate inflight/v1 and inflight/kserve again"
+	@echo "make sync-client  generate the blocking client from the asynchronous one"
 	@echo "make docs    build the documentation's site into build/docs; every warning is an error"
 	@echo "make docs-reference  write the pages again that are made from settings, commands and .proto files"
 	@echo "make docs-links  ask whether addresses that the pages name are there (needs the internet)"
@@ -142,6 +143,9 @@ format: setup
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 	$(BIN)/python -m tests.contract.baseline
+
+sync-client: setup
+	$(BIN)/python -m tests.contract.sync_client
 
 docs: setup
 	@$(BIN)/python -m sphinx -q -n -W --keep-going -c docs -d build/docs-doctrees -b html . build/docs

@@ -25,8 +25,7 @@ from bench.targets.command_errors import with_command_errors
 from bench.targets.target import Target, TargetError
 from bench.workloads.generate import build_workload
 from bench.workloads.plan import Workload
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, run_in_foreground
 
 # The first steps of a process allocate, compile and fill caches. These requests bear that cost.
 WARM_UP_VARIANT = -1

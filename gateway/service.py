@@ -23,7 +23,7 @@ from gateway.leaving import ClientGone, while_connected
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
 from gateway.streaming import EventStream, WriteTimeouts
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 
 KEY_HEADER = "Idempotency-Key"
@@ -42,7 +42,7 @@ MakeAsk = Callable[[bytes, str], Ask]
 class GatewayService:
     """The routes. Stateless but for the requests under way, which `app` counts."""
 
-    def __init__(self, client: Client, settings: GatewaySettings, metrics: Metrics) -> None:
+    def __init__(self, client: AsyncClient, settings: GatewaySettings, metrics: Metrics) -> None:
         self._client = client
         self._settings = settings
         self._metrics = metrics

@@ -19,7 +19,7 @@ import grpc
 from bench.chaos.observed import Observed, Verdict, judge
 from bench.chaos.requests import Expected, SampleRequest
 from common.errors import Reason
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.v1 import inference_pb2
 
@@ -57,7 +57,7 @@ class Sent:
 class Load:
     """Everything that was sent. `stop` ends it: requests under way are read to their end."""
 
-    client: Client
+    client: AsyncClient
     expected: Mapping[SampleRequest, Expected]
     seed: int
     manners: Sequence[Manner]

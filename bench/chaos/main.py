@@ -30,9 +30,8 @@ from bench.fleet.fork_server import ForkServer
 from bench.fleet.health import Leak, Observer
 from bench.report.page import write_report
 from bench.targets.command_errors import with_command_errors
-from inflight.aio import Client
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_FAILURE
+from inflight import AsyncClient
+from inflight.cli.console import EXIT_FAILURE, run_in_foreground
 
 LEAK_TIMEOUT_S = 30.0
 
@@ -83,7 +82,7 @@ async def _run(run: ChaosRun) -> Tally:
     async with (
         _fork_server(options) as fork_server,
         running_fleet(run.setting.stack, fork_server) as fleet,
-        Client(*fleet.addresses) as client,
+        AsyncClient(*fleet.addresses) as client,
         Observer(fleet, run.setting.pool) as observer,
     ):
         await observer.wait_until_whole(options.recovery_timeout_s)
@@ -113,7 +112,7 @@ async def _fork_server(options: ChaosOptions) -> AsyncIterator[ForkServer | None
         yield fork_server
 
 
-async def _reference(run: ChaosRun, client: Client) -> Reference:
+async def _reference(run: ChaosRun, client: AsyncClient) -> Reference:
     wanted = list(sample_requests(run.setting.num_samples, run.setting.lengths, run.setting.vocabulary_size))
     run.say(f"what {len(wanted)} requests bring undisturbed")
     reference = await load_or_make(client, wanted, run.setting.system)

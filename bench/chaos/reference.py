@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from bench.chaos.requests import Expected, SampleKind, SampleRequest, continued, with_stop
 from common.disk_cache import cache_folder
-from inflight.aio import Client
+from inflight import AsyncClient
 
 # What is kept in a file: how many were left out, and each sample with its output.
 KEPT = TypeAdapter(tuple[int, list[tuple[SampleRequest, Expected]]])
@@ -36,7 +36,7 @@ class Reference:
     num_left_out: int = 0
 
 
-async def load_or_make(client: Client, wanted: Sequence[SampleRequest], system: str) -> Reference:
+async def load_or_make(client: AsyncClient, wanted: Sequence[SampleRequest], system: str) -> Reference:
     """The reference of these samples and one with a stop text for each third; `system` names model and arithmetic."""
     described = json.dumps([system, *(asdict(sample) for sample in wanted)], default=str)
     path = cache_folder() / "chaos-samples" / f"{hashlib.sha256(described.encode()).hexdigest()[:24]}.json"
@@ -47,7 +47,7 @@ async def load_or_make(client: Client, wanted: Sequence[SampleRequest], system: 
     return kept
 
 
-async def _make(client: Client, wanted: Sequence[SampleRequest]) -> Reference:
+async def _make(client: AsyncClient, wanted: Sequence[SampleRequest]) -> Reference:
     few = await _generate(client, wanted, FEW_AT_ONCE)
     many = await _generate(client, list(reversed(wanted)), MANY_AT_ONCE)
     steady = {sample: expected for sample, expected in few.items() if many[sample] == expected}
@@ -58,7 +58,7 @@ async def _make(client: Client, wanted: Sequence[SampleRequest]) -> Reference:
     return Reference(steady | stops, len(wanted) - len(steady))
 
 
-async def _fragile(client: Client, steady: Mapping[SampleRequest, Expected]) -> set[SampleRequest]:
+async def _fragile(client: AsyncClient, steady: Mapping[SampleRequest, Expected]) -> set[SampleRequest]:
     """Greedy samples whose output depends on which part of it was computed as a prompt."""
     parts: dict[SampleRequest, tuple[SampleRequest, tuple[int, ...]]] = {}
     for sample, expected in steady.items():
@@ -75,7 +75,9 @@ async def _fragile(client: Client, steady: Mapping[SampleRequest, Expected]) -> 
     return {whole for part, (whole, due) in parts.items() if got[part].token_ids != due}
 
 
-async def _generate(client: Client, wanted: Sequence[SampleRequest], at_once: int) -> dict[SampleRequest, Expected]:
+async def _generate(
+    client: AsyncClient, wanted: Sequence[SampleRequest], at_once: int
+) -> dict[SampleRequest, Expected]:
     """What each brings, so many at a time."""
     seats = asyncio.Semaphore(at_once)
 

@@ -16,10 +16,10 @@ from bench.targets.model import LocalModel, local_model
 from bench.targets.stack import StackTarget, sessions_of
 from bench.targets.target import Target, TargetError
 from common.machine import num_usable_cores
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.catalogue import Model
-from inflight.cli.connection import access_of_environment
-from inflight.cli.outcome import CommandError
+from inflight.cli.console import CommandError
+from inflight.cli.flags import access_of_environment
 from inflight.local.stack import LocalStack
 
 
@@ -71,7 +71,7 @@ async def start_field(options: BenchOptions, opened: AsyncExitStack, progress: P
 
 async def _field_elsewhere(options: BenchOptions, address: str, opened: AsyncExitStack) -> Field:
     """A router that runs already, under the name of the batching that its executors do."""
-    client = await opened.enter_async_context(Client(address, **access_of_environment()))
+    client = await opened.enter_async_context(AsyncClient(address, **access_of_environment()))
     model = await _only_model(client)
     executors = (await client.capacity()).executors
     mode = "+".join(sorted({executor.batching for executor in executors})) or "no executor"
@@ -81,7 +81,7 @@ async def _field_elsewhere(options: BenchOptions, address: str, opened: AsyncExi
     return elsewhere
 
 
-async def _only_model(client: Client) -> Model:
+async def _only_model(client: AsyncClient) -> Model:
     models = await client.list_models()
     if len(models) != 1:
         raise CommandError(f"a benchmark needs a router with one model, not {len(models)}")
@@ -90,7 +90,7 @@ async def _only_model(client: Client) -> Model:
 
 async def _start_stack(options: BenchOptions, mode: str, opened: AsyncExitStack) -> StackTarget:
     stack = await opened.enter_async_context(LocalStack(stack_options(options, mode)))
-    client = await opened.enter_async_context(Client(stack.address))
+    client = await opened.enter_async_context(AsyncClient(stack.address))
     words = {"engine": f"inflight {metadata.version('inflight')}, 1 router, executors: {options.executors}"}
     return StackTarget(mode, stack.address, client, options.slo, sessions_of(stack), words)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.fleet.fleet import Fleet
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from router.store.connection import connect
 from router.store.keys import PoolKeys
@@ -43,11 +43,11 @@ class Observer:
         self._fleet = fleet
         self._pool = pool
         self._open = AsyncExitStack()
-        self._clients: list[Client] = []
+        self._clients: list[AsyncClient] = []
 
     async def __aenter__(self) -> Observer:
         for address in self._fleet.addresses:
-            self._clients.append(await self._open.enter_async_context(Client(address, retries=False)))
+            self._clients.append(await self._open.enter_async_context(AsyncClient(address, retries=False)))
         return self
 
     async def __aexit__(self, *ended: object) -> None:
@@ -66,7 +66,7 @@ class Observer:
         """What is left, once nothing is or after `timeout_s` seconds."""
         return await leak_of(self._clients[0], self._fleet.redis_process.url(), self._pool, timeout_s)
 
-    async def _sees_everybody(self, client: Client) -> bool:
+    async def _sees_everybody(self, client: AsyncClient) -> bool:
         num_executors = len(self._fleet.executors)
         try:
             capacity = await client.capacity(timeout=CALL_TIMEOUT_S)
@@ -77,7 +77,7 @@ class Observer:
         return len(accepting) == num_executors and all(model.num_executors == num_executors for model in models)
 
 
-async def leak_of(client: Client, redis_url: str, pool: str, timeout_s: float) -> Leak:
+async def leak_of(client: AsyncClient, redis_url: str, pool: str, timeout_s: float) -> Leak:
     """What is left in a pool, once nothing is or after `timeout_s` seconds."""
     redis = connect(redis_url, StoreSettings())
     try:
@@ -90,7 +90,7 @@ async def leak_of(client: Client, redis_url: str, pool: str, timeout_s: float) -
         await redis.aclose()
 
 
-async def _look(client: Client, redis: Any, pool: str) -> Leak:
+async def _look(client: AsyncClient, redis: Any, pool: str) -> Leak:
     executors = (await client.capacity(timeout=CALL_TIMEOUT_S)).executors
     return Leak(
         sum(executor.blocks_used for executor in executors),

@@ -10,8 +10,7 @@ from pathlib import Path
 from bench.fleet.tiny_model import NAME as TINY
 from bench.soak.soak import SoakOptions, soak
 from bench.targets.command_errors import with_command_errors
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import CommandError
+from inflight.cli.console import CommandError, run_in_foreground
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,8 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from bench.workloads.plan import PlannedRequest
-from inflight.aio import Client
-from inflight.aio_stream import Stream
+from inflight import AsyncClient
+from inflight.aio_stream import AsyncStream
 from inflight.errors import InflightError
 
 # The rest is read to its end.
@@ -23,7 +23,7 @@ MAX_ERRORS_KEPT = 20
 class SoakLoad:
     """Clients that each send one request after the other, until `is_stopping` or `max_requests` are sent."""
 
-    client: Client
+    client: AsyncClient
     addresses: Sequence[str]
     requests: Sequence[PlannedRequest]
     seed: int
@@ -69,10 +69,10 @@ class SoakLoad:
     async def _vanish(self, planned: PlannedRequest, rng: random.Random) -> None:
         """Closes the client's connection in the middle of the stream."""
         self.num_vanished += 1
-        async with Client(rng.choice(self.addresses), resume=False) as client:
+        async with AsyncClient(rng.choice(self.addresses), resume=False) as client:
             await self._follow(_stream(client, planned), rng.randrange(planned.output_tokens) + 1)
 
-    async def _follow(self, stream: Stream, leave_after: int | None) -> int:
+    async def _follow(self, stream: AsyncStream, leave_after: int | None) -> int:
         num_tokens = 0
         async with aclosing(stream.events()) as events:
             async for event in events:
@@ -88,7 +88,7 @@ class SoakLoad:
             self.errors.append(error)
 
 
-def _stream(client: Client, planned: PlannedRequest) -> Stream:
+def _stream(client: AsyncClient, planned: PlannedRequest) -> AsyncStream:
     return client.generate(
         token_ids=planned.prompt_ids, max_tokens=planned.output_tokens, ignore_eos=True, temperature=0.0
     )

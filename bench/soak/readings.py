@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.measures.processes import PROC, resident_bytes
 from bench.targets.target import TargetError
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from router.store.connection import connect
 from router.store.settings import StoreSettings
@@ -24,7 +24,7 @@ Series = dict[tuple[str, str], list[float]]
 class Readings:
     """Reads `pids`, Redis and, through a router, the executors' blocks. `async with`."""
 
-    def __init__(self, pids: Mapping[str, int], redis_url: str, client: Client) -> None:
+    def __init__(self, pids: Mapping[str, int], redis_url: str, client: AsyncClient) -> None:
         self._pids = pids
         self._redis = connect(redis_url, StoreSettings())
         self._client = client

@@ -26,8 +26,8 @@ from bench.soak.result import SoakResult, page, trends_of, values_of
 from bench.targets.model import local_model
 from bench.workloads.generate import shaped_requests
 from bench.workloads.shapes import Shape
-from inflight.aio import Client
-from inflight.cli.outcome import EXIT_FAILURE
+from inflight import AsyncClient
+from inflight.cli.console import EXIT_FAILURE
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
@@ -74,7 +74,7 @@ async def soak(options: SoakOptions) -> int:
         model = str(write_tiny_model(Path(folder))) if options.model == TINY else options.model
         async with (
             LocalStack(_stack(options, model)) as stack,
-            Client(*stack.router_addresses) as client,
+            AsyncClient(*stack.router_addresses) as client,
             Readings(_pids(stack), stack.redis_admin_url, client) as readings,
         ):
             outcome = await _soak(options, console, stack, client, readings, model)
@@ -90,7 +90,7 @@ async def soak(options: SoakOptions) -> int:
 
 
 async def _soak(
-    options: SoakOptions, console: Console, stack: LocalStack, client: Client, readings: Readings, model: str
+    options: SoakOptions, console: Console, stack: LocalStack, client: AsyncClient, readings: Readings, model: str
 ) -> SoakResult:
     found = local_model(model)
     requests = shaped_requests(options.shape, SOAK, found.vocabulary_size, seed=options.seed)

@@ -23,7 +23,7 @@ from bench.measures.run import (
 )
 from bench.targets.target import OnTokens
 from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.events import Delta, Event, Started
 
@@ -41,7 +41,7 @@ Clock = Callable[[], float]
 
 
 async def run_workload(
-    client: Client,
+    client: AsyncClient,
     workload: Workload,
     *,
     mode: str,
@@ -91,7 +91,7 @@ async def run_workload(
     )
 
 
-async def sample_seats(client: Client, at_s: float) -> SeatSample:
+async def sample_seats(client: AsyncClient, at_s: float) -> SeatSample:
     """What all executors hold now."""
     capacity = await client.capacity()
     executors = capacity.executors
@@ -106,17 +106,17 @@ async def sample_seats(client: Client, at_s: float) -> SeatSample:
     )
 
 
-async def _device_times(client: Client) -> DeviceTimes:
+async def _device_times(client: AsyncClient) -> DeviceTimes:
     """The totals of all executors."""
     executors = (await client.capacity()).executors
     return added_up([DeviceTimes(one.num_steps, one.device_busy_s, one.elapsed_s) for one in executors])
 
 
-async def _boards_by_batch(client: Client) -> bool:
+async def _boards_by_batch(client: AsyncClient) -> bool:
     return any(executor.batching != "inflight" for executor in (await client.capacity()).executors)
 
 
-async def _close_gates(client: Client, num_executors: int) -> list[AsyncGenerator[Event, None]]:
+async def _close_gates(client: AsyncClient, num_executors: int) -> list[AsyncGenerator[Event, None]]:
     """Seats one request on each executor: each takes room, so that the next one finds more elsewhere."""
     gates = []
     for _ in range(num_executors):
@@ -128,7 +128,7 @@ async def _close_gates(client: Client, num_executors: int) -> list[AsyncGenerato
     return gates
 
 
-async def _until_crowded(client: Client, num_requests: int) -> None:
+async def _until_crowded(client: AsyncClient, num_requests: int) -> None:
     """Returns when so many requests sit or wait, or have had time enough to."""
     with suppress(TimeoutError, InflightError):
         async with asyncio.timeout(GATE_TIMEOUT_S):
@@ -140,7 +140,7 @@ async def _until_crowded(client: Client, num_requests: int) -> None:
 
 
 async def _send(
-    client: Client,
+    client: AsyncClient,
     planned: PlannedRequest,
     clock: Clock,
     places: AbstractAsyncContextManager[None],
@@ -152,7 +152,7 @@ async def _send(
         return await _send_now(client, planned, clock, on_tokens)
 
 
-async def _send_now(client: Client, planned: PlannedRequest, clock: Clock, on_tokens: OnTokens) -> Outcome:
+async def _send_now(client: AsyncClient, planned: PlannedRequest, clock: Clock, on_tokens: OnTokens) -> Outcome:
     arrivals = TokenTimes(clock())
     error: str | None = None
     try:
@@ -168,7 +168,7 @@ async def _send_now(client: Client, planned: PlannedRequest, clock: Clock, on_to
     return arrivals.outcome(clock(), error)
 
 
-async def _sample_until(client: Client, ended: asyncio.Event, clock: Clock) -> list[SeatSample]:
+async def _sample_until(client: AsyncClient, ended: asyncio.Event, clock: Clock) -> list[SeatSample]:
     """Samples at a steady rate. A sample that fails is left out: the run itself says what went wrong."""
     samples: list[SeatSample] = []
     while not ended.is_set():
@@ -179,7 +179,7 @@ async def _sample_until(client: Client, ended: asyncio.Event, clock: Clock) -> l
     return samples
 
 
-async def _settled(client: Client, clock: Clock) -> SeatSample:
+async def _settled(client: AsyncClient, clock: Clock) -> SeatSample:
     """The first sample without a running or waiting request, or the last one before the time is over."""
     deadline_s = clock() + SETTLE_TIMEOUT_S
     while True:

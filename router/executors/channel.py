@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import grpc.aio
 
-from common.rpc.server import MAX_LINK_BYTES, channel_options
+from common.rpc.options import channel_options
+from common.rpc.server import MAX_LINK_BYTES
 from common.rpc.tls import TlsFiles, TlsPaths
 from common.settings import SettingError
 from router.settings import RouterSettings

@@ -13,7 +13,7 @@ from bench.fleet.fleet import running_fleet
 from bench.fleet.fork_server import ForkServer
 from bench.fleet.health import Observer
 from bench.fleet.tiny_model import NAME, write_tiny_model
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.local.options import StackOptions
 from tests.chaos.system import PATIENCE_S, System
 
@@ -40,7 +40,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Syst
     async with (
         ForkServer(folder / "fork-server.log") as fork_server,
         running_fleet(options, fork_server) as fleet,
-        Client(*fleet.addresses) as client,
+        AsyncClient(*fleet.addresses) as client,
         Observer(fleet, NAME) as observer,
     ):
         await observer.wait_until_whole(PATIENCE_S)

@@ -14,8 +14,8 @@ from bench.chaos.observed import Observed, judge
 from bench.chaos.requests import Expected, SampleKind, SampleRequest
 from bench.fleet.fleet import Fleet, Member
 from bench.fleet.health import Leak, Observer
-from inflight.aio import Client
-from inflight.aio_stream import Stream
+from inflight import AsyncClient
+from inflight.aio_stream import AsyncStream
 
 # Nothing here takes so long unless it hangs: a limit of liveness, not a bound.
 PATIENCE_S = 90.0
@@ -34,7 +34,7 @@ def numbered(sample: SampleRequest, number: int) -> SampleRequest:
 class Reading:
     """A stream that is being read to its end."""
 
-    stream: Stream
+    stream: AsyncStream
     observed: Observed
     ended: asyncio.Task[None]
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,7 +58,7 @@ class System:
     """A fleet, a client of all its routers, and what requests bring undisturbed."""
 
     fleet: Fleet
-    client: Client
+    client: AsyncClient
     observer: Observer
     expected: dict[SampleRequest, Expected] = field(default_factory=dict)
 
@@ -70,7 +70,7 @@ class System:
             assert done.finish_reason is not None
             self.expected[sample] = Expected(done.token_ids, done.text, done.finish_reason.value)
 
-    def read(self, sample: SampleRequest, client: Client | None = None, **options: Any) -> Reading:
+    def read(self, sample: SampleRequest, client: AsyncClient | None = None, **options: Any) -> Reading:
         """Begins to read a request."""
         stream = (client or self.client).send(sample.request(**options))
         observed = Observed(sample, time.monotonic())

@@ -23,7 +23,7 @@ from bench.chaos.load import Load, Manner
 from bench.chaos.requests import SampleKind, SampleRequest
 from bench.fleet.proxy import Weather
 from bench.simulation.store_link import REMEMBER, RESTORE
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from router.store.connection import connect
 from router.store.settings import StoreSettings
@@ -128,7 +128,7 @@ async def test_requests_in_line_outlive_a_redis_that_forgets_its_newest_writes(
 
 async def refused(address: str) -> InflightError:
     """What new work is told, by a client that does not try again."""
-    async with Client(address, retries=False, resume=False) as client:
+    async with AsyncClient(address, retries=False, resume=False) as client:
         with pytest.raises(InflightError) as caught:
             await client.send(SHORT.request()).result()
     return caught.value

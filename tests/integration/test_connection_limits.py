@@ -16,14 +16,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.rpc.server import (
-    KEEPALIVE_TIME_MS,
-    MAX_METADATA_BYTES,
-    MIN_PING_INTERVAL_MS,
-    ConnectionLimits,
-    GrpcServer,
-    channel_options,
-)
+from common.rpc.options import KEEPALIVE_TIME_MS, MAX_METADATA_BYTES, channel_options
+from common.rpc.server import MIN_PING_INTERVAL_MS, ConnectionLimits, GrpcServer
 from common.rpc.tls import TlsFiles, TlsPaths
 from inflight.local.certificates import make_certificates
 from inflight.local.ports import free_ports

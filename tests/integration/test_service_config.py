@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from inflight.channel import SERVICE_CONFIG
+from inflight.access import SERVICE_CONFIG
 from inflight.v1 import inference_pb2, inference_pb2_grpc
 from tests.unit.scripted_router import WORDS, ScriptedRouter, asked, serving
 

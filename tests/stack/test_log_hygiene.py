@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from inflight.channel import client_options
+from inflight.access import client_options
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2

@@ -16,7 +16,7 @@ from bench.main import compare, main
 from bench.measures.run import Run
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
-from inflight.cli.outcome import CommandError
+from inflight.cli.console import CommandError
 from tests.bench_runs import WORKLOAD, finished_run
 
 

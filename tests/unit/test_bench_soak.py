@@ -13,7 +13,7 @@ from bench.soak.readings import Readings, num_open_files, num_threads
 from bench.soak.result import SoakResult, page, page_of, trend, trends_of, values_of
 from bench.targets.target import TargetError
 from bench.workloads.plan import PlannedRequest
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import ScriptedRouter, serving, speak
 
@@ -75,7 +75,7 @@ async def test_load_reads_cancels_and_vanishes_and_stops_when_it_is_told() -> No
         yield from speak(["x"] * request.stopping.max_tokens)
 
     with serving(ScriptedRouter(answer)) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             load = SoakLoad(client, (address,), REQUESTS, seed=1)
             await load.run(num_clients=3)
     assert load.num_sent >= 60
@@ -92,7 +92,7 @@ async def test_load_counts_an_answer_that_is_too_short() -> None:
         yield from speak(["x"])
 
     with serving(ScriptedRouter(answer)) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             load = SoakLoad(client, (address,), [PlannedRequest((1,), 3, 0.0)], seed=1)
             await load.run(num_clients=1)
     assert load.num_failed >= 1
@@ -106,13 +106,16 @@ async def test_load_ends_after_the_number_of_requests() -> None:
         yield from speak(["x"] * request.stopping.max_tokens)
 
     with serving(ScriptedRouter(answer)) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             load = SoakLoad(client, (address,), REQUESTS, seed=1, max_requests=20)
             await load.run(num_clients=3)
     assert (load.num_sent, load.num_failed) == (20, 0)
 
 
 async def test_process_that_ended_ends_the_soak(redis_admin_url: str) -> None:
-    async with Client("127.0.0.1:1") as client, Readings({"executor-0": 2**30}, redis_admin_url, client) as readings:
+    async with (
+        AsyncClient("127.0.0.1:1") as client,
+        Readings({"executor-0": 2**30}, redis_admin_url, client) as readings,
+    ):
         with pytest.raises(TargetError, match="executor-0 cannot be read"):
             await readings.read(0.0)

@@ -202,7 +202,7 @@ def test_size_takes_figures_of_a_running_system(capsys: pytest.CaptureFixture[st
     [
         (["--model", "/nowhere/at/all"], "no such folder"),
         (["--memory-gib", "0.2"], "no block"),
-        (["--max-tokens-in-paged-kv-cache", "64"], "not one request of 500 + 200 tokens fits"),
+        (["--max-tokens-in-paged-kv-cache", "64"], "a request of 500 + 200 tokens does not fit"),
     ],
 )
 def test_what_cannot_be_is_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from inflight.chat.commands import ChatState, run_command
-from inflight.chat.conversation import Conversation, ConversationError
-from inflight.chat.prompt import Prompt
+from inflight.cli.chat.commands import ChatState, run_command
+from inflight.cli.chat.conversation import Conversation, ConversationError
+from inflight.cli.chat.prompt import Prompt
 from inflight.cli.main import main
 from inflight.v1 import inference_pb2, types_pb2
 from tests.pseudo_terminal import CTRL_C, CTRL_D, UP, at_terminal
@@ -34,7 +34,7 @@ def state() -> ChatState:
 
 
 def test_reset_keeps_the_system_message(state: ChatState) -> None:
-    assert run_command(state, "/reset") == "forgotten"
+    assert run_command(state, "/reset") == "conversation cleared"
     assert state.conversation.asking("x") == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "x"},
@@ -60,15 +60,15 @@ def test_settings_are_read_shown_and_unset(state: ChatState) -> None:
 
 
 def test_a_model_that_is_not_there_is_not_taken(state: ChatState) -> None:
-    assert run_command(state, "/model huge") == "there is no model 'huge', but smol, large"
-    assert run_command(state, "/model large") == "large answers from now on"
+    assert run_command(state, "/model huge") == "unknown model 'huge'; served: smol, large"
+    assert run_command(state, "/model large") == "model is large"
     assert run_command(state, "/model") == "  smol\n* large"
     assert state.options == {"model": "large"}
 
 
 def test_a_conversation_is_saved_for_its_user_only_and_goes_on(state: ChatState, tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
-    assert run_command(state, f"/save {path}") == f"saved 3 messages in {path}"
+    assert run_command(state, f"/save {path}") == f"saved 3 messages to {path}"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     other = Conversation(None)
     other.load(path)
@@ -88,7 +88,7 @@ def test_a_file_that_is_no_conversation_changes_nothing(state: ChatState, tmp_pa
 
 
 def test_unknown_commands_point_to_the_help(state: ChatState) -> None:
-    assert run_command(state, "/what") == "there is no /what; /help lists what there is"
+    assert run_command(state, "/what") == "unknown command /what; /help lists the commands"
     assert "/set [NAME VALUE]" in run_command(state, "/help")
     run_command(state, "/quit")
     assert state.has_left

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from gateway.answers import Choice
+from gateway.answers import FinishedChoice
 from gateway.asking import Ask
 from gateway.event_ids import Place
 from inflight import AsyncClient, AsyncStream
@@ -61,7 +61,7 @@ class Source:
             async for event in events:
                 yield event
 
-    async def collected(self, ask: Ask) -> list[Choice]:
+    async def collected(self, ask: Ask) -> list[FinishedChoice]:
         """Every choice, read to its end. Raises as `begun`; the others are cancelled then."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -70,7 +70,7 @@ class Source:
             raise failed.exceptions[0] from None
         return [choice.result() for choice in reading]
 
-    async def _collect(self, request: inference_pb2.GenerateRequest) -> Choice:
+    async def _collect(self, request: inference_pb2.GenerateRequest) -> FinishedChoice:
         texts: list[str] = []
         logprobs: list[PositionLogprobs | None] = []
         reason = FinishReason.UNKNOWN
@@ -86,7 +86,7 @@ class Source:
                     case Finished():
                         reason = event.reason
                     case Done():
-                        return Choice("".join(texts), reason, event.usage, logprobs)
+                        return FinishedChoice("".join(texts), reason, event.usage, logprobs)
         raise AssertionError("a stream without an error ends with Done")
 
 

@@ -39,10 +39,10 @@ def _run_with_settings(argv: Sequence[str]) -> int:
     for line in describe(settings):
         log.info("setting %s", line)
     check_listen(settings.listen)
-    return asyncio.run(run(settings))
+    return asyncio.run(run_gateway(settings))
 
 
-async def run(settings: GatewaySettings) -> int:
+async def run_gateway(settings: GatewaySettings) -> int:
     """start → serve → drain → stop."""
     signals = Signals(asyncio.get_running_loop())
     client = open_client(settings)

@@ -164,9 +164,9 @@ def _trace_metadata() -> Metadata:
     """The current trace context. A program that has not loaded OpenTelemetry's API has none."""
     if "opentelemetry.trace" not in sys.modules:
         return ()
-    from common.telemetry.trace_context import metadata_of
+    from common.telemetry.trace_context import trace_metadata
 
-    return metadata_of()
+    return trace_metadata()
 
 
 def _token(options: AccessOptions) -> Callable[[], str] | None:

@@ -117,7 +117,8 @@ class AsyncCancelFlag:
     async def wait(self, timeout_s: float) -> bool:
         """Waits at most so long; true where the stream is cancelled then."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._event.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
         return self._event.is_set()
 
 

@@ -21,10 +21,9 @@ from inflight.kserve import grpc_service_pb2_grpc
 from inflight.v1 import inference_pb2_grpc
 from router.api.service import InferenceService
 from router.auth.authenticator import Authentication
-from router.auth.call_check import caller_check
 from router.auth.client_tls import connection_limits_of, open_tls
-from router.auth.resume_secret import Learn, ResumeTokens
-from router.config.admission_file import AdmissionFile
+from router.auth.resume_token import Learn, ResumeTokens
+from router.config.tenants import TenantConfigFile
 from router.dashboard.feed import Feeds
 from router.dashboard.history import SAMPLE_S, History
 from router.dashboard.requests import RequestLog
@@ -66,7 +65,7 @@ class RouterApp:
     """A router, built and not started. `http` is None without an address in the settings."""
 
     router_id: str
-    admission: AdmissionFile
+    admission: TenantConfigFile
     authentication: Authentication
     certificates: tuple[TlsFiles, ...]
     ledgers: Ledgers
@@ -82,13 +81,13 @@ class RouterApp:
     sampler: Sampler | None
 
 
-def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: CollectorRegistry) -> RouterApp:
+def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], registry: CollectorRegistry) -> RouterApp:
     """Builds a router from its settings, with its metrics in `registry`. Raises `SettingError`."""
     watching = Watching(History(), EventLog(), RequestLog())
     has_board = settings.board and bool(settings.http_listen)
-    admission = AdmissionFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
+    admission = TenantConfigFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
     tls, channels = open_tls(settings), ExecutorChannels.of(settings)
-    authentication = Authentication(settings, lambda: {*texts, *admission.rules.variants})
+    authentication = Authentication(settings, lambda: {*texts, *admission.config.variants})
     router_id = settings.router_id or _default_router_id(settings.listen)
     tracing = open_tracing("router", router_id, settings.otlp_endpoint)
     metrics, latencies = RouterMetrics(registry, texts), Latencies(texts)
@@ -107,7 +106,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         ModelBackend(name, text, _dispatcher(name, ledgers, settings, tokens), listeners)
         for name, text in texts.items()
     ]
-    pools = ModelRegistry(models, router_id, lambda: admission.rules.variants, channels, watching.events)
+    pools = ModelRegistry(models, router_id, lambda: admission.config.variants, channels, watching.events)
     stats = StatsSource(pools, router_id, latencies)
     service = InferenceService(
         pools, settings, admission, authentication.authenticator, tokens, stats, listeners, tracing.tracer
@@ -118,7 +117,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         [SERVICE_NAME, kserve.SERVICE_NAME],
         limits=connection_limits_of(settings),
         tls=tls,
-        check_caller=caller_check(authentication.authenticator),
+        check_caller=authentication.check_call,
         wire_limits=REQUEST_WIRE_LIMITS,
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)

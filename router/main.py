@@ -17,7 +17,7 @@ from common.process import EXIT_FAILED, run_process
 from common.rpc.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from common.telemetry.logs import start_logging
-from router.app import RouterApp, build
+from router.app import RouterApp, build_router
 from router.dispatch.pools import ModelRegistry
 from router.settings import RouterSettings
 from router.text.tokenizer import TextModel
@@ -38,7 +38,7 @@ def _run_with_settings(argv: Sequence[str]) -> int:
     for listen in (settings.listen, settings.health_listen, settings.http_listen):
         if listen:
             check_listen(listen)
-    return asyncio.run(run(settings, load_texts(settings)))
+    return asyncio.run(run_router(settings, load_texts(settings)))
 
 
 def load_texts(settings: RouterSettings) -> dict[str, TextModel]:
@@ -61,9 +61,9 @@ def _source(entry: str) -> ModelSource:
     return dataclasses.replace(resolve_model(source), name=name)
 
 
-async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
+async def run_router(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     """start → serve → drain → stop."""
-    router = build(settings, texts, new_registry())
+    router = build_router(settings, texts, new_registry())
     signals = Signals(asyncio.get_running_loop())
     await _listen(router, settings)
     gc.freeze()

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # Kernels run under Triton's interpreter, on tensors of the CPU. It is chosen when triton is imported, which
 # transformers may do at any time; `make test-gpu` chooses the GPU.
@@ -30,7 +30,12 @@ SLOW = (
     "chaos/",
     "dashboards/",
     "deploy/test_exercise.py",
-    "fuzz/",
+    "fuzz/test_call_sequences.py",
+    "fuzz/test_client_api.py",
+    "fuzz/test_frames_to_an_executor.py",
+    "fuzz/test_gateway_bodies.py",
+    "fuzz/test_hostile_executor.py",
+    "fuzz/test_kserve_api.py",
     "gpu/",
     "integration/test_board_cluster.py",
     "integration/test_board_layout.py",
@@ -52,11 +57,14 @@ LINT = (
     "contract/test_statuses.py",
     "contract/test_style.py",
     "contract/test_sync_client.py",
+    "contract/test_troubleshooting.py",
 )
 
 # `fixed` tries the same examples in every run, `short` a quarter of them, and `explore` looks for new ones.
-settings.register_profile("fixed", derandomize=True, deadline=None)
-settings.register_profile("short", derandomize=True, deadline=None, max_examples=25)
+# The other two only ask whether a property fails (`tests/mutations`): they do not look for the smallest example.
+for name, num_examples in (("fixed", 100), ("short", 25)):
+    settings.register_profile(name, derandomize=True, deadline=None, max_examples=num_examples)
+    settings.register_profile(f"{name}-unshrunk", settings.get_profile(name), phases=(Phase.explicit, Phase.generate))
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from bench.scheduling.conversations import Conversations
 from bench.scheduling.fairness import fairness
 from bench.scheduling.figures import deadline_figures, measured
 from bench.scheduling.lab import ROOMY, Comparison, Lab, Mode, change
 from bench.scheduling.reserving import changing_lengths, reserve_policies, reserve_traces
 from bench.simulation.push import PushPolicy
-from bench.simulation.traffic import heavy_tailed
 from bench.simulation.world import WorldSettings
+from bench.timeline.conversations import Conversations
+from bench.timeline.traffic import heavy_tailed
 
 
 def late_binding(lab: Lab) -> Comparison:

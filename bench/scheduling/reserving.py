@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from bench.scheduling.figures import Figures, measured
 from bench.scheduling.lab import Comparison, Lab, Mode, change
 from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.timeline import US_PER_S
-from bench.simulation.traffic import Lengths, SimRequest, heavy_tailed, one_by_one, prompt_of, published
 from bench.simulation.world import World, WorldSettings
+from bench.timeline.timeline import US_PER_S
+from bench.timeline.traffic import Lengths, SimRequest, heavy_tailed, one_by_one, prompt_of, published
 from executor.scheduler.scheduler import SchedulerPolicy
 
 SEATS = 48

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from bench.redis.private import private_redis
 from bench.simulation.device import SLOW
-from bench.simulation.faults import FaultRates
 from bench.simulation.invariants import RequestOutcome
-from bench.simulation.population import Population
 from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.world import SimulationFailed, World, WorldSettings
+from bench.timeline.faults import FaultRates
+from bench.timeline.population import Population
 from executor.scheduler.scheduler import SchedulerPolicy
 
 SHAPE = ExecutorShape(num_blocks=64, num_seats=8, max_num_tokens=256, context_length=512, cost=SLOW)

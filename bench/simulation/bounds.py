@@ -28,9 +28,9 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench.simulation.faults import Fault, FaultKind
 from bench.simulation.invariants import InvariantViolation, Record
-from bench.simulation.timeline import US_PER_MS, US_PER_S, Timeline
+from bench.timeline.faults import Fault, FaultKind
+from bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
 
 if TYPE_CHECKING:
     from bench.simulation.session import RouterEnd

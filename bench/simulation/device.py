@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench.simulation.timeline import US_PER_S
+from bench.timeline.timeline import US_PER_S
 from executor.engine.runner import PendingStep
 from executor.engine.step_time import StepLoad
 from executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from bench.simulation.timeline import US_PER_S
-from bench.simulation.traffic import SimRequest
+from bench.timeline.timeline import US_PER_S
+from bench.timeline.traffic import SimRequest
 from router.store.types import Snapshot, TenantLimits
 
 # Of a rate limit: Redis counts in milliseconds, so a request may be seen one early.

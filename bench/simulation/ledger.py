@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.redis.wire import command, encode
 from bench.simulation.store_link import StoreLink
-from bench.simulation.timeline import Process
+from bench.timeline.timeline import Process
 from router.store.codec import (
     Reply,
     parse_cancel,

@@ -15,8 +15,8 @@ from enum import Enum
 from bench.simulation.invariants import InvariantChecker, RequestOutcome
 from bench.simulation.session import Frame, Session
 from bench.simulation.sim_stream import RouterShape, SimStream
-from bench.simulation.timeline import Process, Timeline
-from bench.simulation.traffic import SimRequest
+from bench.timeline.timeline import Process, Timeline
+from bench.timeline.traffic import SimRequest
 from router.store.types import ExecutorReport, Placement
 
 

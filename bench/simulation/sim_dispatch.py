@@ -14,7 +14,7 @@ from bench.simulation.ledger_writer import LedgerWriter
 from bench.simulation.session import Session
 from bench.simulation.sim_stream import RouterShape, SimStream
 from bench.simulation.store_link import StoreLink
-from bench.simulation.timeline import US_PER_MS, Process, Timeline
+from bench.timeline.timeline import US_PER_MS, Process, Timeline
 from common.errors import Reason
 from executor.scheduler.sequence import FinishReason
 from router.store.codec import hand_back_args

@@ -16,8 +16,8 @@ from bench.simulation.bounds import StepBound
 from bench.simulation.device import H200, ModelledDevice, StepCost
 from bench.simulation.invariants import InvariantChecker
 from bench.simulation.session import Session
-from bench.simulation.timeline import US_PER_S, Process, Timeline
-from bench.simulation.traffic import STOP_ID, SimRequest
+from bench.timeline.timeline import US_PER_S, Process, Timeline
+from bench.timeline.traffic import STOP_ID, SimRequest
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput, EngineStatus
 from executor.scheduler.admission import Refusal

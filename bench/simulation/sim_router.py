@@ -9,8 +9,8 @@ from bench.simulation.session import Frame, Session
 from bench.simulation.sim_dispatch import Dispatch
 from bench.simulation.sim_stream import RouterShape, SimStream
 from bench.simulation.store_link import StoreLink
-from bench.simulation.timeline import US_PER_MS, Process, Timeline
-from bench.simulation.traffic import SimRequest
+from bench.timeline.timeline import US_PER_MS, Process, Timeline
+from bench.timeline.traffic import SimRequest
 from executor.scheduler.admission import Refusal
 from executor.scheduler.sequence import FinishReason
 from router.store.types import Ending, ExecutorReport

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bench.simulation.invariants import Record
-from bench.simulation.timeline import US_PER_S
-from bench.simulation.traffic import SimRequest
+from bench.timeline.timeline import US_PER_S
+from bench.timeline.traffic import SimRequest
 from router.store.settings import StoreSettings
 from router.store.types import Demand, Placement
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.redis.pipelined import RedisWire
 from bench.redis.wire import command, encode
-from bench.simulation.timeline import Timeline
+from bench.timeline.timeline import Timeline
 from router.store.codec import Reply, parse_reply, parse_snapshot
 from router.store.keys import PoolKeys
 from router.store.lua import load_scripts

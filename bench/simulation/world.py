@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from bench.redis.wire import WireError
 from bench.simulation.bounds import Bounds
-from bench.simulation.faults import NO_FAULTS, Fault, FaultKind, FaultRates, SpacedFaults
 from bench.simulation.invariants import InvariantChecker
 from bench.simulation.push import PushPolicy, PushRouter
 from bench.simulation.session import RouterEnd, Session
@@ -21,8 +20,9 @@ from bench.simulation.sim_executor import ExecutorShape, SimExecutor
 from bench.simulation.sim_router import SimRouter
 from bench.simulation.sim_stream import RouterShape
 from bench.simulation.store_link import StoreLink
-from bench.simulation.timeline import US_PER_MS, US_PER_S, Timeline
-from bench.simulation.traffic import SimRequest
+from bench.timeline.faults import NO_FAULTS, Fault, FaultKind, FaultRates, SpacedFaults
+from bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
+from bench.timeline.traffic import SimRequest
 
 START_US = 1_000 * US_PER_S
 NOTICED_US = 1_000

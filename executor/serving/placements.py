@@ -22,9 +22,9 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from executor.engine.output import EngineOutput, HeldSequence
+from executor.engine.output import EngineOutput, ReportedSequence
 from executor.scheduler.admission import Refusal
-from executor.scheduler.seat_view import Phase
+from executor.scheduler.seat_view import SequencePhase
 from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence
 from executor.serving.finished import Ended, EndedSequences, Placed, output_array
 from executor.serving.router_session import REJECT_REASON_PROTO, Session
@@ -344,13 +344,13 @@ class PlacementTable:
 
     # How it stands.
 
-    def reported(self, held: Iterable[HeldSequence]) -> list[HeldSequence]:
+    def reported(self, held: Iterable[ReportedSequence]) -> list[ReportedSequence]:
         """What the ledger is to take as held: of what the engine said last, all that was not handed back; and what the
         engine has not answered for, as it answers between steps."""
         gone = {(sequence.request_id, sequence.attempt) for sequence in self._disowned}
         known = [one for one in held if (one.request_id, one.attempt) not in gone] if gone else list(held)
         known += [
-            HeldSequence(sequence.request_id, sequence.attempt, sequence.num_reserved_blocks, Phase.STANDBY)
+            ReportedSequence(sequence.request_id, sequence.attempt, sequence.num_reserved_blocks, SequencePhase.STANDBY)
             for sequence, holding in self._held.items()
             if not holding.is_accepted
         ]

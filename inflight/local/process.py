@@ -98,7 +98,8 @@ class ChildProcess:
             self.process.terminate()
         try:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await self.process.wait()
         finally:
             self.kill()
         await self.process.wait()

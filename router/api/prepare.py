@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from common.time_of_day import unix_ms
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
-from router.auth.resume_secret import ResumeTokens
-from router.config.tenants import AdmissionRules
+from router.auth.resume_token import ResumeTokens
+from router.config.tenants import TenantConfig
 from router.dispatch.pools import ModelBackend
 from router.request.delivery import Deadlines, Delivery
 from router.request.errors import shut_out, unknown_tenant
@@ -94,9 +94,9 @@ def seed_chooser(request: inference_pb2.GenerateRequest) -> Callable[[], int]:
     return functools.partial(keyed_seed, request.tenant or DEFAULT_TENANT, request.idempotency_key)
 
 
-def tenant_limits(tenant: str, rules: AdmissionRules) -> TenantLimits:
+def tenant_limits(tenant: str, config: TenantConfig) -> TenantLimits:
     """What a tenant may take. Raises `RequestError` for one that is not served."""
-    limits = rules.limits_of(tenant)
+    limits = config.limits_of(tenant)
     if limits is None:
         raise unknown_tenant(tenant)
     if limits.max_running == 0:

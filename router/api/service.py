@@ -12,7 +12,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any
 
@@ -40,9 +40,18 @@ from router.api.validation import (
     validate_generate,
     validate_tokenize,
 )
-from router.auth.caller import Authenticator, Caller, Metadata, authorize, model_of, sees_model, tenant_of
-from router.auth.resume_secret import ResumeTokens
-from router.config.admission_file import AdmissionFile
+from router.auth.caller import (
+    Authenticator,
+    Caller,
+    Metadata,
+    authorize,
+    effective_tenant,
+    model_of,
+    sees_model,
+    verified_caller,
+)
+from router.auth.resume_token import ResumeTokens
+from router.config.tenants import TenantConfigFile
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.request.errors import draining, not_in_the_ledger, unknown_request
 from router.request.executor_context import context_of
@@ -84,7 +93,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self,
         pools: ModelRegistry,
         settings: RouterSettings,
-        admission: AdmissionFile,
+        admission: TenantConfigFile,
         authenticator: Authenticator,
         tokens: ResumeTokens,
         stats: StatsSource,
@@ -128,7 +137,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
         write = writer(context, inference_pb2.GenerateResponse)
-        await self.generate(request, metadata_of(context), write, context.time_remaining())
+        identify = functools.partial(self._caller, context)
+        await self.generate(request, identify, metadata_of(context), write, context.time_remaining())
 
     @property
     def is_draining(self) -> bool:
@@ -136,13 +146,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return self._is_draining
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, metadata: Metadata, write: Write, remaining_s: float | None
+        self,
+        request: inference_pb2.GenerateRequest,
+        identify: Callable[[], Caller],
+        metadata: Metadata,
+        write: Write,
+        remaining_s: float | None,
     ) -> None:
-        """Serves one request, whatever protocol it came in, and tells its events. `metadata` is its call's, and
-        `remaining_s` what is left until the call's deadline."""
+        """Serves one request of any protocol and writes its events. `identify` returns the caller or raises
+        `RequestError`, `metadata` is that of the call, and `remaining_s` is left until the deadline of the call."""
         arrival = Arrival(time.monotonic())
         try:
-            caller = self._authenticator.identify(metadata)
+            caller = identify()
             authorize(request, caller)
             with self._serving(), self._span("generate", metadata):
                 await self._generate(request, caller, self._patient(write), remaining_s, arrival)
@@ -184,7 +199,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         limits = model_limits(pool, self._settings)
         spec = validate_generate(request, limits, seed_chooser(request))
         names = names_of(request)
-        allowed = tenant_limits(names.tenant, self._admission.rules)
+        allowed = tenant_limits(names.tenant, self._admission.config)
         request_id = ledger_id(names.tenant, names.request_id)
         await check_rates(pool.dispatcher, pool.text, spec, names.tenant, allowed, request_id)
         with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
@@ -240,7 +255,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _caller(self, context: Context) -> Caller:
         """Returns the caller. Raises `RequestError` for invalid credentials."""
-        return self._authenticator.identify(metadata_of(context))
+        return verified_caller() or self._authenticator.identify(metadata_of(context))
 
     def _pool_of(self, model: str, caller: Caller) -> ModelBackend:
         return self._pools.find(model_of(caller, model), seen=caller.models)
@@ -316,7 +331,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """Turns text or chat messages into token ids."""
         caller = self._caller(context)
-        pool, tenant = self._pool_of(request.model, caller), tenant_of(caller, "")
+        pool, tenant = self._pool_of(request.model, caller), effective_tenant(caller, "")
         limits = model_limits(pool, self._settings)
         prompt = validate_tokenize(request, limits)
         await take_rates(pool.dispatcher, tenant, self._limits_of(tenant))
@@ -328,7 +343,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         """Turns token ids into text."""
         caller = self._caller(context)
-        pool, tenant = self._pool_of(request.model, caller), tenant_of(caller, "")
+        pool, tenant = self._pool_of(request.model, caller), effective_tenant(caller, "")
         token_ids = validate_detokenize(request, model_limits(pool, self._settings))
         await take_rates(pool.dispatcher, tenant, self._limits_of(tenant))
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
@@ -336,7 +351,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _limits_of(self, tenant: str) -> TenantLimits:
-        return self._admission.rules.limits_of(tenant) or NO_LIMITS
+        return self._admission.config.limits_of(tenant) or NO_LIMITS
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
@@ -369,7 +384,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         caller = self._caller(context)
         async with aclosing(self._stats.watch(request, caller)) as stats:
             async for response in stats:
-                if self._caller(context) != caller:
+                # Credentials expire and change while the stream lasts.
+                if self._authenticator.identify(metadata_of(context)) != caller:
                     raise RequestError(Reason.UNAUTHENTICATED, "the caller's permissions have changed; call again")
                 await context.write(response)
 

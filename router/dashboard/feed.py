@@ -29,7 +29,7 @@ SHARE = 0.05
 MAX_WATCHERS = 32
 
 
-class Statistics(Protocol):
+class StatisticsStream(Protocol):
     """The source of messages."""
 
     def watch(
@@ -91,7 +91,7 @@ class Feed:
 class Feeds:
     """All feeds with watchers, by caller."""
 
-    def __init__(self, statistics: Statistics, max_watchers: int = MAX_WATCHERS) -> None:
+    def __init__(self, statistics: StatisticsStream, max_watchers: int = MAX_WATCHERS) -> None:
         self._statistics = statistics
         self._max_watchers = max_watchers
         self._feeds: dict[Caller, Feed] = {}

@@ -42,7 +42,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class Update:
     """The changes for a watcher. `text` encodes samples as JSON, in a thread."""
 
     caller: Caller
@@ -78,7 +78,7 @@ class Watching:
     requests: RequestLog = field(default_factory=RequestLog)
     clock: Callable[[], float] = time.monotonic
 
-    def since(self, seen: Seen | None, caller: Caller) -> tuple[Seen, News]:
+    def since(self, seen: Seen | None, caller: Caller) -> tuple[Seen, Update]:
         """Returns the changes since then; None: everything."""
         before = seen or Seen()
         now_s = self.clock()
@@ -86,7 +86,7 @@ class Watching:
         changed = (one for one in self.requests.since(before.revision) if _sees_timeline(caller, one))
         requests = [timeline_as_json(one, now_s) for one in islice(changed, MAX_TIMELINES)]
         now_seen = Seen(self.history.newest, self.events.newest, self.requests.newest)
-        return now_seen, News(caller, seen is None, now_s, self.history.since(before.sample), events, requests)
+        return now_seen, Update(caller, seen is None, now_s, self.history.since(before.sample), events, requests)
 
     def timeline(self, model: str, tenant: str, request_id: str, caller: Caller) -> dict[str, Any] | None:
         """Returns one timeline; None if this router has none that the caller may see."""

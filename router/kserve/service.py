@@ -7,7 +7,8 @@ queue, deadlines and drain. docs/kserve.md says what is understood.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -17,7 +18,7 @@ import grpc.aio
 from common.errors import Reason, RequestError
 from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 from inflight.v1 import inference_pb2
-from router.auth.caller import Authenticator, Caller, Metadata, model_of, sees_model
+from router.auth.caller import Authenticator, Caller, Metadata, model_of, sees_model, verified_caller
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.kserve.infer_stream import InferStream
 from router.kserve.models import model_config, model_metadata
@@ -53,10 +54,14 @@ class Generator(Protocol):
         ...
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, metadata: Metadata, write: Write, remaining_s: float | None
+        self,
+        request: inference_pb2.GenerateRequest,
+        identify: Callable[[], Caller],
+        metadata: Metadata,
+        write: Write,
+        remaining_s: float | None,
     ) -> None:
-        """Serves a request and passes its events to `write`; the metadata identify the caller. Raises
-        `RequestError`."""
+        """See `InferenceService.generate`."""
         ...
 
 
@@ -142,7 +147,8 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         self, request: grpc_service_pb2.ModelInferRequest, context: Context
     ) -> grpc_service_pb2.ModelInferResponse:
         """Serves one request and returns its whole output at the end."""
-        self._caller(context)
+        identify = functools.partial(self._caller, context)
+        identify()  # a translation costs more than a refusal
         inference = translate(request)
         if inference.wanted.is_streamed:
             raise RequestError(Reason.NOT_IMPLEMENTED, ONE_RESPONSE)
@@ -151,7 +157,7 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         async def send(response: grpc_service_pb2.ModelInferResponse) -> None:
             collected.append(response)
 
-        await self._infer(inference, send, context)
+        await self._infer(inference, identify, send, context)
         (response,) = collected
         del response.parameters[FINAL_RESPONSE]
         return response
@@ -163,8 +169,9 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         self._caller(context)
 
         async def serve(request: grpc_service_pb2.ModelInferRequest, send: Send) -> None:
-            # The caller is authenticated for each request: credentials can expire during a stream.
-            await self._infer(translate(request), send, context)
+            # The caller is verified again for each request: credentials can expire during a stream.
+            identify = functools.partial(self._authenticator.identify, _metadata(context))
+            await self._infer(translate(request), identify, send, context)
 
         write = with_write_timeout(context.write, self._settings.write_timeout_s)
         is_strict = (STATUS_KEY, "true") in _metadata(context)
@@ -178,15 +185,15 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
             room = self._rooms[peer] = asyncio.Semaphore(self._settings.max_streams_per_connection)
         return room
 
-    async def _infer(self, inference: Inference, send: Send, context: Context) -> None:
-        responder, metadata = Responder(inference.wanted, send), _metadata(context)
+    async def _infer(self, inference: Inference, identify: Callable[[], Caller], send: Send, context: Context) -> None:
+        write, metadata = Responder(inference.wanted, send).write, _metadata(context)
         try:
-            await self._generator.generate(inference.generate, metadata, responder.write, context.time_remaining())
+            await self._generator.generate(inference.generate, identify, metadata, write, context.time_remaining())
         except RequestError as error:
             raise in_client_words(error, inference.client_names) from error
 
     def _caller(self, context: Context) -> Caller:
-        return self._authenticator.identify(_metadata(context))
+        return verified_caller() or self._authenticator.identify(_metadata(context))
 
     def _pools_of(self, model: str, caller: Caller) -> tuple[ModelBackend, ...]:
         """Returns every backend that a name can mean, at least one. Raises `RequestError`."""

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from common.errors import FieldViolation, RequestError, invalid
+from common.protocol import DEFAULT_STATS_INTERVAL_MS, MIN_STATS_INTERVAL_MS
 from common.time_of_day import unix_ms
 from inflight.v1 import inference_pb2
 from router.auth.caller import Caller
@@ -59,8 +60,6 @@ class SnapshotCache:
             self._asking = None
 
 
-DEFAULT_INTERVAL_MS = 1000
-MIN_INTERVAL_MS = 50
 MAX_INTERVAL_MS = 60_000
 # How long the first message waits for the first data of executors.
 BEGIN_S = 0.5
@@ -119,9 +118,10 @@ class StatsSource:
                 response = self._response(request, pools, snapshots, subscription, caller)
                 took_s = time.thread_time() - began_s
                 yield response
+                pause_s = pause_after(took_s, interval_ms / 1000, self.num_watchers)
                 with suppress(TimeoutError):
-                    pause_s = pause_after(took_s, interval_ms / 1000, self.num_watchers)
-                    await asyncio.wait_for(self._closing.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._closing.wait()
         finally:
             subscription.close()
             self._intervals_ms[interval_ms] -= 1
@@ -161,7 +161,7 @@ def pause_after(took_s: float, interval_s: float, num_watchers: int) -> float:
 
 
 def _interval_ms(request: inference_pb2.GetStatsRequest) -> int:
-    interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
-    if not MIN_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
-        raise invalid(FieldViolation("interval_ms", f"must be from {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}"))
+    interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_STATS_INTERVAL_MS
+    if not MIN_STATS_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
+        raise invalid(FieldViolation("interval_ms", f"must be from {MIN_STATS_INTERVAL_MS} to {MAX_INTERVAL_MS}"))
     return interval_ms

@@ -28,7 +28,7 @@ from router.store.types import (
     DropReason,
     Duplicate,
     Ending,
-    EstimateQuality,
+    EstimateAccuracy,
     ExecutorReport,
     ExecutorStanding,
     Explanation,
@@ -339,7 +339,7 @@ def parse_snapshot(reply: Reply) -> Snapshot:
     return Snapshot(
         tuple(ExecutorStanding(**one) for one in found["executors"]),
         tuple(ClassQueue(*one) for one in found["queues"]),
-        EstimateQuality(*found["estimates"]),
+        EstimateAccuracy(*found["estimates"]),
         tuple(TenantLine(*one) for one in found["lines"]),
     )
 

@@ -23,10 +23,10 @@ SECRET_BYTES = 32
 
 async def shared_secret(redis: Redis, settings: StoreSettings) -> bytes:
     """Returns the secret in Redis, and makes it if there is none."""
-    return await restore(redis, settings, secrets.token_bytes(SECRET_BYTES))
+    return await restore_secret(redis, settings, secrets.token_bytes(SECRET_BYTES))
 
 
-async def restore(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes:
+async def restore_secret(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes:
     """Writes the secret to Redis if there is none. Returns the one that is there.
 
     It differs from the caller's if Redis lost that one and another router has already made a new one.
@@ -43,7 +43,7 @@ async def restore(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes
 
 async def learn_secret(redis: Redis, settings: StoreSettings, own: bytes | None) -> bytes:
     """Returns the secret in Redis. If there is none, writes the caller's `own` or a new one."""
-    return await (shared_secret(redis, settings) if own is None else restore(redis, settings, own))
+    return await (shared_secret(redis, settings) if own is None else restore_secret(redis, settings, own))
 
 
 OnEvent = Callable[[StoreEvent], None]

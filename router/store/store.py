@@ -41,9 +41,8 @@ from router.store.codec import (
 from router.store.connection import NotSent, answered, close, connect_reader, unavailable
 from router.store.keys import NUM_CLASSES, PoolKeys
 from router.store.lua import Argument, Script, load_scripts
-from router.store.mailbox import Mailbox
+from router.store.mailbox import Mailbox, OwnershipFilter, StoreClock
 from router.store.outage import Outage
-from router.store.ownership import OwnershipFilter, StoreClock
 from router.store.settings import StoreSettings
 from router.store.turns import Turns
 from router.store.types import (

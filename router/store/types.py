@@ -47,7 +47,7 @@ class TenantLine:
 
 
 @dataclass(frozen=True, slots=True)
-class EstimateQuality:
+class EstimateAccuracy:
     """The quality of wait estimates: the mean relative error, and the correction factor of raw estimates."""
 
     num_estimates: int
@@ -62,7 +62,7 @@ class Snapshot:
 
     executors: tuple[ExecutorStanding, ...]
     queues: tuple[ClassQueue, ...]
-    estimates: EstimateQuality = EstimateQuality(0, 0.0, 1.0)
+    estimates: EstimateAccuracy = EstimateAccuracy(0, 0.0, 1.0)
     lines: tuple[TenantLine, ...] = ()
 
     @property

@@ -12,7 +12,7 @@ from executor.engine.runner import NO_TOKEN
 from executor.gpu.sampling import CHUNK, DrawRows, draw, restrict
 from executor.scheduler.sequence import Sampling
 from executor.step.philox import MASK
-from executor.step.philox import philox as torch_philox
+from executor.step.philox import philox_words as torch_philox
 from executor.step.sampling import LARGEST_UNIFORM, SampleRow, sample
 from executor.step.sampling_columns import SamplingBatch
 from tests.kernels.probes import noise_kernel, words_kernel

@@ -21,8 +21,12 @@ SCHEDULER_TESTS = (
     "tests/unit/test_run_ahead.py",
     "tests/property/test_scheduler_properties.py",
 )
-LEDGER_TESTS = ("tests/property/test_store_model.py",)
-PLACING_TESTS = ("tests/unit/test_dispatch.py", "tests/unit/test_recovery.py")
+LEDGER_TESTS = ("tests/unit/test_store.py", "tests/unit/test_store_leases.py", "tests/property/test_store_model.py")
+PLACING_TESTS = (
+    "tests/unit/test_dispatch.py",
+    "tests/unit/test_void_placements.py",
+    "tests/unit/test_surplus_tokens.py",
+)
 
 SCHEDULER = (
     Mutation(
@@ -110,14 +114,14 @@ LEDGER = (
         "router/store/scripts/report.lua",
         "elseif not spared or NOW - request.placed_ms > AUDIT_GRACE_MS then",
         "elseif not spared or NOW > request.placed_ms then",
-        ("tests/unit/test_store.py", "tests/unit/test_store_leases.py", *LEDGER_TESTS),
+        LEDGER_TESTS,
     ),
     Mutation(
         "leases lapse while nobody was there to hear a report",
         "router/store/scripts/reap.lua",
         "if not last_ms or NOW - tonumber(last_ms) > MAX_GAP_MS then",
         "if not last_ms then",
-        ("tests/unit/test_store_leases.py", "tests/unit/test_store_outage.py", *LEDGER_TESTS),
+        ("tests/unit/test_store_outage.py", *LEDGER_TESTS),
     ),
 )
 LIFE_CYCLE = (
@@ -136,10 +140,10 @@ LIFE_CYCLE = (
         PLACING_TESTS,
     ),
     Mutation(
-        "a request that has all its tokens is handed back when its executor is lost",
+        "a request that gave way to others counts as one that its executor died under",
         "router/dispatch/placer.py",
-        "        if stream.is_complete:\n",
-        "        if stream.is_over:\n",
+        "preempted=why is Void.PREEMPTED,",
+        "preempted=False,",
         PLACING_TESTS,
     ),
 )
@@ -153,7 +157,7 @@ STREAMS = (
 """,
         """            if not stream.token(offset, token_id):
 """,
-        ("tests/unit/test_links.py", *PLACING_TESTS),
+        ("tests/unit/test_void_placements.py",),
     ),
     Mutation(
         "text that was held back as a possible stop text is missing at the end",
@@ -167,7 +171,7 @@ STREAMS = (
         "router/request/executor_context.py",
         "if not attached.request_id == attached.submit.request_id == ledger_id(context.tenant, context.request_id):",
         "if not attached.request_id == attached.submit.request_id:",
-        ("tests/unit/test_links.py", "tests/unit/test_taking_over.py"),
+        ("tests/fuzz/test_frames_to_a_router.py",),
     ),
 )
 AUTHENTICATION = (

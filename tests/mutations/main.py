@@ -39,13 +39,13 @@ class MutationError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """What `make test` or `make test-all` selects."""
+    """What `make test` or `make test-all` selects, and its profile of Hypothesis."""
 
     markers: str
     profile: str
 
 
-TIERS = {"fast": Tier("not slow and not lint", "short"), "all": Tier("not lint", "fixed")}
+TIERS = {"fast": Tier("not slow and not lint", "short-unshrunk"), "all": Tier("not lint", "fixed-unshrunk")}
 
 
 def mutated(mutation: Mutation, source: str) -> str:

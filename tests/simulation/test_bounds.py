@@ -15,13 +15,13 @@ import pytest
 import router.store.lua
 from bench.simulation import sim_router
 from bench.simulation.device import TWO_CORES
-from bench.simulation.faults import FaultKind, SpacedFaults
 from bench.simulation.ledger_writer import LedgerWriter
 from bench.simulation.sim_dispatch import Dispatch
 from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.timeline import US_PER_S
-from bench.simulation.traffic import SimRequest, poisson_us, prompt_of
 from bench.simulation.world import SimulationFailed, World
+from bench.timeline.faults import FaultKind, SpacedFaults
+from bench.timeline.timeline import US_PER_S
+from bench.timeline.traffic import SimRequest, poisson_us, prompt_of
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import Sequence
 from router.store.types import Ending, Placement

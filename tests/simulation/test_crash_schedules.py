@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.simulation.faults import FaultKind, FaultRates
 from bench.simulation.invariants import RequestOutcome
 from bench.simulation.sim_executor import ExecutorShape
+from bench.timeline.faults import FaultKind, FaultRates
 from tests.simulation.worlds import OVERCOMMITTED, SHAPE, make_world, run_world
 
 

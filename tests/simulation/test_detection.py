@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from bench.simulation.faults import FaultRates
 from bench.simulation.ledger import Ledger
-from bench.simulation.population import limits_of
 from bench.simulation.sim_dispatch import Dispatch
 from bench.simulation.sim_executor import SimExecutor
 from bench.simulation.sim_stream import SimStream
-from bench.simulation.traffic import SimRequest, prompt_of
 from bench.simulation.world import SimulationFailed, World
+from bench.timeline.faults import FaultRates
+from bench.timeline.population import limits_of
+from bench.timeline.traffic import SimRequest, prompt_of
 from executor.scheduler.blocks import BlockPool
 from router.store.types import NO_LIMITS, Demand, ExecutorReport, HeldSequence, Placement
 from tests.simulation.worlds import make_world, run_world

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from bench.simulation.faults import FaultRates
 from bench.simulation.invariants import RequestOutcome
 from bench.simulation.sim_stream import RouterShape
-from bench.simulation.timeline import US_PER_S
-from bench.simulation.traffic import SimRequest, prompt_of
+from bench.timeline.faults import FaultRates
+from bench.timeline.timeline import US_PER_S
+from bench.timeline.traffic import SimRequest, prompt_of
 from router.store.settings import StoreSettings
 from tests.simulation.worlds import make_world, run_world
 

@@ -10,17 +10,17 @@ import pytest
 
 from bench.redis.pipelined import RedisWire
 from bench.redis.wire import WireError, command
-from bench.scheduling.conversations import Conversations
 from bench.scheduling.fairness import FAIR, FLOODER, ways_to_bear_a_flood
 from bench.scheduling.figures import tokens_per_s, ttft_ms, wait_figures
 from bench.scheduling.lab import Lab
 from bench.simulation.__main__ import main
-from bench.simulation.faults import FaultKind, FaultRates
 from bench.simulation.invariants import RequestOutcome
-from bench.simulation.population import Population
 from bench.simulation.push import PushPolicy
-from bench.simulation.timeline import US_PER_S, Process, Timeline
-from bench.simulation.traffic import STOP_ID, SimRequest, heavy_tailed, prompt_of, published
+from bench.timeline.conversations import Conversations
+from bench.timeline.faults import FaultKind, FaultRates
+from bench.timeline.population import Population
+from bench.timeline.timeline import US_PER_S, Process, Timeline
+from bench.timeline.traffic import STOP_ID, SimRequest, heavy_tailed, prompt_of, published
 from tests.simulation.worlds import make_world
 
 

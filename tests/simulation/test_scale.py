@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench.simulation.faults import FaultRates
 from bench.simulation.invariants import RequestOutcome
-from bench.simulation.population import Population
 from bench.simulation.world import World, WorldSettings
+from bench.timeline.faults import FaultRates
+from bench.timeline.population import Population
 from tests.simulation.worlds import SHAPE, run_world
 
 DURATION_S = 20.0

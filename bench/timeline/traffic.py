@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from bench.simulation.timeline import US_PER_S
+from bench.timeline.timeline import US_PER_S
 from bench.workloads.shapes import SHAPES
 from router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
 

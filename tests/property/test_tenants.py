@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.config.file_problems import ContentError, Problem
-from router.config.tenants import LIMITS, NO_RULES, parse_rules
+from router.config.tenants import NO_CONFIG, TenantTable, parse_tenants
+from router.config.watched_file import ContentError, Problem
 
 SERVED = frozenset({"m", "n"})
 HEADERS = ("[tenants]", "[tenants.a]", '[tenants."b c"]', "[tenants.default]", "[variants.v]", "[variants]", "[x.'y']")
@@ -27,7 +27,17 @@ VALUES = (
     "",
     "1e400",
 )
-KEYS = (*LIMITS, "unknown_tenants", "m", "n", "other", "tenants.a.weight", '"quoted.key"', "'x'.y", "=")
+KEYS = (
+    *TenantTable.model_fields,
+    "unknown_tenants",
+    "m",
+    "n",
+    "other",
+    "tenants.a.weight",
+    '"quoted.key"',
+    "'x'.y",
+    "=",
+)
 
 lines = st.one_of(
     st.sampled_from(HEADERS),
@@ -41,14 +51,14 @@ def test_file_is_understood_or_refused_with_its_lines(written: list[str]) -> Non
     source = "\n".join(written)
     problems: tuple[Problem, ...] = ()
     try:
-        rules = parse_rules(source, SERVED)
+        config = parse_tenants(source, SERVED)
     except ContentError as error:
-        rules, problems = NO_RULES, error.problems
+        config, problems = NO_CONFIG, error.problems
     assert all(1 <= (problem.line or 0) <= source.count("\n") + 1 for problem in problems)
-    for limits in rules.tenants.values():
+    for limits in config.tenants.values():
         assert 0 < limits.weight < math.inf
         assert limits.request_burst >= 1
         assert limits.token_burst >= 1
-    for variants in rules.variants.values():
+    for variants in config.variants.values():
         assert variants
         assert all(variant.model in SERVED and variant.weight > 0 for variant in variants)

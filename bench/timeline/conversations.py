@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.simulation.timeline import US_PER_S
-from bench.simulation.traffic import VOCABULARY_SIZE, SimRequest, poisson_us
+from bench.timeline.timeline import US_PER_S
+from bench.timeline.traffic import VOCABULARY_SIZE, SimRequest, poisson_us
 from router.request.prefix_hashes import prefix_hashes
 
 

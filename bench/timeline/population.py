@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from bench.simulation.timeline import US_PER_S
-from bench.simulation.traffic import BRIEF, Lengths, SimRequest, poisson_us, prompt_of
+from bench.timeline.timeline import US_PER_S
+from bench.timeline.traffic import BRIEF, Lengths, SimRequest, poisson_us, prompt_of
 from router.store.types import TenantLimits
 
 CLASS_WEIGHTS = (1, 6, 3)

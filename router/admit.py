@@ -13,6 +13,7 @@ from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 
 from common.time_of_day import unix_ms
 from router.admission_rules import AdmissionRules
+from router.lifecycle import End
 from router.observing import RequestFacts, class_name
 from router.pools import Pool
 from router.prefixes import prefix_hashes
@@ -23,7 +24,7 @@ from router.request_spec import ChatPrompt, FittedRequest, GenerateSpec, ModelLi
 from router.resume_secret import ResumeTokens
 from router.settings import RouterSettings
 from router.store.types import DEFAULT_TENANT, Demand, TenantLimits
-from router.streams import End, RequestStream
+from router.streams import RequestStream
 from router.text.output import OutputText
 from router.text.tokenizer import TextModel
 

@@ -17,12 +17,11 @@ from inflight.v1 import executor_pb2
 from common.errors import RequestError
 from router.links import ExecutorLink
 from router.report_pacer import ReportPacer
+from router.retry_queue import STORE_RETRY_S
 from router.store.store import AdmissionStore
 from router.store.types import Attempt, Ending, ExecutorReport, HeldSequence
 
 log = logging.getLogger(__name__)
-
-STORE_RETRY_S = 0.5
 
 
 class LedgerWriter:

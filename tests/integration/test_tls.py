@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from common.tls import TlsFiles, TlsPaths
 from executor.door import RouterNames, open_door
 from executor.settings import ExecutorSettings
 from router.executor_channels import ExecutorChannels
-from router.links import PROTOCOL_VERSION, ExecutorLink
+from router.lifecycle import LinkEvent
+from router.links import PROTOCOL_VERSION, ExecutorLink, LinkEvents
 from router.settings import RouterSettings
+from router.streams import RequestStream
 
 SERVICE = "inflight.v1.ExecutorService"
 NUM_BLOCKS = 8
@@ -63,11 +65,14 @@ class Observer:
         self.seqs: asyncio.Queue[int] = asyncio.Queue()
         self.broke = asyncio.Event()
 
-    def on_linked(self, link: ExecutorLink) -> str | None:
-        return None
+    def on_linked(self, link: ExecutorLink) -> LinkEvents:
+        return self
 
-    def on_unlinked(self, link: ExecutorLink, streams: list[Any]) -> None:
+    def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
         self.broke.set()
+
+    def on_request(self, link: ExecutorLink, stream: RequestStream, event: LinkEvent) -> None:
+        raise AssertionError("nothing was submitted")
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
         self.seqs.put_nowait(report.seq)
@@ -219,7 +224,7 @@ async def test_link_goes_on_through_a_rotation_and_comes_back_with_the_new_certi
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         # Given a link
         async with executor_behind(door_of(made)) as (address, servicer, _):
-            link = ExecutorLink(address, "r", observer, channels)  # type: ignore[arg-type]
+            link = ExecutorLink(address, "r", observer, channels)
             running = tasks.create_task(link.run())
             servicer.reports.put_nowait(executor_pb2.Report(seq=1))
             assert await observer.seqs.get() == 1

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
+from router.lifecycle import End
 from router.reading import Deadlines, Place, Reading
 from router.relay import Relay
 from router.store.types import Demand
-from router.streams import End, RequestStream
+from router.streams import RequestStream
 from router.text.output import OutputText
 from tests import text_models
 from tests.text_models import text_model

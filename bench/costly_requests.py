@@ -22,10 +22,10 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
+from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 NUM_BYTES = 4 * 1024 * 1024 - 4096
 SERVICE = "/inflight.v1.InferenceService/"

@@ -12,12 +12,12 @@ import argparse
 import time
 from collections.abc import Sequence as SequenceOf
 
-from executor.batch import StepPacker
-from executor.blocks import BlockPool
-from executor.sampling_batch import SamplingColumns
-from executor.scheduler import Batching, Scheduler, SchedulerLimits
-from executor.sequence import Sampling, Sequence, StepOutcome, StepPlan, StepResult, Stopping
-from executor.session import Session
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
+from executor.scheduler.sequence import Sampling, Sequence, StepOutcome, StepPlan, StepResult, Stopping
+from executor.serving.router_session import Session
+from executor.step.batch import StepPacker
+from executor.step.sampling_columns import SamplingColumns
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 100

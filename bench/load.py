@@ -13,9 +13,9 @@ from bench.processes import CoreMeter
 from bench.targets.target import OnTokens
 from bench.token_times import TokenTimes
 from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
-from client.aio import Client
-from client.errors import InflightError
-from client.events import Delta, Event, Started
+from inflight.aio import Client
+from inflight.errors import InflightError
+from inflight.events import Delta, Event, Started
 
 SAMPLE_INTERVAL_S = 0.1
 # An executor reports at least once a second: by then its last step is counted.

@@ -24,11 +24,11 @@ from bench.start import Field, circumstances, start_field
 from bench.targets.target import Target, TargetError
 from bench.workloads.generate import build_workload
 from bench.workloads.plan import Workload, WorkloadError
-from client.cli.foreground import run_in_foreground
-from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words
-from client.errors import InflightError
-from client.stack.local import StackError
 from common.model_source import ModelError
+from inflight.cli.foreground import run_in_foreground
+from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words
+from inflight.errors import InflightError
+from inflight.local.stack import StackError
 
 # The first steps of a process allocate, compile and fill caches; these requests take that on themselves.
 WARM_UP_VARIANT = -1

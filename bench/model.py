@@ -31,7 +31,7 @@ def local_model(model: str | None) -> LocalModel:
 
 def _imported(source: ModelSource) -> Path:
     # Imported here: it takes torch, which this process needs for nothing else.
-    from executor.gguf_import import import_gguf
+    from executor.checkpoint.gguf import import_gguf
 
     return import_gguf(source)
 

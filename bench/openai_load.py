@@ -20,10 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
 from common.machine import num_usable_cores
 from common.model_source import load_tokenizer, resolve_model
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
 
 GUIDELLM = Path(".clients/guidellm/bin/guidellm")
 REPORT = Path("bench/reports/openai")

@@ -12,7 +12,7 @@ from bench.measures import Slo
 from bench.peers.catalogue import VARIANTS, PeerChoice, parse_peer
 from bench.workloads.generate import DEFAULT_SEED, TRACE_SUFFIX, Arrivals
 from bench.workloads.shapes import SHAPES
-from client.cli.parser import CommandParser
+from inflight.cli.parser import CommandParser
 
 STACK_MODES = ("inflight", "static")
 ENGINE_MODE = "engine"

@@ -27,7 +27,7 @@ from common.model_source import ModelError, ModelSource, load_tokenizer, resolve
 from executor.entry import SPIN_COUNT
 
 if TYPE_CHECKING:
-    from executor.teacher_forcing import Predictions
+    from bench.engine.teacher_forcing import Predictions
 
 TEXT = Path(__file__).parent / "texts" / "passages.txt"
 NUM_PROMPTS = 50
@@ -114,7 +114,7 @@ def _variants(text: str) -> tuple[Variant, ...]:
 def _measure(source: ModelSource, text: Path, num_prompts: int, variants: Sequence[Variant]) -> QualityReport:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # Imported here: it brings torch, which neither the figures nor the report need.
-    from executor.teacher_forcing import transformers_predictions
+    from bench.engine.teacher_forcing import transformers_predictions
 
     token_ids = load_tokenizer(source).encode(text.read_text(encoding="utf-8"))
     prompts = cut(token_ids, num_prompts)
@@ -132,8 +132,8 @@ def _measure(source: ModelSource, text: Path, num_prompts: int, variants: Sequen
 def _results(
     source: ModelSource, variant: Variant, prompts: Sequence[Sequence[int]], reference: Predictions
 ) -> list[Result]:
-    from executor.model import PagedModel
-    from executor.teacher_forcing import paged_predictions
+    from bench.engine.teacher_forcing import paged_predictions
+    from executor.model.model import PagedModel
 
     model = PagedModel.load(source, **variant.load_arguments)
     results = []

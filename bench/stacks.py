@@ -13,10 +13,10 @@ from bench.peers.driver import Setup
 from bench.targets.driven import Driver
 from bench.workloads.generate import build_workload
 from bench.workloads.plan import GATE_TOKENS, Workload
-from client.stack.options import StackOptions
 from common.disk_cache import cache_folder
 from common.machine import num_usable_cores
 from executor.entry import SPIN_COUNT
+from inflight.local.options import StackOptions
 
 # Room for the gate, for the sequences that an executor holds beyond its seats, and for the prefix cache.
 EXTRA_SEATS = 4

@@ -15,12 +15,12 @@ from bench.stacks import engine_driver, peer_driver, stack_options
 from bench.targets.driven import driven
 from bench.targets.stack import StackTarget, sessions_of
 from bench.targets.target import Target, TargetError
-from client.aio import Client
-from client.catalogue import Model
-from client.cli.connection import access_of_environment
-from client.cli.outcome import CommandError
-from client.stack.local import LocalStack
 from common.machine import num_usable_cores
+from inflight.aio import Client
+from inflight.catalogue import Model
+from inflight.cli.connection import access_of_environment
+from inflight.cli.outcome import CommandError
+from inflight.local.stack import LocalStack
 
 
 @dataclass(slots=True)

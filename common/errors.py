@@ -1,7 +1,7 @@
 """The errors that a client can be told about, and their gRPC status.
 
 Owns one exception, `RequestError`, and the table from reasons to status codes. Never logs, never sends: the gRPC edge
-(`common.grpc_status`) turns an error into a status with details.
+(`common.rpc.status`) turns an error into a status with details.
 """
 
 from __future__ import annotations

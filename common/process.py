@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from common.model_source import ModelError
-from common.server import ListenError
+from common.rpc.server import ListenError
 from common.settings import SettingError
 
 EXIT_FAILED = 1

@@ -17,38 +17,38 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from starlette.applications import Starlette
 
-from common.http_port import HttpPort
+from common.http.metrics_page import metrics_route
+from common.http.port import HttpPort
 from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
-from common.logs import start_logging
 from common.machine import num_available_memory_bytes, num_usable_cores
-from common.metrics_page import metrics_route
 from common.model_source import ModelSource, resolve_model
 from common.process import EXIT_FAILED, run_process
-from common.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
+from common.rpc.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
+from common.rpc.tls import TlsFiles
 from common.settings import SettingError, describe, load
-from common.tls import TlsFiles
-from common.tracing import Tracing, open_tracing
-from executor.blocks import BlockPool
-from executor.door import RouterNames, open_door
-from executor.engine import Engine
-from executor.engine_output import EngineOutput
-from executor.garbage import GarbageCollection
-from executor.gpu.host_tier import staging_bytes
-from executor.holdings import Keeping
-from executor.launch import StepRunner
-from executor.metrics import executor_metrics
-from executor.model import PagedModel
-from executor.report import policy_proto
-from executor.runner import ModelRunner
-from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.service import ExecutorService, Identity
-from executor.session import PROTOCOL_VERSION
+from common.telemetry.logs import start_logging
+from common.telemetry.tracing import Tracing, open_tracing
+from executor.attention.gpu_host_tier import staging_bytes
+from executor.engine.engine import Engine
+from executor.engine.gc import GarbageCollection
+from executor.engine.output import EngineOutput
+from executor.engine.runner import StepRunner
+from executor.engine.watchdog import watch
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from executor.serving.metrics import executor_metrics
+from executor.serving.placements import Keeping
+from executor.serving.report import policy_proto
+from executor.serving.router_auth import RouterNames, open_door
+from executor.serving.router_session import PROTOCOL_VERSION
+from executor.serving.service import ExecutorService, Identity
+from executor.serving.submission import SubmissionLimits
 from executor.settings import ExecutorSettings
-from executor.submission import SubmissionLimits
-from executor.watchdog import watch
+from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def _working_bytes(settings: ExecutorSettings, model: PagedModel, limits: Schedu
     """GPU memory of steps beside the KV. A model that transformers computes has to do with what the fraction leaves."""
     if model.gpu_decoder is None:
         return 0
-    from executor.gpu.memory import working_bytes  # imports triton, which only this needs
+    from executor.model.gpu_memory import working_bytes  # imports triton, which only this needs
 
     return working_bytes(model, limits, settings.tokens_per_block, uses_graphs=settings.enable_cuda_graphs)
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from client.catalogue import Model
-from client.events import FinishReason, PositionLogprobs, Usage
 from gateway import logprobs as openai_logprobs
 from gateway.asking import Ask
 from gateway.errors import from_end
 from gateway.event_ids import AnswerId
+from inflight.catalogue import Model
+from inflight.events import FinishReason, PositionLogprobs, Usage
 
 _FINISH: dict[FinishReason, Literal["stop", "length"]] = {
     FinishReason.STOP_TOKEN: "stop",

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.metrics_page import metrics_route
+from common.http.metrics_page import metrics_route
 from gateway.errors import ApiError
 from gateway.exchange import REQUEST_ID_HEADER, Exchange
 from gateway.metrics import Metrics

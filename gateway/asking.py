@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from google.protobuf.message import Error as MessageError
-from inflight.v1 import inference_pb2, types_pb2
 
-from client.requests import PRIORITIES, Priority
 from gateway.bodies import ChatBody, Common, CompletionBody, Message
 from gateway.errors import refused
+from inflight.requests import PRIORITIES, Priority
+from inflight.v1 import inference_pb2, types_pb2
 
 # OpenAI's; a chat without a limit may take what the model's context leaves.
 DEFAULT_COMPLETION_TOKENS = 16

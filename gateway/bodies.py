@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from common.json_counts import has_more_values
+from common.rpc.json_counts import has_more_values
 from gateway.errors import ApiError, refused, unsupported
 
 MAX_UINT32 = 2**32 - 1

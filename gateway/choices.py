@@ -11,13 +11,12 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from inflight.v1 import inference_pb2
-
-from client.aio import Client, Stream
-from client.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs
 from gateway.answers import Choice
 from gateway.asking import Ask
 from gateway.event_ids import Place
+from inflight.aio import Client, Stream
+from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs
+from inflight.v1 import inference_pb2
 
 MAX_KEYS = 4
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 
-from client.errors import InflightError
-from client.events import FinishReason
 from common.errors import Reason
+from inflight.errors import InflightError
+from inflight.events import FinishReason
 
 INVALID_REQUEST = "invalid_request_error"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from client.events import Logprob, PositionLogprobs
+from inflight.events import Logprob, PositionLogprobs
 
 VERY_UNLIKELY = -9999.0
 

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import grpc
 
-from client.aio import Client
-from client.channel import is_this_machine
-from common.http_connection import HttpLimits
-from common.http_port import HttpPort
-from common.logs import start_logging
+from common.http.connection import HttpLimits
+from common.http.port import HttpPort
 from common.process import run_process
-from common.server import Signals, check_listen
+from common.rpc.server import Signals, check_listen
 from common.settings import SettingError, describe, load
+from common.telemetry.logs import start_logging
 from gateway.app import GatewayApp
 from gateway.metrics import Metrics
 from gateway.service import GatewayService
 from gateway.settings import GatewaySettings
+from inflight.aio import Client
+from inflight.channel import is_this_machine
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from client.aio import Client
-from client.errors import InflightError
 from gateway.answers import Chunks, encoded, model_object, whole_answer
 from gateway.asking import Ask, Defaults, ask_chat, ask_completion
 from gateway.bodies import parse_chat, parse_completion
@@ -25,6 +23,8 @@ from gateway.leaving import ClientGone, while_connected
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
 from gateway.streaming import EventStream, Patience
+from inflight.aio import Client
+from inflight.errors import InflightError
 
 KEY_HEADER = "Idempotency-Key"
 READY_TIMEOUT_S = 2.0

@@ -15,14 +15,14 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from client.errors import InflightError
-from client.events import Accepted, Delta, Done, Event, Finished, FinishReason, Queued, Usage
 from gateway.answers import Chunks, encoded, logprobs_of
 from gateway.errors import ApiError, from_router
 from gateway.event_ids import Place, event_id
 from gateway.leaving import while_connected
 from gateway.logprobs import num_characters
 from gateway.metrics import Metrics
+from inflight.errors import InflightError
+from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, Queued, Usage
 
 # Of all choices together; one that is full holds its readers up, and the router's flow control sees that.
 MAX_WAITING_EVENTS = 64

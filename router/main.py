@@ -11,14 +11,14 @@ import gc
 import logging
 from collections.abc import Sequence
 
-from common.logs import start_logging
-from common.metrics_page import new_registry
+from common.http.metrics_page import new_registry
 from common.model_source import ModelSource, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
-from common.server import GrpcServer, Signals, check_listen
+from common.rpc.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
-from router.parts import RouterParts, build
-from router.pools import Pools
+from common.telemetry.logs import start_logging
+from router.app import RouterParts, build
+from router.dispatch.pools import Pools
 from router.settings import RouterSettings
 from router.text.tokenizer import TextModel
 

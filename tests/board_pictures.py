@@ -21,15 +21,15 @@ from typing import Literal
 from playwright.async_api import Browser, Page, expect
 from starlette.applications import Starlette
 
-from client.aio import Client
-from client.requests import Priority
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
-from client.stack.ports import free_ports
-from common.http_port import HttpPort
-from router.board.feed import Feeds
-from router.board.routes import board_routes
-from router.callers import OpenDoor
+from common.http.port import HttpPort
+from inflight.aio import Client
+from inflight.local.options import StackOptions
+from inflight.local.ports import free_ports
+from inflight.local.stack import LocalStack
+from inflight.requests import Priority
+from router.auth.caller import OpenDoor
+from router.dashboard.feed import Feeds
+from router.dashboard.routes import board_routes
 from tests.board_browser import PATIENCE_MS, chromium
 from tests.board_scenes import ScriptedStatistics, full_fleet, watching_of
 

@@ -15,9 +15,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
-
-from router.board.events import EventLog
-from router.board.history import (
+from router.auth.caller import Caller
+from router.dashboard.history import (
     EXECUTOR_FIELDS,
     MODEL_FIELDS,
     NUM_SAMPLES,
@@ -27,10 +26,10 @@ from router.board.history import (
     ModelSample,
     row_of,
 )
-from router.board.requests import RequestLog, Timeline
-from router.board.watching import Watching
-from router.callers import Caller
-from router.observing import PlacedAt, RequestEnd, RequestFacts
+from router.dashboard.requests import RequestLog, Timeline
+from router.dashboard.watching import Watching
+from router.telemetry.event_log import EventLog
+from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 
 START_MS = 1_790_000_000_000
 BLOCK_SIZE = 16

@@ -6,10 +6,10 @@ import copy
 import functools
 from collections.abc import Callable
 
-from inflight.v1 import inference_pb2
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from inflight.v1 import inference_pb2
 from router.text.tokenizer import TextModel
 from tests import text_models
 

@@ -13,6 +13,26 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import grpc.aio
+from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from common.rpc.server import GrpcServer
+from common.telemetry.tracing import NO_TRACING, Tracing
+from executor.engine.engine import Engine
+from executor.engine.output import EngineOutput
+from executor.engine.runner import PendingStep
+from executor.engine.watchdog import watch
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from executor.scheduler.sequence import StepPlan, TokenLogprobs
+from executor.serving.placements import Keeping
+from executor.serving.report import policy_proto
+from executor.serving.router_session import PROTOCOL_VERSION
+from executor.serving.service import ExecutorService, Identity
+from executor.serving.submission import SubmissionLimits
 from inflight.v1 import (
     executor_pb2,
     executor_pb2_grpc,
@@ -20,32 +40,12 @@ from inflight.v1 import (
     inference_pb2_grpc,
     types_pb2,
 )
-from prometheus_client import CollectorRegistry
-from pydantic import SecretStr
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
-
-from common.server import GrpcServer
-from common.tracing import NO_TRACING, Tracing
-from executor.blocks import BlockPool
-from executor.engine import Engine
-from executor.engine_output import EngineOutput
-from executor.holdings import Keeping
-from executor.launch import PendingStep
-from executor.report import policy_proto
-from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.sequence import StepPlan, TokenLogprobs
-from executor.service import ExecutorService, Identity
-from executor.session import PROTOCOL_VERSION
-from executor.submission import SubmissionLimits
-from executor.watchdog import watch
-from router.parts import RouterParts, build
-from router.pools import Pools
-from router.resume_secret import ResumeTokens
-from router.service import InferenceService
+from router.api.service import InferenceService
+from router.app import RouterParts, build
+from router.auth.resume_secret import ResumeTokens
+from router.dispatch.pools import Pools
 from router.settings import RouterSettings
-from router.stats import StatsSource
+from router.stats.source import StatsSource
 from router.text.tokenizer import TextModel
 from tests.fake_device import VOCABULARY_SIZE, FakeDevice
 

@@ -13,7 +13,7 @@ from hypothesis import settings
 # transformers may do at any time; `make test-gpu` chooses the GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from client.stack.redis_server import PrivateRedis
+from inflight.local.redis_server import PrivateRedis
 from router.store.connection import connect
 from router.store.keys import PoolKeys
 from tests.store_pool import SETTINGS, START_MS, StorePool

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 
-from executor.blocks import BlockPool
-from executor.launch import PendingStep
-from executor.sequence import NO_LOGPROBS, FinishReason, PlanRow, Sequence, StepPlan, Stopping, TokenLogprobs
+from executor.engine.runner import PendingStep
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.sequence import NO_LOGPROBS, FinishReason, PlanRow, Sequence, StepPlan, Stopping, TokenLogprobs
 
 VOCABULARY_SIZE = 5
 

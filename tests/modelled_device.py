@@ -6,13 +6,13 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from executor.blocks import BlockPool
-from executor.engine import Engine
-from executor.engine_output import EngineOutput
-from executor.launch import PendingStep
-from executor.scheduler import Scheduler, SchedulerLimits
-from executor.sequence import NO_LOGPROBS, Sequence, StepPlan, TokenLogprobs
-from executor.step_time import StepLoad
+from executor.engine.engine import Engine
+from executor.engine.output import EngineOutput
+from executor.engine.runner import PendingStep
+from executor.engine.step_time import StepLoad
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Scheduler, SchedulerLimits
+from executor.scheduler.sequence import NO_LOGPROBS, Sequence, StepPlan, TokenLogprobs
 
 BLOCK_SIZE = 16
 

@@ -102,7 +102,7 @@ def at_terminal(
     variables = {**os.environ, "PYTHONPATH": path, "TERM": "xterm-256color", **(environment or {})}
     for name in ("INFLIGHT_ADDRESS", "NO_COLOR", "COLUMNS", "LINES"):
         variables.pop(name, None)
-    command = [sys.executable, "-m", "client.cli.main", *arguments]
+    command = [sys.executable, "-m", "inflight.cli.main", *arguments]
     # A session of its own whose terminal this is, so that Ctrl-C is a signal to it.
     process = subprocess.Popen(
         [sys.executable, "-c", TAKE_TERMINAL, *command],

@@ -16,8 +16,8 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-from client.stack.guard import HAS_KERNEL_GUARD, guarded
-from client.stack.redis_server import ACL_RULES, find_redis_binary
+from inflight.local.guard import HAS_KERNEL_GUARD, guarded
+from inflight.local.redis_server import ACL_RULES, find_redis_binary
 
 START_TIMEOUT_S = 10.0
 PASSWORD = "store-password"

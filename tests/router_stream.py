@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
-from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
+from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from tests.cluster import BLOCK_SIZE
 
 WAIT_S = 20

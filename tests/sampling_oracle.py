@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from executor.philox import philox
-from executor.sampling import LARGEST_UNIFORM, SampleRow, keep_top
+from executor.step.philox import philox
+from executor.step.sampling import LARGEST_UNIFORM, SampleRow, keep_top
 
 TOP_P_TOLERANCE = 1e-6
 # Counter, key and words: the known answers for 10 rounds that the authors ship with Random123 (kat_vectors).

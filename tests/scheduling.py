@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from executor.blocks import BlockPool
-from executor.launch import PendingStep, StepRunner
-from executor.scheduler import Batching, Scheduler, SchedulerLimits
-from executor.sequence import (
+from executor.engine.runner import PendingStep, StepRunner
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
+from executor.scheduler.sequence import (
     FinishEvent,
     FinishReason,
     Sampling,

@@ -11,24 +11,21 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
-from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-
 from common.errors import RequestError
-from router.admission_file import AdmissionFile
-from router.admission_rules import NO_RULES, AdmissionRules
-from router.callers import OpenDoor
-from router.dispatch import Dispatcher
-from router.latencies import Latencies
-from router.lifecycle import RequestState as LifecycleState
-from router.lifecycle import Submit
-from router.links import ExecutorLink
-from router.pools import Pool, Pools
-from router.reading import Deadlines, Reading
-from router.resume_secret import ResumeTokens
-from router.service import InferenceService
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from router.api.service import InferenceService
+from router.auth.caller import OpenDoor
+from router.auth.resume_secret import ResumeTokens
+from router.config.admission_file import AdmissionFile
+from router.config.tenants import NO_RULES, AdmissionRules
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.lifecycle import RequestState as LifecycleState
+from router.dispatch.lifecycle import Submit
+from router.dispatch.pools import Pool, Pools
+from router.executors.link import ExecutorLink
+from router.request.delivery import Deadlines, Reading
 from router.settings import RouterSettings
-from router.stats import StatsSource
-from router.store.snapshot import Snapshot
+from router.stats.source import StatsSource
 from router.store.store import AdmissionStore
 from router.store.types import (
     Attempt,
@@ -40,9 +37,11 @@ from router.store.types import (
     Placement,
     Queued,
     ReportOutcome,
+    Snapshot,
     StoreEvent,
 )
-from router.streams import RequestStream
+from router.stream.request_stream import RequestStream
+from router.telemetry.latencies import Latencies
 from router.text.output import OutputText
 from router.text.tokenizer import TextModel
 from tests.cluster import tiny_tokenizer

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.v1 import inference_pb2, types_pb2
-
-from router.request_spec import GenerateSpec, ModelLimits
-from router.validation import validate_generate
+from router.api.validation import validate_generate
+from router.request.spec import GenerateSpec, ModelLimits
 
 SEED = 4711
 

@@ -19,7 +19,11 @@ from bench.chaos.nursery import Nursery
 from bench.chaos.proxy import Proxy
 from bench.chaos.redis_process import NAME as REDIS
 from bench.chaos.redis_process import RedisProcess
-from client.stack.local import (
+from inflight.local.options import STOP_GRACE_S, StackOptions, executor_command, router_command
+from inflight.local.ports import free_ports
+from inflight.local.process import ChildProcess
+from inflight.local.ready import wait_until_serving
+from inflight.local.stack import (
     EXECUTOR_SERVICE,
     REDIS_URL_VARIABLE,
     ROUTER_SERVICE,
@@ -27,10 +31,6 @@ from client.stack.local import (
     describe_exit,
     describe_log,
 )
-from client.stack.options import STOP_GRACE_S, StackOptions, executor_command, router_command
-from client.stack.ports import free_ports
-from client.stack.process import ChildProcess
-from client.stack.ready import wait_until_serving
 
 HOST = "127.0.0.1"
 # A process is started again after a moment, as Kubernetes does it; one that keeps ending ends the run.

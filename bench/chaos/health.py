@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.chaos.fleet import Fleet
-from client.aio import Client
-from client.errors import InflightError
+from inflight.aio import Client
+from inflight.errors import InflightError
 from router.store.connection import connect
 from router.store.keys import PoolKeys
 from router.store.settings import StoreSettings

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import grpc
-from inflight.v1 import inference_pb2
 
 from bench.chaos.observed import Observed, Verdict, judge
 from bench.chaos.specimens import Expected, Specimen
-from client.aio import Client
-from client.errors import InflightError
 from common.errors import Reason
+from inflight.aio import Client
+from inflight.errors import InflightError
+from inflight.v1 import inference_pb2
 
 # Longer than any recovery: a stream that has not ended by then never will.
 STREAM_TIMEOUT_S = 120.0

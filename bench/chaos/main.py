@@ -29,11 +29,11 @@ from bench.chaos.schedule import Fault, faults
 from bench.chaos.setting import Setting, setting_of
 from bench.chaos.specimens import specimens
 from bench.chaos.tally import Tally, tally
-from client.aio import Client
-from client.cli.foreground import run_in_foreground
-from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
-from client.stack.local import StackError
 from common.model_source import ModelError
+from inflight.aio import Client
+from inflight.cli.foreground import run_in_foreground
+from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight.local.stack import StackError
 
 LEAK_TIMEOUT_S = 30.0
 

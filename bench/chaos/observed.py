@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from bench.chaos.specimens import Expected, Specimen
-from client.errors import InflightError
-from client.events import Accepted, Delta, Done, Event, Finished, Notice, Resumed
+from inflight.errors import InflightError
+from inflight.events import Accepted, Delta, Done, Event, Finished, Notice, Resumed
 
 
 @dataclass(slots=True)

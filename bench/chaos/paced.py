@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from client.cli.main import main as run_inflight
+from inflight.cli.main import main as run_inflight
 
 if TYPE_CHECKING:  # a router, too, is started this way, and needs none of this
-    from executor.launch import PendingStep, StepRunner
+    from executor.engine.runner import PendingStep, StepRunner
     from executor.main import Loaded
-    from executor.sequence import StepPlan
+    from executor.scheduler.sequence import StepPlan
     from executor.settings import ExecutorSettings
 
 

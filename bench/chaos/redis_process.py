@@ -9,8 +9,8 @@ import secrets
 import shutil
 from pathlib import Path
 
-from client.stack.process import ChildProcess
-from client.stack.redis_server import find_redis_binary
+from inflight.local.process import ChildProcess
+from inflight.local.redis_server import find_redis_binary
 
 NAME = "redis"
 CONFIGURATION = """\

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.chaos.specimens import Expected, Kind, Specimen, continued, with_stop
-from client.aio import Client
 from common.disk_cache import cache_folder
+from inflight.aio import Client
 
 FEW_AT_ONCE = 4
 MANY_AT_ONCE = 16

@@ -13,8 +13,8 @@ from bench.chaos.options import ChaosOptions
 from bench.chaos.specimens import Lengths
 from bench.chaos.tiny_model import write_tiny_model
 from bench.model import local_model
-from client.stack.options import StackOptions
 from common.model_source import resolve_model
+from inflight.local.options import StackOptions
 
 DTYPE = "float32"
 TOKENS_PER_BLOCK = 16
@@ -60,7 +60,7 @@ def setting_of(options: ChaosOptions) -> Iterator[Setting]:
 
 
 def _stack(options: ChaosOptions, model: str, lengths: Lengths) -> StackOptions:
-    inflight = (sys.executable, "-m", "client.cli.main")
+    inflight = (sys.executable, "-m", "inflight.cli.main")
     paced = (sys.executable, "-m", "bench.chaos.paced", str(TINY_STEP_MS))
     return StackOptions(
         executors=options.executors,

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from inflight.requests import generate_request
 from inflight.v1 import inference_pb2
-
-from client.requests import generate_request
 
 TEXT = (
     "the city bus never waits for its slowest passenger and a seat that is free is taken at the next stop while rain "

@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from bench.gpu.engine import session as gpu
+from bench.gpu.engine.serving import Served, TimedRequest
 from bench.gpu.figures import AttentionPoint, DecodePoint, Figures, Missing, PrefillPoint, ServedRun
 from bench.gpu.report import OWN_ENGINE, to_json, to_markdown
 from bench.gpu.roofline import SHAPES, ModelShape
 from bench.workloads.generate import build_workload
 from bench.workloads.plan import Workload
-from executor.gpu.measure import session as gpu
-from executor.gpu.measure.serving import Served, TimedRequest
 
 DECODE_COUNTS = (1, 8, 32, 64, 128, 256)
 CONTEXT = 1000

@@ -20,9 +20,8 @@ from common.errors import RequestError
 from router.store.connection import connect
 from router.store.keys import NUM_CLASSES, PoolKeys
 from router.store.settings import StoreSettings
-from router.store.snapshot import Snapshot
 from router.store.store import AdmissionStore
-from router.store.types import Demand, Ending, ExecutorReport, HeldSequence, TenantLimits
+from router.store.types import Demand, Ending, ExecutorReport, HeldSequence, Snapshot, TenantLimits
 
 BLOCK_SIZE = 16
 # Ids of placed requests that a report names beyond the seats: those whose end is on its way.

@@ -25,7 +25,7 @@ from bench.ledger.scale import PoolScale
 from bench.ledger.server import Server
 from bench.ledger.traffic import TrafficError
 from bench.ledger.wire import WireError
-from client.stack.redis_server import PrivateRedis, RedisStartError
+from inflight.local.redis_server import PrivateRedis, RedisStartError
 from router.store.keys import PoolKeys
 
 POOL = "bench-admission"

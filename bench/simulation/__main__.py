@@ -16,8 +16,8 @@ from bench.simulation.population import Population
 from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.witness import Fate
 from bench.simulation.world import SimulationFailed, World, WorldSettings
-from client.stack.redis_server import PrivateRedis
-from executor.scheduler import SchedulerPolicy
+from executor.scheduler.scheduler import SchedulerPolicy
+from inflight.local.redis_server import PrivateRedis
 
 SHAPE = ExecutorShape(num_blocks=64, num_seats=8, max_num_tokens=256, context_length=512, cost=SLOW)
 PROGRESS_S = 5.0

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from bench.simulation.sim_executor import ExecutorShape, SimExecutor
     from bench.simulation.sim_stream import SimStream
     from bench.simulation.store_link import StoreLink
-    from executor.engine import Engine
-    from executor.sequence import Sequence
+    from executor.engine.engine import Engine
+    from executor.scheduler.sequence import Sequence
 
 MAX_STEPS = 2
 """Until the blocks of a sequence that ended are free."""

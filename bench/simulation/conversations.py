@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bench.simulation.timeline import US_PER_S
 from bench.simulation.traffic import VOCABULARY_SIZE, SimRequest, poisson_us
-from router.prefixes import prefix_hashes
+from router.request.prefix_hashes import prefix_hashes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from bench.simulation.timeline import US_PER_S
-from executor.launch import PendingStep
-from executor.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
-from executor.step_time import StepLoad
+from executor.engine.runner import PendingStep
+from executor.engine.step_time import StepLoad
+from executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

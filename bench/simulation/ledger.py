@@ -13,9 +13,18 @@ from typing import Any
 from bench.simulation.store_link import StoreLink
 from bench.simulation.timeline import Process
 from bench.simulation.wire import command, encode
-from router.store.calls import report_args, settle_args, submit_args, verify_args
+from router.store.codec import (
+    Reply,
+    parse_cancel,
+    parse_event,
+    parse_hand_back,
+    parse_submit,
+    report_args,
+    settle_args,
+    submit_args,
+    verify_args,
+)
 from router.store.lua import Argument
-from router.store.replies import Reply, parse_cancel, parse_event, parse_hand_back, parse_submit
 from router.store.settings import StoreSettings
 from router.store.types import (
     Adopted,
@@ -119,7 +128,7 @@ class Ledger:
         on_result: Callable[[HandBackOutcome], None],
         on_failure: OnFailure,
     ) -> None:
-        """See `AdmissionStore.hand_back`; `args` are what `router.store.calls.hand_back_args` makes."""
+        """See `AdmissionStore.hand_back`; `args` are what `router.store.codec.hand_back_args` makes."""
 
         def answer(reply: Reply, own: OwnEvent | None) -> None:
             on_result(own or parse_hand_back(request_id, reply))

@@ -12,7 +12,7 @@ from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.timeline import US_PER_S
 from bench.simulation.traffic import Lengths, SimRequest, heavy_tailed, one_by_one, prompt_of, published
 from bench.simulation.world import World, WorldSettings
-from executor.scheduler import SchedulerPolicy
+from executor.scheduler.scheduler import SchedulerPolicy
 
 SEATS = 48
 # About a third of what 48 heavy-tailed requests reserve to their end, and hardly enough for what they use.

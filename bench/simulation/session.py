@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.simulation.timeline import Action, Process, Timeline
-from executor.admission import Refusal
-from executor.sequence import FinishReason, Sequence
+from executor.scheduler.admission import Refusal
+from executor.scheduler.sequence import FinishReason, Sequence
 from router.store.types import ExecutorReport, Placement
 
 if TYPE_CHECKING:

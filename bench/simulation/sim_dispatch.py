@@ -1,4 +1,4 @@
-"""How requests move between the ledger and the executors, on one modelled router: as `router.dispatch.Dispatcher`.
+"""How requests move between the ledger and the executors, on one modelled router: as `router.dispatch.dispatcher.Dispatcher`.
 
 What the dispatcher awaits is a callback here, so that the router may vanish in between. Clients are here too: what they
 are told goes to the witness.
@@ -16,8 +16,8 @@ from bench.simulation.store_link import StoreLink
 from bench.simulation.timeline import US_PER_MS, Process, Timeline
 from bench.simulation.witness import Fate, Witness
 from common.errors import Reason
-from executor.sequence import FinishReason
-from router.store.calls import hand_back_args
+from executor.scheduler.sequence import FinishReason
+from router.store.codec import hand_back_args
 from router.store.types import (
     Attempt,
     CancelAsked,
@@ -39,7 +39,7 @@ from router.store.types import (
 )
 
 RETRY_US = 500 * US_PER_MS
-# As `router.waiting_audit`'s.
+# As `router.dispatch.waiting_audit`'s.
 CONFIRM_US = 500 * US_PER_MS
 MAX_PER_CALL = 256
 
@@ -193,7 +193,7 @@ class Dispatch:
         self._submit(stream, done)
 
     def look_for_forgotten(self, suspected: Sequence[SimStream] | None = None) -> None:
-        """Asks the ledger for what waits here, as `router.waiting_audit`. What it does not have, twice in a row, is
+        """Asks the ledger for what waits here, as `router.dispatch.waiting_audit`. What it does not have, twice in a row, is
         submitted again."""
         waiting = [stream for stream in (suspected or list(self.streams.values())) if self._waits(stream)]
         for start in range(0, len(waiting), MAX_PER_CALL):

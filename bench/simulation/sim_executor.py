@@ -1,7 +1,7 @@
 """An executor: the real loop, scheduler, blocks and prefix cache over a modelled device, and what its service does.
 
-One object is one start of it; a restart is another with a newer generation. What `executor.service` and
-`executor.session` do with streams is done here in their words, without gRPC.
+One object is one start of it; a restart is another with a newer generation. What `executor.serving.service` and
+`executor.serving.router_session` do with streams is done here in their words, without gRPC.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from bench.simulation.session import Session
 from bench.simulation.timeline import US_PER_S, Process, Timeline
 from bench.simulation.traffic import STOP_ID, SimRequest
 from bench.simulation.witness import Witness
-from executor.admission import Refusal
-from executor.blocks import BlockPool
-from executor.engine import Engine
-from executor.engine_output import EngineOutput, EngineStatus
-from executor.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
-from executor.sequence import FinishReason, Sampling, Sequence, Stopping
+from executor.engine.engine import Engine
+from executor.engine.output import EngineOutput, EngineStatus
+from executor.scheduler.admission import Refusal
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from executor.scheduler.sequence import FinishReason, Sampling, Sequence, Stopping
 from router.store.types import ExecutorReport, HeldSequence
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)

@@ -11,13 +11,13 @@ from bench.simulation.store_link import StoreLink
 from bench.simulation.timeline import US_PER_MS, Process, Timeline
 from bench.simulation.traffic import SimRequest
 from bench.simulation.witness import Fate, Witness
-from executor.admission import Refusal
-from executor.sequence import FinishReason
+from executor.scheduler.admission import Refusal
+from executor.scheduler.sequence import FinishReason
 from router.store.types import Ending, ExecutorReport
 
 # As `StoreSettings`, without their jitter: routers begin at different times.
 RENEW_US, REAP_US = 1_500 * US_PER_MS, 1_000 * US_PER_MS
-# As `router.waiting_audit`'s.
+# As `router.dispatch.waiting_audit`'s.
 LOOK_US = 1_500 * US_PER_MS
 FATES = {
     FinishReason.STOP_TOKEN: Fate.COMPLETED,

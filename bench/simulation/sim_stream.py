@@ -23,7 +23,7 @@ class RouterShape:
 
 @dataclass(slots=True, eq=False)
 class SimStream:
-    """What `router.streams.RequestStream` knows, and its client's record."""
+    """What `router.stream.request_stream.RequestStream` knows, and its client's record."""
 
     request: SimRequest
     record: Record

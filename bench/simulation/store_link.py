@@ -13,10 +13,10 @@ from typing import Any
 
 from bench.simulation.timeline import Timeline
 from bench.simulation.wire import RedisWire, command, encode
+from router.store.codec import Reply, parse_reply, parse_snapshot
 from router.store.keys import PoolKeys
 from router.store.lua import load_scripts
-from router.store.replies import Reply, parse_reply, parse_snapshot
-from router.store.snapshot import Snapshot
+from router.store.types import Snapshot
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"
 """Takes the place of `clock.lua`: the time is what the simulation wrote."""

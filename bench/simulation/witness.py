@@ -12,8 +12,7 @@ from enum import Enum
 
 from bench.simulation.timeline import US_PER_S
 from bench.simulation.traffic import SimRequest
-from router.store.snapshot import Snapshot
-from router.store.types import TenantLimits
+from router.store.types import Snapshot, TenantLimits
 
 # Of a rate limit: Redis counts in milliseconds, so a request may be seen one early.
 RATE_TOLERANCE_S = 0.002

@@ -22,10 +22,10 @@ from bench.targets.target import TargetError
 from bench.workloads.generate import shaped_requests
 from bench.workloads.plan import PlannedRequest
 from bench.workloads.shapes import Shape
-from client.aio import Client
-from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
-from client.errors import InflightError
-from client.stack.local import LocalStack
+from inflight.aio import Client
+from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight.errors import InflightError
+from inflight.local.stack import LocalStack
 
 SHAPE = Shape(num_requests=1, prompt_tokens=(8, 48), output_tokens=(2, 16))
 # Requests under way for each seat: the queue is never empty, so admission works too.

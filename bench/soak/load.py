@@ -9,9 +9,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from bench.workloads.plan import PlannedRequest
-from client.aio import Client
-from client.aio_stream import Stream
-from client.errors import InflightError
+from inflight.aio import Client
+from inflight.aio_stream import Stream
+from inflight.errors import InflightError
 
 # The rest is read to its end.
 CANCEL_SHARE = 0.2

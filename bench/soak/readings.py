@@ -8,8 +8,8 @@ from pathlib import Path
 
 from bench.processes import PROC, resident_bytes
 from bench.targets.target import TargetError
-from client.aio import Client
-from client.errors import InflightError
+from inflight.aio import Client
+from inflight.errors import InflightError
 from router.store.connection import connect
 from router.store.settings import StoreSettings
 

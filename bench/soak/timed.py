@@ -27,13 +27,13 @@ from bench.soak.readings import REDIS, Readings
 from bench.targets.target import TargetError
 from bench.workloads.generate import shaped_requests
 from bench.workloads.shapes import Shape
-from client.aio import Client
-from client.cli.foreground import run_in_foreground
-from client.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
-from client.stack.local import LocalStack, StackError
-from client.stack.options import StackOptions
-from client.stack.state import read_state
 from common.model_source import ModelError
+from inflight.aio import Client
+from inflight.cli.foreground import run_in_foreground
+from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack, StackError
+from inflight.local.state import read_state
 
 SHAPE = Shape(num_requests=400, prompt_tokens=(8, 96), output_tokens=(4, 64))
 REQUESTS_PER_SEAT = 2

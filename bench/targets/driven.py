@@ -18,7 +18,7 @@ from bench.processes import CoreMeter
 from bench.targets.record import Record
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
-from client.stack.guard import HAS_KERNEL_GUARD, guarded
+from inflight.local.guard import HAS_KERNEL_GUARD, guarded
 
 # Loading, and compiling for the first time.
 START_TIMEOUT_S = 900.0

@@ -14,13 +14,13 @@ from collections import deque
 from bench.device_times import DeviceTimes, device_figures
 from bench.peers.driver import CannotRun, Request, Setup, TokenBatch, serve
 from common.settings import SettingError, load
-from executor.blocks import BlockPool
-from executor.engine import Engine
-from executor.engine_output import EngineOutput
-from executor.garbage import GarbageCollection
+from executor.engine.engine import Engine
+from executor.engine.gc import GarbageCollection
+from executor.engine.output import EngineOutput
 from executor.main import Loaded, load_model, start_runner
-from executor.scheduler import Scheduler
-from executor.sequence import Sampling, Sequence, Stopping
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import Sampling, Sequence, Stopping
 from executor.settings import ExecutorSettings
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)

@@ -10,10 +10,10 @@ from bench.load import run_workload
 from bench.measures import Run, Slo
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
-from client.aio import Client
-from client.cli.outcome import in_words
-from client.errors import InflightError
-from client.stack.local import LocalStack
+from inflight.aio import Client
+from inflight.cli.outcome import in_words
+from inflight.errors import InflightError
+from inflight.local.stack import LocalStack
 
 
 @dataclass(frozen=True, slots=True)

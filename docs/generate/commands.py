@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 import common.settings
-from client.cli.main import COMMANDS, Command
 from docs.generate.settings_page import settings_classes
+from inflight.cli.main import COMMANDS, Command
 
 
 class _Found(BaseException):

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from executor.batch import StepBatch
+from executor.step.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from executor.attention.backend import KvShape, LayerKv, Scoring
-from executor.batch import StepBatch
 from executor.native.library import NativeLibrary
 from executor.native.memory import huge_zeros
 from executor.native.pool import NativePool
+from executor.step.batch import StepBatch
 
 # Tokens per group of the layout; block sizes are multiples of it, head sizes are rounded up to it.
 LANES = 16

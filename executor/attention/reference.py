@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from executor.attention.backend import KvShape, LayerKv, Scoring
-from executor.batch import StepBatch
+from executor.step.batch import StepBatch
 
 # Query rows of one sequence computed together; bounds the memory of the scores.
 TILE_TOKENS = 256

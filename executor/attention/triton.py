@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from executor.attention.backend import KvShape, LayerKv, Scoring
-from executor.batch import StepBatch
-from executor.gpu.kernels.attention import attend_kernel, combine_kernel
-from executor.gpu.kernels.rope_write import write_kernel
-from executor.gpu.tiling import (
+from executor.kernels.attention import attend_kernel, combine_kernel
+from executor.kernels.rope_write import write_kernel
+from executor.kernels.tiling import (
     AttentionWork,
     Tiling,
     chunk_tiling,
@@ -24,6 +23,7 @@ from executor.gpu.tiling import (
     padded_dim,
     power_of_two,
 )
+from executor.step.batch import StepBatch
 
 
 class TritonAttention:

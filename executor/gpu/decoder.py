@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from executor.attention.backend import AttentionBackend, LayerKv, Scoring
-from executor.batch import StepBatch
-from executor.decoder_weights import DecoderWeights, LayerWeights
+from executor.checkpoint.decoder_weights import DecoderWeights, LayerWeights
 from executor.gpu.layers import gated, residual_norm, rope_write, rotation_table
+from executor.step.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

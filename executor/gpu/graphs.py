@@ -7,9 +7,23 @@ it left.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import torch
+
+
+def decode_buckets(max_num_sequences: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, from there every 8th to 64, every 16th to 256 and every 32nd beyond; the last is the most seats."""
+    sizes = chain((1, 2, 4), range(8, 64, 8), range(64, 256, 16), range(256, max_num_sequences, 32))
+    return (*(size for size in sizes if size < max_num_sequences), max_num_sequences)
+
+
+def bucket_of(buckets: Sequence[int], num_rows: int) -> int | None:
+    """The smallest bucket that holds so many rows; None if there is none."""
+    index = bisect_left(buckets, num_rows)
+    return buckets[index] if index < len(buckets) else None
 
 
 def capture(compute: Callable[[int], None], buckets: Sequence[int]) -> Mapping[int, torch.cuda.CUDAGraph]:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from executor.batch import StepBatch
-from executor.gpu.tiling import MAX_ROWS, MIN_ROWS
-from executor.sampling import SampleRow
-from executor.sampling_batch import SamplingBatch
-from executor.sequence import Sampling
+from executor.kernels.tiling import MAX_ROWS, MIN_ROWS
+from executor.scheduler.sequence import Sampling
+from executor.step.batch import StepBatch
+from executor.step.sampling import SampleRow
+from executor.step.sampling_columns import SamplingBatch
 
 GREEDY_ROW = SampleRow(Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0), output_index=0, banned_ids=frozenset())
 

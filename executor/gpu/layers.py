@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from executor.attention.backend import LayerKv
-from executor.gpu.kernels.norms import gated_kernel, residual_norm_kernel
-from executor.gpu.kernels.rope_write import rope_write_kernel
-from executor.gpu.tiling import power_of_two
+from executor.kernels.norms import gated_kernel, residual_norm_kernel
+from executor.kernels.rope_write import rope_write_kernel
+from executor.kernels.tiling import power_of_two
 
 # Numbers that a program of 4 warps takes at once.
 GATED_TILE = 1024

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from executor.launch import token_ids_of
-from executor.logprobs import StepLogprobs
-from executor.sequence import NO_LOGPROBS, TokenLogprobs
+from executor.engine.runner import token_ids_of
+from executor.scheduler.sequence import NO_LOGPROBS, TokenLogprobs
+from executor.step.logprobs import StepLogprobs
 
 
 class ReadBack:
@@ -67,7 +67,7 @@ class StepTimer:
 
 
 class LaunchedStep:
-    """See `executor.launch.PendingStep`. Steps are read in the order of their launch; `before` is the one before."""
+    """See `executor.engine.runner.PendingStep`. Steps are read in the order of their launch; `before` is the one before."""
 
     def __init__(
         self,

@@ -13,22 +13,46 @@ from collections.abc import Sequence
 import torch
 
 from executor.attention.backend import LayerKv
-from executor.batch import StepBatch, StepPacker
-from executor.gpu.buckets import bucket_of, decode_buckets
+from executor.attention.gpu_host_tier import GpuHostTier
+from executor.engine.runner import PendingStep
 from executor.gpu.decoder import GpuDecoder
-from executor.gpu.device_step import DeviceStep
-from executor.gpu.graphs import capture
-from executor.gpu.host_tier import GpuHostTier
+from executor.gpu.graphs import bucket_of, capture, decode_buckets
 from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
 from executor.gpu.pending import LaunchedStep, ReadBack, StepTimer
+from executor.gpu.sampling import draw
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout
 from executor.gpu.table_entries import NO_ENTRIES, TableFollower
-from executor.launch import PendingStep
-from executor.limits import SchedulerLimits
-from executor.logprobs import StepLogprobs, step_logprobs
-from executor.sampling_batch import SamplingBatch, SamplingColumns
-from executor.sequence import StepPlan
+from executor.scheduler.limits import SchedulerLimits
+from executor.scheduler.sequence import StepPlan
+from executor.step.batch import StepBatch, StepPacker
+from executor.step.logprobs import StepLogprobs, step_logprobs
+from executor.step.sampling_columns import SamplingBatch, SamplingColumns
+
+
+class DeviceStep:
+    """Model, KV and buffers. After `compute`, `logits[:R]` and `buffers.sampled_ids[:R]` are the step's."""
+
+    def __init__(
+        self, decoder: GpuDecoder, kv: Sequence[LayerKv], buffers: StepBuffers, block_size: int, max_num_logits: int
+    ) -> None:
+        self.buffers = buffers
+        vocabulary_size = decoder.head.shape[0]
+        self.logits = torch.empty(
+            (max_num_logits, vocabulary_size), dtype=decoder.head.dtype, device=decoder.head.device
+        )
+        self._decoder = decoder
+        self._kv = kv
+        self._block_size = block_size
+
+    def compute(self, layout: StepLayout, num_decodes: int) -> None:
+        """Takes over carried tokens, computes the model, and draws the next tokens."""
+        self.buffers.resolve(layout)
+        batch = self.buffers.batch(layout, num_decodes, self._block_size)
+        logits = self._decoder.forward(batch, self._kv, self.logits[: layout.num_logits])
+        if layout.num_logits:
+            draw(logits, self.buffers.draw_rows(layout), self.buffers.sampled_ids[: layout.num_logits])
+
 
 log = logging.getLogger(__name__)
 

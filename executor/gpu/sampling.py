@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor.gpu.kernels.restriction import restrict_kernel
-from executor.gpu.kernels.sampling import choose_kernel, draw_kernel
-from executor.gpu.tiling import power_of_two
+from executor.kernels.restriction import restrict_kernel
+from executor.kernels.sampling import choose_kernel, draw_kernel
+from executor.kernels.tiling import power_of_two
 
 # Vocabulary ids that a program looks at.
 CHUNK = 2048

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from executor.batch import StepBatch
-from executor.gpu.kernels.step_inputs import follow_tables_kernel, resolve_kernel
 from executor.gpu.sampling import DrawRows
 from executor.gpu.step_layout import ALIGNMENT_WORDS, StepLayout, Words
 from executor.gpu.table_entries import TableEntries
-from executor.sampling_batch import SamplingBatch
+from executor.kernels.step_inputs import follow_tables_kernel, resolve_kernel
+from executor.step.batch import StepBatch
+from executor.step.sampling_columns import SamplingBatch
 
 RING = 2
 # Entries of block tables that one copy has room for.

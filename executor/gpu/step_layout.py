@@ -23,9 +23,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from executor.batch import StepBatch
-from executor.sampling_batch import SamplingBatch
-from executor.submission import MAX_STOP_TOKEN_IDS
+from executor.serving.submission import MAX_STOP_TOKEN_IDS
+from executor.step.batch import StepBatch
+from executor.step.sampling_columns import SamplingBatch
 
 Words = npt.NDArray[np.int32]
 

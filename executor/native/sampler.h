@@ -1,4 +1,4 @@
-// Chooses the next token of one row of logits, as executor/sampling.py says; that file's torch code is the oracle.
+// Chooses the next token of one row of logits, as executor/step/sampling.py says; that file's torch code is the oracle.
 //
 // A row is looked at in groups of 64 ids. Random words come from Philox4x32-10, 16 counters for a group, and most groups end
 // there: an upper bound of the noise, read off the exponent of the uniform number, already shows that no token of the group

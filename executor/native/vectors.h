@@ -26,7 +26,7 @@
 namespace inflight {
 
 constexpr int LANES = 16;  // columns or tokens of a group, whatever the target
-constexpr int64_t NO_TOKEN = -1;  // of a row of logits without a number; executor/launch.py
+constexpr int64_t NO_TOKEN = -1;  // of a row of logits without a number; executor/engine/runner.py
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16;
 #elif defined(__AVX2__)

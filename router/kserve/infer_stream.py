@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from inflight.kserve import grpc_service_pb2
-
 from common.errors import Reason, RequestError
+from inflight.kserve import grpc_service_pb2
 from router.kserve.responses import error_response
 
 Write = Callable[[grpc_service_pb2.ModelStreamInferResponse], Awaitable[None]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inflight.kserve import grpc_service_pb2, model_config_pb2
-
 from router.kserve import translation
 from router.kserve.options import OPTIONS, SAMPLING_PARAMETERS
 from router.kserve.tensors import BYTES

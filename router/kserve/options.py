@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, cast
 
-from inflight.kserve import grpc_service_pb2
-
 from common.errors import FieldViolation, RequestError, invalid
-from common.json_counts import has_more_values
+from common.rpc.json_counts import has_more_values
+from inflight.kserve import grpc_service_pb2
 from router.kserve.tensors import BYTES, Tensor
 
 SAMPLING_PARAMETERS = "sampling_parameters"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from common.errors import RequestError
 from inflight.kserve import grpc_service_pb2
 from inflight.v1 import inference_pb2, types_pb2
-
-from common.errors import RequestError
 from router.kserve import translation
 from router.kserve.logprobs import as_json, logprob_of
 from router.kserve.tensors import BYTES, Element, Tensor, encode_output

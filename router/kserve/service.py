@@ -13,19 +13,19 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import grpc.aio
-from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
-from inflight.v1 import inference_pb2
 
 from common.errors import Reason, RequestError
-from router.callers import Caller, Door, Metadata, model_of, sees_model
+from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
+from inflight.v1 import inference_pb2
+from router.auth.caller import Caller, Door, Metadata, model_of, sees_model
+from router.dispatch.pools import Pool, Pools
 from router.kserve.infer_stream import InferStream
 from router.kserve.models import model_config, model_metadata
 from router.kserve.responses import FINAL_RESPONSE, Responder, Send
 from router.kserve.translation import VERSION, Inference, check_version, in_client_words, translate
-from router.patience import patient
-from router.pools import Pool, Pools
-from router.relay import Write
 from router.settings import RouterSettings
+from router.stream.relay import Write
+from router.stream.write_timeout import patient
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from inflight.kserve import grpc_service_pb2
 
 from common.errors import FieldViolation, invalid
+from inflight.kserve import grpc_service_pb2
 
 Element = bool | int | float | bytes
 

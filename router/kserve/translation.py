@@ -1,6 +1,6 @@
 """From an inference request to a GenerateRequest, and what its client is to be answered with. Pure.
 
-Values are checked where every request's are, by `router.validation`; a refusal that comes back from there names fields
+Values are checked where every request's are, by `router.api.validation`; a refusal that comes back from there names fields
 of a GenerateRequest, and `in_client_words` puts the client's own names in their place.
 """
 
@@ -13,10 +13,10 @@ from operator import attrgetter
 from typing import Any
 
 from google.protobuf.message import Message
-from inflight.kserve import grpc_service_pb2
-from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import FieldViolation, RequestError, not_implemented
+from inflight.kserve import grpc_service_pb2
+from inflight.v1 import inference_pb2, types_pb2
 from router.kserve.options import OPTION_OF, OPTIONS, Given, Kind, parameter_values, read_options, wrong
 from router.kserve.tensors import MAX_TENSORS, decode_inputs
 

@@ -6,6 +6,8 @@ A script is what it needs of the parts under `scripts/shared`, in the order of `
 from __future__ import annotations
 
 import hashlib
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,85 @@ from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError
 
-from router.store.compose import compose
+_CONSTANT = re.compile(r"^local ([A-Z][A-Z_]*) = ([\d.e]+|(?:KEYS|ARGV)\[\d+\])\n", re.MULTILINE)
+_FUNCTION = re.compile(r"^local function (\w+)\((?:[^\n]* end\n|.*?^end\n)", re.MULTILINE | re.DOTALL)
+_NEST = re.compile(r"^  --@nest\n", re.MULTILINE)
+_RECORD = re.compile(r"^--@record (\w+) ((?:[^\n]*\\\n)*[^\n]*)\n", re.MULTILINE)
+_COMMENT = re.compile(r"[ ]*--[^\n]*")
+_STRING_OR_WORD = re.compile(r"'[^']*'|\w+")
+_NEST_HERE = "  @nest@\n"
+
+
+def compose(shared: str, own: str) -> str:
+    """The text of the script `own`, with what it needs of `shared`."""
+    text = _RECORD.sub(lambda match: _record(match[1], match[2].replace("\\\n--", "").split()), shared + own)
+    text = _COMMENT.sub("", _NEST.sub(_NEST_HERE, text))
+    constants = dict(_CONSTANT.findall(text))
+    text = _CONSTANT.sub("", text)
+    functions = _functions(text)
+    reached = _reached(_FUNCTION.sub("", text), functions)
+    text = _FUNCTION.sub(lambda match: match[0] if match[1] in reached else "", text)
+    for name in reversed([name for name, body in functions.items() if _NEST_HERE in body]):
+        text = _nest(name, text)
+    text = _STRING_OR_WORD.sub(lambda match: constants.get(match[0], match[0]), text.replace(_NEST_HERE, ""))
+    return "\n".join(line for line in text.splitlines() if line.strip()) + "\n"
+
+
+def _functions(text: str) -> dict[str, str]:
+    return {match[1]: match[0] for match in _FUNCTION.finditer(text)}
+
+
+def _reached(text: str, functions: dict[str, str]) -> set[str]:
+    """The functions that the text uses, and those that these use."""
+    seen: set[str] = set()
+    waiting = [text]
+    while waiting:
+        used = (functions.keys() & set(_STRING_OR_WORD.findall(waiting.pop()))) - seen
+        seen |= used
+        waiting += (functions[name] for name in used)
+    return seen
+
+
+def _nest(name: str, text: str) -> str:
+    """The text with the functions that only `name` needs inside of it."""
+    functions = _functions(text)
+    if name not in functions:
+        return text
+    others = {other: body for other, body in functions.items() if other != name}
+    only_here = functions.keys() - _reached(_FUNCTION.sub("", text), others) - {name}
+    nested = "".join(body for other, body in functions.items() if other in only_here)
+    text = _FUNCTION.sub(lambda match: "" if match[1] in only_here else match[0], text)
+    body = functions[name]
+    # Indented, so that it is not taken for a function of the script's own level any more.
+    return text.replace(body, body.replace(_NEST_HERE, textwrap.indent(nested, "  "), 1))
+
+
+def _record(name: str, fields: list[str]) -> str:
+    """Lua that packs the record and unpacks it, into a table that is made in its full size at once."""
+    parts = [_field(i, field) for i, field in enumerate(fields)]
+    codes, values, variables, entries = (",".join(column) for column in zip(*parts, strict=True))
+    layout = "<" + codes.replace(",", "")
+    return (
+        f"local function pack_{name}(record)\n  return struct.pack('{layout}', {values})\nend\n"
+        f"local function unpack_{name}(text)\n  local {variables} = struct.unpack('{layout}', text)\n"
+        f"  return {{{entries}}}\nend\n"
+    )
+
+
+def _field(index: int, field: str) -> tuple[str, str, str, str]:
+    """Its code in `struct`, what is packed of `record`, the variables unpacked into, and its entry in the table."""
+    name, variable = field.rstrip("?$"), f"v{index}"
+    if field.endswith("?"):
+        return "b", f"record.{name} and 1 or 0", variable, f"{name}={variable}==1"
+    if field.endswith("$"):
+        return "Hc0", f"#record.{name},record.{name}", variable, f"{name}={variable}"
+    if field.endswith("]"):
+        name, _, count = name.rstrip("]").partition("[")
+        numbers = range(1, int(count) + 1)
+        names = ",".join(f"{variable}_{i}" for i in numbers)
+        return "d" * int(count), ",".join(f"record.{name}[{i}]" for i in numbers), names, f"{name}={{{names}}}"
+    return "d", f"record.{name}", variable, f"{name}={variable}"
+
 
 SOURCES = Path(__file__).with_name("scripts")
 SHARED = ("clock", "records", "owners", "tenants", "lengths", "estimates", "states", "places", "board")

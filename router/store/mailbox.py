@@ -15,8 +15,8 @@ from typing import Any
 from redis.asyncio import Redis
 
 from common.errors import RequestError
+from router.store.codec import parse_event
 from router.store.connection import answered
-from router.store.replies import parse_event
 from router.store.settings import StoreSettings
 from router.store.types import StoreEvent
 

@@ -21,14 +21,9 @@ from typing import Any, TypeVar
 from redis.asyncio import Redis
 
 from common.errors import RequestError
-from router.store.calls import hand_back_args, rates_args, report_args, settle_args, submit_args, verify_args
-from router.store.connection import NotSent, answered, close, connect_reader, unavailable
-from router.store.keys import NUM_CLASSES, PoolKeys
-from router.store.lua import Argument, Script, load_scripts
-from router.store.mailbox import Mailbox
-from router.store.outage import Outage
-from router.store.replies import (
+from router.store.codec import (
     Reply,
+    hand_back_args,
     parse_adopt,
     parse_cancel,
     parse_explain,
@@ -37,10 +32,19 @@ from router.store.replies import (
     parse_reply,
     parse_snapshot,
     parse_submit,
+    rates_args,
+    report_args,
+    settle_args,
+    submit_args,
+    verify_args,
 )
+from router.store.connection import NotSent, answered, close, connect_reader, unavailable
+from router.store.keys import NUM_CLASSES, PoolKeys
+from router.store.lua import Argument, Script, load_scripts
+from router.store.mailbox import Mailbox
+from router.store.outage import Outage
+from router.store.ownership import StoreClock, Tenures
 from router.store.settings import StoreSettings
-from router.store.snapshot import Snapshot
-from router.store.tenures import StoreClock, Tenures
 from router.store.turns import Turns
 from router.store.types import (
     Adopted,
@@ -59,6 +63,7 @@ from router.store.types import (
     Refused,
     ReportOutcome,
     RequestState,
+    Snapshot,
     StoreCall,
     StoreEvent,
     TenantLimits,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from google.protobuf import struct_pb2
-from inflight.v1 import inference_pb2
 
 from common.errors import FieldViolation
+from inflight.v1 import inference_pb2
 from router.text.chat_counts import count_violations
 
 # Of a name in the path of a violation.

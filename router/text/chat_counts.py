@@ -1,6 +1,6 @@
 """How much a conversation may hold, counted before anything in it is looked at. Pure.
 
-The counts stop at the limits of `router.request_limits`, so they cost little for a conversation of any size.
+The counts stop at the limits of `router.text.count_limits`, so they cost little for a conversation of any size.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from google.protobuf import struct_pb2
-from inflight.v1 import inference_pb2
 
 from common.errors import FieldViolation
-from common.json_counts import has_more_values
-from router.request_limits import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS, MAX_VALUES
+from common.rpc.json_counts import has_more_values
+from inflight.v1 import inference_pb2
+from router.text.count_limits import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS, MAX_VALUES
 
 
 def count_violations(chat: inference_pb2.Chat, field: str) -> Iterator[FieldViolation]:

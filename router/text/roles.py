@@ -10,9 +10,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from inflight.v1 import inference_pb2
-
 from common.errors import FieldViolation
+from inflight.v1 import inference_pb2
 
 Messages = list[dict[str, Any]]
 

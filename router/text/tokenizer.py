@@ -11,13 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from inflight.v1 import inference_pb2
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import FieldViolation, invalid
-from router.request_limits import MAX_VIOLATIONS
+from inflight.v1 import inference_pb2
 from router.text.chat import chat_violations, plain_struct, template_messages, template_tools
 from router.text.control_tokens import MarkedTextEncoder, control_tokens, equivalents
+from router.text.count_limits import MAX_VIOLATIONS
 from router.text.detokenizer import IncrementalDetokenizer, PieceDetokenizer, WindowDetokenizer
 from router.text.marking import MarkedText, Marker, TemplateInput
 from router.text.pieces import read_pieces, special_token_ids

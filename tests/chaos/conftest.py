@@ -13,8 +13,8 @@ from bench.chaos.health import Observer
 from bench.chaos.nursery import Nursery
 from bench.chaos.setting import TINY_STEP_MS
 from bench.chaos.tiny_model import NAME, write_tiny_model
-from client.aio import Client
-from client.stack.options import StackOptions
+from inflight.aio import Client
+from inflight.local.options import StackOptions
 from tests.chaos.system import PATIENCE_S, System
 
 

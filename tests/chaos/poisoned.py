@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from bench.chaos.paced import main as run_paced
 
 if TYPE_CHECKING:
-    from executor.launch import PendingStep, StepRunner
+    from executor.engine.runner import PendingStep, StepRunner
     from executor.main import Loaded
-    from executor.sequence import StepPlan
+    from executor.scheduler.sequence import StepPlan
     from executor.settings import ExecutorSettings
 
 POISON = (13, 66, 6)

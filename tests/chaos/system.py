@@ -14,8 +14,8 @@ from bench.chaos.fleet import Fleet, Member
 from bench.chaos.health import Leak, Observer
 from bench.chaos.observed import Observed, judge
 from bench.chaos.specimens import Expected, Kind, Specimen
-from client.aio import Client
-from client.aio_stream import Stream
+from inflight.aio import Client
+from inflight.aio_stream import Stream
 
 # Nothing here takes so long unless it hangs: a limit of liveness, not a bound.
 PATIENCE_S = 90.0

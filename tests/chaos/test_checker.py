@@ -17,8 +17,8 @@ from bench.chaos.report import to_html, to_markdown
 from bench.chaos.schedule import Fault, FaultKind, faults
 from bench.chaos.specimens import Expected, Kind, Specimen
 from bench.chaos.tally import Tally, tally
-from client.errors import InflightError
-from client.events import Accepted, Delta, Done, Finished, FinishReason, Timing, Usage
+from inflight.errors import InflightError
+from inflight.events import Accepted, Delta, Done, Finished, FinishReason, Timing, Usage
 
 IDS = Specimen("ids-0", Kind.IDS, 6, prompt_ids=(1, 2))
 TEXT = Specimen("text-1", Kind.TEXT, 6, prompt="a b")

@@ -23,8 +23,8 @@ from bench.chaos.load import Load, Manner
 from bench.chaos.proxy import Weather
 from bench.chaos.specimens import Kind, Specimen
 from bench.simulation.store_link import REMEMBER, RESTORE
-from client.aio import Client
-from client.errors import InflightError
+from inflight.aio import Client
+from inflight.errors import InflightError
 from router.store.connection import connect
 from router.store.settings import StoreSettings
 from tests.chaos.poisoned import POISON

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from executor.scheduler import Scheduler
-from executor.sequence import FinishEvent, FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import FinishEvent, FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
 from router.store.types import (
     NO_LIMITS,
     Demand,

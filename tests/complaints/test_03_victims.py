@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from executor.limits import Overcommit, SchedulerPolicy
-from executor.scheduler import Scheduler
-from executor.sequence import Sequence
+from executor.scheduler.limits import Overcommit, SchedulerPolicy
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import Sequence
 from tests.complaints.test_02_ping_pong import crowd
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire
 

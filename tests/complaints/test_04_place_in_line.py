@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from executor.limits import Overcommit, SchedulerPolicy
-from executor.scheduler import Scheduler
+from executor.scheduler.limits import Overcommit, SchedulerPolicy
+from executor.scheduler.scheduler import Scheduler
 from router.store.types import Demand, Placement, Queued
 from tests.complaints.served_line import Asked, open_line
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire

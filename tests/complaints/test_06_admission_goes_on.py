@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from executor.limits import Overcommit, SchedulerPolicy
-from executor.scheduler import Batching, SchedulerLimits
+from executor.scheduler.limits import Overcommit, SchedulerPolicy
+from executor.scheduler.scheduler import Batching, SchedulerLimits
 from router.store.types import Attempt, Demand, Placement
 from tests.complaints.served_line import Asked, open_line
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire

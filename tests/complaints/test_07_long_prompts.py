@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from executor.scheduler import Batching, SchedulerLimits
-from executor.sequence import Sequence
+from executor.scheduler.scheduler import Batching, SchedulerLimits
+from executor.scheduler.sequence import Sequence
 from tests.modelled_device import Ride
 from tests.scheduling import make_sequence
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from executor.sequence import Sequence
-from executor.step_time import StepLoad
+from executor.engine.step_time import StepLoad
+from executor.scheduler.sequence import Sequence
 from tests.complaints.test_07_long_prompts import LIMITS, arrive
 from tests.modelled_device import Ride, step_seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from executor.limits import SchedulerPolicy
+from executor.scheduler.limits import SchedulerPolicy
 from router.store.types import Attempt, Demand, Placement, PreemptAsked, Queued
 from tests.complaints.served_line import Asked, open_line
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, retire

@@ -7,9 +7,9 @@ import asyncio
 import grpc
 import grpc.aio
 import pytest
-from inflight.v1 import inference_pb2, types_pb2
 
-from executor.scheduler import Scheduler
+from executor.scheduler.scheduler import Scheduler
+from inflight.v1 import inference_pb2, types_pb2
 from router.store.types import Demand, Dropped, DropReason
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.complaints.test_07_long_prompts import LIMITS, long_sequence

@@ -15,7 +15,13 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("router", "executor", "common", "client", "gateway", "bench")
 # And whatever of ours they import.
-PURE = ("executor.sequence", "executor.blocks", "executor.scheduler", "executor.standby", "executor.deadlines")
+PURE = (
+    "executor.scheduler.sequence",
+    "executor.scheduler.blocks",
+    "executor.scheduler.scheduler",
+    "executor.engine.standby",
+    "executor.engine.deadlines",
+)
 # The standard library without clocks, randomness and I/O.
 PURE_LIBRARY = frozenset(
     {"__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"}
@@ -106,7 +112,7 @@ def test_kserve_is_imported_only_by_the_router() -> None:
 
 
 def test_client_loads_no_kserve_messages() -> None:
-    program = "import sys, client.aio, client.sync; sys.exit(any('kserve' in name for name in sys.modules))"
+    program = "import sys, inflight.aio, inflight.sync; sys.exit(any('kserve' in name for name in sys.modules))"
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "protos" / "gen")])
     environment = {**os.environ, "PYTHONPATH": paths}
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, env=environment, check=True, timeout=60)

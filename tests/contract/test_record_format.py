@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 
-from router.store.compose import compose
+from router.store.codec import parse_event
 from router.store.keys import FINGERPRINT, FORMAT, PoolKeys
-from router.store.lua import shared_source
-from router.store.replies import parse_event
+from router.store.lua import compose, shared_source
 from router.store.types import Placement
 
 RECORD = re.compile(r"^--@record (\w+) ", re.MULTILINE)

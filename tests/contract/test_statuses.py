@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from inflight.v1 import inference_pb2
-
 from common.errors import STATUS_OF_REASON, Reason
+from inflight.v1 import inference_pb2
 from tests.fuzz.statuses import COMMON, NO_REASON, documented
 
 

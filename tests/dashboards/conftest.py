@@ -13,10 +13,10 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.chaos.tiny_model import write_tiny_model
-from client.aio import Client
-from client.errors import InflightError
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
+from inflight.aio import Client
+from inflight.errors import InflightError
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
 from tests.http_pages import page, post_json
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from client.stack.ports import free_ports
+from inflight.local.ports import free_ports
 from tests.dashboards.conftest import Watched
 from tests.dashboards.queries import FOLDER, REPOSITORY, alerts, panel_queries, panels
 from tests.http_pages import page

@@ -30,16 +30,16 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from client.stack.guard import guarded
-from client.stack.redis_server import find_redis_binary
 from common.disk_cache import CACHE_VARIABLE, cache_folder
+from inflight.local.guard import guarded
+from inflight.local.redis_server import find_redis_binary
 from tests.deploy.manifests import Object, Overlay, environment_of, expanded
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0
 PROBE_RETRY_S = 0.1
 SMALL_KV_TOKENS = 16_384
-REPLACED_WORDS = {"inflight": (sys.executable, "-m", "client.cli.main")}
+REPLACED_WORDS = {"inflight": (sys.executable, "-m", "inflight.cli.main")}
 
 
 @dataclass(slots=True)

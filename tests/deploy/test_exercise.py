@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from bench.chaos.tiny_model import write_tiny_model
-from client.aio import Client
-from client.events import Completion, FinishReason
+from inflight.aio import Client
+from inflight.events import Completion, FinishReason
 from tests.deploy.kubelet import Node, Pod, addresses_of
 from tests.deploy.manifests import OVERLAYS, Overlay, needs_kubectl, overlay
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from client.cli.main import COMMANDS
-from client.stack.redis_server import ACL_RULES, USER
 from common.settings import ENV_PREFIX
+from inflight.cli.main import COMMANDS
+from inflight.local.redis_server import ACL_RULES, USER
 from tests.deploy.test_manifests import SETTINGS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -167,7 +167,7 @@ def make_certificates_of(compose: dict[str, Any], volumes: Path) -> None:
     service = compose["services"]["certificates"]
     *shell, script = service["command"]
     script = script.replace("/tmp/", f"{volumes}/tmp/").replace(
-        "inflight ", f"{shlex.quote(sys.executable)} -m client.cli.main "
+        "inflight ", f"{shlex.quote(sys.executable)} -m inflight.cli.main "
     )
     for volume, folder in certificate_folders(service).items():
         (volumes / volume).mkdir()

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from client.cli import connection
-from client.cli.address import ADDRESS_VARIABLE
 from common.disk_cache import CACHE_VARIABLE
-from common.server import LIVE_SERVICE
+from common.rpc.server import LIVE_SERVICE
 from common.settings import ENV_PREFIX, ProcessSettings
 from executor.settings import ExecutorSettings
 from gateway.settings import GatewaySettings
+from inflight.cli import connection
+from inflight.cli.address import ADDRESS_VARIABLE
 from router.settings import RouterSettings
 from tests.deploy.manifests import (
     COMPONENT,

@@ -15,14 +15,14 @@ from urllib.parse import parse_qs, urlsplit
 import grpc
 import pytest
 
-from client.catalogue import Capacity, ExecutorCapacity
-from client.cli.pod_costs import DEFAULT_SELECTOR
-from client.errors import InflightError
-from client.pod_costs.costs import ANNOTATION, changed_costs, deletion_cost
-from client.pod_costs.follow import follow
-from client.pod_costs.kubernetes_api import KubernetesApi, KubernetesError
-from client.stack.certificates import make_certificates
-from client.sync import Client
+from inflight.catalogue import Capacity, ExecutorCapacity
+from inflight.cli.pod_costs import DEFAULT_SELECTOR
+from inflight.errors import InflightError
+from inflight.local.certificates import make_certificates
+from inflight.sync import Client
+from inflight.tools.pod_costs.costs import ANNOTATION, changed_costs, deletion_cost
+from inflight.tools.pod_costs.follow import follow
+from inflight.tools.pod_costs.kubernetes_api import KubernetesApi, KubernetesError
 from tests.deploy.manifests import matches, needs_kubectl, overlay, pod_labels
 
 TOKEN = "a-token"

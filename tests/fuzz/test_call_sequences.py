@@ -17,8 +17,8 @@ import grpc.aio
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inflight.v1 import inference_pb2
 
+from inflight.v1 import inference_pb2
 from tests.cluster import Cluster, ExecutorShape, run_cluster, token_request
 from tests.fuzz.served import Loop, check_unharmed, until_empty
 from tests.fuzz.statuses import Statuses, check_documented, documented

@@ -10,9 +10,9 @@ import pytest
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inflight.v1 import inference_pb2
 from transformers import PreTrainedTokenizerFast
 
+from inflight.v1 import inference_pb2
 from tests.cluster import run_cluster, tiny_tokenizer, token_request
 from tests.fuzz.messages import bytes_of
 from tests.fuzz.served import Loop, Metadata, call, check_unharmed

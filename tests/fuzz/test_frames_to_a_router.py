@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 
-from router.frames import FrameError, check_description, check_frame, context_of
-from router.ledger_writer import ledger_report
-from router.lifecycle import LinkEvent, Withdrawn
-from router.links import ExecutorLink, LinkEvents
+from inflight.v1 import executor_pb2, resume_pb2, types_pb2
+from router.dispatch.ledger_writer import ledger_report
+from router.dispatch.lifecycle import LinkEvent, Withdrawn
+from router.executors.frame_checks import FrameError, check_description, check_frame, context_of
+from router.executors.link import ExecutorLink, LinkEvents
 from router.store.types import Demand, Ending
-from router.streams import RequestStream
+from router.stream.request_stream import RequestStream
 from tests.fuzz.messages import messages_of
 from tests.scripted_store import ScriptedRouter, accepts, new_stream, place, placement, settled, steps
 

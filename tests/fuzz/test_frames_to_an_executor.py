@@ -11,9 +11,9 @@ import grpc.aio
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inflight.v1 import executor_pb2, types_pb2
 
-from executor.session import Session
+from executor.serving.router_session import Session
+from inflight.v1 import executor_pb2, types_pb2
 from tests.cluster import Cluster, ExecutorShape, run_cluster, token_request
 from tests.fuzz.messages import bytes_of
 from tests.fuzz.served import Loop, check_unharmed

@@ -12,9 +12,9 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from inflight.v1 import executor_pb2, executor_pb2_grpc
 
-from common.server import GrpcServer
+from common.rpc.server import GrpcServer
+from inflight.v1 import executor_pb2, executor_pb2_grpc
 from tests.cluster import Cluster, ExecutorShape, run_router, start_executor, token_request, until_ready
 from tests.fake_device import VOCABULARY_SIZE
 from tests.fuzz.served import HANG_S, check_unharmed
@@ -86,7 +86,7 @@ class HostileExecutor(executor_pb2_grpc.ExecutorServiceServicer):
 async def test_hostile_frame_breaks_that_link_and_nothing_else(
     redis_url: str, pool: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "router.links")
+    caplog.set_level(logging.WARNING, "router.executors.link")
     make_frame, why = HOSTILE_FRAMES[name]
     honest = await start_executor("honest", pool, ExecutorShape())
     hostile = HostileExecutor(pool, make_frame())

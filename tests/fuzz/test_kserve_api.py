@@ -10,8 +10,8 @@ import grpc.aio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inflight.kserve import grpc_service_pb2
 
+from inflight.kserve import grpc_service_pb2
 from router.kserve.models import INPUTS, OUTPUTS
 from router.kserve.service import SERVICE_NAME
 from tests.cluster import run_cluster

@@ -9,11 +9,11 @@ import torch
 
 from common.model_source import resolve_model
 from executor.attention.backend import KvShape
+from executor.attention.gpu_host_tier import GpuHostTier
 from executor.attention.triton import TritonAttention
-from executor.gpu.host_tier import GpuHostTier
 from executor.gpu.runner import GpuRunner
-from executor.model import PagedModel
-from executor.runner import ModelRunner
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
 from tests.kernels.test_gpu_decoder import FAMILY
 from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
 from tests.tiny_models import save_model

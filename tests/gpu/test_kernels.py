@@ -8,8 +8,8 @@ import torch
 from executor.attention.backend import KvShape, Scoring
 from executor.gpu.layers import gated, residual_norm
 from executor.gpu.sampling import DrawRows, draw
-from executor.sampling import SampleRow, sample
-from executor.sequence import Sampling
+from executor.scheduler.sequence import Sampling
+from executor.step.sampling import SampleRow, sample
 from tests.kernels.comparison import assert_attends_as_the_reference
 from tests.paged_cases import Spec
 

@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.model_source import resolve_model
-from executor.gpu.memory import working_bytes
 from executor.gpu.runner import GpuRunner
 from executor.main import load_model
-from executor.model import PagedModel
-from executor.runner import ModelRunner
+from executor.model.gpu_memory import working_bytes
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
 from executor.settings import ExecutorSettings
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.kernels.test_gpu_decoder import FAMILY, PROMPTS

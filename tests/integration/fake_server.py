@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from common.http_port import HttpPort
-from common.server import GrpcServer, Signals
+from common.http.port import HttpPort
+from common.rpc.server import GrpcServer, Signals
 
 Stop = Callable[[], Awaitable[None]]
 SERVICES = {"executor": "inflight.v1.ExecutorService", "router": "inflight.v1.InferenceService"}

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from inflight.v1 import executor_pb2, types_pb2
 
-from executor.holdings import Keeping
+from executor.serving.placements import Keeping
+from inflight.v1 import executor_pb2, types_pb2
 from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.integration.test_requests import expected_ids
 from tests.router_stream import WAIT_S, RouterStream, make_submit, router_stream

@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from inflight.v1 import inference_pb2, types_pb2
 
+from inflight.v1 import inference_pb2, types_pb2
 from tests.cluster import ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of
 

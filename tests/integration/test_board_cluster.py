@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import grpc.aio
 import pytest
-from inflight.v1 import inference_pb2
 from playwright.async_api import Locator, expect
 
+from inflight.v1 import inference_pb2
 from router.settings import RouterSettings
 from tests.board_browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, chromium, opened
 from tests.cluster import Brake, RunningRouter, run_cluster, token_request

@@ -7,9 +7,8 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from common.http.port import HttpPort
 from inflight.v1 import inference_pb2
-
-from common.http_port import HttpPort
 from router.settings import RouterSettings
 from tests.cluster import run_cluster, token_request
 

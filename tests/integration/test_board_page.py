@@ -17,17 +17,17 @@ from typing import Any, Literal
 import pytest
 import pytest_asyncio
 from axe_playwright_python.async_playwright import Axe
-from inflight.v1 import inference_pb2, types_pb2
 from playwright.async_api import Browser, Page, expect
 from starlette.applications import Starlette
 
-from common.http_port import HttpPort
-from router.board.feed import Feeds
-from router.board.history import MODEL_FIELDS, ModelSample, row_of
-from router.board.routes import board_routes
-from router.board.watching import Watching
-from router.callers import Door, OpenDoor
-from router.doors import Doors
+from common.http.port import HttpPort
+from inflight.v1 import inference_pb2, types_pb2
+from router.auth.authenticator import Doors
+from router.auth.caller import Door, OpenDoor
+from router.dashboard.feed import Feeds
+from router.dashboard.history import MODEL_FIELDS, ModelSample, row_of
+from router.dashboard.routes import board_routes
+from router.dashboard.watching import Watching
 from router.settings import RouterSettings
 from tests.board_browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, Complaints, chromium, opened
 from tests.board_scenes import Rider, Scene, ScriptedStatistics, full_bus, watching_of

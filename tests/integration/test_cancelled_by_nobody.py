@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import Reason, RequestError
-from router import dispatch
+from router.dispatch import dispatcher as dispatch
 from router.store.types import Lost
 from tests.cluster import run_cluster
 from tests.integration.test_resuming import NUM_TOKENS, PROMPT, begun

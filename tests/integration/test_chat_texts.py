@@ -5,10 +5,10 @@ from __future__ import annotations
 import grpc.aio
 import httpx2
 import pytest
-from inflight.v1 import inference_pb2
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from inflight.v1 import inference_pb2
 from router.main import load_texts
 from router.settings import RouterSettings
 from tests.chat_models import control_ids, user_says

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import pytest
 
-from client import aio, sync
-from client.events import Completion, Delta, Resumed
+from inflight import aio, sync
+from inflight.events import Completion, Delta, Resumed
 from tests.cluster import Cluster, RunningRouter, run_cluster
 from tests.integration.test_requests import expected_ids
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2
 
-from client import aio, sync
-from client.events import Delta
 from common.errors import Reason, RequestError
+from inflight import aio, sync
+from inflight.events import Delta
+from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, ending, serving
 
 ROOT = Path(__file__).parents[2]

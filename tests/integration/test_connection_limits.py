@@ -16,11 +16,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from client.stack.certificates import make_certificates
-from client.stack.local import ROUTER_SERVICE
-from client.stack.ports import free_ports
-from client.stack.ready import wait_until_serving
-from common.server import (
+from common.rpc.server import (
     KEEPALIVE_TIME_MS,
     MAX_METADATA_BYTES,
     MIN_PING_INTERVAL_MS,
@@ -28,7 +24,11 @@ from common.server import (
     GrpcServer,
     channel_options,
 )
-from common.tls import TlsFiles, TlsPaths
+from common.rpc.tls import TlsFiles, TlsPaths
+from inflight.local.certificates import make_certificates
+from inflight.local.ports import free_ports
+from inflight.local.ready import wait_until_serving
+from inflight.local.stack import ROUTER_SERVICE
 
 SERVICE = "some.Service"
 TIMEOUT_S = 20.0

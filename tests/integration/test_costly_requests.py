@@ -14,15 +14,15 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from inflight.v1 import inference_pb2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common.wire_counts import WireCounts
+from common.rpc.wire_counts import WireCounts
+from inflight.v1 import inference_pb2
+from router.api.tokenizing import MAX_CONTEXTS
+from router.api.validation import MAX_DETOKENIZED_IDS
 from router.settings import RouterSettings
 from router.text.tokenizer import TextModel
-from router.tokenizing import MAX_CONTEXTS
-from router.validation import MAX_DETOKENIZED_IDS
 from tests.cluster import CONTEXT_LENGTH, run_cluster, token_request
 from tests.fake_device import VOCABULARY_SIZE
 from tests.fuzz.messages import nested

@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from inflight.v1 import inference_pb2, inference_pb2_grpc
 
+from inflight.v1 import inference_pb2, inference_pb2_grpc
 from tests.cluster import ExecutorShape, run_cluster, token_request
 from tests.integration.test_requests import expected_ids, ids_of, rest
 

@@ -9,16 +9,16 @@ from typing import Any, cast
 from urllib.error import URLError
 
 import pytest
-from inflight.v1 import executor_pb2
 
 from common.process import EXIT_FAILED
 from executor import main
-from executor.launch import PendingStep
+from executor.engine.runner import PendingStep
 from executor.main import Loaded, run
-from executor.sequence import StepPlan, TokenLogprobs
-from executor.service import ExecutorService, Identity
+from executor.scheduler.sequence import StepPlan, TokenLogprobs
+from executor.serving.service import ExecutorService, Identity
+from executor.serving.submission import SubmissionLimits
 from executor.settings import ExecutorSettings
-from executor.submission import SubmissionLimits
+from inflight.v1 import executor_pb2
 from tests.fake_device import VOCABULARY_SIZE, RunStep
 from tests.http_pages import page
 from tests.router_stream import make_submit, router_stream
@@ -112,7 +112,7 @@ async def test_process_ends_with_1_when_a_steps_output_is_lost(monkeypatch: pyte
 async def test_process_ends_with_1_when_its_reports_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     address, process = start_process(monkeypatch, FaultyDevice(num_good_steps=100))
     async with router_stream(address) as router:
-        monkeypatch.setattr("executor.service.report_of", None)
+        monkeypatch.setattr("executor.serving.service.report_of", None)
         router.send(submits=[make_submit("a", [1], LENGTH)])
         assert await asyncio.wait_for(process, 20) == EXIT_FAILED
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from starlette.applications import Starlette
 
-from common.http_port import HttpPort
-from common.metrics_page import metrics_route
-from executor.metrics import executor_metrics
+from common.http.metrics_page import metrics_route
+from common.http.port import HttpPort
+from executor.serving.metrics import executor_metrics
+from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.http_pages import page
 

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from inflight.v1 import executor_pb2, executor_pb2_grpc
 
+from inflight.v1 import executor_pb2, executor_pb2_grpc
 from tests.cluster import run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 

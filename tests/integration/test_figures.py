@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from inflight.v1 import inference_pb2, types_pb2
-
 from tests.cluster import Brake, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect
 

@@ -15,7 +15,7 @@ import httpx2
 import openai
 import pytest
 
-from client.stack.certificates import make_certificates
+from inflight.local.certificates import make_certificates
 from router.settings import RouterSettings
 from tests.cluster import Cluster, ExecutorShape, run_cluster
 from tests.fuzz.served import until_empty

@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from inflight.v1 import inference_pb2, inference_pb2_grpc
 
 from common.errors import Reason, RequestError
-from router.patience import patient
+from inflight.v1 import inference_pb2, inference_pb2_grpc
 from router.settings import RouterSettings
+from router.stream.write_timeout import patient
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.fuzz.served import HANG_S, check_unharmed, until_empty
 from tests.fuzz.statuses import status_of

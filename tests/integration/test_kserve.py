@@ -10,8 +10,8 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
+from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 from router.store.types import DEFAULT_TENANT
 from tests.cluster import Cluster, run_cluster, token_request
 from tests.fuzz.served import check_unharmed, until_empty

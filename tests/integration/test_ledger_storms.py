@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from inflight.v1 import executor_pb2
 from redis.asyncio import Redis
 
-from router.dispatch import Dispatcher
+from inflight.v1 import executor_pb2
+from router.dispatch.dispatcher import Dispatcher
 from router.store.connection import close, connect
 from router.store.keys import PoolKeys
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
 from router.store.types import Demand, ExecutorReport, Placement, Queued, StoreCall, StoreEvent
-from router.streams import RequestStream
+from router.stream.request_stream import RequestStream
 
 # Few connections and little time for a call. The router's own calls come when it starts, and when a test makes them.
 SETTINGS = StoreSettings(

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 
 import pytest
-from inflight.v1 import inference_pb2
 
-from executor.scheduler import Batching
+from executor.scheduler.scheduler import Batching
+from inflight.v1 import inference_pb2
 from router.store.connection import connect
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from client.stack.guard import guarded
-from client.stack.local import LocalStack, Phase, Progress, StackError
-from client.stack.options import StackOptions
-from client.stack.process import ChildProcess
-from client.stack.state import read_state
+from inflight.local.guard import guarded
+from inflight.local.options import StackOptions
+from inflight.local.process import ChildProcess
+from inflight.local.stack import LocalStack, Phase, Progress, StackError
+from inflight.local.state import read_state
 
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 WAIT_S = 20.0
@@ -30,9 +30,9 @@ WAIT_S = 20.0
 UP = """
 import sys
 from pathlib import Path
-from client.cli.foreground import run_in_foreground
-from client.cli.up import _up
-from client.stack.options import StackOptions
+from inflight.cli.foreground import run_in_foreground
+from inflight.cli.up import _up
+from inflight.local.options import StackOptions
 program, run_dir = (sys.executable, sys.argv[1]), Path(sys.argv[2])
 sys.exit(run_in_foreground(lambda: _up(StackOptions(program=program, run_dir=run_dir))))
 """

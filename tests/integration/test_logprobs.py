@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from inflight.v1 import inference_pb2, types_pb2
 
+from inflight.v1 import inference_pb2, types_pb2
 from tests.cluster import run_cluster, token_request
 from tests.fake_device import token_logprobs
 from tests.integration.test_requests import collect, expected_ids

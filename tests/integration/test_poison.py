@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack
 import grpc
 import grpc.aio
 import pytest
-from inflight.v1 import inference_pb2
 
 from bench.chaos.proxy import Proxy, Weather
-from client.stack.ports import free_ports
-from executor.launch import PendingStep
-from executor.sequence import StepPlan
+from executor.engine.runner import PendingStep
+from executor.scheduler.sequence import StepPlan
+from inflight.local.ports import free_ports
+from inflight.v1 import inference_pb2
 from router.settings import RouterSettings
 from tests.cluster import (
     ExecutorShape,

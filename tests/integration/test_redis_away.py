@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from client.stack.redis_server import PrivateRedis
+from inflight.local.redis_server import PrivateRedis
 from tests.cluster import ExecutorShape, run_cluster, token_request, until_ready
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.simulation.store_link import REMEMBER, RESTORE
-from client.stack.redis_server import PrivateRedis
+from inflight.local.redis_server import PrivateRedis
 from router.store.connection import connect
 from router.store.keys import PoolKeys
 from router.store.settings import StoreSettings

@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from inflight.v1 import inference_pb2, types_pb2
 
-from executor.scheduler import Batching
-from executor.sequence import Sampling, Sequence, Stopping
+from executor.scheduler.scheduler import Batching
+from executor.scheduler.sequence import Sampling, Sequence, Stopping
+from inflight.v1 import inference_pb2, types_pb2
 from router.settings import RouterSettings
 from tests.cluster import (
     CONTEXT_LENGTH,

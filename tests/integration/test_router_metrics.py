@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from inflight.v1 import inference_pb2
 from prometheus_client import CollectorRegistry
 
-from router.looked_up import LookedUpMetrics
+from inflight.v1 import inference_pb2
+from router.stats.gauges import LookedUpMetrics
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, run_router, token_request
 
 ONE_SEAT = ExecutorShape(max_num_sequences=1)

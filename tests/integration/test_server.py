@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from common.server import GrpcServer, ListenError, check_listen
+from common.rpc.server import GrpcServer, ListenError, check_listen
 from router.discovery import AddressError, check_address, watch
 from tests.cluster import run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of

@@ -1,4 +1,4 @@
-"""`client/service_config.json` in a plain gRPC channel, without our library: gRPC itself repeats on another router what
+"""`inflight/service_config.json` in a plain gRPC channel, without our library: gRPC itself repeats on another router what
 is safe to repeat, and never a Generate that has produced something."""
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2, inference_pb2_grpc
 
-from client.channel import SERVICE_CONFIG
+from inflight.channel import SERVICE_CONFIG
+from inflight.v1 import inference_pb2, inference_pb2_grpc
 from tests.unit.scripted_router import WORDS, ScriptedRouter, asked, serving
 
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from inflight.v1 import executor_pb2, executor_pb2_grpc
 
-from executor import session as sessions
-from executor.session import Session
+from executor.serving import router_session as sessions
+from executor.serving.router_session import Session
+from inflight.v1 import executor_pb2, executor_pb2_grpc
 from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.integration.test_hostile_clients import NO_WINDOW, until
 from tests.integration.test_requests import expected_ids

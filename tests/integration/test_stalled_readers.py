@@ -11,13 +11,13 @@ import grpc
 import grpc.aio
 import pytest
 from google.protobuf import duration_pb2
-from inflight.v1 import inference_pb2, types_pb2
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from router import patience
+from inflight.v1 import inference_pb2, types_pb2
 from router.settings import RouterSettings
+from router.stream import write_timeout as patience
 from tests import cluster as clusters
 from tests.cluster import Cluster, run_cluster, token_request
 from tests.fake_device import VOCABULARY_SIZE

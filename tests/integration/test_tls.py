@@ -12,19 +12,19 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from inflight.v1 import executor_pb2, executor_pb2_grpc
 
-from client.stack.certificates import EXECUTOR_NAME, ROUTER_NAME, CertificateFolder, make_certificates
-from common.server import GrpcServer
+from common.rpc.server import GrpcServer
+from common.rpc.tls import TlsFiles, TlsPaths
 from common.settings import load
-from common.tls import TlsFiles, TlsPaths
-from executor.door import RouterNames, open_door
+from executor.serving.router_auth import RouterNames, open_door
 from executor.settings import ExecutorSettings
-from router.executor_channels import ExecutorChannels
-from router.lifecycle import LinkEvent
-from router.links import PROTOCOL_VERSION, ExecutorLink, LinkEvents
+from inflight.local.certificates import EXECUTOR_NAME, ROUTER_NAME, CertificateFolder, make_certificates
+from inflight.v1 import executor_pb2, executor_pb2_grpc
+from router.dispatch.lifecycle import LinkEvent
+from router.executors.channel import ExecutorChannels
+from router.executors.link import PROTOCOL_VERSION, ExecutorLink, LinkEvents
 from router.settings import RouterSettings
-from router.streams import RequestStream
+from router.stream.request_stream import RequestStream
 
 SERVICE = "inflight.v1.ExecutorService"
 NUM_BLOCKS = 8

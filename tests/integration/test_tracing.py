@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from client.aio import Client
-from client.errors import InflightError
 from common.errors import Reason
 from common.settings import SettingError
-from common.trace_context import traceparent_of
-from common.tracing import Tracing, open_tracing
+from common.telemetry.trace_context import traceparent_of
+from common.telemetry.tracing import Tracing, open_tracing
+from inflight.aio import Client
+from inflight.errors import InflightError
 from router.settings import RouterSettings
 from tests.cluster import ExecutorShape, run_router, start_executor, until_ready
 from tests.collector import CollectedSpan, Collector, run_collector
@@ -160,5 +160,5 @@ def test_without_the_sdk_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_client_library_loads_no_more_than_the_api() -> None:
-    program = "import sys, client.aio; sys.exit(any(m.startswith('opentelemetry.sdk') for m in sys.modules))"
+    program = "import sys, inflight.aio; sys.exit(any(m.startswith('opentelemetry.sdk') for m in sys.modules))"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -21,11 +21,11 @@ from triton.runtime.jit import JITFunction
 
 from executor.attention.backend import KvShape, Scoring
 from executor.attention.triton import TritonAttention
-from executor.batch import StepBatch
 from executor.gpu.layers import gated, residual_norm, rope_write
 from executor.gpu.sampling import DrawRows, draw
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout
+from executor.step.batch import StepBatch
 
 META = torch.device("meta")
 BLOCK_SIZE = 16

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from executor.gpu.kernels.sampling import gumbel, philox
+from executor.kernels.sampling import gumbel, philox
 
 
 @triton.jit

@@ -16,14 +16,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from executor.blocks import BlockPool
-from executor.engine import Engine
-from executor.engine_output import EngineOutput
+from executor.engine.engine import Engine
+from executor.engine.output import EngineOutput
+from executor.engine.runner import PendingStep
 from executor.gpu.runner import GpuRunner
-from executor.launch import PendingStep
-from executor.limits import Batching, SchedulerLimits
-from executor.scheduler import Scheduler
-from executor.sequence import FinishReason, Sampling, Sequence, StepPlan, Stopping
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.limits import Batching, SchedulerLimits
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepPlan, Stopping
 
 BLOCK_SIZE = 4
 VOCABULARY_SIZE = 8

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from common.model_source import resolve_model
-from executor.model import PagedModel
+from executor.model.model import PagedModel
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads

@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 
 from common.model_source import resolve_model
 from executor.gpu.runner import GpuRunner
-from executor.model import PagedModel
-from executor.runner import ModelRunner
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
 from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from bench.gpu.engine.peers import serve_static
+from bench.gpu.engine.random_model import RandomModel, make_model
+from bench.gpu.engine.serving import TimedRequest, blocks_of, serve
+from bench.gpu.engine.steps import decode_step_s, prefill_step_s
 from executor.attention.triton import TritonAttention
-from executor.gpu.measure.peers import serve_static
-from executor.gpu.measure.random_model import RandomModel, make_model
-from executor.gpu.measure.serving import TimedRequest, blocks_of, serve
-from executor.gpu.measure.steps import decode_step_s, prefill_step_s
 from executor.gpu.runner import GpuRunner
-from executor.limits import Batching, SchedulerLimits
+from executor.scheduler.limits import Batching, SchedulerLimits
 from tests.tiny_models import sizes
 from tests.torch_threads import torch_threads
 

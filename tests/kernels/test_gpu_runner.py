@@ -11,15 +11,14 @@ import torch
 from transformers import LlamaConfig
 
 from common.model_source import resolve_model
-from executor.blocks import BlockPool
-from executor.gpu.device_step import DeviceStep
-from executor.gpu.runner import MAX_IN_FLIGHT, GpuRunner
-from executor.launch import StepRunner
-from executor.limits import Batching, SchedulerLimits
-from executor.model import PagedModel
-from executor.runner import ModelRunner
-from executor.scheduler import Scheduler
-from executor.sequence import Sampling, Sequence, Stopping
+from executor.engine.runner import StepRunner
+from executor.gpu.runner import MAX_IN_FLIGHT, DeviceStep, GpuRunner
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.limits import Batching, SchedulerLimits
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import Sampling, Sequence, Stopping
 from tests.scheduling import run_overlapped
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads

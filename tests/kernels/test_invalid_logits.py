@@ -12,14 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.model_source import resolve_model
-from executor.blocks import BlockPool
+from executor.engine.runner import PendingStep, StepRunner
 from executor.gpu.runner import GpuRunner
-from executor.launch import PendingStep, StepRunner
-from executor.limits import Batching, SchedulerLimits
-from executor.model import PagedModel
-from executor.runner import ModelRunner
-from executor.scheduler import INVALID_LOGITS, Scheduler
-from executor.sequence import FinishEvent, FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.limits import Batching, SchedulerLimits
+from executor.scheduler.scheduler import INVALID_LOGITS, Scheduler
+from executor.scheduler.sequence import FinishEvent, FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
 

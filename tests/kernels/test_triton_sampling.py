@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from executor.engine.runner import NO_TOKEN
 from executor.gpu.sampling import CHUNK, DrawRows, draw, restrict
-from executor.launch import NO_TOKEN
-from executor.philox import MASK
-from executor.philox import philox as torch_philox
-from executor.sampling import LARGEST_UNIFORM, SampleRow, sample
-from executor.sampling_batch import SamplingBatch
-from executor.sequence import Sampling
+from executor.scheduler.sequence import Sampling
+from executor.step.philox import MASK
+from executor.step.philox import philox as torch_philox
+from executor.step.sampling import LARGEST_UNIFORM, SampleRow, sample
+from executor.step.sampling_columns import SamplingBatch
 from tests.kernels.probes import noise_kernel, words_kernel
 from tests.torch_threads import torch_threads
 

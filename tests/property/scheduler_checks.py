@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from executor.scheduler import Batching, SchedulerLimits
-from executor.sequence import Sequence, StepPlan
+from executor.scheduler.scheduler import Batching, SchedulerLimits
+from executor.scheduler.sequence import Sequence, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

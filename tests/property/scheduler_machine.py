@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from executor.blocks import BlockPool
-from executor.places import turn
-from executor.scheduler import INVALID_LOGITS, Refusal, Scheduler, SchedulerLimits
-from executor.sequence import (
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.queues import turn
+from executor.scheduler.scheduler import INVALID_LOGITS, Refusal, Scheduler, SchedulerLimits
+from executor.scheduler.sequence import (
     FinishEvent,
     FinishReason,
     NewTokens,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from executor.limits import Overcommit, PreemptionCost
-from executor.scheduler import Batching, Refusal, SchedulerLimits, SchedulerPolicy
-from executor.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping
+from executor.scheduler.limits import Overcommit, PreemptionCost
+from executor.scheduler.scheduler import Batching, Refusal, SchedulerLimits, SchedulerPolicy
+from executor.scheduler.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping
 from tests.fake_device import VOCABULARY_SIZE
 
 # Prompts start like one of these, so that prefixes meet.

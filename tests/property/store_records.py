@@ -7,9 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from router.store.compose import compose
 from router.store.keys import NUM_CLASSES, POOL_KEYS, PoolKeys
-from router.store.lua import ScriptCaller, shared_source
+from router.store.lua import ScriptCaller, compose, shared_source
 
 # JSON has no infinity, and cjson writes 14 digits: what is not a small whole number comes as text behind "~".
 _READ = """

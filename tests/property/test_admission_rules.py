@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission_rules import LIMITS, NO_RULES, parse_rules
-from router.file_problems import ContentError, Problem
+from router.config.file_problems import ContentError, Problem
+from router.config.tenants import LIMITS, NO_RULES, parse_rules
 
 SERVED = frozenset({"m", "n"})
 HEADERS = ("[tenants]", "[tenants.a]", '[tenants."b c"]', "[tenants.default]", "[variants.v]", "[variants]", "[x.'y']")

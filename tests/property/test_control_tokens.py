@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inflight.v1 import inference_pb2
 from transformers import PreTrainedTokenizerBase
 
+from inflight.v1 import inference_pb2
 from router.text.tokenizer import TextModel
 from tests import chat_models
 from tests.chat_models import chat_model, control_ids, trusting_model

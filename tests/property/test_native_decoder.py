@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from common.model_source import ModelError, resolve_model
-from executor.batch import StepBatch
-from executor.model import PagedModel
-from executor.native.decoder import PARTS
-from executor.self_check import relative_distance
+from executor.cpu.decoder import PARTS
+from executor.model.model import PagedModel
+from executor.model.self_check import relative_distance
+from executor.step.batch import StepBatch
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.native_builds import INSTRUCTION_SETS
 from tests.paged_cases import PagedCase, Spec, make_case

@@ -14,12 +14,12 @@ from random import Random
 import grpc
 from hypothesis import given
 from hypothesis import strategies as st
-from inflight.v1 import inference_pb2, types_pb2
 
-from client.errors import InflightError
-from client.events import Delta, Done, Event, Resumed
-from client.recovery import Call, Recovery, RecoveryPolicy
 from common.errors import Reason
+from inflight.errors import InflightError
+from inflight.events import Delta, Done, Event, Resumed
+from inflight.recovery import Call, Recovery, RecoveryPolicy
+from inflight.v1 import inference_pb2, types_pb2
 from tests.unit.scripted_router import accepted, ending, started
 
 # One, two, three and four bytes; a router never sends a part of a character.

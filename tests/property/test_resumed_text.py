@@ -6,13 +6,13 @@ import asyncio
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
-from router.lifecycle import End
-from router.reading import Deadlines, Place, Reading
-from router.relay import Relay
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from router.dispatch.lifecycle import End
+from router.request.delivery import Deadlines, Place, Reading
 from router.store.types import Demand
-from router.streams import RequestStream
+from router.stream.relay import Relay
+from router.stream.request_stream import RequestStream
 from router.text.output import OutputText
 from tests import text_models
 from tests.text_models import text_model

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.blocks import BlockPool
-from executor.scheduler import Scheduler, SchedulerLimits
-from executor.sequence import FinishReason, Sequence, StepPlan, StepResult
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Scheduler, SchedulerLimits
+from executor.scheduler.sequence import FinishReason, Sequence, StepPlan, StepResult
 from tests.fake_device import FakeDevice, solo_output
 from tests.property.scheduler_machine import SchedulerMachine
 from tests.property.scheduler_model import limits_strategy, sequence_strategy

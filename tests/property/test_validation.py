@@ -8,11 +8,11 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import Reason, RequestError
-from router.request_spec import ModelLimits
-from router.validation import fit_tokens, validate_generate
+from inflight.v1 import inference_pb2, types_pb2
+from router.api.validation import fit_tokens, validate_generate
+from router.request.spec import ModelLimits
 
 FLOATS = st.one_of(st.floats(width=32), st.sampled_from([0.0, 0.5, 1.0]))
 UINT32 = st.one_of(st.integers(0, 40), st.integers(0, 2**32 - 1))

@@ -21,8 +21,8 @@ from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.timeline import US_PER_S
 from bench.simulation.traffic import SimRequest, poisson_us, prompt_of
 from bench.simulation.world import SimulationFailed, World
-from executor.scheduler import Scheduler
-from executor.sequence import Sequence
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import Sequence
 from router.store.types import Ending, Placement
 from tests.simulation.worlds import make_world, run_world
 

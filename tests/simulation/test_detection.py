@@ -15,7 +15,7 @@ from bench.simulation.sim_executor import SimExecutor
 from bench.simulation.sim_stream import SimStream
 from bench.simulation.traffic import SimRequest, prompt_of
 from bench.simulation.world import SimulationFailed, World
-from executor.blocks import BlockPool
+from executor.scheduler.blocks import BlockPool
 from router.store.types import NO_LIMITS, Demand, ExecutorReport, HeldSequence, Placement
 from tests.simulation.worlds import make_world, run_world
 

@@ -12,7 +12,7 @@ from bench.simulation.sim_executor import ExecutorShape
 from bench.simulation.sim_stream import RouterShape
 from bench.simulation.traffic import SimRequest
 from bench.simulation.world import World, WorldSettings
-from executor.scheduler import SchedulerPolicy
+from executor.scheduler.scheduler import SchedulerPolicy
 
 SHAPE = ExecutorShape(
     num_blocks=32, num_seats=4, max_num_tokens=64, context_length=512, cost=SLOW, has_prefix_cache=True

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 
 from bench.chaos.tiny_model import write_tiny_model
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
 
 # Small enough that requests wait: 40 blocks of 16 tokens, three seats.
 EXECUTOR_ARGS = (

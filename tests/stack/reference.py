@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.model_source import resolve_model
-from executor.gguf_import import import_gguf
+from executor.checkpoint.gguf import import_gguf
 
 NEAR_TIE = 1e-3
 

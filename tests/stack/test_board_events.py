@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from client.aio import Client
-from client.errors import InflightError
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
-from client.stack.ports import free_ports
+from inflight.aio import Client
+from inflight.errors import InflightError
+from inflight.local.options import StackOptions
+from inflight.local.ports import free_ports
+from inflight.local.stack import LocalStack
 
 
 def board_of(address: str) -> dict[str, Any]:

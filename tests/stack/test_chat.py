@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from client import sync
-from client.aio import Client
-from client.events import FinishReason
-from client.stack.local import LocalStack
+from inflight import sync
+from inflight.aio import Client
+from inflight.events import FinishReason
+from inflight.local.stack import LocalStack
 from tests.pseudo_terminal import CTRL_C, CTRL_D, at_terminal
 
 QUESTION = "What is the capital of France?"

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
-from client.sync import Client
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
+from inflight.sync import Client
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/quickstart.md", "docs/gateway.md")
@@ -113,7 +113,7 @@ def test_request_that_says_nothing_about_sampling_gets_what_the_models_authors_r
 def run(stack: LocalStack, example: Example) -> str:
     """What the example prints, in a folder in which `inflight up` has started the stack."""
     code = example.code.replace("localhost:50051", stack.address).replace("127.0.0.1:8000", stack.gateway_addresses[0])
-    inflight = f'inflight() {{ "{sys.executable}" -m client.cli.main "$@"; }}\n'
+    inflight = f'inflight() {{ "{sys.executable}" -m inflight.cli.main "$@"; }}\n'
     command = [sys.executable, "-c", code] if example.is_python else ["bash", "-c", inflight + code]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "protos" / "gen")))}
     environment.pop("INFLIGHT_ADDRESS", None)

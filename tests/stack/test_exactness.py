@@ -8,8 +8,8 @@ import random
 import pytest
 from transformers import PreTrainedModel
 
-from client.aio import Client
-from client.stack.local import LocalStack
+from inflight.aio import Client
+from inflight.local.stack import LocalStack
 from tests.stack.reference import assert_same_greedy, generate, load_reference
 
 SHARED_TEXT = (

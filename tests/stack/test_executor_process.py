@@ -13,11 +13,11 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from transformers import LlamaConfig
 
-from client.stack.ports import free_ports
-from client.stack.process import ChildProcess
+from inflight.local.ports import free_ports
+from inflight.local.process import ChildProcess
+from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from tests.router_stream import RouterStream, make_submit, router_stream
 from tests.tiny_models import save_model, sizes
 
@@ -48,7 +48,7 @@ async def executor_process(model: Path, folder: Path, *arguments: str) -> AsyncI
     command = [
         sys.executable,
         "-m",
-        "client.cli.main",
+        "inflight.cli.main",
         "executor",
         "--insecure",
         "--listen",

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from client.aio import Client
-from client.events import Delta
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
+from inflight.aio import Client
+from inflight.events import Delta
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
 from tests.stack.conftest import EXECUTOR_ARGS
 
 

@@ -10,9 +10,9 @@ import httpx2
 import openai
 import pytest
 
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
-from client.stack.process import ChildProcess
+from inflight.local.options import StackOptions
+from inflight.local.process import ChildProcess
+from inflight.local.stack import LocalStack
 from tests.gateways import ServerSentEvent, events_of, run_gateway, text_of
 from tests.stack.conftest import EXECUTOR_ARGS
 

@@ -8,8 +8,8 @@ import httpx2
 import pytest
 
 from bench.openai_load import GUIDELLM, Load, guidellm_command, run_guidellm, write_tokenizer
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
 from tests.contract.test_imports import REPOSITORY
 from tests.stack.conftest import EXECUTOR_ARGS
 

@@ -13,11 +13,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
-from client.channel import client_options
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
+from inflight.channel import client_options
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
+from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tests.credentials import AUDIENCE, ISSUER, Signer, ec_key, key_entry, public_jwk, write_jwks
 from tests.integration.test_requests import rest
 

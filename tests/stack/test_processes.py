@@ -15,13 +15,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from client.aio import Client
-from client.errors import InflightError
-from client.events import Delta
+from inflight.aio import Client
+from inflight.errors import InflightError
+from inflight.events import Delta
 
 
 def run_inflight(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "client.cli.main", *arguments]
+    command = [sys.executable, "-m", "inflight.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
@@ -98,7 +98,7 @@ def children_of(pids: list[int]) -> list[int]:
 
 async def test_stack_killed_in_the_middle_of_a_stream_gives_a_status_and_leaves_no_process(tmp_path: Path) -> None:
     # Given a stack of its own process, as `inflight up` runs it, and a stream through it
-    command = [sys.executable, "-m", "client.cli.main", "up", "--run-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "inflight.cli.main", "up", "--run-dir", str(tmp_path)]
     up = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL, cwd=Path.cwd())
     state_file = tmp_path / "state.json"
     async with asyncio.timeout(100):
@@ -126,7 +126,7 @@ async def test_stack_killed_in_the_middle_of_a_stream_gives_a_status_and_leaves_
 
 
 async def test_killing_only_the_parent_takes_the_whole_stack_down(tmp_path: Path, tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "client.cli.main", "up", "--run-dir", str(tmp_path), "--model", str(tiny_model)]
+    command = [sys.executable, "-m", "inflight.cli.main", "up", "--run-dir", str(tmp_path), "--model", str(tiny_model)]
     up = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL, cwd=Path.cwd())
     async with asyncio.timeout(100):
         while not (tmp_path / "state.json").exists():

@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from inflight.v1 import executor_pb2, executor_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 
-from client.stack.certificates import make_certificates
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
+from inflight.local.certificates import make_certificates
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
+from inflight.v1 import executor_pb2, executor_pb2_grpc, inference_pb2, inference_pb2_grpc, types_pb2
 from tests.stack.conftest import EXECUTOR_ARGS
 
 REQUEST = inference_pb2.GenerateRequest(

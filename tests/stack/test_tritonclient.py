@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from client.stack.local import LocalStack
-from client.stack.options import StackOptions
+from inflight.local.options import StackOptions
+from inflight.local.stack import LocalStack
 from tests.clients.environments import REPOSITORY, python_of
 
 pytestmark = pytest.mark.slow

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import status_pb2
-from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from common.errors import RequestError, not_implemented
-from common.grpc_status import DETAILS_KEY, to_rpc_status
+from common.rpc.status import DETAILS_KEY, to_rpc_status
+from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 Script = Callable[[inference_pb2.GenerateRequest, "grpc.ServicerContext"], Iterator[inference_pb2.StreamEvent]]
 ResumeScript = Callable[[inference_pb2.ResumeRequest, "grpc.ServicerContext"], Iterator[inference_pb2.StreamEvent]]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from executor.admission import AttemptLog
-from executor.scheduler import Refusal
-from executor.sequence import FinishEvent, FinishReason, NewTokens, StepOutcome
+from executor.scheduler.admission import AttemptLog
+from executor.scheduler.scheduler import Refusal
+from executor.scheduler.sequence import FinishEvent, FinishReason, NewTokens, StepOutcome
 from tests.scheduling import (
     LIMITS,
     ends_of,

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from common.settings import SettingError
-from router.admission_file import AdmissionFile
-from router.admission_rules import NO_RULES, AdmissionRules, parse_rules
-from router.file_problems import ContentError
+from router.config.admission_file import AdmissionFile
+from router.config.file_problems import ContentError
+from router.config.tenants import NO_RULES, AdmissionRules, parse_rules
+from router.config.toml_lines import key_lines, line_of
+from router.config.variants import Variant
 from router.store.types import NO_LIMITS, TenantLimits
-from router.toml_lines import key_lines, line_of
-from router.variants import Variant
 
 SERVED = frozenset({"smollm-inflight", "smollm-static"})
 

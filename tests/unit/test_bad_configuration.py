@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from common.errors import Reason
-from router.store.calls import settle_args, submit_args
+from router.store.codec import settle_args, submit_args
 from router.store.lua import Argument, load_scripts
 from router.store.types import (
     NO_LIMITS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from executor.batch import pack
-from executor.sequence import PlanRow, StepPlan
+from executor.scheduler.sequence import PlanRow, StepPlan
+from executor.step.batch import pack
 from tests.paged_cases import make_sequence
 
 BLOCK_SIZE = 16

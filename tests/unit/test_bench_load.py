@@ -6,12 +6,12 @@ import threading
 from collections.abc import Iterator
 
 import grpc
-from inflight.v1 import inference_pb2
 
 from bench.load import run_workload
 from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
-from client.aio import Client
 from common.errors import Reason, RequestError
+from inflight.aio import Client
+from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import Script, ScriptedRouter, delta, serving, speak
 
 Events = Iterator[inference_pb2.StreamEvent]

@@ -16,7 +16,7 @@ from bench.progress import Progress, run_line
 from bench.start import Field, circumstances
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
-from client.cli.outcome import CommandError
+from inflight.cli.outcome import CommandError
 from tests.bench_runs import finished_run, section
 
 

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2
 from rich.progress import Progress as Bars
 
 from bench.options import parse_options
 from bench.soak.count import SHAPE, Soak, soak
 from bench.targets.target import TargetError
 from bench.workloads.generate import shaped_requests
-from client.aio import Client
-from client.cli.outcome import CommandError
 from common.errors import Reason, RequestError
+from inflight.aio import Client
+from inflight.cli.outcome import CommandError
+from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import ScriptedRouter, serving, speak
 
 Events = Iterator[inference_pb2.StreamEvent]

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2
 
 from bench.soak.flatness import trend
 from bench.soak.load import Load
 from bench.soak.outcome import Outcome, to_json, to_markdown, trends_of
 from bench.soak.readings import num_open_files, num_threads
 from bench.workloads.plan import PlannedRequest
-from client.aio import Client
+from inflight.aio import Client
+from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import ScriptedRouter, serving, speak
 
 REQUESTS = [PlannedRequest((1, 2, 3), num_tokens, 0.0) for num_tokens in range(1, 9)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from executor.blocks import BlockError, BlockPool
+from executor.scheduler.blocks import BlockError, BlockPool
 
 
 def _counts(pool: BlockPool) -> tuple[int, int, int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from router.admission_file import AdmissionFile
-from router.board.events import MAX_EVENTS, MERGE_S, EventKind, EventLog
+from router.config.admission_file import AdmissionFile
 from router.store.types import StoreCall
+from router.telemetry.event_log import MAX_EVENTS, MERGE_S, EventKind, EventLog
 
 
 class Clock:

@@ -8,10 +8,10 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from inflight.v1 import executor_pb2
 
 from common.errors import Reason
-from router.board.history import (
+from inflight.v1 import executor_pb2
+from router.dashboard.history import (
     EXECUTOR_FIELDS,
     MAX_EXECUTORS,
     MAX_TENANTS,
@@ -23,11 +23,11 @@ from router.board.history import (
     row_of,
     sample_as_json,
 )
-from router.board.requests import RequestLog
-from router.board.sampling import Growth, Sampler, Totals, growth_of
-from router.latencies import Latencies
-from router.observing import PlacedAt, RequestEnd, RequestFacts
-from router.store.snapshot import ClassQueue, ExecutorStanding, Snapshot, TenantLine
+from router.dashboard.requests import RequestLog
+from router.dashboard.sampling import Growth, Sampler, Totals, growth_of
+from router.store.types import ClassQueue, ExecutorStanding, Snapshot, TenantLine
+from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+from router.telemetry.latencies import Latencies
 
 MODEL = "tiny"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from router.board.events import EventKind, EventLog
-from router.board.history import History
-from router.board.requests import MAX_ENDED, MAX_ENTRIES, RequestLog, Timeline
-from router.board.watching import MAX_TIMELINES, Watching, joined, timeline_as_json
-from router.callers import ANYBODY, Caller
-from router.observing import Listeners, PlacedAt, RequestEnd, RequestFacts
+from router.auth.caller import ANYBODY, Caller
+from router.dashboard.history import History
+from router.dashboard.requests import MAX_ENDED, MAX_ENTRIES, RequestLog, Timeline
+from router.dashboard.watching import MAX_TIMELINES, Watching, joined, timeline_as_json
+from router.telemetry.event_log import EventKind, EventLog
+from router.telemetry.events import Listeners, PlacedAt, RequestEnd, RequestFacts
 
 ACME = Caller(tenant="acme")
 

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 from google.protobuf.json_format import MessageToDict
-from inflight.v1 import inference_pb2
 from starlette.applications import Starlette
 from starlette.types import Message
 
 from common.errors import Reason, RequestError
-from router.board.as_json import line_of
-from router.board.feed import Feeds
-from router.board.routes import board_routes
-from router.board.watching import Watching
-from router.callers import ANYBODY, Caller, Door, OpenDoor
-from router.doors import Doors
-from router.observing import RequestFacts
+from inflight.v1 import inference_pb2
+from router.auth.authenticator import Doors
+from router.auth.caller import ANYBODY, Caller, Door, OpenDoor
+from router.dashboard.as_json import line_of
+from router.dashboard.feed import Feeds
+from router.dashboard.routes import board_routes
+from router.dashboard.watching import Watching
 from router.settings import RouterSettings
+from router.telemetry.events import RequestFacts
 from tests.board_scenes import Scene, ScriptedStatistics, full_bus
 from tests.credentials import key_entry
 
@@ -152,7 +152,7 @@ async def test_page_and_parts_are_served_with_a_strict_policy() -> None:
 
 
 async def test_every_part_of_the_page_is_there_and_nothing_is_fetched_from_elsewhere() -> None:
-    folder = resources.files("router.board") / "static"
+    folder = resources.files("router.dashboard") / "static"
     names = {path.name for path in folder.iterdir()}
     assert {"index.html", "board.css", "board.js"} <= names
     paths = {getattr(route, "path", "") for route in board_routes(Feeds(ScriptedStatistics()), OpenDoor())}
@@ -258,7 +258,7 @@ async def test_key_withdrawn_ends_its_stream(monkeypatch: pytest.MonkeyPatch) ->
                 raise RequestError(Reason.UNAUTHENTICATED, "a key is needed")
             return ANYBODY
 
-    monkeypatch.setattr("router.board.routes.RECHECK_S", 0.0)
+    monkeypatch.setattr("router.dashboard.routes.RECHECK_S", 0.0)
     source, door = ScriptedStatistics(numbered(1)), Closing()
     async with get(application(Feeds(source), door), "/board/stats") as reply:
         await reply.line()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from inflight.v1 import types_pb2
 
 from common.errors import Reason, RequestError
-from router import dispatch
+from inflight.v1 import types_pb2
+from router.dispatch import dispatcher as dispatch
 from router.store.types import Adopted, CancelOutcome, Ending, Lost, Queued
 from tests.scripted_store import new_reading, new_stream, placement, settled, steps
 from tests.unit.test_taking_over import Scene, attached

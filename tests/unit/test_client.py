@@ -10,14 +10,14 @@ from contextlib import aclosing
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2
 
-from client import aio, sync
-from client.catalogue import RequestState
-from client.channel import channel_target, client_options
-from client.errors import FieldError, InflightError
-from client.events import Accepted, Delta, Done, Finished, FinishReason, Started
 from common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight import aio, sync
+from inflight.catalogue import RequestState
+from inflight.channel import channel_target, client_options
+from inflight.errors import FieldError, InflightError
+from inflight.events import Accepted, Delta, Done, Finished, FinishReason, Started
+from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, serving, speak, started
 
 Events = Iterator[inference_pb2.StreamEvent]

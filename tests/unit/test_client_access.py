@@ -11,15 +11,15 @@ from typing import Any
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2
 
-from client import aio, sync
-from client.access import Access, open_access
-from client.cli.main import main
-from client.errors import InflightError
-from client.stack.certificates import CertificateFolder, make_certificates
-from client.stack.state import ProcessState, StackState, write_state
 from common.errors import Reason, RequestError
+from inflight import aio, sync
+from inflight.access import Access, open_access
+from inflight.cli.main import main
+from inflight.errors import InflightError
+from inflight.local.certificates import CertificateFolder, make_certificates
+from inflight.local.state import ProcessState, StackState, write_state
+from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, ending, serving
 
 SECRET = "key-0123456789"

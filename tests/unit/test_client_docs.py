@@ -8,9 +8,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2
 
 from common.errors import Reason, RequestError
+from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, ending, serving, started
 from tests.unit.test_client_stats import message
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from inflight.v1 import inference_pb2, types_pb2
 
-from client.catalogue import RequestState, decode_capacity, decode_state
-from client.errors import InflightError
-from client.events import (
+from inflight.catalogue import RequestState, decode_capacity, decode_state
+from inflight.errors import InflightError
+from inflight.events import (
     Delta,
     FinishReason,
     Logprob,
@@ -19,6 +18,7 @@ from client.events import (
     decode_event,
     finish_reason,
 )
+from inflight.v1 import inference_pb2, types_pb2
 from tests.unit.scripted_router import WORDS, delta, seconds, speak, started
 
 

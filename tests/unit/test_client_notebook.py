@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from client import aio, sync
-from client.catalogue import Capacity, ExecutorCapacity
-from client.errors import InflightError
-from client.events import Choice, Completion, FinishReason, Timing, Usage
-from client.sync_stream import Stream
+from inflight import aio, sync
+from inflight.catalogue import Capacity, ExecutorCapacity
+from inflight.errors import InflightError
+from inflight.events import Choice, Completion, FinishReason, Timing, Usage
+from inflight.sync_stream import Stream
 from tests.unit.scripted_router import WORDS, ScriptedRouter, serving
 
 SAID = "The capital is Paris."
@@ -55,8 +55,8 @@ def test_a_stream_and_a_client_say_what_they_are(address: str) -> None:
         assert repr(stream) == "<Stream not accepted yet: 0 tokens, runs>"
         stream.text()
         assert repr(stream) == f"<Stream r1: {len(WORDS)} tokens, stop_token>"
-        assert repr(client) == f"<client.sync.Client of {address}>"
-    assert repr(aio.Client(address)) == f"<client.aio.Client of {address}>"
+        assert repr(client) == f"<inflight.sync.Client of {address}>"
+    assert repr(aio.Client(address)) == f"<inflight.aio.Client of {address}>"
 
 
 def test_a_completion_is_shown_as_its_text_with_nothing_that_could_run() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from inflight.v1 import inference_pb2, types_pb2
 
-from client import requests
+from inflight import requests
+from inflight.v1 import inference_pb2, types_pb2
 
 
 def build(prompt: str | bytes | None = "hi", **options: Any) -> inference_pb2.GenerateRequest:

@@ -9,12 +9,12 @@ from contextlib import aclosing
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2
 
-from client import aio, sync
-from client.errors import InflightError
-from client.events import Event, FinishReason, Resumed
 from common.errors import Reason, RequestError, not_implemented
+from inflight import aio, sync
+from inflight.errors import InflightError
+from inflight.events import Event, FinishReason, Resumed
+from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, delta, ending, serving, speak, started
 
 Events = Iterator[inference_pb2.StreamEvent]

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
-from client import aio, sync
-from client.errors import InflightError
-from client.statistics import Statistics, decode_stats
+from inflight import aio, sync
+from inflight.errors import InflightError
+from inflight.statistics import Statistics, decode_stats
+from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 from tests.unit.scripted_router import ScriptedRouter, asked, serving
 
 WAIT_S = 10.0

@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 
 import pytest
-from inflight.v1 import inference_pb2
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.errors import Reason, RequestError
+from inflight.v1 import inference_pb2
 from router.text.control_tokens import equivalents
 from router.text.marking import choose_delimiters, template_literals, writes_parts
 from router.text.tokenizer import TextModel

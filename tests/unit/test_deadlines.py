@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from executor.blocks import BlockPool
-from executor.deadlines import MAX_ENDED, Deadlines
-from executor.engine import Engine
-from executor.engine_output import EngineOutput
-from executor.scheduler import Scheduler
-from executor.sequence import FinishReason
+from executor.engine.deadlines import MAX_ENDED, Deadlines
+from executor.engine.engine import Engine
+from executor.engine.output import EngineOutput
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import FinishReason
 from tests.fake_device import FakeDevice
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence
 

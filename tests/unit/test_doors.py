@@ -14,16 +14,16 @@ from typing import Any
 
 import jwt
 import pytest
-from inflight.v1 import types_pb2
 
-from client.cli.main import main
 from common.errors import Reason, RequestError
 from common.settings import SettingError
-from router.api_keys import ApiKey, find_key, parse_keys
-from router.callers import ANYBODY, Caller, Metadata
-from router.doors import CredentialDoor, Doors
-from router.file_problems import ContentError
-from router.json_web_tokens import LEEWAY_S, TokenRules, parse_jwks
+from inflight.cli.main import main
+from inflight.v1 import types_pb2
+from router.auth.api_keys import ApiKey, find_key, parse_keys
+from router.auth.authenticator import CredentialDoor, Doors
+from router.auth.caller import ANYBODY, Caller, Metadata
+from router.auth.jwt import LEEWAY_S, TokenRules, parse_jwks
+from router.config.file_problems import ContentError
 from router.settings import RouterSettings
 from tests.credentials import (
     AUDIENCE,
@@ -151,7 +151,7 @@ def test_every_key_is_compared_in_constant_time_whichever_fits(monkeypatch: pyte
         compared.append(a)
         return compare(a, b)
 
-    monkeypatch.setattr("router.api_keys.hmac.compare_digest", watched)
+    monkeypatch.setattr("router.auth.api_keys.hmac.compare_digest", watched)
     for presented, found in ((f"0{KEY}", keys[0]), (f"4{KEY}", keys[4]), (f"9{KEY}", None)):
         compared.clear()
         assert find_key(keys, presented) is found

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from executor.scheduler.sequence import FinishReason
+from executor.serving.finished import OUTPUT_TOKEN_BYTES, RECORD_BYTES, Ended, EndedSequences, Placed, output_array
 from inflight.v1 import executor_pb2
-
-from executor.ended import OUTPUT_TOKEN_BYTES, RECORD_BYTES, Ended, EndedSequences, Placed, output_array
-from executor.sequence import FinishReason
 
 
 def make_ended(request_id: str, ended_s: float = 0.0, *, attempt: int = 1, num_tokens: int = 0) -> Ended:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from inflight.v1 import executor_pb2
-
-from router.ended_streams import EndedStreams
+from router.dispatch.ended_streams import EndedStreams
 from router.store.types import Demand
-from router.streams import RequestStream
+from router.stream.request_stream import RequestStream
 from tests.scripted_store import new_reading
 
 

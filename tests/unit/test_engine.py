@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from executor.blocks import BlockPool
-from executor.engine import MAX_FAILURES, DeviceLostError, Engine
-from executor.engine_output import EngineOutput, EngineStatus
-from executor.garbage import GarbageCollection
-from executor.launch import PendingStep
-from executor.scheduler import Scheduler
-from executor.sequence import (
+from executor.engine.engine import MAX_FAILURES, DeviceLostError, Engine
+from executor.engine.gc import GarbageCollection
+from executor.engine.output import EngineOutput, EngineStatus
+from executor.engine.runner import PendingStep
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import (
     NO_LOGPROBS,
     FinishReason,
     Sequence,

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from client.cli.up import _parser as up_parser
-from client.cli.up import stack_options
-from client.stack.certificates import CertificateFolder, make_certificates
-from client.stack.options import StackOptions, executor_command, router_command
 from common.addresses import is_loopback
 from common.settings import SettingError, load
-from executor.door import open_door
+from executor.serving.router_auth import open_door
 from executor.settings import ExecutorSettings
-from router.client_port import connection_limits_of, open_tls
-from router.executor_channels import ExecutorChannels
+from inflight.cli.up import _parser as up_parser
+from inflight.cli.up import stack_options
+from inflight.local.certificates import CertificateFolder, make_certificates
+from inflight.local.options import StackOptions, executor_command, router_command
+from router.auth.client_tls import connection_limits_of, open_tls
+from router.executors.channel import ExecutorChannels
 from router.settings import RouterSettings
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from inflight.v1 import executor_pb2, types_pb2
 
 from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from common.machine import num_available_memory_bytes, num_usable_cores
 from common.settings import SettingError
-from executor.submission import SubmissionError, SubmissionLimits, sequence_from_submit
+from executor.serving.submission import SubmissionError, SubmissionLimits, sequence_from_submit
+from inflight.v1 import executor_pb2, types_pb2
 
 LIMITS = SubmissionLimits(context_length=32, vocabulary_size=100, eos_token_ids=frozenset({2}))
 

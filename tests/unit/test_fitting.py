@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import RequestError
-from router.admit import _prior_output
-from router.request_spec import FittedRequest, ModelLimits, TextPrompt
-from router.validation import fit_tokens, validate_detokenize, validate_tokenize
+from inflight.v1 import inference_pb2, types_pb2
+from router.api.prepare import _prior_output
+from router.api.validation import fit_tokens, validate_detokenize, validate_tokenize
+from router.request.spec import FittedRequest, ModelLimits, TextPrompt
 from tests.validated import limits_of, validated
 
 

@@ -11,10 +11,7 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from inflight.v1 import inference_pb2, types_pb2
 
-from client.errors import FieldError, InflightError
-from client.events import FinishReason
 from common.errors import Reason
 from common.settings import SettingError
 from gateway.app import GatewayApp
@@ -34,6 +31,9 @@ from gateway.main import open_client, open_port
 from gateway.metrics import Metrics
 from gateway.service import GatewayService
 from gateway.settings import GatewaySettings
+from inflight.errors import FieldError, InflightError
+from inflight.events import FinishReason
+from inflight.v1 import inference_pb2, types_pb2
 
 DEFAULTS = Defaults(max_choices=16)
 HI = [{"role": "user", "content": "hi"}]

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from client.events import FinishReason, Logprob, PositionLogprobs, Usage
 from gateway.answers import Choice, encoded, whole_answer
 from gateway.asking import Ask
 from gateway.event_ids import AnswerId
 from gateway.logprobs import num_characters, of_chat, of_completion
+from inflight.events import FinishReason, Logprob, PositionLogprobs, Usage
 from tests.unit.test_gateway import chat, completion
 
 Position = PositionLogprobs | None

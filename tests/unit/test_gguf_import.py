@@ -15,8 +15,8 @@ from tokenizers import pre_tokenizers
 
 import common.model_source as model_source
 from common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
-from executor.gguf_import import import_gguf
-from executor.model import PagedModel
+from executor.checkpoint.gguf import import_gguf
+from executor.model.model import PagedModel
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_LAYERS = 64, 96, 4, 1
 SPECIAL_TOKENS = ["<|start|>", "<|end|>", "<|turn|>"]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from executor.batch import pack
-from executor.gpu.buckets import bucket_of, decode_buckets
+from executor.gpu.graphs import bucket_of, decode_buckets
 from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
 from executor.gpu.step_layout import MAX_BANNED, StepLayout
 from executor.gpu.table_entries import TableFollower
-from executor.sampling import SampleRow
-from executor.sampling_batch import SamplingBatch
-from executor.sequence import PlanRow, Sampling, Sequence, StepPlan
+from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan
+from executor.step.batch import pack
+from executor.step.sampling import SampleRow
+from executor.step.sampling_columns import SamplingBatch
 from tests.paged_cases import make_sequence
 
 SPARE_ROW = 9

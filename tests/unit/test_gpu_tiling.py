@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from executor.gpu.tiling import AttentionWork, chunk_tiling, decode_tiling, num_row_tiles
+from executor.kernels.tiling import AttentionWork, chunk_tiling, decode_tiling, num_row_tiles
 
 LLAMA_8B = AttentionWork(64, 64, 8192, num_kv_heads=8, group=4, head_dim=128, element_bytes=2)
 PROCESSORS = 132

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from common.errors import Reason, RequestError
-from common.grpc_status import abort, to_rpc_status
+from common.rpc.status import abort, to_rpc_status
 
 
 class GoneClient:

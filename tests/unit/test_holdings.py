@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from inflight.v1 import executor_pb2, types_pb2
 
-from executor.admission import Refusal
-from executor.engine_output import EngineOutput, HeldSequence
-from executor.holdings import Holdings, Keeping
-from executor.sequence import FinishEvent, FinishReason, NewTokens, Sequence
-from executor.session import Session
+from executor.engine.output import EngineOutput, HeldSequence
+from executor.scheduler.admission import Refusal
+from executor.scheduler.sequence import FinishEvent, FinishReason, NewTokens, Sequence
+from executor.serving.placements import Holdings, Keeping
+from executor.serving.router_session import Session
+from inflight.v1 import executor_pb2, types_pb2
 from tests.scheduling import make_sequence
 
 

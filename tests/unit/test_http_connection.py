@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
-from common.http_connection import HttpLimits, address_of
-from common.http_port import HttpPort
+from common.http.connection import HttpLimits, address_of
+from common.http.port import HttpPort
 from tests.http_pages import page
 
 TIMEOUT_S = 20

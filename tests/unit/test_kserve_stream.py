@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from inflight.kserve import grpc_service_pb2
 
 from common.errors import Reason, RequestError
+from inflight.kserve import grpc_service_pb2
 from router.kserve.infer_stream import InferStream
 
 Request = grpc_service_pb2.ModelInferRequest

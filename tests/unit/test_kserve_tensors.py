@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from inflight.kserve import grpc_service_pb2
 
 from common.errors import RequestError
+from inflight.kserve import grpc_service_pb2
 from router.kserve.tensors import (
     BYTES,
     CONTENTS_FIELDS,

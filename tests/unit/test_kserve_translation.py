@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from inflight.kserve import grpc_service_pb2
-from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight.kserve import grpc_service_pb2
+from inflight.v1 import inference_pb2, types_pb2
 from router.kserve.models import INPUTS, OUTPUTS, model_config, model_metadata
 from router.kserve.options import OPTIONS, Kind
 from router.kserve.responses import Responder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.errors import Reason
-from router.latencies import Latencies, RollingCount, RollingTimes
-from router.observing import RequestEnd, RequestFacts
+from router.telemetry.events import RequestEnd, RequestFacts
+from router.telemetry.latencies import Latencies, RollingCount, RollingTimes
 
 
 class Clock:

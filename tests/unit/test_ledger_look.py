@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from common.errors import Reason, RequestError
-from router.ledger_look import MAX_LINES, LedgerLook
-from router.store.snapshot import ClassQueue, Snapshot
+from router.stats.source import MAX_LINES, LedgerLook
+from router.store.types import ClassQueue, Snapshot
 
 
 class Ledger:

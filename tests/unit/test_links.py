@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from inflight.v1 import executor_pb2
 
-from router import links
-from router.links import ExecutorLink
+from inflight.v1 import executor_pb2
+from router.executors import link as links
+from router.executors.link import ExecutorLink
 
 
 class StillCall:

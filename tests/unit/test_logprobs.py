@@ -10,13 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.model_source import resolve_model
-from executor.blocks import BlockPool
-from executor.launch import NO_TOKEN
-from executor.logprobs import step_logprobs
-from executor.model import PagedModel
-from executor.runner import ModelRunner
-from executor.scheduler import Scheduler
-from executor.sequence import Sampling, Sequence, Stopping
+from executor.engine.runner import NO_TOKEN
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import Sampling, Sequence, Stopping
+from executor.step.logprobs import step_logprobs
 from tests.scheduling import LIMITS, run_overlapped
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads

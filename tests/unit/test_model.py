@@ -25,14 +25,14 @@ from transformers import (
 )
 
 from common.model_source import ModelError, resolve_model
-from executor import model as model_module
 from executor.attention.choice import choose_backend
-from executor.batch import pack
-from executor.model import PagedModel
+from executor.checkpoint.packed_linear import PackedLinear, pack_linears
+from executor.model import model as model_module
+from executor.model.model import PagedModel
+from executor.model.self_check import relative_distance
 from executor.native.build import BuildFailure
-from executor.packed_linear import PackedLinear, pack_linears
-from executor.self_check import relative_distance
-from executor.sequence import PlanRow, StepPlan
+from executor.scheduler.sequence import PlanRow, StepPlan
+from executor.step.batch import pack
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.paged_cases import make_sequence
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes

@@ -12,7 +12,7 @@ import huggingface_hub.constants
 import pytest
 
 from common.model_source import ModelError, load_tokenizer, resolve_model
-from executor.model_files import check_weights, read_generation_defaults
+from executor.checkpoint.files import check_weights, read_generation_defaults
 
 
 def write_folder(folder: Path, **files: str) -> Path:

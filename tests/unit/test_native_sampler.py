@@ -14,14 +14,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from executor.launch import NO_TOKEN
-from executor.native import compare_samplers
+from bench.engine import samplers as compare_samplers
+from executor.cpu.sampler import NativeSampler, choose_sampler
+from executor.engine.runner import NO_TOKEN
 from executor.native.build import BuildFailure
 from executor.native.library import NativeLibrary
-from executor.native.sampler import NativeSampler, choose_sampler
-from executor.sampling import SampleRow, gumbel_noise, sample
-from executor.sampling_batch import SamplingBatch
-from executor.sequence import Sampling
+from executor.scheduler.sequence import Sampling
+from executor.step.sampling import SampleRow, gumbel_noise, sample
+from executor.step.sampling_columns import SamplingBatch
 from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.sampling_oracle import PHILOX_ANSWERS
 from tests.torch_threads import torch_threads
@@ -191,7 +191,7 @@ def test_threads_do_not_disturb_each_other(native: NativeSampler) -> None:
 def test_without_a_compiler_the_torch_sampler_runs_and_the_log_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("executor.native.sampler.load_native", lambda name: BuildFailure("there is no C++ compiler"))
+    monkeypatch.setattr("executor.cpu.sampler.load_native", lambda name: BuildFailure("there is no C++ compiler"))
     with caplog.at_level(logging.WARNING):
         assert choose_sampler(torch.device("cpu")) is None
     assert [record.getMessage() for record in caplog.records] == ["sampling is slow, because there is no C++ compiler"]

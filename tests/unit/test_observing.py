@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import Reason, RequestError
-from router.lifecycle import DEADLINE_END, End, Leave, Submit, Unlinked
-from router.observing import Listeners, RequestFacts, RequestRecord, class_name, outcome_of
-from router.relay import Relay
-from router.streams import RequestStream
+from inflight.v1 import inference_pb2, types_pb2
+from router.dispatch.lifecycle import DEADLINE_END, End, Leave, Submit, Unlinked
+from router.stream.relay import Relay
+from router.stream.request_stream import RequestStream
+from router.telemetry.events import Listeners, RequestFacts, RequestRecord, class_name, outcome_of
 from tests.scripted_store import new_reading, new_stream, place, placement
 
 

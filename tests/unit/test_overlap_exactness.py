@@ -10,13 +10,13 @@ import pytest
 from transformers import LlamaConfig
 
 from common.model_source import resolve_model
-from executor.blocks import BlockPool
-from executor.engine import Engine
-from executor.engine_output import EngineOutput
-from executor.model import PagedModel
-from executor.runner import ModelRunner
-from executor.scheduler import Batching, Scheduler, SchedulerLimits
-from executor.sequence import FinishReason, Sampling, Sequence, Stopping
+from executor.engine.engine import Engine
+from executor.engine.output import EngineOutput
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
+from executor.scheduler.sequence import FinishReason, Sampling, Sequence, Stopping
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from executor.host_blocks import HostBlocks
-from executor.limits import Overcommit, PreemptionCost
-from executor.overcommitted_room import OvercommittedRoom
-from executor.preemption import Candidate, Kept, choose_victim, is_swap_cheaper, recompute_cost, swap_cost
-from executor.scheduler import Batching, Refusal, Scheduler, SchedulerPolicy
-from executor.sequence import FinishReason, Sequence, StepPlan
-from executor.step_draft import StepDraft
+from executor.scheduler.blocks import HostBlocks
+from executor.scheduler.limits import Overcommit, PreemptionCost
+from executor.scheduler.max_utilization import OvercommittedRoom
+from executor.scheduler.plan_builder import StepDraft
+from executor.scheduler.preemption import Candidate, Kept, choose_victim, is_swap_cheaper, recompute_cost, swap_cost
+from executor.scheduler.scheduler import Batching, Refusal, Scheduler, SchedulerPolicy
+from executor.scheduler.sequence import FinishReason, Sequence, StepPlan
 from tests.scheduling import BLOCK_SIZE, LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, step
 
 TIGHT = replace(

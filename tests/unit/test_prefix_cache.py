@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from executor.prefix_cache import HASH_BYTES, chain_hashes
-from executor.sequence import FinishReason
+from executor.scheduler.prefix_cache import HASH_BYTES, chain_hashes
+from executor.scheduler.sequence import FinishReason
 from tests.scheduling import (
     LIMITS,
     make_scheduler,

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
-from inflight.v1 import executor_pb2, executor_pb2_grpc
 
-from router.links import PROTOCOL_VERSION, ExecutorLink
+from inflight.v1 import executor_pb2, executor_pb2_grpc
+from router.executors.link import PROTOCOL_VERSION, ExecutorLink
 from tests.scripted_store import ScriptedRouter
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from common.errors import Reason, RequestError
-from router.queue_watch import QueueWatch
+from router.dispatch.queue_updates import QueueWatch
 from router.store.types import Explanation, Queued, RequestState
-from router.streams import RequestStream
+from router.stream.request_stream import RequestStream
 from tests.scripted_store import new_stream, place, placement
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from executor.recent_rates import WINDOW_S, Rates, RecentRates
+from executor.serving.report import WINDOW_S, Rates, RecentRates
 
 
 class Clock:

@@ -8,12 +8,12 @@ from typing import Any
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2, types_pb2
 
-from client.errors import FieldError, InflightError
-from client.events import Delta, Event, Resumed
-from client.recovery import ANSWERED_S, SUBMIT_TIMEOUT_S, VANISHED_S, Again, Recovery, RecoveryPolicy
 from common.errors import Reason
+from inflight.errors import FieldError, InflightError
+from inflight.events import Delta, Event, Resumed
+from inflight.recovery import ANSWERED_S, SUBMIT_TIMEOUT_S, VANISHED_S, Again, Recovery, RecoveryPolicy
+from inflight.v1 import inference_pb2, types_pb2
 from tests.unit.scripted_router import accepted, delta, ending, seconds, started
 
 Status = grpc.StatusCode

@@ -16,7 +16,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError, ResponseError
 
-from client.stack.redis_server import ACL_RULES, COMMANDS, USER, PrivateRedis, RedisStartError, find_redis_binary
+from inflight.local.redis_server import ACL_RULES, COMMANDS, USER, PrivateRedis, RedisStartError, find_redis_binary
 from router.store.lua import load_scripts
 
 
@@ -88,7 +88,7 @@ def test_stop_ends_the_process_and_may_be_repeated(tmp_path: Path) -> None:
 def test_server_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     program = (
         "import pathlib, sys, time\n"
-        "from client.stack.redis_server import PrivateRedis\n"
+        "from inflight.local.redis_server import PrivateRedis\n"
         "print(PrivateRedis.start(pathlib.Path(sys.argv[1])).pid, flush=True)\n"
         "sys.stdin.read()\n"
     )

@@ -8,8 +8,8 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 
 from common.errors import Reason, RequestError
-from common.grpc_status import to_rpc_status
-from router.refusals import RETRY_AFTER_MS, refusal, shut_out, unknown_tenant
+from common.rpc.status import to_rpc_status
+from router.request.errors import RETRY_AFTER_MS, refusal, shut_out, unknown_tenant
 from router.store.types import Refused
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from executor.scheduler.limits import Batching, SchedulerPolicy
+from executor.scheduler.sequence import FinishReason
+from executor.scheduler.step_constraint import StepConstraint
+from executor.serving.report import CONSTRAINT_PROTO, policy_proto
+from executor.serving.router_session import FINISH_REASON_PROTO
 from inflight.v1 import types_pb2
-
-from executor.limits import Batching, SchedulerPolicy
-from executor.report import CONSTRAINT_PROTO, policy_proto
-from executor.sequence import FinishReason
-from executor.session import FINISH_REASON_PROTO
-from executor.step_bounds import StepConstraint
 from tests.scheduling import LIMITS
 
 

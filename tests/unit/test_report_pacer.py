@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.report_pacer import INTERVAL_S, ReportPacer
+from router.dispatch.report_pacer import INTERVAL_S, ReportPacer
 from router.store.types import ExecutorReport, HeldSequence
 
 REPORT = ExecutorReport("x", 1, 1, 100, 100, 8, accepting=True)

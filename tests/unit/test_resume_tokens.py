@@ -6,18 +6,18 @@ import asyncio
 from typing import Any, cast
 
 import pytest
-from inflight.v1 import inference_pb2
 
 from common.errors import Reason, RequestError
-from router.callers import ANYBODY, Caller
-from router.claims import Claims
-from router.request_ids import client_id, digest_of, keyed_request_id, keyed_seed, ledger_id
-from router.resume_secret import ResumeTokens
-from router.service import InferenceService
+from inflight.v1 import inference_pb2
+from router.api.resume import Claims
+from router.api.service import InferenceService
+from router.api.validation import REQUEST_ID
+from router.auth.caller import ANYBODY, Caller
+from router.auth.resume_secret import ResumeTokens
+from router.request.ids import client_id, digest_of, keyed_request_id, keyed_seed, ledger_id
 from router.settings import RouterSettings
 from router.store.connection import connect
-from router.store.secret import KEY, learn_secret
-from router.validation import REQUEST_ID
+from router.store.ledgers import KEY, learn_secret
 from tests.cluster import token_request
 from tests.scripted_store import ScriptedRouter
 from tests.store_pool import SETTINGS
@@ -153,7 +153,7 @@ async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
 
 
 async def test_secret_is_learned_when_the_ledger_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.resume_secret.RETRY_S", 0.0)
+    monkeypatch.setattr("router.auth.resume_secret.RETRY_S", 0.0)
     answers: list[Any] = [RequestError(Reason.STORE_UNAVAILABLE, "away"), b"s" * 32]
 
     async def learn(own: bytes | None) -> bytes:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from common.settings import SettingError, describe, load
+from router.app import resume_tokens, store_settings_of
+from router.auth.resume_secret import ResumeTokens
 from router.main import run
-from router.parts import resume_tokens, store_settings_of
-from router.resume_secret import ResumeTokens
 from router.settings import RouterSettings
 from router.store.settings import StoreSettings
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from executor.scheduler import Batching, Scheduler
-from executor.sequence import FinishEvent, FinishReason, StepOutcome, StepPlan
+from executor.scheduler.scheduler import Batching, Scheduler
+from executor.scheduler.sequence import FinishEvent, FinishReason, StepOutcome, StepPlan
 from tests.scheduling import LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, rows_of
 
 

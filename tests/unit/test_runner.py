@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.batch import StepBatch
-from executor.gpu.host_tier import Pairs
-from executor.model import PagedModel
-from executor.runner import ModelRunner
-from executor.sampling_batch import SamplingBatch
-from executor.scheduler import Scheduler
-from executor.sequence import FinishReason, Sampling, Sequence, StepResult
+from executor.attention.gpu_host_tier import Pairs
+from executor.model.model import PagedModel
+from executor.model.runner import ModelRunner
+from executor.scheduler.scheduler import Scheduler
+from executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepResult
+from executor.step.batch import StepBatch
+from executor.step.sampling_columns import SamplingBatch
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence
 
 
@@ -149,7 +149,7 @@ def test_copies_to_host_memory_that_fail_are_the_failure_of_their_step_alone(
             if self.num_swaps == 1:
                 raise MemoryError
 
-    monkeypatch.setattr("executor.runner.open_host_tier", lambda kv, num_host_blocks: FailingTier())
+    monkeypatch.setattr("executor.model.runner.open_host_tier", lambda kv, num_host_blocks: FailingTier())
     monkeypatch.setattr(AddingModel, "kv", (), raising=False)
     limits = replace(LIMITS, num_host_blocks=1)
     runner = ModelRunner(cast("PagedModel", cast("Any", model)), limits, BLOCK_SIZE)

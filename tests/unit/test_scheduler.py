@@ -7,9 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from executor.places import MAX_PASSED_BY
-from executor.scheduler import Batching, Refusal, Scheduler
-from executor.sequence import FinishEvent, FinishReason, NewTokens, Sequence, StepOutcome, StepResult, TokenLogprobs
+from executor.scheduler.queues import MAX_PASSED_BY
+from executor.scheduler.scheduler import Batching, Refusal, Scheduler
+from executor.scheduler.sequence import (
+    FinishEvent,
+    FinishReason,
+    NewTokens,
+    Sequence,
+    StepOutcome,
+    StepResult,
+    TokenLogprobs,
+)
 from tests.scheduling import (
     LIMITS,
     STOP_ID,

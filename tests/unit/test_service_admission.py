@@ -7,16 +7,16 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from inflight.v1 import executor_pb2, inference_pb2, stats_pb2, types_pb2
 
 from common.errors import Reason, RequestError
-from router.admission_rules import AdmissionRules
-from router.admit import deadlines_of
-from router.explain import waiting_for
-from router.prefixes import prefix_hashes
-from router.request_spec import GenerateSpec
+from inflight.v1 import executor_pb2, inference_pb2, stats_pb2, types_pb2
+from router.api.prepare import deadlines_of
+from router.api.request_status import waiting_for
+from router.config.tenants import AdmissionRules
+from router.config.variants import Variant
+from router.request.prefix_hashes import prefix_hashes
+from router.request.spec import GenerateSpec
 from router.store.types import CancelOutcome, Explanation, Refused, RequestState, TenantLimits, WaitReason
-from router.variants import Variant
 from tests.cluster import token_request
 from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
 

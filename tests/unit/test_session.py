@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from inflight.v1 import executor_pb2, types_pb2
 
 from common.errors import Reason, RequestError
-from executor import session as sessions
-from executor.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping
-from executor.session import Session
+from executor.scheduler.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping
+from executor.serving import router_session as sessions
+from executor.serving.router_session import Session
+from inflight.v1 import executor_pb2, types_pb2
 
 
 def make_sequence(request_id: str) -> Sequence:
@@ -194,7 +194,7 @@ async def test_router_of_the_first_version_hears_nothing_of_attaching() -> None:
 
 
 async def test_more_tokens_than_a_message_holds_leave_in_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor.session.MAX_FRAME_TOKENS", 4)
+    monkeypatch.setattr("executor.serving.router_session.MAX_FRAME_TOKENS", 4)
     session = Session("router", 1, 64)
     sequence = make_sequence("a")
     session.accept(sequence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.silence import Silence
+from router.executors.silence import Silence
 
 
 def test_silence_is_over_after_so_many_looks() -> None:

@@ -7,11 +7,14 @@ import struct
 from pathlib import Path
 
 import pytest
-from inflight.v1 import inference_pb2
 
 from bench.chaos.tiny_model import write_tiny_model
-from client.cli.main import main
-from client.sizing.arithmetic import (
+from common.model_source import ModelError
+from common.settings import SettingError, load
+from executor import main as executor_main
+from executor.settings import ExecutorSettings
+from inflight.cli.main import main
+from inflight.tools.sizing.arithmetic import (
     GIBIBYTE,
     Machine,
     Speed,
@@ -21,12 +24,9 @@ from client.sizing.arithmetic import (
     seats_at_max_utilization,
     seats_without_eviction,
 )
-from client.sizing.model_shape import ModelShape, read_model_shape
-from client.sizing.report import better_policy
-from common.model_source import ModelError
-from common.settings import SettingError, load
-from executor import main as executor_main
-from executor.settings import ExecutorSettings
+from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
+from inflight.tools.sizing.report import better_policy
+from inflight.v1 import inference_pb2
 from tests.torch_threads import torch_threads
 from tests.unit.scripted_router import ScriptedRouter, serving
 
@@ -216,5 +216,5 @@ def test_what_cannot_be_is_one_line(flags: list[str], said: str, capsys: pytest.
 def test_size_needs_no_torch() -> None:
     from tests.contract.test_imports import imports_of, path_of, sources
 
-    for path in (*sources("client/sizing"), path_of("client.cli.size"), path_of("common.kv_size")):
+    for path in (*sources("inflight/tools/sizing"), path_of("inflight.cli.size"), path_of("common.kv_size")):
         assert not {name for name in imports_of(path) if name.split(".")[0] in ("torch", "transformers", "executor")}

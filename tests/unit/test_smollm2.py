@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.model_source import load_tokenizer, resolve_model
-from executor.gguf_import import import_gguf
-from executor.model import PagedModel
+from executor.checkpoint.gguf import import_gguf
+from executor.model.model import PagedModel
 from tests.greedy import Reference, assert_same, generate_alone, generate_together
 from tests.torch_threads import torch_threads
 

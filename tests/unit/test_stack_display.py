@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from client.cli.stack_display import StackDisplay
-from client.stack.local import Phase, Progress
+from inflight.cli.stack_display import StackDisplay
+from inflight.local.stack import Phase, Progress
 
 
 def show(*, is_terminal: bool) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from inflight.v1 import stats_pb2
 
-from router.callers import ANYBODY, Caller
-from router.stats import SHARE, pause_after
-from router.stats_view import seen_queues, seen_sequence
-from router.store.snapshot import ClassQueue, Snapshot, TenantLine
+from inflight.v1 import stats_pb2
+from router.auth.caller import ANYBODY, Caller
+from router.stats.source import SHARE, pause_after
+from router.stats.visibility import seen_queues, seen_sequence
+from router.store.types import ClassQueue, Snapshot, TenantLine
 
 ANN = Caller(tenant="ann")
 OPERATOR = Caller(tenant="ann", is_operator=True)

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from inflight.v1 import executor_pb2
 
-from executor.blocks import BlockPool
-from executor.engine import Engine
-from executor.engine_output import EngineOutput
-from executor.holdings import Holdings, Keeping
-from executor.limits import Overcommit, SchedulerLimits
-from executor.scheduler import Scheduler, SchedulerPolicy
-from executor.sequence import FinishReason, Sequence
-from executor.session import Session
+from executor.engine.engine import Engine
+from executor.engine.output import EngineOutput
+from executor.scheduler.blocks import BlockPool
+from executor.scheduler.limits import Overcommit, SchedulerLimits
+from executor.scheduler.scheduler import Scheduler, SchedulerPolicy
+from executor.scheduler.sequence import FinishReason, Sequence
+from executor.serving.placements import Holdings, Keeping
+from executor.serving.router_session import Session
+from inflight.v1 import executor_pb2
 from tests.fake_device import FakeDevice
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from executor.limits import SchedulerLimits
-from executor.scheduler import Batching, SchedulerPolicy
-from executor.step_bounds import StepBounds, StepConstraint
+from executor.scheduler.limits import SchedulerLimits
+from executor.scheduler.scheduler import Batching, SchedulerPolicy
+from executor.scheduler.step_constraint import StepBounds, StepConstraint
 from tests.scheduling import LIMITS, make_scheduler, make_sequence, step
 
 

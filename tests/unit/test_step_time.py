@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from executor.demand import PrefillDemand
-from executor.pace import MARGIN, Pace
-from executor.scheduler import Batching, SchedulerLimits
-from executor.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
-from executor.step_time import FEWEST_STEPS, StepLoad, StepTime
+from executor.engine.prefill_budget import MARGIN, Pace
+from executor.engine.step_time import FEWEST_STEPS, StepLoad, StepTime
+from executor.scheduler.scheduler import Batching, SchedulerLimits
+from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
+from executor.scheduler.step_constraint import PrefillDemand
 from tests.modelled_device import Ride, step_seconds
 from tests.paged_cases import make_sequence as paged_sequence
 

@@ -7,15 +7,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
-from inflight.v1 import executor_pb2
 
 from common.errors import RequestError
-from executor.engine_output import EngineOutput
-from executor.seating import Phase, SequenceStanding
-from executor.sequence import FinishReason, StepPlan
-from executor.step_history import StepHistory
-from executor.step_record import NO_TIMES, KvCounts, LoopPart, PlanCounts, StepRecord
-from executor.step_watch import StepWatch
+from executor.engine.output import EngineOutput
+from executor.scheduler.seat_view import Phase, SequenceStanding
+from executor.scheduler.sequence import FinishReason, StepPlan
+from executor.scheduler.step_record import NO_TIMES, KvCounts, LoopPart, PlanCounts, StepRecord
+from executor.serving.step_feed import StepHistory, StepWatch
+from inflight.v1 import executor_pb2
 from tests.scheduling import make_scheduler, make_sequence, retire, step
 
 DESCRIPTION = executor_pb2.DescribeResponse(generation=7, total_blocks=32, block_size=4, max_num_sequences=2)

@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 
-from router.store.calls import submit_args
-from router.store.replies import parse_reply
-from router.store.tenures import KEPT_MS, Tenures
+from router.store.codec import parse_reply, submit_args
+from router.store.ownership import KEPT_MS, Tenures
 from router.store.types import (
     Adopted,
     Attempt,

@@ -16,8 +16,8 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from client.stack.redis_server import PrivateRedis
 from common.errors import Reason, RequestError
+from inflight.local.redis_server import PrivateRedis
 from router.store.call_pool import NotSentError
 from router.store.cluster import ClusterClient
 from router.store.connection import close, connect

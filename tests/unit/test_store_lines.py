@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from router.store.snapshot import TenantLine
-from router.store.types import Demand, TenantLimits
+from router.store.types import Demand, TenantLimits, TenantLine
 from tests.store_pool import StorePool
 
 

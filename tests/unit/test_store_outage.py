@@ -10,7 +10,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from common.errors import RequestError
-from router.ledger_writer import LedgerWriter
+from router.dispatch.ledger_writer import LedgerWriter
 from router.store.outage import QUIET_S, REMINDER_S, Outage
 from router.store.store import AdmissionStore
 from router.store.types import Ending, ExecutorReport

@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import Reason, RequestError
 from router.store.connection import connect
-from router.store.secret import KEY, SECRET_BYTES, restore, shared_secret
+from router.store.ledgers import KEY, SECRET_BYTES, restore, shared_secret
 from tests.store_pool import SETTINGS, StorePool
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from inflight.v1 import executor_pb2
-
 from router.store.types import Demand
-from router.streams import RequestStream
+from router.stream.request_stream import RequestStream
 
 
 def test_tokens_behind_a_stop_text_are_dropped_and_none_is_missing() -> None:

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable
 
 import pytest
-from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 
 from common.errors import Reason, RequestError
-from router.dispatch import Dispatcher
-from router.lifecycle import End
-from router.links import ExecutorLink
-from router.relay import Relay
+from inflight.v1 import executor_pb2, resume_pb2, types_pb2
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.lifecycle import End
+from router.executors.link import ExecutorLink
 from router.store.types import (
     Adopted,
     Demand,
@@ -26,7 +25,8 @@ from router.store.types import (
     RequestState,
     TakenOver,
 )
-from router.streams import RequestStream
+from router.stream.relay import Relay
+from router.stream.request_stream import RequestStream
 from tests.scripted_store import (
     ScriptedRouter,
     ScriptedStore,

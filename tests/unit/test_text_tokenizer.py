@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from inflight.v1 import inference_pb2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.errors import Reason, RequestError
+from inflight.v1 import inference_pb2
 from router.text.chat import RESERVED_VARIABLES
 from router.text.tokenizer import TextModel
 from tests import text_models

@@ -10,19 +10,19 @@ from contextlib import suppress
 from typing import Any, cast
 
 import pytest
-from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
 from common.errors import Reason, RequestError
-from executor.engine_output import EngineStatus
-from executor.reporter import Reporter
-from router.links import MAX_SILENT_S
-from router.reading import Deadlines
-from router.relay import Relay
-from router.silence import Silence
+from executor.engine.output import EngineStatus
+from executor.serving.report import Reporter
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from router.executors.link import MAX_SILENT_S
+from router.executors.silence import Silence
+from router.request.delivery import Deadlines
 from router.store.settings import StoreSettings
 from router.store.store import _repeat
 from router.store.types import Adopted, CancelOutcome, LeaseLapsed, Lost, Queued
-from router.streams import RequestStream
+from router.stream.relay import Relay
+from router.stream.request_stream import RequestStream
 from tests.scripted_store import (
     ScriptedRouter,
     accepts,

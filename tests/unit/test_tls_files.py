@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from client.cli.main import main
-from client.stack.certificates import CertificateFolder, make_certificates
+from common.rpc.tls import TlsFiles, TlsPaths
 from common.settings import SettingError
-from common.tls import TlsFiles, TlsPaths
+from inflight.cli.main import main
+from inflight.local.certificates import CertificateFolder, make_certificates
 
 
 def paths_in(made: CertificateFolder) -> TlsPaths:
@@ -94,7 +94,7 @@ def test_broken_change_keeps_what_held_and_warns_once(tmp_path: Path, caplog: py
     files = TlsFiles.open(paths_in(made))
     before = files.material
     shutil.copy(other.certificate("executor"), made.certificate("executor"))
-    with caplog.at_level(logging.INFO, "common.tls"):
+    with caplog.at_level(logging.INFO, "common.rpc.tls"):
         files.look()
         files.look()
         assert files.material is before

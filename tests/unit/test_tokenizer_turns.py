@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from common.errors import Reason, RequestError
-from router.text.turns import TokenizerTurns
+from router.api.tokenizer_turns import TokenizerTurns
 
 
 class Works:

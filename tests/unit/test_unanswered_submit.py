@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from inflight.v1 import types_pb2
-
 from common.errors import Reason, RequestError
+from inflight.v1 import types_pb2
 from router.store.types import Demand, LeaseLapsed, Placement, Queued
 from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
 

@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import pytest
-from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import Reason, RequestError
-from router.request_spec import ChatPrompt, ModelLimits, ResolvedSampling, TextPrompt, TokenPrompt
-from router.unbuilt import unbuilt_defaults
-from router.validation import MAX_DEADLINE_S, validate_generate
+from inflight.v1 import inference_pb2, types_pb2
+from router.api.unsupported_fields import unbuilt_defaults
+from router.api.validation import MAX_DEADLINE_S, validate_generate
+from router.request.spec import ChatPrompt, ModelLimits, ResolvedSampling, TextPrompt, TokenPrompt
 from tests.validated import SEED, limits_of, validated
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from inflight.v1 import inference_pb2, types_pb2
 
 from common.errors import Reason, RequestError
-from router.request_spec import ChatPrompt, GenerateSpec, ModelLimits
+from inflight.v1 import inference_pb2, types_pb2
+from router.api.unsupported_fields import UNBUILT
+from router.api.validation import validate_generate
+from router.request.spec import ChatPrompt, GenerateSpec, ModelLimits
 from router.text.chat import plain_struct, template_messages, template_tools
-from router.unbuilt import UNBUILT
-from router.validation import validate_generate
 
 LIMITS = ModelLimits(
     context_length=100,

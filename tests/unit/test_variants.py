@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from inflight.v1 import executor_pb2, inference_pb2
 
-from router.service import sticky_key
+from inflight.v1 import executor_pb2, inference_pb2
+from router.api.service import sticky_key
+from router.config.variants import Variant, choose_variant, share_of
+from router.stats.variants import NUM_KEPT, VariantMeter, VariantMeters, percentile
 from router.store.types import Demand
-from router.streams import RequestStream
-from router.variant_meter import NUM_KEPT, VariantMeter, VariantMeters, percentile
-from router.variants import Variant, choose_variant, share_of
+from router.stream.request_stream import RequestStream
 
 A, B, C = Variant("a", 90), Variant("b", 10), Variant("c", 25)
 KEYS = [f"session-{i}" for i in range(4000)]

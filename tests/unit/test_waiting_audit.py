@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from router.dispatch.waiting_audit import CONFIRM_S, MAX_PER_LOOK, WaitingAudit
 from router.store.types import Attempt
-from router.streams import RequestStream
-from router.waiting_audit import CONFIRM_S, MAX_PER_LOOK, WaitingAudit
+from router.stream.request_stream import RequestStream
 from tests.scripted_store import new_stream
 
 

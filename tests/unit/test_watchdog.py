@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from executor.watchdog import Look, look_again
+from executor.engine.watchdog import Look, look_again
 
 INTERVAL_S = 1.0
 

@@ -11,10 +11,10 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
-from inflight.v1 import inference_pb2
 
 from common.errors import RequestError
-from common.wire_counts import MAX_FIELDS, SMALL_BYTES, WireCounts, WireLimits
+from common.rpc.wire_counts import MAX_FIELDS, SMALL_BYTES, WireCounts, WireLimits
+from inflight.v1 import inference_pb2
 from tests.fuzz.messages import floods_of, messages_of, nested
 
 REQUEST = inference_pb2.GenerateRequest

@@ -13,12 +13,12 @@ from typing import Any
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2, types_pb2
 
-from client.cli import main as cli
-from client.cli.answer import write_note
-from client.cli.main import main
 from common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight.cli import main as cli
+from inflight.cli.answer import write_note
+from inflight.cli.main import main
+from inflight.v1 import inference_pb2, types_pb2
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, asked, delta, serving, speak
 
 # --- generate
@@ -120,7 +120,7 @@ def test_a_bad_address_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_reader_that_goes_away_ends_generate_without_a_traceback(address: str) -> None:
     folder = Path(cli.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(folder / "protos" / "gen")))}
-    command = [sys.executable, "-m", "client.cli.main", "generate", "hi", "--address", address]
+    command = [sys.executable, "-m", "inflight.cli.main", "generate", "hi", "--address", address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     process.stdout.close()

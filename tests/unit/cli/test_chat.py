@@ -12,12 +12,12 @@ from pathlib import Path
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2, types_pb2
 
-from client.chat.commands import ChatState, run_command
-from client.chat.conversation import Conversation, ConversationError
-from client.chat.prompt import Prompt
-from client.cli.main import main
+from inflight.chat.commands import ChatState, run_command
+from inflight.chat.conversation import Conversation, ConversationError
+from inflight.chat.prompt import Prompt
+from inflight.cli.main import main
+from inflight.v1 import inference_pb2, types_pb2
 from tests.pseudo_terminal import CTRL_C, CTRL_D, UP, at_terminal
 from tests.unit.scripted_router import WORDS, ScriptedRouter, accepted, asked, delta, serving, speak
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from client.cli import main as cli
-from client.cli.address import DEFAULT_ADDRESS, add_address_flags, resolve_addresses
-from client.cli.main import COMMANDS, Command, main, usage
-from client.stack.state import ProcessState, StackState, write_state
+from inflight.cli import main as cli
+from inflight.cli.address import DEFAULT_ADDRESS, add_address_flags, resolve_addresses
+from inflight.cli.main import COMMANDS, Command, main, usage
+from inflight.local.state import ProcessState, StackState, write_state
 from tests.unit.scripted_router import ScriptedRouter
 
 NATIVE = [command.name for command in COMMANDS if command.run.startswith("client.")]
@@ -57,7 +57,7 @@ def test_a_command_whose_part_is_not_installed_says_so(
 
 def test_help_loads_no_server_and_no_model_library() -> None:
     program = (
-        "import sys; from client.cli.main import main; main(['--help']);"
+        "import sys; from inflight.cli.main import main; main(['--help']);"
         "sys.exit(bool({'torch', 'transformers', 'redis', 'router.main', 'executor.main'} & set(sys.modules)))"
     )
     folder = Path(cli.__file__).parents[2]

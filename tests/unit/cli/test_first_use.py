@@ -13,21 +13,21 @@ from pathlib import Path
 
 import grpc
 import pytest
-from inflight.v1 import inference_pb2
 
-from client.chat.commands import ChatState, run_command
-from client.chat.conversation import Conversation
-from client.cli import doctor, terminal
-from client.cli.main import main
-from client.cli.outcome import in_words
-from client.cli.up import EXECUTOR_FLAGS, ROUTER_FLAGS
-from client.errors import InflightError
-from client.stack.local import LocalStack, StackError
-from client.stack.options import StackOptions
-from client.stack.port_holder import holder_of
-from client.stack.state import ProcessState, StackState, write_state
-from common.server import GrpcServer
+from common.rpc.server import GrpcServer
 from docs.generate.settings_page import settings_classes
+from inflight.chat.commands import ChatState, run_command
+from inflight.chat.conversation import Conversation
+from inflight.cli import doctor, terminal
+from inflight.cli.main import main
+from inflight.cli.outcome import in_words
+from inflight.cli.up import EXECUTOR_FLAGS, ROUTER_FLAGS
+from inflight.errors import InflightError
+from inflight.local.options import StackOptions
+from inflight.local.port_holder import holder_of
+from inflight.local.stack import LocalStack, StackError
+from inflight.local.state import ProcessState, StackState, write_state
+from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import ScriptedRouter
 
 

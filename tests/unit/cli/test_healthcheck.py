@@ -9,10 +9,10 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from client.cli.healthcheck import address_to_ask
-from client.cli.main import main
-from common.http_port import HttpPort
-from common.server import LIVE_SERVICE, GrpcServer
+from common.http.port import HttpPort
+from common.rpc.server import LIVE_SERVICE, GrpcServer
+from inflight.cli.healthcheck import address_to_ask
+from inflight.cli.main import main
 
 SERVICE = "inflight.v1.ExecutorService"
 

@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 from cryptography import x509
 
-from client.cli.main import main
+from inflight.cli.main import main
 
 
 def made(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:

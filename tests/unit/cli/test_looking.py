@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from inflight.v1 import inference_pb2, types_pb2
 
-from client.cli.main import main
+from inflight.cli.main import main
+from inflight.v1 import inference_pb2, types_pb2
 from tests.unit.scripted_router import ScriptedRouter, asked, seconds
 
 # --- models and status
@@ -110,7 +110,7 @@ def test_status_watch_goes_on_until_ctrl_c(
         if len(waits) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("client.cli.status.time.sleep", wait)
+    monkeypatch.setattr("inflight.cli.status.time.sleep", wait)
     assert main(["status", "--watch", "0.5", "--address", address]) == 130
     assert waits == [0.5] * 3
     assert "nothing waits" in capsys.readouterr().out

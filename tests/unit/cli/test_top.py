@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 from rich.console import Console
 
-from client.cli.main import main
-from client.cli.top import as_svg
-from client.top.screen import ESCAPE, LEAVE, SORT, Screen
-from client.top.view import render
+from inflight.cli.main import main
+from inflight.cli.top import as_svg
+from inflight.top.screen import ESCAPE, LEAVE, SORT, Screen
+from inflight.top.view import render
+from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 from tests.pseudo_terminal import CTRL_C, at_terminal
 from tests.unit.scripted_router import ScriptedRouter, asked
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from client.cli.main import main
-from client.cli.up import _parser as up_parser
-from client.cli.up import stack_options
-from client.stack.options import executor_command, gateway_command, router_command
+from inflight.cli.main import main
+from inflight.cli.up import _parser as up_parser
+from inflight.cli.up import stack_options
+from inflight.local.options import executor_command, gateway_command, router_command
 
 
 def test_up_turns_its_flags_into_the_servers_flags() -> None:

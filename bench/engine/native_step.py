@@ -1,0 +1,206 @@
+"""How far each part of a step on a CPU is from its limit: `python -m executor.native.measure_step`.
+
+Loads a model, computes steps of some shapes through our own forward, and sets the time of each part beside the least
+that it could take here: reading its weights or KV once at the measured bandwidth, or its operations at the measured
+rate of a large matrix product, whichever is longer. Prints Markdown; the shapes take turns, so that a disturbance meets
+all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common.machine import num_usable_cores
+from common.model_source import resolve_model
+from executor.checkpoint.decoder_weights import DecoderShape
+from executor.cpu.decoder import PARTS, NativeDecoder
+from executor.model.model import PagedModel
+from executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
+from executor.scheduler.sequence import Sequence as TokenSequence
+from executor.step.batch import StepBatch, pack
+
+BLOCK_SIZE = 16
+# Larger than caches that belong to this machine alone.
+READ_BYTES = 512 << 20
+MATRIX_SIZE = 2048
+SECONDS_OF_RATE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """`num_sequences` with `num_context` tokens each, of which the step computes the last `num_new`."""
+
+    num_sequences: int
+    num_new: int
+    num_context: int
+
+    def __str__(self) -> str:
+        if self.num_new == 1:
+            return f"decodes: {self.num_sequences}, contexts of {self.num_context}"
+        return f"prompts: {self.num_sequences}, {self.num_new} new tokens each, contexts of {self.num_context}"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a part must do at least: bytes to read, floating-point operations."""
+
+    num_bytes: float
+    num_operations: float
+
+    def least_s(self, limits: Limits) -> float:
+        """The time that it takes at the machine's limits."""
+        return max(self.num_bytes / limits.bytes_per_s, self.num_operations / limits.operations_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this machine does at most, measured."""
+
+    bytes_per_s: float
+    operations_per_s: float
+
+
+SHAPES = (StepShape(1, 1, 300), StepShape(8, 1, 300), StepShape(32, 1, 300), StepShape(1, 512, 512))
+
+
+def part_works(shape: DecoderShape, step: StepShape, num_weight_bytes: int, num_kv_bytes: int) -> dict[str, Work]:
+    """The least work of the parts that have any to speak of; weights and KV take so many bytes a number."""
+    num_tokens = step.num_sequences * step.num_new
+    width, heads, inner = shape.hidden_size, shape.num_heads * shape.head_dim, shape.intermediate_size
+    kv_width = shape.num_kv_heads * shape.head_dim
+    # Multiplications per token; the head is computed for the last token of each sequence alone.
+    products = {
+        "qkv": (width * (heads + 2 * kv_width), num_tokens, shape.num_layers),
+        "output": (heads * width, num_tokens, shape.num_layers),
+        "gate_up": (2 * width * inner, num_tokens, shape.num_layers),
+        "down": (inner * width, num_tokens, shape.num_layers),
+        "head": (width * shape.vocabulary_size, step.num_sequences, 1),
+    }
+    works = {
+        part: Work(size * layers * num_weight_bytes, 2.0 * size * rows * layers)
+        for part, (size, rows, layers) in products.items()
+    }
+    mean_context = step.num_context - (step.num_new - 1) / 2
+    works["attention"] = Work(
+        step.num_sequences * step.num_context * 2 * kv_width * num_kv_bytes * shape.num_layers,
+        4.0 * num_tokens * mean_context * heads * shape.num_layers,
+    )
+    return works
+
+
+def measure_limits(native: NativeDecoder, dtype: torch.dtype) -> Limits:
+    """Reads a large buffer on all threads, and multiplies large matrices; the best of some tries."""
+    matrix = torch.rand(MATRIX_SIZE, MATRIX_SIZE).to(dtype)
+    rates = []
+    deadline = time.perf_counter() + SECONDS_OF_RATE
+    while time.perf_counter() < deadline:
+        began = time.perf_counter()
+        matrix @ matrix
+        rates.append(2 * MATRIX_SIZE**3 / (time.perf_counter() - began))
+    return Limits(native.read_bytes_per_s(READ_BYTES), max(rates))
+
+
+def measure_steps(model: PagedModel, shapes: Sequence[StepShape], rounds: int) -> list[dict[str, float]]:
+    """Median seconds of each part, and of the whole step (`step`), for each shape."""
+    native = model.native
+    assert native is not None
+    batches = [_batch(shape) for shape in shapes]
+    model.allocate_kv(max(shape.num_sequences * _blocks_of(shape) for shape in shapes), BLOCK_SIZE)
+    for kv in model.kv:
+        kv.keys.fill_(0.01)
+        kv.values.fill_(0.01)
+    times: list[list[np.ndarray[tuple[int], np.dtype[np.float64]]]] = [[] for _ in shapes]
+    for _ in range(rounds + 1):
+        for batch, measured in zip(batches, times, strict=True):
+            before, began = native.part_seconds.copy(), time.perf_counter()
+            native.greedy(batch, model.kv)
+            whole = time.perf_counter() - began
+            measured.append(np.append(native.part_seconds - before, whole))
+    medians = [np.median(np.array(measured[1:]), axis=0) for measured in times]
+    return [dict(zip((*PARTS, "step"), median.tolist(), strict=True)) for median in medians]
+
+
+def to_markdown(shape: StepShape, measured: dict[str, float], works: dict[str, Work], limits: Limits) -> str:
+    """The table of one shape."""
+    lines = [f"## {shape}", "", "| part | measured ms | limit ms | measured / limit |", "| --- | --- | --- | --- |"]
+    for part in PARTS:
+        lines.append(_line(part, measured[part], works[part].least_s(limits) if part in works else None))
+    lines.append(_line("**step**", measured["step"], sum(work.least_s(limits) for work in works.values())))
+    return "\n".join(lines) + "\n"
+
+
+def _line(part: str, measured_s: float, least_s: float | None) -> str:
+    if least_s is None:
+        return f"| {part} | {measured_s * 1e3:.2f} | – | – |"
+    return f"| {part} | {measured_s * 1e3:.2f} | {least_s * 1e3:.2f} | {measured_s / least_s:.2f} |"
+
+
+def _blocks_of(shape: StepShape) -> int:
+    return -(-shape.num_context // BLOCK_SIZE)
+
+
+def _batch(shape: StepShape) -> StepBatch:
+    blocks = _blocks_of(shape)
+    # Blocks of different sequences take turns, as they do after some time of serving.
+    tables = [
+        list(range(1 + i, 1 + blocks * shape.num_sequences, shape.num_sequences)) for i in range(shape.num_sequences)
+    ]
+    rows = [
+        PlanRow(_sequence(shape.num_context, table), shape.num_context - shape.num_new, shape.num_new, True)
+        for table in tables
+    ]
+    return pack(StepPlan.of(rows), BLOCK_SIZE)
+
+
+def _sequence(num_tokens: int, block_table: list[int]) -> TokenSequence:
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    token_ids = [1 + i % 97 for i in range(num_tokens)]
+    return TokenSequence(
+        "measure", 1, token_ids, num_tokens, greedy, Stopping(1, 0, frozenset()), 0, None, block_table=block_table
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures and prints; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default="", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct"
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="default: bfloat16")
+    parser.add_argument("--weight-dtype", default="auto", choices=["auto", "int8"], help="default: auto")
+    parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
+    parser.add_argument("--rounds", type=int, default=30, help="steps of each shape; default: 30")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(num_usable_cores())
+    model = PagedModel.load(
+        resolve_model(options.model),
+        dtype_name=options.dtype,
+        backend_name="cpu",
+        weight_dtype=options.weight_dtype,
+        instructions=options.cpu_isa,
+    )
+    if model.native is None:
+        print("this model has no forward pass of our own", file=sys.stderr)
+        return 1
+    limits = measure_limits(model.native, model.dtype)
+    measured = measure_steps(model, SHAPES, options.rounds)
+    print(f"- {model.dtype_name}, weights: {options.weight_dtype}; {model.backend_reason}")
+    print(f"- reading memory: {limits.bytes_per_s / 1e9:.1f} GB/s, large matrix product: ", end="")
+    print(f"{limits.operations_per_s / 1e12:.2f} TFLOP/s, measured in the same run\n")
+    element_bytes = model.dtype.itemsize
+    weight_bytes = 1 if options.weight_dtype == "int8" else element_bytes
+    for shape, parts in zip(SHAPES, measured, strict=True):
+        works = part_works(model.native.form.shape, shape, weight_bytes, element_bytes)
+        print(to_markdown(shape, parts, works, limits))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""When swapping a sequence's KV beats computing it again: `python -m executor.measure_swap`.
+
+Loads a model and, for contexts of some lengths, copies their blocks to host memory and back as a preemption does, and
+computes the same tokens anew in steps of `--max-num-tokens`. The two take turns, so that a disturbance meets both.
+Prints Markdown, and as the last line what the scheduler wants to know: one way of a token's KV, and its computation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from common.machine import num_usable_cores
+from common.model_source import resolve_model
+from executor.attention.host_tier import open_host_tier
+from executor.model.model import PagedModel
+from executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
+from executor.scheduler.sequence import Sequence as TokenSequence
+from executor.step.batch import StepBatch, pack
+
+BLOCK_SIZE = 16
+CONTEXTS = (16, 128, 512, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Least seconds for a context of so many tokens: who else uses the machine lengthens times and shortens none."""
+
+    num_tokens: int
+    out_s: float
+    in_s: float
+    recompute_s: float
+
+    @property
+    def round_trip_s(self) -> float:
+        """Out and in again."""
+        return self.out_s + self.in_s
+
+
+def measure(model: PagedModel, contexts: Sequence[int], max_num_tokens: int, rounds: int) -> list[Measured]:
+    """Copies and computes; the blocks of a context lie scattered, as they do after some time of serving."""
+    most_blocks = max(contexts) // BLOCK_SIZE
+    model.allocate_kv(2 * most_blocks, BLOCK_SIZE)
+    tier = open_host_tier(model.kv, most_blocks)
+    numbers = random.Random(0)
+    timed: list[list[tuple[float, float, float]]] = [[] for _ in contexts]
+    for _ in range(rounds + 1):
+        for num_tokens, times in zip(contexts, timed, strict=True):
+            table = numbers.sample(range(1, 2 * most_blocks + 1), num_tokens // BLOCK_SIZE)
+            batches = _batches(num_tokens, max_num_tokens, table)
+            recompute_s = _seconds(model.device, partial(_compute, model, batches))
+            swaps_out = list(zip(table, range(most_blocks), strict=False))
+            swaps_in = [(host_block, block) for block, host_block in swaps_out]
+            out_s = _seconds(model.device, partial(tier.swap, swaps_out, ()))
+            in_s = _seconds(model.device, partial(tier.swap, (), swaps_in))
+            times.append((out_s, in_s, recompute_s))
+    # The first round takes memory and compiles.
+    return [
+        Measured(num_tokens, *(min(column) for column in zip(*times[1:], strict=True)))
+        for num_tokens, times in zip(contexts, timed, strict=True)
+    ]
+
+
+def _compute(model: PagedModel, batches: Sequence[StepBatch]) -> None:
+    for batch in batches:
+        model.forward(batch)
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _batches(num_tokens: int, max_num_tokens: int, block_table: list[int]) -> list[StepBatch]:
+    """The chunks in which a prompt of so many tokens is computed. Only the last asks for logits."""
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    token_ids = [1 + i % 97 for i in range(num_tokens)]
+    sequence = TokenSequence(
+        "measure", 1, token_ids, num_tokens, greedy, Stopping(1, 0, frozenset()), 0, None, block_table=block_table
+    )
+    ends = [min(start + max_num_tokens, num_tokens) for start in range(0, num_tokens, max_num_tokens)]
+    rows = [
+        PlanRow(sequence, start, end - start, end == num_tokens) for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    return [pack(StepPlan.of([row]), BLOCK_SIZE) for row in rows]
+
+
+def to_markdown(measured: Sequence[Measured], bytes_per_block: int) -> str:
+    """A line for each context."""
+    lines = [
+        "| tokens | out, µs per block | in, µs per block | GB/s | recompute, µs per token | recompute / swap |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in measured:
+        num_blocks = one.num_tokens / BLOCK_SIZE
+        lines.append(
+            f"| {one.num_tokens} | {one.out_s / num_blocks * 1e6:.0f} | {one.in_s / num_blocks * 1e6:.0f} "
+            f"| {2 * num_blocks * bytes_per_block / one.round_trip_s / 1e9:.1f} "
+            f"| {one.recompute_s / one.num_tokens * 1e6:.0f} | {one.recompute_s / one.round_trip_s:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures and prints; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default="", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct"
+    )
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: auto")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="default: auto")
+    parser.add_argument("--weight-dtype", default="auto", choices=["auto", "int8"], help="default: auto")
+    parser.add_argument("--max-num-tokens", type=int, default=1024, help="most tokens in a step; default: 1024")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each context is measured; default: 5")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(num_usable_cores())
+    model = PagedModel.load(
+        resolve_model(options.model),
+        dtype_name=options.dtype,
+        device_name=options.device,
+        weight_dtype=options.weight_dtype,
+    )
+    bytes_per_block = model.kv_bytes_per_block(BLOCK_SIZE)
+    contexts = [num_tokens for num_tokens in CONTEXTS if num_tokens <= model.description.context_length]
+    measured = measure(model, contexts, options.max_num_tokens, options.rounds)
+    print(f"- {model.device}, {model.dtype_name}, weights: {options.weight_dtype}; {model.backend_reason}")
+    print(f"- a block of {BLOCK_SIZE} tokens takes {bytes_per_block} bytes\n")
+    print(to_markdown(measured, bytes_per_block))
+    longest = measured[-1]
+    swap_us, recompute_us = (s / longest.num_tokens * 1e6 for s in (longest.round_trip_s / 2, longest.recompute_s))
+    print(f"swap: one_way_us_per_token={swap_us:.2f} recompute_us_per_token={recompute_us:.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

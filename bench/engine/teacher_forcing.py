@@ -1,0 +1,112 @@
+"""What a model would say after every token of given prompts, by our own forward and by transformers'.
+
+Serves to compare the two; nothing here serves requests. Numbers come back as plain lists, so that whoever weighs them
+needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from common.model_source import ModelSource, model_errors
+from executor.checkpoint.gguf import import_gguf
+from executor.checkpoint.quiet import quiet_transformers
+from executor.model.model import PagedModel
+from executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
+from executor.scheduler.sequence import Sequence as TokenSequence
+from executor.step.batch import pack
+
+BLOCK_SIZE = 16
+# The logits of a step are kept whole: 50 MB for these many tokens and a vocabulary of 50,000.
+MAX_TOKENS_OF_STEP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """One entry for each token of the prompts that another one follows, prompt after prompt.
+
+    The likeliest next token, by how many logits it leads the second, and the log probability of the one that follows.
+    """
+
+    top_ids: list[int]
+    top_gaps: list[float]
+    log_probabilities: list[float]
+
+
+def transformers_predictions(source: ModelSource, prompts: Sequence[Sequence[int]]) -> Predictions:
+    """By transformers' own forward in float32, with its plain attention and each prompt alone."""
+    folder = source.folder if source.gguf_file is None else import_gguf(source)
+    with quiet_transformers(), model_errors(f"model folder {folder} cannot be loaded"):
+        network = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        ).eval()
+    parts = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            logits = network(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+            parts.append(_predictions(logits[:-1], prompt[1:]))
+    return _joined(parts)
+
+
+def paged_predictions(model: PagedModel, prompts: Sequence[Sequence[int]], chunk_tokens: int) -> Predictions:
+    """By our own forward, `chunk_tokens` of a prompt in each step and several prompts together.
+
+    One token a step is how answers are generated, more are how prompts are computed.
+    """
+    prompts_at_once = max(1, MAX_TOKENS_OF_STEP // chunk_tokens)
+    num_blocks = -(-max(map(len, prompts)) // BLOCK_SIZE)
+    model.allocate_kv(num_blocks * min(prompts_at_once, len(prompts)), BLOCK_SIZE)
+    parts: list[Predictions] = []
+    for first in range(0, len(prompts), prompts_at_once):
+        some = prompts[first : first + prompts_at_once]
+        tables = (range(1 + i * num_blocks, 1 + (i + 1) * num_blocks) for i in range(len(some)))
+        sequences = [_sequence(prompt, list(table)) for prompt, table in zip(some, tables, strict=True)]
+        parts += _forced(model, sequences, chunk_tokens)
+    return _joined(parts)
+
+
+def _forced(model: PagedModel, sequences: Sequence[TokenSequence], chunk_tokens: int) -> list[Predictions]:
+    """The predictions of each sequence."""
+    parts: list[list[Predictions]] = [[] for _ in sequences]
+    for start in range(0, max(sequence.num_tokens for sequence in sequences) - 1, chunk_tokens):
+        going = [(i, some) for i, some in enumerate(sequences) if start < some.num_tokens - 1]
+        rows = [PlanRow(some, start, min(chunk_tokens, some.num_tokens - 1 - start), samples=True) for _, some in going]
+        batch = pack(StepPlan.of(rows), BLOCK_SIZE)
+        logits = model.forward(replace(batch, logit_rows=torch.arange(batch.num_tokens)))
+        of_rows = logits.split([row.num_tokens for row in rows])
+        for (i, some), row, row_logits in zip(going, rows, of_rows, strict=True):
+            following = some.token_ids[start + 1 : start + 1 + row.num_tokens]
+            parts[i].append(_predictions(row_logits, following))
+    return [_joined(of_sequence) for of_sequence in parts]
+
+
+def _predictions(logits: Tensor, following_ids: Sequence[int]) -> Predictions:
+    """Of `logits[T, vocabulary]`, after which the T `following_ids` come."""
+    top = logits.topk(2)
+    following = logits.gather(1, torch.tensor(following_ids, device=logits.device)[:, None])[:, 0]
+    return Predictions(
+        top_ids=top.indices[:, 0].tolist(),
+        top_gaps=(top.values[:, 0] - top.values[:, 1]).tolist(),
+        log_probabilities=(following - logits.logsumexp(1)).tolist(),
+    )
+
+
+def _joined(parts: Sequence[Predictions]) -> Predictions:
+    return Predictions(
+        top_ids=[value for part in parts for value in part.top_ids],
+        top_gaps=[value for part in parts for value in part.top_gaps],
+        log_probabilities=[value for part in parts for value in part.log_probabilities],
+    )
+
+
+def _sequence(token_ids: Sequence[int], block_table: list[int]) -> TokenSequence:
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    prompt = list(token_ids)
+    return TokenSequence(
+        "quality", 1, prompt, len(prompt), greedy, Stopping(1, 0, frozenset()), 0, None, block_table=block_table
+    )

@@ -1,0 +1,45 @@
+"""A model of a given shape with random weights, made on the device: nothing is downloaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
+from executor.attention.transformers_hook import Layer
+from executor.checkpoint.decoder_weights import read_decoder
+from executor.checkpoint.quiet import quiet_transformers
+from executor.gpu.decoder import GpuDecoder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RandomModel:
+    """The network that transformers runs, and our forward on the same weights."""
+
+    network: PreTrainedModel
+    decoder: GpuDecoder
+    backend: AttentionBackend
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
+        """KV for blocks 1 to `num_blocks`, and the spare block 0."""
+        shape, head = KvShape(self.decoder.shape.num_kv_heads, self.decoder.shape.head_dim), self.decoder.head
+        return tuple(
+            self.backend.allocate(shape, num_blocks + 1, block_size, head.dtype, head.device)
+            for _ in range(self.decoder.shape.num_layers)
+        )
+
+
+def make_model(config: LlamaConfig, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> RandomModel:
+    """Draws the weights; the same in every run."""
+    torch.manual_seed(0)
+    with quiet_transformers(), device:
+        made: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    network: PreTrainedModel = made.eval().requires_grad_(False)
+    head_dim = int(config.head_dim or config.hidden_size // config.num_attention_heads)
+    layer = Layer(KvShape(int(config.num_key_value_heads or 0), head_dim), Scoring(head_dim**-0.5))
+    weights = read_decoder(network, [layer] * config.num_hidden_layers)
+    assert not isinstance(weights, str), weights
+    return RandomModel(network, GpuDecoder(weights, backend, config.max_position_embeddings), backend)

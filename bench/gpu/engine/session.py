@@ -1,0 +1,167 @@
+"""One model on one GPU, measured: what `make bench-gpu` asks for, one call each.
+
+Each call raises `RuntimeError` where the GPU cannot do it, out of memory included; the session can be used on.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+
+import torch
+from transformers import LlamaConfig
+
+from bench.gpu.engine import device, peers, serving, steps
+from bench.gpu.engine.random_model import make_model
+from executor.attention.backend import KvShape, LayerKv
+from executor.attention.choice import choose_backend
+from executor.gpu.runner import GpuRunner
+from executor.scheduler.limits import Batching, SchedulerLimits
+
+BLOCK_SIZE = 16
+CONTEXT_LENGTH = 8192
+NUM_DECODE_STEPS = 50
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a Llama model."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocabulary_size: int
+    has_tied_embeddings: bool
+
+
+def why_not() -> str | None:
+    """Why nothing can be measured here, in words."""
+    if not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU here"
+    choice = choose_backend("auto", torch.device("cuda", 0), DTYPE, [KvShape(8, 128)])
+    return None if choice.backend.name == "triton" else choice.reason
+
+
+def circumstances() -> dict[str, str]:
+    """GPU and versions, in words."""
+    gpu = torch.cuda.get_device_properties(0)
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "triton", "transformers"))
+    return {
+        "gpu": f"{gpu.name}, {gpu.multi_processor_count} processors, {gpu.total_memory / 2**30:.0f} GiB",
+        "software": f"{versions}, CUDA {torch.version.cuda}, Python {platform.python_version()}",
+    }
+
+
+def copy_bytes_per_s() -> float:
+    """Bytes that a copy reads and writes."""
+    return device.copy_bytes_per_s()
+
+
+def matrix_operations_per_s() -> float:
+    """Operations of bfloat16 matrix products."""
+    return device.matrix_operations_per_s()
+
+
+class GpuSession:
+    """A model with random weights. KV and graphs exist only within the calls that need them."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        config = LlamaConfig(
+            vocab_size=sizes.vocabulary_size,
+            hidden_size=sizes.hidden_size,
+            intermediate_size=sizes.intermediate_size,
+            num_hidden_layers=sizes.num_layers,
+            num_attention_heads=sizes.num_heads,
+            num_key_value_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            max_position_embeddings=CONTEXT_LENGTH,
+            tie_word_embeddings=sizes.has_tied_embeddings,
+        )
+        self._gpu = torch.device("cuda", 0)
+        backend = choose_backend("triton", self._gpu, DTYPE, [KvShape(sizes.num_kv_heads, sizes.head_dim)]).backend
+        self._model = make_model(config, backend, DTYPE, self._gpu)
+
+    def decode_s(self, num_sequences: int, context: int) -> tuple[float, float]:
+        """Seconds of a step of decodes through the runner, and of the device's part alone."""
+        blocks_each = -(-(context + NUM_DECODE_STEPS + steps.WARM_UP_STEPS) // BLOCK_SIZE)
+        with self._runner(_limits(num_sequences, 16), num_sequences * blocks_each) as runner:
+            step_s = steps.decode_step_s(runner, num_sequences, context, BLOCK_SIZE, NUM_DECODE_STEPS)
+            return step_s, device.elapsed_s(partial(runner.repeat_decodes, num_sequences))
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Seconds of a step that computes one prompt."""
+        with self._runner(_limits(1, num_tokens), -(-num_tokens // BLOCK_SIZE)) as runner:
+            return steps.prefill_step_s(runner, num_tokens, BLOCK_SIZE)
+
+    def attention_s(self, num_sequences: int, context: int) -> float:
+        """Seconds of one layer's attention for decodes."""
+        num_blocks = num_sequences * -(-context // BLOCK_SIZE)
+        with self._kv(num_blocks) as kv, torch.inference_mode():
+            num_heads = self._model.decoder.shape.num_heads
+            return steps.attention_s(self._model.backend, kv, num_heads, num_sequences, context, BLOCK_SIZE)
+
+    def serve(
+        self, requests: Sequence[serving.TimedRequest], max_num_sequences: int, max_num_tokens: int
+    ) -> serving.Served:
+        """Our engine with so many seats and so many tokens a step."""
+        num_blocks = serving.blocks_of(requests, BLOCK_SIZE)
+        limits = _limits(max_num_sequences, max_num_tokens, num_standby_sequences=len(requests))
+        with self._runner(limits, num_blocks) as runner:
+            return serving.serve(runner, limits, num_blocks, BLOCK_SIZE, requests)
+
+    def serve_static(self, requests: Sequence[serving.TimedRequest], max_num_sequences: int) -> serving.Served:
+        """`generate` of transformers, batch by batch."""
+        release_memory()
+        self._model.network.set_attn_implementation("sdpa")
+        peers.serve_static(self._model.network, requests[:1], 1)
+        return peers.serve_static(self._model.network, requests, max_num_sequences)
+
+    def serve_continuous(self, requests: Sequence[serving.TimedRequest], max_num_sequences: int) -> serving.Served:
+        """Transformers' continuous batching."""
+        release_memory()
+        self._model.network.set_attn_implementation("sdpa")
+        return peers.serve_continuous(self._model.network, requests, max_num_sequences)
+
+    @contextmanager
+    def _runner(self, limits: SchedulerLimits, num_blocks: int) -> Iterator[GpuRunner]:
+        with self._kv(num_blocks) as kv:
+            runner = GpuRunner(self._model.decoder, kv, limits, BLOCK_SIZE)
+            runner.prepare()
+            try:
+                yield runner
+            finally:
+                runner.close()
+                del runner
+
+    @contextmanager
+    def _kv(self, num_blocks: int) -> Iterator[tuple[LayerKv, ...]]:
+        release_memory()
+        yield self._model.allocate_kv(num_blocks, BLOCK_SIZE)
+        release_memory()
+
+
+def release_memory() -> None:
+    """Gives memory that nothing uses back to the device."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _limits(max_num_sequences: int, max_num_tokens: int, num_standby_sequences: int = 0) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_num_sequences=max_num_sequences,
+        num_standby_sequences=num_standby_sequences,
+        max_num_tokens=max(max_num_tokens, max_num_sequences),
+        context_length=CONTEXT_LENGTH,
+        enable_chunked_context=True,
+        batching=Batching.INFLIGHT,
+        enable_prefix_cache=True,
+    )

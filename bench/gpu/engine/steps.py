@@ -1,0 +1,105 @@
+"""How long steps take: decodes and prompts through the runner, and the attention of one layer by itself."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as ReadOnlyList
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from bench.gpu.engine.device import elapsed_s
+from executor.attention.backend import AttentionBackend, LayerKv, Scoring
+from executor.engine.runner import PendingStep
+from executor.gpu.idle import idle_batch
+from executor.gpu.runner import GpuRunner
+from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
+
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+WARM_UP_STEPS = 5
+
+
+def seated(num_sequences: int, num_tokens: int, first_block: int, block_size: int) -> list[Sequence]:
+    """Sequences with so many tokens, each with a seat and, from `first_block` on, blocks of its own."""
+    num_blocks = -(-num_tokens // block_size)
+    sequences = []
+    for seat in range(num_sequences):
+        stopping = Stopping(max_tokens=num_tokens, min_tokens=0, stop_token_ids=frozenset())
+        sequence = Sequence(f"step-{seat}", 1, [1] * num_tokens, num_tokens, GREEDY, stopping, num_blocks, None)
+        start = first_block + seat * num_blocks
+        sequence.block_table, sequence.seat = list(range(start, start + num_blocks)), seat
+        sequences.append(sequence)
+    return sequences
+
+
+def decode_step_s(runner: GpuRunner, num_sequences: int, context: int, block_size: int, num_steps: int) -> float:
+    """Seconds of a step of decodes that carry their tokens on, each launched before the one before is read."""
+    # Contexts grow while this is measured; their middle is `context`.
+    first = max(1, context - num_steps // 2)
+    sequences = seated(num_sequences, first + num_steps + WARM_UP_STEPS, 1, block_size)
+    pending: deque[PendingStep] = deque()
+    began_s = 0.0
+    for step in range(num_steps + WARM_UP_STEPS):
+        if step == WARM_UP_STEPS:
+            while pending:
+                pending.popleft().result()
+            began_s = time.perf_counter()
+        rows = [PlanRow(sequence, first + step, 1, True, step > 0) for sequence in sequences]
+        plan = StepPlan.of(rows)
+        if step == 0:
+            plan = replace(plan, boarded=tuple(sequences))
+        pending.append(runner.launch(plan))
+        if len(pending) > 1:
+            pending.popleft().result()
+    while pending:
+        pending.popleft().result()
+    return (time.perf_counter() - began_s) / num_steps
+
+
+def prefill_step_s(runner: GpuRunner, num_tokens: int, block_size: int, repetitions: int = 5) -> float:
+    """Seconds of a step that computes one prompt, read at once."""
+    times = []
+    for _ in range(repetitions + 1):
+        (sequence,) = seated(1, num_tokens, 1, block_size)
+        plan = replace(StepPlan.of([PlanRow(sequence, 0, num_tokens, True)]), boarded=(sequence,))
+        began_s = time.perf_counter()
+        runner.launch(plan).result()
+        times.append(time.perf_counter() - began_s)
+    return median(times[1:])
+
+
+def attention_s(
+    backend: AttentionBackend,
+    kv: ReadOnlyList[LayerKv],
+    num_heads: int,
+    num_sequences: int,
+    context: int,
+    block_size: int,
+) -> float:
+    """Seconds of one layer's attention for decodes, on a CUDA device; every layer's KV is read in turn.
+
+    One layer's KV would stay in the cache; and many launches in a graph cost what the kernels do.
+    """
+    device = kv[0].keys.device
+    tables = torch.tensor([sequence.block_table for sequence in seated(num_sequences, context, 1, block_size)])
+    batch = replace(
+        idle_batch([1] * num_sequences, 0, block_size),
+        context_lengths=torch.full((num_sequences,), context, dtype=torch.int32),
+        block_tables=tables.to(torch.int32),
+        table_rows=torch.arange(num_sequences, dtype=torch.int32),
+    ).to(device)
+    shape = (num_sequences, num_heads, kv[0].shape.head_dim)
+    queries = torch.randn(shape, device=device).to(kv[0].keys.dtype)
+
+    def every_layer() -> None:
+        for layer_kv in kv:
+            backend.attend(queries, layer_kv, batch, Scoring(kv[0].shape.head_dim ** -0.5))
+
+    every_layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        every_layer()
+    return elapsed_s(graph.replay) / len(kv)

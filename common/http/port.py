@@ -1,0 +1,87 @@
+"""An HTTP port of a process: metrics, pages, the OpenAI-compatible API. Starts and stops a Starlette application.
+
+Runs uvicorn within the process's own loop and leaves signals to the process, whose drain decides when it stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from common.http.connection import Connection, HttpLimits, OpenConnections
+from common.rpc.server import bind
+
+# Connections that have no place in the loop yet wait in the kernel.
+BACKLOG = 1024
+DEFAULT_LIMITS = HttpLimits()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Takes none: the process has its own way to stop."""
+        yield
+
+
+class HttpPort:
+    """Serves `app` over HTTP/1.1. After `stop` it cannot be started again.
+
+    Streams that still run `grace_s` seconds after `stop` are cut off. With the files of a certificate chain and of its
+    key it speaks HTTPS only; raises `OSError` where these cannot be used.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        grace_s: int = 1,
+        limits: HttpLimits = DEFAULT_LIMITS,
+        cert_file: Path | None = None,
+        key_file: Path | None = None,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            loop="none",
+            http=functools.partial(Connection, limits, OpenConnections(limits)),  # type: ignore[arg-type]  # it is called, no more
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=grace_s,
+            backlog=BACKLOG,
+            ssl_certfile=cert_file,
+            ssl_keyfile=key_file,
+        )
+        # Here, where an error is somebody's to see, and not in the task that serves.
+        config.load()
+        if config.ssl is not None:
+            config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, listen: str) -> str:
+        """Listens on `host:port` (port 0 takes a free one) and returns the address with its port.
+
+        Raises:
+            ListenError: the port is in use, or the address is not this machine's.
+        """
+        port = bind(listen)
+        address = f"{listen.rpartition(':')[0]}:{port.getsockname()[1]}"
+        # Listening from here on: who connects before the loop comes round is not turned away.
+        port.listen(BACKLOG)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[port]), name=f"http {address}")
+        return address
+
+    async def stop(self) -> None:
+        """Takes no more connections, lets calls end within the grace, and returns when all are gone."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await self._serving

@@ -1,0 +1,267 @@
+"""A gRPC server's life: start, serve, drain, stop. Shared by router and executor.
+
+Owns listening, the limits of connections, keepalive, health (with `Watch`), reflection and signals; knows no service.
+The first SIGTERM or SIGINT drains, the second exits at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from common.rpc.status import CheckCaller, CheckPeer, ErrorInterceptor
+from common.rpc.tls import TlsFiles
+from common.rpc.wire_counts import DEFAULT_LIMITS as DEFAULT_WIRE_LIMITS
+from common.rpc.wire_counts import WireLimits
+
+log = logging.getLogger(__name__)
+
+# Keepalive. Each end pings after so long without hearing from the other, also where no call is under way; a ping that
+# is not answered in time ends the connection. A client can go to another router, while a server that gives up a client
+# cancels its requests: so servers are more patient.
+KEEPALIVE_TIME_MS = 10_000
+CHANNEL_KEEPALIVE_TIMEOUT_MS = 5_000
+SERVER_KEEPALIVE_TIMEOUT_MS = 20_000
+
+# A server takes pings less than this apart for abuse, from the third on, and ends the connection with GOAWAY
+# too_many_pings. gRPC's own limit is 5 minutes, which forbids every keepalive worth having. Half of ours, and of the
+# 10 s below which clients in other languages do not go.
+MIN_PING_INTERVAL_MS = 5_000
+
+# What a connection's two ends grant each other where nothing says otherwise; a prompt and its output as ids.
+MAX_RECEIVE_BYTES = 32 * 1024 * 1024
+
+# One write carries what has collected for an executor meanwhile, or all tokens of a request that is taken over. Both
+# ends have shown each other certificates, so this is against accidents only.
+MAX_LINK_BYTES = 256 * 1024 * 1024
+# A submit has some 25 fields, a cancel 4.
+LINK_WIRE_LIMITS = WireLimits(max_fields=2**18)
+
+# Of all headers of a call. gRPC refuses some calls above the lower of its two limits and every one above the higher;
+# one limit for both makes it plain. Room for JSON web tokens with many claims.
+MAX_METADATA_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What one connection may take of a server. None: no limit."""
+
+    max_streams: int | None = None
+    max_idle_s: float | None = None
+    max_age_s: float | None = None
+    handshake_timeout_s: float = 20.0
+    max_receive_bytes: int = MAX_RECEIVE_BYTES
+    min_ping_interval_ms: int = MIN_PING_INTERVAL_MS
+
+
+DEFAULT_LIMITS = ConnectionLimits()
+
+# Anybody can reach the port of probes, and a health check is small.
+PROBE_LIMITS = ConnectionLimits(max_streams=16, max_idle_s=60.0, max_receive_bytes=4096)
+
+# Calls that wait to be taken up by the loop. gRPC's own limits, of 1,000 by chance and 3,000 for certain, answer one
+# burst of a single client with CANCELLED, and whoever else calls then too; what may wait is the queue's to say.
+MAX_PENDING_CALLS = 100_000
+
+
+# A health service of its own, for what restarts a process that cannot be helped otherwise (Kubernetes' liveness). It
+# says nothing of executors, Redis or whether new work is taken: a restart mends none of that.
+LIVE_SERVICE = "live"
+
+
+class ListenError(Exception):
+    """The address cannot be listened on. The text says why."""
+
+
+def channel_options(max_message_bytes: int = MAX_RECEIVE_BYTES) -> list[tuple[str, int]]:
+    """Options for every channel that this project opens."""
+    return [
+        *_options_of_both_ends(max_message_bytes),
+        *_keepalive_timeout(CHANNEL_KEEPALIVE_TIMEOUT_MS),
+    ]
+
+
+def _keepalive_timeout(timeout_ms: int) -> list[tuple[str, int]]:
+    """Measured with gRPC 1.85: only the second makes a silent peer noticed, which else takes a minute from the ping."""
+    return [("grpc.keepalive_timeout_ms", timeout_ms), ("grpc.http2.ping_timeout_ms", timeout_ms)]
+
+
+def _options_of_both_ends(max_receive_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Else only two pings are sent until there is a call again, and then one a minute.
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_receive_message_length", max_receive_bytes),
+        ("grpc.max_send_message_length", -1),  # whoever receives has the limit
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ]
+
+
+def _server_options(limits: ConnectionLimits) -> list[tuple[str, int]]:
+    options = [
+        *_options_of_both_ends(limits.max_receive_bytes),
+        *_keepalive_timeout(SERVER_KEEPALIVE_TIMEOUT_MS),
+        # gRPC's headers call this MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, but that is not what it is read by.
+        ("grpc.http2.min_ping_interval_without_data_ms", limits.min_ping_interval_ms),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_handshake_timeout_ms", round(limits.handshake_timeout_s * 1000)),
+        # Without this a second server on the same port would start and silently take half of the connections.
+        ("grpc.so_reuseport", 0),
+    ]
+    if limits.max_streams is not None:
+        options.append(("grpc.max_concurrent_streams", limits.max_streams))
+    if limits.max_idle_s is not None:
+        options.append(("grpc.max_connection_idle_ms", round(limits.max_idle_s * 1000)))
+    if limits.max_age_s is not None:
+        # gRPC spreads it by a tenth either way, and lets the calls under way end, however long they take.
+        options.append(("grpc.max_connection_age_ms", round(limits.max_age_s * 1000)))
+    return options
+
+
+def bind(listen: str) -> socket.socket:
+    """A TCP socket bound to `host:port` that does not listen yet; port 0 takes a free one.
+
+    Raises:
+        ListenError: the port is in use, or the address is not this machine's.
+    """
+    host, _, number = listen.rpartition(":")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host.strip("[]") or None, int(number), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        port = socket.socket(family, kind, protocol)
+        try:
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port.bind(address)
+        except OSError:
+            port.close()
+            raise
+    except (OSError, ValueError) as error:
+        raise ListenError(f"cannot listen on {listen}: {_why_not(error)}") from error
+    return port
+
+
+def _why_not(error: OSError | ValueError) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    return "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+
+
+def check_listen(listen: str) -> None:
+    """Fails early, before minutes of loading, where `listen` cannot be had. Raises `ListenError` as `bind` does."""
+    bind(listen).close()
+
+
+class GrpcServer:
+    """A listening gRPC server with health and reflection for the services named.
+
+    With `tls` it speaks TLS only. `check_peer` holds every call, health checks included, against who sent it;
+    `check_caller` holds a call's metadata against its method before the request is received. `wire_limits` are of every
+    message received.
+    """
+
+    def __init__(
+        self,
+        service_names: Sequence[str],
+        *,
+        limits: ConnectionLimits = DEFAULT_LIMITS,
+        tls: TlsFiles | None = None,
+        check_peer: CheckPeer | None = None,
+        check_caller: CheckCaller | None = None,
+        wire_limits: WireLimits = DEFAULT_WIRE_LIMITS,
+    ) -> None:
+        interceptor = ErrorInterceptor(check_peer, check_caller, wire_limits)
+        self.grpc = grpc.aio.server(interceptors=[interceptor], options=_server_options(limits))
+        self._tls = tls
+        self._service_names = ("", *service_names)
+        self._health = health.aio.HealthServicer()
+        self._health_port: grpc.aio.Server | None = None
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc)
+
+    async def start(self, listen: str) -> str:
+        """Listens on `host:port` (port 0 takes a free one) and returns the address with its port.
+
+        Raises:
+            ListenError: the port is in use, or the address is not this machine's.
+        """
+        await self.set_serving(False)
+        await self.set_live(True)
+        credentials = None if self._tls is None else self._tls.server_credentials()
+        address = _add_port(self.grpc, listen, credentials)
+        await self.grpc.start()
+        return address
+
+    async def start_health(self, listen: str) -> str:
+        """Listens on another address, in the clear, for health checks alone: probes show no certificate.
+
+        Raises:
+            ListenError: see `start`.
+        """
+        self._health_port = grpc.aio.server(options=_server_options(PROBE_LIMITS))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_port)
+        address = _add_port(self._health_port, listen, None)
+        await self._health_port.start()
+        return address
+
+    async def set_serving(self, serving: bool) -> None:
+        """Sets the health status of every service; watchers are told."""
+        for name in self._service_names:
+            await self._health.set(name, _status(serving))
+
+    async def set_live(self, live: bool) -> None:
+        """Sets the status of the service `LIVE_SERVICE`. That it is answered at all shows that the loop goes round."""
+        await self._health.set(LIVE_SERVICE, _status(live))
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new RPCs, lets running ones end for `grace_s` seconds, then cancels them."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(grace_s)
+        if self._health_port is not None:
+            await self._health_port.stop(None)
+
+
+def _status(good: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
+    return health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def _add_port(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None) -> str:
+    host, _, _ = listen.rpartition(":")
+    try:
+        port = server.add_insecure_port(listen) if credentials is None else server.add_secure_port(listen, credentials)
+    except RuntimeError as error:
+        raise ListenError(f"cannot listen on {listen}: the port is in use or the address is not local") from error
+    if port == 0:
+        raise ListenError(f"cannot listen on {listen}: not an address")
+    return f"{host}:{port}"
+
+
+class Signals:
+    """First SIGTERM or SIGINT sets `drain`; the second ends the process at once."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.drain = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        if self.drain.is_set():
+            log.warning("second signal: exiting at once")
+            logging.shutdown()
+            os._exit(128 + number)
+        log.info("%s: draining; a second signal exits at once", signal.Signals(number).name)
+        self.drain.set()

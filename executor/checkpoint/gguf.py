@@ -1,0 +1,86 @@
+"""Turns a GGUF file into a Hugging Face folder in the disk cache, once.
+
+Weights are stored as float32. A dequantised weight is a product and sum of half-precision numbers (Q4_1: `d * q +
+m`), so neither float16 nor bfloat16 holds it exactly: of SmolLM2's 272 tensors 211 change in float16. From float32
+every dtype can be made by one rounding, and a float32 run is exactly the dequantised model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.modeling_gguf_pytorch_utils as legacy_loader
+from transformers import AutoModelForCausalLM, GgufConfig
+from transformers.integrations.gguf.reader import read_gguf_metadata
+
+from common.disk_cache import build_once
+from common.model_source import ModelSource, import_tokenizer, model_errors
+from executor.checkpoint.quiet import quiet_transformers
+
+# llama.cpp ends generation at any of these (end of sequence, of turn, of a tool call).
+EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+SAMPLING_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+}
+# What a model's authors recommend, by `general.basename`, for chat models whose file says nothing about sampling.
+RECOMMENDED_SAMPLING: dict[str, dict[str, Any]] = {
+    # The model card of HuggingFaceTB/SmolLM2-135M-Instruct ("How to use") generates with these values.
+    "smollm2": {"do_sample": True, "temperature": 0.2, "top_p": 0.9},
+}
+
+
+def import_gguf(source: ModelSource) -> Path:
+    """The complete Hugging Face folder of a GGUF model, made if it is not there."""
+    assert source.gguf_file is not None
+    tokenizer_folder = import_tokenizer(source)
+    with model_errors(f"GGUF file {source.gguf_file} cannot be imported"):
+        return build_once(source.import_folder / "model", lambda folder: _write_model(source, tokenizer_folder, folder))
+
+
+def _write_model(source: ModelSource, tokenizer_folder: Path, folder: Path) -> None:
+    assert source.gguf_file is not None
+    # By default transformers keeps GGUF blocks packed and multiplies with its own kernels; ours want plain
+    # `nn.Linear`s.
+    with quiet_transformers(), _quiet_dequantization():
+        network = AutoModelForCausalLM.from_pretrained(
+            str(source.folder),
+            gguf_file=source.gguf_file.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        network.save_pretrained(str(folder))
+    metadata, _ = read_gguf_metadata(str(source.gguf_file))
+    (folder / "generation_config.json").write_text(json.dumps(_generation_config(metadata), indent=2))
+    shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors writes for its owner only; an image is built and run by different users
+
+
+def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    eos_token_ids = [int(metadata[key]) for key in EOS_KEYS if key in metadata]
+    sampling = {name: metadata[key] for name, key in SAMPLING_KEYS.items() if key in metadata}
+    return {"eos_token_id": list(dict.fromkeys(eos_token_ids)), **(sampling or _recommended_sampling(metadata))}
+
+
+def _recommended_sampling(metadata: dict[str, Any]) -> dict[str, Any]:
+    is_chat_model = "tokenizer.chat_template" in metadata
+    return RECOMMENDED_SAMPLING.get(str(metadata.get("general.basename", "")).lower(), {}) if is_chat_model else {}
+
+
+@contextmanager
+def _quiet_dequantization() -> Iterator[None]:
+    """Without the progress bar of the older GGUF loader, which no switch of transformers turns off."""
+    shown = vars(legacy_loader)["tqdm"]
+    vars(legacy_loader)["tqdm"] = lambda iterable, **_: iterable
+    try:
+        yield
+    finally:
+        vars(legacy_loader)["tqdm"] = shown

@@ -1,0 +1,64 @@
+"""Which models run correctly through our attention, judged from configuration and code before anything is computed.
+
+Never guesses: what is not known to work is refused with the reason. `executor.model.self_check` then compares logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from common.model_source import ModelError
+
+# Attention kinds that a layer may have; what else there is keeps state other than keys and values.
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+# Their frequencies depend on the longest sequence in a batch, so a token's result would depend on its company.
+BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+def check_configuration(config: PretrainedConfig) -> None:
+    """Refuses a model by its configuration, before its weights are loaded."""
+    for reason in _configuration_obstacles(config.get_text_config(decoder=True), config):
+        raise ModelError(f"model architecture {config.model_type!r} is not supported: {reason}")
+
+
+def check_network(network: PreTrainedModel) -> None:
+    """Refuses a model by its code."""
+    for reason in _network_obstacles(network):
+        raise ModelError(f"model architecture {network.config.model_type!r} is not supported: {reason}")
+
+
+def _configuration_obstacles(text_config: PretrainedConfig, config: PretrainedConfig) -> Iterator[str]:
+    if config.is_encoder_decoder:
+        yield "it is an encoder-decoder"
+    if getattr(text_config, "alibi", False) or getattr(text_config, "position_embedding_type", None) == "alibi":
+        yield "it adds ALiBi biases to attention scores"
+    if getattr(text_config, "kv_lora_rank", None):
+        yield "it uses multi-head latent attention"
+    layer_types = set(getattr(text_config, "layer_types", None) or ()) - LAYER_TYPES
+    if layer_types:
+        yield f"it has {', '.join(sorted(layer_types))} layers"
+    rope_types = _rope_types(getattr(text_config, "rope_parameters", None)) & BATCH_DEPENDENT_ROPE
+    if rope_types:
+        yield f"its {', '.join(sorted(rope_types))} rotary embedding depends on the other sequences of a batch"
+
+
+def _network_obstacles(network: PreTrainedModel) -> Iterator[str]:
+    # transformers sets these two by class; they are how it decides the same question itself.
+    if not getattr(network, "_supports_attention_backend", False):
+        yield "its code does not call attention through transformers' attention interface"
+    if getattr(network, "_is_stateful", False):
+        yield "it keeps state other than keys and values"
+    if "logits_to_keep" not in inspect.signature(network.forward).parameters:
+        yield "its forward cannot compute the logits of chosen tokens only"
+
+
+def _rope_types(rope_parameters: Any) -> set[str]:
+    """The kinds of rotary embedding, of all layers or by layer type."""
+    if not isinstance(rope_parameters, dict):
+        return set()
+    kinds = {str(rope_parameters[key]) for key in ("rope_type", "type") if key in rope_parameters}
+    return kinds.union(*(_rope_types(value) for value in rope_parameters.values()))

@@ -1,0 +1,250 @@
+"""The common decoder family on a CPU: weights laid out for decoder.cpp, and a step as one call into it.
+
+Here tensors become pointers; what is computed, and how the weights lie in memory, is described in decoder.h and
+matmul.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections.abc import Iterator
+from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.attention.backend import LayerKv
+from executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights
+from executor.native.library import NativeLibrary
+from executor.native.memory import huge_zeros
+from executor.native.pool import NativePool
+from executor.step.batch import StepBatch
+
+LANES = 16
+# The parts of a step that are timed apart, in the order of decoder.h.
+PARTS = ("embed", "norm", "qkv", "attention", "output", "gate_up", "down", "head")
+
+
+class Packed(IntEnum):
+    """`Packed` of decoder.cpp."""
+
+    EMBEDDING = 0
+    HEAD = 1
+    FINAL_NORM = 2
+    QKV = 3
+    OUTPUT = 4
+    GATE_UP = 5
+    DOWN = 6
+    INPUT_NORM = 7
+    POST_ATTENTION_NORM = 8
+    QUERY_NORM = 9
+    KEY_NORM = 10
+    QKV_BIAS = 11
+    OUTPUT_BIAS = 12
+
+
+MATRICES = frozenset({Packed.EMBEDDING, Packed.HEAD, Packed.QKV, Packed.OUTPUT, Packed.GATE_UP, Packed.DOWN})
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderForm:
+    """What decides how the weights lie in memory, beside their numbers."""
+
+    shape: DecoderShape
+    dtype: torch.dtype
+    has_int8_weights: bool
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_head_norms: bool
+
+
+def why_not(shape: DecoderShape) -> str | None:
+    """Why the kernels cannot run a model of this shape."""
+    if shape.head_dim % LANES:
+        return f"heads of {shape.head_dim} numbers are no multiple of {LANES}"
+    if shape.head_dim > 512:
+        return f"heads of {shape.head_dim} numbers are larger than 512"
+    return None
+
+
+class NativeDecoder:
+    """A packed model, computed on the threads of `pool`. One step at a time."""
+
+    def __init__(self, library: NativeLibrary, pool: NativePool, form: DecoderForm) -> None:
+        self.form = form
+        # Seconds that the steps so far spent in each of PARTS.
+        self.part_seconds = np.zeros(len(PARTS))
+        calls = _declared(library.calls)
+        layout, kept = _layout(form)
+        decoder = calls.inflight_decoder_new(ctypes.byref(layout), form.dtype == torch.bfloat16, form.has_int8_weights)
+        del kept
+        if not decoder:
+            raise MemoryError("there is not enough memory for the packed weights")
+        self._calls, self._decoder, self._pool = calls, decoder, pool
+        weakref.finalize(self, calls.inflight_decoder_free, decoder)
+
+    def pack(self, weights: DecoderWeights) -> None:
+        """Lays the weights out."""
+        for layer, part, tensor in _parts(weights):
+            dtype = self.form.dtype if part in MATRICES else torch.float32
+            numbers = tensor.detach().to(dtype).contiguous()
+            self._calls.inflight_decoder_pack(self._decoder, layer, part, numbers.data_ptr())
+
+    @property
+    def num_matrix_bytes(self) -> int:
+        """Memory that a step reads of the weights: everything but the embedding."""
+        return int(self._calls.inflight_decoder_matrix_bytes(self._decoder))
+
+    def read_bytes_per_s(self, num_bytes: int, num_tries: int = 5) -> float:
+        """How fast the pool's threads read memory, the best of some tries: the limit of a step of few tokens."""
+        memory = huge_zeros((num_bytes,), torch.uint8)
+        memory.fill_(1)
+        seconds = []
+        for _ in range(num_tries):
+            began = time.perf_counter()
+            self._calls.inflight_read_memory(self._pool.address, memory.data_ptr(), num_bytes)
+            seconds.append(time.perf_counter() - began)
+        return num_bytes / min(seconds)
+
+    def logits(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
+        """The logits `[R, vocabulary]` float32 of the rows that the batch asks for."""
+        logits = torch.empty((batch.logit_rows.shape[0], self.form.shape.vocabulary_size))
+        self._run(batch, kv, logits=logits.data_ptr())
+        return logits
+
+    def greedy(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
+        """The ids `[R]` int64 of the largest logits, the lowest among equals. The logits are never stored."""
+        ids = torch.empty(batch.logit_rows.shape[0], dtype=torch.int64)
+        self._run(batch, kv, greedy_ids=ids.data_ptr())
+        return ids
+
+    def _run(self, batch: StepBatch, kv: tuple[LayerKv, ...], **results: int) -> None:
+        count = len(kv)
+        step = _Step(
+            token_ids=batch.token_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slots=batch.slot_mapping.data_ptr(),
+            query_starts=batch.query_starts.data_ptr(),
+            context_lengths=batch.context_lengths.data_ptr(),
+            block_tables=batch.block_tables.data_ptr(),
+            table_rows=batch.table_rows.data_ptr(),
+            logit_rows=batch.logit_rows.data_ptr(),
+            keys=(c_void_p * count)(*(layer.keys.data_ptr() for layer in kv)),
+            values=(c_void_p * count)(*(layer.values.data_ptr() for layer in kv)),
+            part_seconds=self.part_seconds.ctypes.data,
+            num_tokens=batch.num_tokens,
+            num_sequences=batch.num_sequences,
+            num_logits=batch.logit_rows.shape[0],
+            table_stride=batch.block_tables.stride(0),
+            block_size=batch.block_size,
+            **results,
+        )
+        if self._calls.inflight_decoder_step(self._decoder, self._pool.address, ctypes.byref(step)):
+            raise RuntimeError(f"there is not enough memory for a step of {batch.num_tokens} tokens")
+
+
+def form_of(weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool) -> DecoderForm:
+    """How these weights would be packed."""
+    layer = weights.layers[0]
+    return DecoderForm(
+        weights.shape,
+        dtype,
+        has_int8_weights,
+        has_qkv_bias=layer.query.bias is not None,
+        has_output_bias=layer.output_bias is not None,
+        has_head_norms=layer.query_norm is not None,
+    )
+
+
+def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
+    """The form as C++ takes it, and the arrays that it points to."""
+    shape = form.shape
+    windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
+    frequencies = np.array(shape.inverse_frequencies, np.float32)
+    layout = _Shape(
+        *(getattr(shape, name) for name in _SHAPE_SIZES),
+        *(int(flag) for flag in (form.has_qkv_bias, form.has_output_bias, form.has_head_norms)),
+        *(getattr(shape, name) for name in _SHAPE_FACTORS),
+        0.0,
+        windows.ctypes.data,
+        frequencies.ctypes.data,
+    )
+    return layout, (windows, frequencies)
+
+
+def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
+    """Everything that is packed: layer, part, numbers. Fused weights are made one at a time."""
+    yield 0, Packed.EMBEDDING, weights.embedding
+    yield 0, Packed.HEAD, weights.head
+    yield 0, Packed.FINAL_NORM, weights.final_norm
+    for index, layer in enumerate(weights.layers):
+        optional = (
+            (Packed.QKV, layer.qkv),
+            (Packed.OUTPUT, layer.output),
+            (Packed.GATE_UP, layer.gate_up),
+            (Packed.DOWN, layer.down),
+            (Packed.INPUT_NORM, layer.input_norm),
+            (Packed.POST_ATTENTION_NORM, layer.post_attention_norm),
+            (Packed.QUERY_NORM, layer.query_norm),
+            (Packed.KEY_NORM, layer.key_norm),
+            (Packed.QKV_BIAS, layer.qkv_bias),
+            (Packed.OUTPUT_BIAS, layer.output_bias),
+        )
+        for part, tensor in optional:
+            if tensor is not None:
+                yield index, part, tensor
+
+
+_SHAPE_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocabulary_size",
+)
+_SHAPE_FACTORS = ("norm_epsilon", "attention_scale", "rope_scaling")
+
+
+class _Shape(ctypes.Structure):
+    """`DecoderShape` of decoder.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in _SHAPE_SIZES),
+        *((name, c_int64) for name in ("has_qkv_bias", "has_output_bias", "has_head_norms")),
+        *((name, c_float) for name in (*_SHAPE_FACTORS, "padding")),
+        *((name, c_void_p) for name in ("sliding_windows", "inverse_frequencies")),
+    )
+
+
+class _Step(ctypes.Structure):
+    """`DecoderStep` of decoder.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("token_ids", "positions", "slots", "query_starts", "context_lengths")),
+        *((name, c_void_p) for name in ("block_tables", "table_rows", "logit_rows")),
+        *((name, ctypes.POINTER(c_void_p)) for name in ("keys", "values")),
+        *((name, c_void_p) for name in ("logits", "greedy_ids", "part_seconds")),
+        *((name, c_int64) for name in ("num_tokens", "num_sequences", "num_logits", "table_stride", "block_size")),
+    )
+
+
+def _declared(library: Any) -> Any:
+    library.inflight_decoder_new.restype = c_void_p
+    library.inflight_decoder_new.argtypes = (c_void_p, c_int64, c_int64)
+    library.inflight_decoder_free.argtypes = (c_void_p,)
+    library.inflight_decoder_pack.argtypes = (c_void_p, c_int64, c_int64, c_void_p)
+    library.inflight_decoder_matrix_bytes.restype = c_int64
+    library.inflight_decoder_matrix_bytes.argtypes = (c_void_p,)
+    library.inflight_read_memory.restype = c_int64
+    library.inflight_read_memory.argtypes = (c_void_p, c_void_p, c_int64)
+    library.inflight_decoder_step.restype = c_int64
+    library.inflight_decoder_step.argtypes = (c_void_p, c_void_p, c_void_p)
+    return library

@@ -1,0 +1,101 @@
+"""Sampling on a CPU by our C++ code (sampler.h): columns in, token ids out.
+
+It chooses what executor/step/sampling.py chooses, whose torch code is the oracle: the random words are the same bits, and
+the ids differ only where two tokens' scores differ by rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from ctypes import c_int64, c_void_p
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from executor.native.build import BuildFailure
+from executor.native.library import NativeLibrary, load_native
+from executor.native.pool import NativePool
+from executor.step.sampling_columns import SamplingBatch
+
+log = logging.getLogger(__name__)
+
+
+class NativeSampler:
+    """Calls the sampler, on the threads of `pool` if there is one, else on the caller's. What the threads need is kept
+    between calls, of which one runs at a time."""
+
+    def __init__(self, library: NativeLibrary, pool: NativePool | None = None) -> None:
+        new, free = library.calls.inflight_sampler_new, library.calls.inflight_sampler_free
+        new.argtypes, new.restype = (), c_void_p
+        free.argtypes, free.restype = (c_void_p,), None
+        self._sample_rows = library.calls.inflight_sample_rows
+        self._sample_rows.argtypes = (c_void_p, c_void_p, c_void_p)
+        self._sample_rows.restype = c_int64
+        self._pool = pool
+        self._sampler = new()
+        if not self._sampler:
+            raise MemoryError("there is no memory for the sampler")
+        weakref.finalize(self, free, self._sampler)
+
+    def sample(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+        """Returns the token ids `[R]` int64 of `logits[R, vocabulary]` float32, which it leaves as they are."""
+        num_rows, vocabulary_size = logits.shape
+        # From here on there are only addresses.
+        if logits.device.type != "cpu" or logits.dtype is not torch.float32 or vocabulary_size == 0:
+            raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} on {logits.device}, not float32 on cpu")
+        if sampling.num_rows != num_rows:
+            raise ValueError(f"{num_rows} rows of logits for {sampling.num_rows} rows that sample")
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        token_ids = torch.empty(num_rows, dtype=torch.int64)
+        call = _SampleCall(
+            logits=logits.data_ptr(),
+            temperatures=_address(sampling.temperature, np.float32),
+            top_ks=_address(sampling.top_k, np.int32),
+            top_ps=_address(sampling.top_p, np.float64),
+            seeds=_address(sampling.seed, np.uint64),
+            output_indices=_address(sampling.output_index, np.int64),
+            banned_ids=_address(sampling.banned_ids, np.int32),
+            banned_starts=_address(sampling.banned_starts, np.int32),
+            token_ids=token_ids.data_ptr(),
+            num_rows=num_rows,
+            vocabulary_size=vocabulary_size,
+            row_stride=logits.stride(0),
+        )
+        pool = None if self._pool is None else self._pool.address
+        if self._sample_rows(self._sampler, pool, ctypes.byref(call)):
+            raise MemoryError(f"there is not enough memory to sample {num_rows} rows")
+        return token_ids
+
+
+def choose_sampler(
+    device: torch.device, instructions: str = "auto", pool: NativePool | None = None
+) -> NativeSampler | None:
+    """The faster sampler where it can run on the device's logits; says in the log why if it should but cannot."""
+    if device.type != "cpu":
+        return None
+    library = load_native(instructions)
+    if isinstance(library, BuildFailure):
+        log.warning("sampling is slow, because %s", library.reason)
+        return None
+    return NativeSampler(library, pool)
+
+
+class _SampleCall(ctypes.Structure):
+    """`SampleCall` of sampler.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "temperatures", "top_ks", "top_ps", "seeds")),
+        *((name, c_void_p) for name in ("output_indices", "banned_ids", "banned_starts", "token_ids")),
+        *((name, c_int64) for name in ("num_rows", "vocabulary_size", "row_stride")),
+    )
+
+
+def _address(column: npt.NDArray[np.generic], dtype: type[np.generic]) -> int:
+    if column.dtype != dtype or not column.flags.c_contiguous:
+        raise ValueError(f"a column is {column.dtype}, not {np.dtype(dtype)}, or not contiguous")
+    return column.ctypes.data

@@ -1,0 +1,339 @@
+"""The in-flight loop: one thread that owns the scheduler and launches steps on the device.
+
+`step()` is its table of contents: take what came in, plan, launch, say who got in and who boarded, retire. With overlap
+the plan is made and launched while the device computes the one before, whose tokens are read only then: retire step
+N - 1, plan N + 1, launch it, read N. Without it each step is retired before the next is planned.
+
+A step that fails, when it is launched or when it is read, ends the sequences in it and nothing else. What the thread
+cannot go on from is a bug of ours or a device on which nothing succeeds: it dies, and tells.
+
+Everything reaches the loop through its inbox and leaves through `publish`, in order; no other thread touches the
+scheduler. When there is nothing to compute the thread blocks on the inbox and uses no processor time.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from executor.engine.commands import Cancelled, Command, Draining, Listing, Stopping, Submitted
+from executor.engine.deadlines import Deadlines
+from executor.engine.gc import GarbageCollection
+from executor.engine.output import EngineOutput, EngineStatus, HeldSequence, step_record
+from executor.engine.prefill_budget import Pace
+from executor.engine.runner import FailedStep, PendingStep, StepRunner
+from executor.engine.standby import StandbyDepth
+from executor.engine.step_time import StepLoad, StepTime
+from executor.engine.timing import LoopParts, Speed
+from executor.scheduler.scheduler import Batching, Scheduler
+from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, StepOutcome, StepPlan, StepResult
+from executor.scheduler.step_record import NO_TIMES, DeviceTimes, LoopPart, PlanCounts
+
+log = logging.getLogger(__name__)
+
+# Failed steps in a row until the device counts as lost. Each has ended other sequences than the one before, so neither
+# a prompt that no step can take nor a moment without memory comes near; a GPU whose context is gone fails every step.
+MAX_FAILURES = 16
+
+
+class DeviceLostError(Exception):
+    """No step succeeds any more: another process has to try."""
+
+
+class Engine:
+    """The loop and its thread. `submit`, `cancel`, `drain` and `stop` may be called from any thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        publish: Callable[[EngineOutput], None],
+        on_death: Callable[[BaseException], None],
+        *,
+        overlap: bool = True,
+        max_inter_token_ms: float = 0.0,
+        garbage: GarbageCollection | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._publish = publish
+        self._on_death = on_death
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._speed = Speed()
+        self._step_time = StepTime()
+        self._pace = Pace(self._step_time, max_inter_token_ms, scheduler.pool.block_size)
+        self._deadlines = Deadlines()
+        self._standby = StandbyDepth(scheduler.limits.num_standby_sequences)
+        self._garbage = garbage
+        self._clock = clock
+        self._parts = LoopParts(clock)
+        # Steps since the start. Written by the engine's thread only.
+        self.num_steps = 0
+        self._num_output_tokens = 0
+        self._num_steps_checked = 0
+        self._num_failures = 0
+        self._errors_logged: set[str] = set()
+        self._stopping = False
+        # Launched and not retired, oldest first; so many of them may run on while the next is planned.
+        self._launched: deque[tuple[StepPlan, PlanCounts, PendingStep]] = deque()
+        self.overlaps = overlap
+        self._held: tuple[HeldSequence, ...] = ()
+        self._held_version: tuple[int, ...] = ()
+
+    def start(self) -> None:
+        """Starts the thread; the first thing it publishes is the status of an idle engine."""
+        self._thread.start()
+
+    def submit(self, sequence: Sequence, time_left_ms: int | None = None) -> None:
+        """Offers a sequence, which must have ended in so many milliseconds from now; the answer comes by `publish`."""
+        if time_left_ms is not None:
+            sequence.deadline_ms = self._now_ms() + time_left_ms
+        self._inbox.put(Submitted(sequence))
+
+    def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Ends a sequence if it is still held under this attempt; its end comes by `publish`."""
+        self._inbox.put(Cancelled(request_id, attempt, reason))
+
+    def drain(self) -> None:
+        """Refuses every further submit."""
+        self._inbox.put(Draining())
+
+    def list_sequences(self) -> None:
+        """Asks who is held; the answer comes by `publish`."""
+        self._inbox.put(Listing())
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Ends the thread after the steps in flight and waits for it, at most so long; says whether it has ended."""
+        self._inbox.put(Stopping())
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def step(self) -> None:
+        """One turn of the loop. Answers and boardings leave before the device is waited for, for a step may take
+        long."""
+        output = self._take_inbox()
+        self._expire(output)
+        self._parts.end(LoopPart.INBOX)
+        plan = self._plan()
+        output.finished.extend(self._told(self._scheduler.take_finished()))
+        output.paused, output.started = plan.preempted, plan.boarded
+        self._parts.end(LoopPart.PLAN)
+        num_ahead = 0
+        if plan.sequences:
+            step = self._launch(plan)
+            self._launched.append((plan, PlanCounts.of(plan), step))
+            # Nothing is planned on top of a step that never began: it leaves no tokens to carry.
+            num_ahead = int(self.overlaps and not isinstance(step, FailedStep))
+        self._parts.end(LoopPart.LAUNCH)
+        self._publish_answers(output)
+        self._parts.end(LoopPart.PUBLISH)
+        while len(self._launched) > num_ahead:
+            self._retire(*self._launched.popleft())
+        self._check_when_idle()
+        if self._garbage is not None:
+            self._garbage.after_step()
+
+    def _run(self) -> None:
+        try:
+            self._publish(EngineOutput(0, status=self._status()))
+            while not self._stopping or self._launched:
+                self.step()
+        except BaseException as error:
+            log.exception("the engine thread died")
+            self._on_death(error)
+
+    def _plan(self) -> StepPlan:
+        """The next step; none any more once the thread shall end."""
+        if self._stopping:
+            return StepPlan.of(())
+        if not self._scheduler.has_prefill:
+            return self._scheduler.schedule()
+        return self._scheduler.schedule(self._pace.max_prefill_tokens(self._scheduler.prefill_demand()))
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:
+            return FailedStep(error)
+
+    def _check_when_idle(self) -> None:
+        """Checks once after each busy time that every block is back: the check reads the whole pool."""
+        if self._num_steps_checked < self.num_steps and self._scheduler.is_idle:
+            self._num_steps_checked = self.num_steps
+            self._scheduler.check_when_idle()
+
+    def _take_inbox(self) -> EngineOutput:
+        output = EngineOutput(self.num_steps)
+        if self._scheduler.is_idle:
+            if self._garbage is not None:
+                self._garbage.when_idle()
+            self._obey(self._inbox.get(), output)
+            now_s = self._clock()
+            self._speed.wake(now_s)
+            self._parts.begin(now_s)
+        while True:
+            try:
+                self._obey(self._inbox.get_nowait(), output)
+            except queue.Empty:
+                return output
+
+    def _expire(self, output: EngineOutput) -> None:
+        """Ends whose deadline has passed. Who has ended before is not held any more, and nothing happens."""
+        if len(self._deadlines):
+            for request_id, attempt in self._deadlines.take_due(self._now_ms()):
+                event = self._scheduler.cancel(request_id, attempt, FinishReason.DEADLINE)
+                if event is not None:
+                    output.finished.append(event)
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)
+
+    def _publish_answers(self, output: EngineOutput) -> None:
+        self._standby.ended(len(output.finished), self._clock())
+        if output.accepted or output.rejected or output.paused or output.started or output.finished:
+            output.status = self._status()
+        if output.status is not None or output.sequences is not None:
+            self._publish(output)
+
+    def _obey(self, command: Command, output: EngineOutput) -> None:
+        match command:
+            case Submitted(sequence):
+                refusal = self._scheduler.offer(sequence)
+                output.finished.extend(self._scheduler.take_finished())
+                if refusal is None:
+                    output.accepted.append(sequence)
+                    self._deadlines.add(sequence, self._scheduler.held())
+                    self._standby.refilled(self._clock())
+                else:
+                    output.rejected.append((sequence, refusal))
+            case Cancelled(request_id, attempt, reason):
+                event = self._scheduler.cancel(request_id, attempt, reason)
+                if event is not None:
+                    output.finished.append(event)
+            case Draining():
+                self._scheduler.drain()
+                self._publish(EngineOutput(self.num_steps, status=self._status()))
+            case Stopping():
+                self._stopping = True
+            case Listing():
+                output.sequences = self._scheduler.seating.standings()
+
+    def _retire(self, plan: StepPlan, counts: PlanCounts, step: PendingStep) -> None:
+        """Reads the tokens of a step and hands out what they mean."""
+        outcome, times = self._outcome(plan, step)
+        self.num_steps += 1
+        self._num_output_tokens += len(outcome.tokens)
+        if outcome.finished:
+            self._standby.ended(len(outcome.finished), self._clock())
+        status = self._status()
+        self._parts.end(LoopPart.RETIRE)
+        self._publish(
+            EngineOutput(
+                step=self.num_steps,
+                tokens=outcome.tokens,
+                finished=list(outcome.finished),
+                status=status,
+                record=step_record(self.num_steps, counts, outcome, times, self._parts, status),
+            )
+        )
+        self._parts.end(LoopPart.PUBLISH)
+
+    def _outcome(self, plan: StepPlan, step: PendingStep) -> tuple[StepOutcome, DeviceTimes]:
+        """A step that fails, whatever the reason, ends the sequences in it and nothing else."""
+        try:
+            sampled_ids = self._read(plan, step)
+        except Exception as error:
+            log.exception("step %d failed", self.num_steps)
+            self._num_failures += 1
+            if self._num_failures == MAX_FAILURES:
+                raise DeviceLostError(f"{MAX_FAILURES} steps have failed in a row") from error
+            return self._scheduler.fail(plan, f"the step failed on the device: {type(error).__name__}"), NO_TIMES
+        self._num_failures = 0
+        times = self._speed.observe(plan, step)
+        if not (plan.swaps_out or plan.swaps_in):
+            # What copies take would pass for what the rows take.
+            self._step_time.observe(StepLoad.of(plan), times.busy_s)
+        outcome = self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs()))
+        self._told(outcome.finished)
+        return outcome, times
+
+    def _told(self, finished: Iterable[FinishEvent]) -> Iterable[FinishEvent]:
+        """Says in the log what sequences ended with where the step itself has not failed: each kind of error once."""
+        for event in finished:
+            kind = re.sub(r"\d+", "", event.error)
+            if event.reason is FinishReason.ERROR and kind not in self._errors_logged:
+                self._errors_logged.add(kind)
+                log.error("%s ended, the first with this error: %s", event.sequence.request_id, event.error)
+        return finished
+
+    def _read(self, plan: StepPlan, step: PendingStep) -> tuple[int | None, ...]:
+        """The tokens of the rows that sample. With too few or too many, rows would get those of others."""
+        try:
+            sampled_ids = step.result()
+        finally:
+            self._parts.end(LoopPart.WAIT)
+        if len(sampled_ids) != sum(plan.samples):
+            raise RuntimeError(f"{len(sampled_ids)} tokens for {sum(plan.samples)} rows")
+        return sampled_ids
+
+    def _status(self) -> EngineStatus:
+        scheduler = self._scheduler
+        return EngineStatus(
+            budget_blocks=scheduler.budget_blocks,
+            total_blocks=scheduler.pool.num_blocks,
+            used_blocks=scheduler.pool.num_used,
+            cached_blocks=scheduler.pool.num_cached,
+            budget_sequences=scheduler.limits.max_num_sequences + self._num_standby(),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            waiting_prefill_tokens=scheduler.waiting_prefill_tokens,
+            held=self._held_now(),
+            draining=scheduler.is_draining,
+            step_ms=self._speed.step_s * 1000,
+            prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
+            num_steps=self.num_steps,
+            num_output_tokens=self._num_output_tokens,
+            exposed_host_ms=self._speed.exposed_host_s * 1000,
+            device_busy_fraction=self._speed.device_busy_fraction,
+            device_busy_s=self._speed.device_busy_s,
+            elapsed_s=self._speed.elapsed_s,
+            num_preempted=scheduler.num_preempted,
+            num_preemptions=scheduler.num_preemptions,
+            computed_tokens=scheduler.num_computed_tokens,
+            recomputed_tokens=scheduler.num_recomputed_tokens,
+            used_host_blocks=scheduler.num_used_host_blocks,
+            reserve_quantile=scheduler.reserve_quantile,
+            constraint=scheduler.bounds.newest,
+            bounds=scheduler.bounds.num_steps,
+            kv=scheduler.kv_counts(),
+            num_invalid_logits=scheduler.num_invalid_logits,
+        )
+
+    def _num_standby(self) -> int:
+        """A static batch is drawn from a full one that waits."""
+        limits = self._scheduler.limits
+        return limits.num_standby_sequences if limits.batching is Batching.STATIC else self._standby.depth
+
+    def _held_now(self) -> tuple[HeldSequence, ...]:
+        """Built again only when a sequence came or went, boarded or gave up its seat."""
+        scheduler = self._scheduler
+        version = (
+            scheduler.num_held_changes,
+            scheduler.num_waiting,
+            scheduler.num_preempted,
+            scheduler.num_preemptions,
+        )
+        if self._held_version != version:
+            self._held_version = version
+            phase = scheduler.seating.waiting_phase
+            self._held = tuple(
+                HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks, phase(s)) for s in scheduler.held()
+            )
+        return self._held

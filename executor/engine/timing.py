@@ -1,0 +1,96 @@
+"""How fast the loop is, smoothed, and how long the device waits for it. Times in seconds, rates per second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from executor.engine.runner import PendingStep
+from executor.scheduler.sequence import StepPlan
+from executor.scheduler.step_record import DeviceTimes, LoopPart
+
+_NOTHING = (0.0,) * len(LoopPart)
+
+
+class LoopParts:
+    """A clock that is read at the end of each part. What passed since it was read last is that part's."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds = list(_NOTHING)
+        # When it was read last.
+        self.read_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """There was nothing to do until now."""
+        self.read_s = now_s
+
+    def end(self, part: LoopPart) -> None:
+        """A part is over."""
+        now_s = self._clock()
+        self._seconds[part] += now_s - self.read_s
+        self.read_s = now_s
+
+    def take(self) -> tuple[float, ...]:
+        """The seconds of each part since the last call."""
+        taken = tuple(self._seconds)
+        self._seconds[:] = _NOTHING
+        return taken
+
+
+# Weight of the newest step in the smoothed speeds: about the last 20 steps count.
+SMOOTHING = 0.05
+
+
+class Speed:
+    """Takes in each step that was retired."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self.step_s = 0.0
+        self.prefill_tokens_per_s = 0.0
+        self.exposed_host_s = 0.0
+        self.device_busy_s = 0.0
+        self.elapsed_s = 0.0
+        self._busy_s = 0.0
+        # Until when the device worked, or when there was work again after none.
+        self._since_s = 0.0
+
+    @property
+    def device_busy_fraction(self) -> float:
+        """The device's share of the time in which there is work, lately."""
+        period_s = self._busy_s + self.exposed_host_s
+        return self._busy_s / period_s if period_s else 0.0
+
+    def wake(self, now_s: float) -> None:
+        """There is work again: from here on the device waits for the host."""
+        self._since_s = max(self._since_s, now_s)
+
+    def observe(self, plan: StepPlan, step: PendingStep) -> DeviceTimes:
+        """Takes in one step; returns how long the device waited for it and was busy with it.
+
+        A step launched while the one before was running begins when that one ends.
+        """
+        began_s = max(step.began_s, self._since_s)
+        # A device's own clock may run behind ours; routers take no negative time.
+        exposed_s, busy_s = began_s - self._since_s, max(0.0, step.ended_s - began_s)
+        self._since_s = step.ended_s
+        self.elapsed_s += exposed_s + busy_s
+        self.device_busy_s += busy_s
+        elapsed_s = exposed_s + busy_s
+        weight = SMOOTHING if self._num_steps else 1.0
+        self._num_steps += 1
+        self.exposed_host_s += weight * (exposed_s - self.exposed_host_s)
+        self._busy_s += weight * (busy_s - self._busy_s)
+        self.step_s = self.exposed_host_s + self._busy_s
+        if elapsed_s > 0:
+            self._observe_rates(plan, elapsed_s)
+        return DeviceTimes(exposed_s, busy_s)
+
+    def _observe_rates(self, plan: StepPlan, elapsed_s: float) -> None:
+        num_prefill = sum(length for length in plan.lengths if length > 1)
+        if num_prefill:
+            self.prefill_tokens_per_s = _smooth(self.prefill_tokens_per_s, num_prefill / elapsed_s)
+
+
+def _smooth(old: float, new: float) -> float:
+    return new if old == 0.0 else old + SMOOTHING * (new - old)

@@ -1,0 +1,343 @@
+"""A causal language model of transformers, computed step by step through a paged KV pool.
+
+Owns weights and KV. Any decoder runs whose code calls attention through transformers' attention interface; whatever
+cannot run correctly is refused at load with the reason (`model_support`, `paged_attention`, `self_check`). Knows
+nothing of scheduling.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from common.model_source import ModelError, ModelSource, model_errors
+from executor.attention.backend import AttentionBackend, LayerKv
+from executor.attention.choice import BackendChoice, choose_backend
+from executor.attention.cpu import CpuAttention
+from executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
+from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
+from executor.checkpoint.files import check_weights, read_generation_defaults
+from executor.checkpoint.gguf import import_gguf
+from executor.checkpoint.packed_linear import pack_linears
+from executor.checkpoint.quiet import quiet_transformers
+from executor.checkpoint.support import check_configuration, check_network
+from executor.cpu.decoder import NativeDecoder, form_of, why_not
+from executor.cpu.sampler import NativeSampler, choose_sampler
+from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, compare, expect
+from executor.step.batch import StepBatch
+from executor.step.logprobs import StepLogprobs, step_logprobs
+from executor.step.sampling import choose_greedily, sample
+from executor.step.sampling_columns import SamplingBatch
+
+if TYPE_CHECKING:
+    from executor.gpu.decoder import GpuDecoder
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# Names of the same thing in the configurations of different models.
+CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What a model is. Defaults of sampling are None where its generation config is silent."""
+
+    architecture: str
+    revision: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocabulary_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    default_temperature: float | None
+    default_top_k: int | None
+    default_top_p: float | None
+
+
+class PagedModel:
+    """A loaded model. `allocate_kv` comes before the first `forward`."""
+
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        layers: tuple[Layer, ...],
+        choice: BackendChoice,
+        description: ModelDescription,
+        gpu_decoder: GpuDecoder | None = None,
+        native: NativeDecoder | None = None,
+        sampler: NativeSampler | None = None,
+    ) -> None:
+        self.description = description
+        self.device = network.device
+        self.dtype = network.dtype
+        self.backend_name = choice.backend.name
+        self.backend_reason = choice.reason
+        # A forward of our own in place of transformers'; whose weights are not needed then.
+        self.gpu_decoder = gpu_decoder
+        self.native = native
+        self._network = network if native is None else None
+        self._layers = layers
+        self._backend = choice.backend
+        self._sampler = sampler
+        self._kv: tuple[LayerKv, ...] = ()
+
+    @classmethod
+    def load(
+        cls,
+        source: ModelSource,
+        *,
+        dtype_name: str = "auto",
+        backend_name: str = "auto",
+        device_name: str = "auto",
+        weight_dtype: str = "auto",
+        forward_name: str = "auto",
+        instructions: str = "auto",
+    ) -> PagedModel:
+        """Loads and checks a model; raises `ModelError` with the reason if it cannot be served.
+
+        `weight_dtype` is `auto` (that of the activations) or `int8`; `forward_name` is `auto` (our own where the model
+        has one) or `transformers`; `instructions` names the build of our CPU code.
+        """
+        device = choose_device(device_name)
+        dtype = choose_dtype(dtype_name, device)
+        folder = source.folder if source.gguf_file is None else import_gguf(source)
+        network = _load_network(folder, dtype, device)
+        with _unsupported(network.config):
+            expectation = expect(network, _vocabulary_size(network))
+            layers = _probe_layers(network)
+        choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
+        if choice.is_fallback:
+            log.warning("attention backend %s", choice.reason)
+        sampler = _native_sampler(choice.backend, device, instructions)
+        with _unsupported(network.config):
+            description = _describe(source, folder, network, layers)
+            own = _own_forward(network, layers, choice, description, weight_dtype, forward_name)
+            model = cls(network, layers, choice, description, own.gpu, own.native, sampler)
+            model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+            compare(expectation, model.forward, dtype, has_int8_weights=weight_dtype == "int8")
+        model.free_kv()
+        return model
+
+    @property
+    def kv(self) -> tuple[LayerKv, ...]:
+        """The KV of each layer, once it is allocated."""
+        return self._kv
+
+    @property
+    def dtype_name(self) -> str:
+        """`bfloat16` or `float32`."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Memory that one more block takes."""
+        return sum(kv.num_bytes for kv in self._allocate(1, block_size))
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Makes room for blocks 1 to `num_blocks`, and for the spare block 0."""
+        self._kv = self._allocate(num_blocks + 1, block_size)
+
+    def free_kv(self) -> None:
+        """Gives the blocks' memory back."""
+        self._kv = ()
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Computes every token of the batch, keeps its KV, and returns the logits `[R, vocabulary]` in float32."""
+        batch = batch.to(self.device)
+        if self.native is not None:
+            return self.native.logits(batch, self._kv)
+        step = PagedStep(self._backend, self._layers, self._kv, batch)
+        with torch.inference_mode():
+            if self.gpu_decoder is not None:
+                return self.gpu_decoder.forward(batch, self._kv).float()
+            assert self._network is not None
+            logits: Tensor = self._network(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                inflight_step=step,
+            ).logits
+            return logits[0].float()
+
+    def step(self, batch: StepBatch, sampling: SamplingBatch) -> tuple[Tensor, StepLogprobs | None]:
+        """Computes the batch and chooses the next tokens; returns their ids `[R]` int64, on the model's device, and the
+        log probabilities that rows report."""
+        if self.native is not None and sampling.is_greedy and not sampling.reporting:
+            return self.native.greedy(batch, self._kv), None
+        logits = self.forward(batch)
+        sampled_ids = self._choose(logits, sampling)
+        logprobs = step_logprobs(logits, sampled_ids, sampling.reporting) if sampling.reporting else None
+        return sampled_ids, logprobs
+
+    def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+        if sampling.is_greedy:
+            return choose_greedily(logits)
+        if self._sampler is not None:
+            return self._sampler.sample(logits, sampling)
+        return sample(logits, sampling.rows())
+
+    def _allocate(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
+        return tuple(
+            self._backend.allocate(layer.shape, num_blocks, block_size, self.dtype, self.device)
+            for layer in self._layers
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnForward:
+    """A forward of our own, of which there is one at most."""
+
+    gpu: GpuDecoder | None = None
+    native: NativeDecoder | None = None
+
+
+def _own_forward(
+    network: PreTrainedModel,
+    layers: tuple[Layer, ...],
+    choice: BackendChoice,
+    description: ModelDescription,
+    weight_dtype: str,
+    forward_name: str,
+) -> OwnForward:
+    """Packs the weights for our own forward where the model has one, else for transformers'."""
+    weights = read_decoder(network, layers) if forward_name == "auto" else "transformers' is asked for"
+    if choice.backend.name == "triton" and not isinstance(weights, str):
+        return OwnForward(gpu=_gpu_decoder(weights, choice, description))
+    if isinstance(choice.backend, CpuAttention) and not isinstance(weights, str):
+        obstacle = why_not(weights.shape)
+        if obstacle is None:
+            return OwnForward(native=_native_decoder(weights, choice.backend, network.dtype, weight_dtype == "int8"))
+        weights = obstacle
+    if isinstance(weights, str):
+        log.info("the forward pass is transformers', because %s", weights)
+    if weight_dtype == "int8":
+        why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
+        raise ModelError(f"int8 weights need our own forward pass on a CPU, and {why}")
+    pack_linears(network)
+    return OwnForward()
+
+
+def _gpu_decoder(weights: DecoderWeights, choice: BackendChoice, description: ModelDescription) -> GpuDecoder:
+    from executor.gpu.decoder import GpuDecoder  # imports triton, which only this backend needs
+
+    return GpuDecoder(weights, choice.backend, description.context_length)
+
+
+def _native_decoder(
+    weights: DecoderWeights, backend: CpuAttention, dtype: torch.dtype, has_int8_weights: bool
+) -> NativeDecoder:
+    """The model packed for our C++ code."""
+    native = NativeDecoder(backend.library, backend.pool, form_of(weights, dtype, has_int8_weights))
+    native.pack(weights)
+    return native
+
+
+def _native_sampler(backend: AttentionBackend, device: torch.device, instructions: str) -> NativeSampler | None:
+    if isinstance(backend, CpuAttention):
+        return NativeSampler(backend.library, backend.pool)
+    return choose_sampler(device, instructions)
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device 'cuda' is asked for, but torch sees no GPU here")
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the processor multiplies it, else float32, which is faster there."""
+    if name in DTYPES:
+        return DTYPES[name]
+    if name != "auto":
+        raise ModelError(f"dtype {name!r} is unknown; use auto, {' or '.join(DTYPES)}")
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if has_instructions else torch.float32
+
+
+def _load_network(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    with quiet_transformers(), model_errors(f"model folder {folder} cannot be loaded"):
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        check_configuration(config)
+        check_weights(folder)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    network: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        # transformers would go on with random numbers in their place.
+        raise ModelError(f"model folder {folder} lacks {len(missing)} weights, such as {missing[0]}")
+    check_network(network)
+    network.eval().requires_grad_(False).to(device)
+    return network
+
+
+@contextmanager
+def _unsupported(config: PretrainedConfig) -> Iterator[None]:
+    """Names the architecture in what is raised while it is tried out."""
+    what = f"model architecture {config.model_type!r} is not supported"
+    try:
+        with model_errors("it fails under paged attention"):
+            yield
+    except ModelError as error:
+        raise ModelError(f"{what}: {error}") from error
+
+
+def _probe_layers(network: PreTrainedModel) -> tuple[Layer, ...]:
+    register_attention()
+    with quiet_transformers():
+        network.set_attn_implementation(ATTENTION_NAME)
+    probe = LayerProbe()
+    token_ids = torch.zeros((1, 2), dtype=torch.long, device=network.device)
+    with torch.inference_mode():
+        network(input_ids=token_ids, use_cache=False, inflight_step=probe)
+    return probe.layers(network.config.get_text_config(decoder=True))
+
+
+def _describe(
+    source: ModelSource, folder: Path, network: PreTrainedModel, layers: tuple[Layer, ...]
+) -> ModelDescription:
+    config = network.config.get_text_config(decoder=True)
+    lengths = (getattr(config, name, None) for name in CONTEXT_LENGTH_NAMES)
+    context_length = next((int(length) for length in lengths if length), None)
+    if context_length is None:
+        raise ModelError("its configuration does not say how long a context may be")
+    defaults = read_generation_defaults(folder)
+    return ModelDescription(
+        architecture=network.config.model_type,
+        revision=source.revision,
+        num_layers=len(layers),
+        num_kv_heads=layers[0].shape.num_kv_heads,
+        head_dim=layers[0].shape.head_dim,
+        vocabulary_size=_vocabulary_size(network),
+        context_length=context_length,
+        eos_token_ids=defaults.eos_token_ids,
+        default_temperature=defaults.temperature,
+        default_top_k=defaults.top_k,
+        default_top_p=defaults.top_p,
+    )
+
+
+def _vocabulary_size(network: PreTrainedModel) -> int:
+    """Ids that the model can both read and write."""
+    modules: Any = (network.get_input_embeddings(), network.get_output_embeddings())
+    return min(int(module.weight.shape[0]) for module in modules)

@@ -1,0 +1,157 @@
+"""Runs plans on the model: packs on the caller's thread, computes on a thread of its own, reads back when asked.
+
+The device thread resolves the tokens that the step before sampled, runs forward and sampling, and never touches a
+sequence, so the host can make the next plan meanwhile. What a GPU returns is copied to the host behind the step,
+without waiting for it: the thread launches the next step while the device computes this one.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from executor.attention.host_tier import open_host_tier
+from executor.engine.runner import PendingStep, token_ids_of
+from executor.model.model import PagedModel
+from executor.scheduler.limits import SchedulerLimits
+from executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
+from executor.step.batch import StepBatch, StepPacker
+from executor.step.logprobs import StepLogprobs
+from executor.step.sampling_columns import SamplingBatch, SamplingColumns
+
+
+class LaunchedStep:
+    """A step on its way through the device thread."""
+
+    def __init__(self, plan: StepPlan, batch: StepBatch, sampling: SamplingBatch) -> None:
+        self.batch = batch
+        self.sampling = sampling
+        self.swaps_out = plan.swaps_out
+        self.swaps_in = plan.swaps_in
+        self.began_s = 0.0
+        self.ended_s = 0.0
+        self.marks: GpuMarks | None = None
+        self.reported: StepLogprobs | None = None
+        self._outcome: queue.SimpleQueue[Tensor | BaseException] = queue.SimpleQueue()
+
+    def settle(self, outcome: Tensor | BaseException) -> None:
+        """Hands the sampled ids over, on the host, or the failure."""
+        self._outcome.put(outcome)
+
+    def result(self) -> tuple[int | None, ...]:
+        """See `PendingStep`."""
+        outcome = self._outcome.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        if self.marks is not None:
+            self.began_s, self.ended_s = self.marks.wait()
+        return token_ids_of(outcome.tolist())
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """See `PendingStep`."""
+        return NO_LOGPROBS if self.reported is None else self.reported.read()
+
+
+class GpuMarks:
+    """Begin and end of a step on the stream of a GPU, and what time that was on the host.
+
+    The GPU tells how far two marks lie apart. A step is placed behind the end of the one before if that still ran when
+    it was launched, else at the moment of its launch.
+    """
+
+    def __init__(self, before: GpuMarks | None) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._before = None if before is None or before._end.query() else before
+        self._launched_s = time.perf_counter()
+        self._ended_s = 0.0
+        self._begin.record()
+
+    def end(self) -> None:
+        """Everything of the step is on the stream."""
+        self._end.record()
+
+    def wait(self) -> tuple[float, float]:
+        """Waits for the end; returns the host's times. Steps are waited for in order."""
+        self._end.synchronize()
+        before, self._before = self._before, None
+        began_s = self._launched_s
+        if before is not None:
+            began_s = before._ended_s + before._end.elapsed_time(self._begin) / 1000
+        self._ended_s = began_s + self._begin.elapsed_time(self._end) / 1000
+        return began_s, self._ended_s
+
+
+class ModelRunner:
+    """The engine's way to the model, whose KV is allocated by then."""
+
+    def __init__(self, model: PagedModel, limits: SchedulerLimits, block_size: int) -> None:
+        self._model = model
+        self._host_tier = open_host_tier(model.kv, limits.num_host_blocks) if limits.num_host_blocks else None
+        self._packer = StepPacker(limits.num_seat_rows, -(-limits.context_length // block_size), block_size)
+        self._columns = SamplingColumns(limits.num_seat_rows)
+        self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """See `StepRunner`."""
+        batch = self._packer.pack(plan)
+        step = LaunchedStep(plan, batch, self._columns.select(plan, batch))
+        self._launched.put(step)
+        return step
+
+    def close(self) -> None:
+        """Ends the device thread behind the steps launched, and waits for it."""
+        self._launched.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        sampled_ids: Tensor | None = None
+        marks: GpuMarks | None = None
+        while (step := self._launched.get()) is not None:
+            try:
+                if self._model.device.type == "cuda":
+                    sampled_ids, marks = self._launch_on_gpu(step, sampled_ids, marks)
+                else:
+                    sampled_ids = self._run_here(step, sampled_ids)
+            except BaseException as error:
+                sampled_ids, marks = None, None
+                step.ended_s = time.perf_counter()
+                step.settle(error)
+
+    def _run_here(self, step: LaunchedStep, sampled_before: Tensor | None) -> Tensor:
+        step.began_s = time.perf_counter()
+        sampled_ids = self._compute(step, sampled_before)
+        step.ended_s = time.perf_counter()
+        step.settle(sampled_ids)
+        return sampled_ids
+
+    def _launch_on_gpu(
+        self, step: LaunchedStep, sampled_before: Tensor | None, marks_before: GpuMarks | None
+    ) -> tuple[Tensor, GpuMarks]:
+        """Puts the step on the stream, and behind it the copy of its tokens to the host."""
+        step.marks = marks = GpuMarks(marks_before)
+        sampled_ids = self._compute(step, sampled_before)
+        on_host = torch.empty(sampled_ids.shape, dtype=sampled_ids.dtype, pin_memory=True)
+        on_host.copy_(sampled_ids, non_blocking=True)
+        if step.reported is not None:
+            step.reported = step.reported.start_copy()
+        marks.end()
+        step.settle(on_host)
+        return sampled_ids, marks
+
+    def _compute(self, step: LaunchedStep, sampled_before: Tensor | None) -> Tensor:
+        batch = step.batch.to(self._model.device)
+        # After a failed step there is nothing to carry: the rows that wanted it belong to sequences that have ended.
+        if sampled_before is not None:
+            batch.resolve(sampled_before)
+        if self._host_tier is not None:
+            self._host_tier.swap(step.swaps_out, step.swaps_in)
+        sampled_ids, step.reported = self._model.step(batch, step.sampling)
+        return sampled_ids

@@ -1,0 +1,118 @@
+"""The executor's final gate: whatever the routers' ledger believed, what passes here can run to its end.
+
+Owns who is inside, the blocks promised to them, and the newest attempt seen of each request. An attempt counts as seen
+even when it is refused: its router has placed the request anew by the time a repeated submit of it could arrive.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from enum import Enum
+
+from executor.scheduler.sequence import Sequence
+
+# Attempts are remembered after their end so that a late duplicate is refused; a duplicate comes within seconds, and at
+# a hundred requests per second this many last ten minutes, in about 10 MB.
+MAX_REMEMBERED_ATTEMPTS = 65_536
+
+
+class Refusal(Enum):
+    """Why a sequence may not enter."""
+
+    NO_CAPACITY = "no_capacity"
+    STALE_ATTEMPT = "stale_attempt"
+    DRAINING = "draining"
+    INVALID = "invalid"
+
+
+class AttemptLog:
+    """The newest attempt seen of each request, the least recently seen requests forgotten beyond `max_requests`."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._newest: OrderedDict[str, int] = OrderedDict()
+
+    def is_stale(self, request_id: str, attempt: int) -> bool:
+        """Whether this attempt or a newer one was seen."""
+        newest = self._newest.get(request_id)
+        return newest is not None and attempt <= newest
+
+    def see(self, request_id: str, attempt: int) -> None:
+        """Notes an attempt that is not stale."""
+        self._newest[request_id] = attempt
+        self._newest.move_to_end(request_id)
+        if len(self._newest) > self._max_requests:
+            self._newest.popitem(last=False)
+
+
+class Gate:
+    """Lets a sequence in when its blocks and its place can be promised."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_inside: int, context_length: int, is_overcommitted: bool = False
+    ) -> None:
+        self._is_overcommitted = is_overcommitted
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._max_inside = max_inside
+        self._context_length = context_length
+        self._inside: dict[str, Sequence] = {}
+        self.num_reserved_blocks = 0
+        self._attempts = AttemptLog(MAX_REMEMBERED_ATTEMPTS)
+        self.is_closed = False
+
+    def close(self) -> None:
+        """Lets nobody in any more."""
+        self.is_closed = True
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The sequence of this request that is inside."""
+        return self._inside.get(request_id)
+
+    def is_stale(self, sequence: Sequence) -> bool:
+        """Whether its attempt is over, running or superseded. Who is inside is asked first: the log may forget it."""
+        inside = self.find(sequence.request_id)
+        if inside is not None and sequence.attempt <= inside.attempt:
+            return True
+        return self._attempts.is_stale(sequence.request_id, sequence.attempt)
+
+    def enter(self, sequence: Sequence, num_overrun_blocks: int = 0) -> Refusal | None:
+        """Promises the sequence its blocks and its place, or says why not. No older attempt may be inside.
+
+        `num_overrun_blocks` are what those inside use beyond their promises.
+        """
+        assert self.find(sequence.request_id) is None, f"{sequence.request_id} is inside already"
+        self._attempts.see(sequence.request_id, sequence.attempt)
+        if self.is_closed:
+            return Refusal.DRAINING
+        if not self._is_valid(sequence):
+            return Refusal.INVALID
+        num_reserved_blocks = self.num_reserved_blocks + sequence.num_reserved_blocks
+        if num_reserved_blocks + num_overrun_blocks > self._num_blocks or len(self._inside) == self._max_inside:
+            return Refusal.NO_CAPACITY
+        if self._num_blocks_to_end(sequence) > self._num_blocks:
+            return Refusal.NO_CAPACITY
+        self._inside[sequence.request_id] = sequence
+        self.num_reserved_blocks = num_reserved_blocks
+        return None
+
+    def leave(self, sequence: Sequence) -> None:
+        """Takes the promise back. Nothing happens when the sequence is not inside any more."""
+        if self._inside.get(sequence.request_id) is sequence:
+            del self._inside[sequence.request_id]
+            self.num_reserved_blocks -= sequence.num_reserved_blocks
+
+    def _is_valid(self, sequence: Sequence) -> bool:
+        """Whether there is something to compute and the reservation lasts: until its end, or, where more is promised
+        than there is, for its known tokens and the first that it yields. Less would be an overrun from the start."""
+        if not 1 <= sequence.num_prompt_tokens <= sequence.num_tokens < self._most_tokens(sequence):
+            return False
+        if self._is_overcommitted:
+            return sequence.num_reserved_blocks >= sequence.num_tokens // self._block_size + 1
+        return sequence.num_reserved_blocks >= self._num_blocks_to_end(sequence)
+
+    def _most_tokens(self, sequence: Sequence) -> int:
+        return min(sequence.num_prompt_tokens + sequence.stopping.max_tokens, self._context_length)
+
+    def _num_blocks_to_end(self, sequence: Sequence) -> int:
+        return -(-self._most_tokens(sequence) // self._block_size)

@@ -1,0 +1,99 @@
+"""Who is on which seat, for those who look on. Pure; asked on demand, and nothing depends on it.
+
+The scheduler counts seats and does not number them; the rows of its arrays are twice as many. Here each sequence that
+is on a seat has the number of one, from when it was first asked for until it has left. Who has its last token in flight
+or is about to give its seat up needs none any more where somebody else does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+
+from executor.scheduler.queues import Places
+from executor.scheduler.sequence import Sequence
+
+
+class Phase(Enum):
+    """Where a sequence is."""
+
+    STANDBY = "standby"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStanding:
+    """How a sequence stands. `computed_tokens` counts those of the steps in flight."""
+
+    request_id: str
+    phase: Phase
+    seat: int | None
+    prompt_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    num_blocks: int
+    reserved_blocks: int
+
+
+class Seating:
+    """Numbers the seats of those who are on one."""
+
+    def __init__(self, places: Places, num_seats: int) -> None:
+        self._places = places
+        self._num_seats = num_seats
+        self._seat_of: dict[Sequence, int] = {}
+
+    def standings(self) -> tuple[SequenceStanding, ...]:
+        """Everyone that stays, by seat; then those without one, the preempted first."""
+        self._number()
+        seat_of = self._seat_of
+        seated = sorted(seat_of, key=seat_of.__getitem__)
+        boarded = [sequence for sequence in self._places.boarded() if sequence not in seat_of]
+        others = chain(boarded, self._places.preempted, self._places.waiting)
+        return tuple(self._standing(sequence) for sequence in chain(seated, others))
+
+    def waiting_phase(self, sequence: Sequence) -> Phase | None:
+        """Of a sequence without a seat; None of one that has a seat."""
+        if sequence in self._places.waiting:
+            return Phase.STANDBY
+        return Phase.PREEMPTED if sequence in self._places.preempted else None
+
+    def _number(self) -> None:
+        """Who has a number keeps it; who needs one gets the lowest that is free."""
+        places = self._places
+        staying = dict.fromkeys(chain(places.decodes, places.prefills))
+        yielding = dict.fromkeys(chain(places.ending, places.pausing))
+        self._seat_of = {s: seat for s, seat in self._seat_of.items() if s in staying or s in yielding}
+        newcomers = [sequence for sequence in staying if sequence not in self._seat_of]
+        giving_up = [sequence for sequence in self._seat_of if sequence in yielding]
+        for sequence in giving_up[: max(0, len(newcomers) - len(self._free_seats()))]:
+            del self._seat_of[sequence]
+        others = (sequence for sequence in yielding if sequence not in self._seat_of)
+        # Who came back from the brink of giving its seat up may find it taken.
+        self._seat_of.update(zip(chain(newcomers, others), self._free_seats(), strict=False))
+
+    def _free_seats(self) -> list[int]:
+        return sorted(set(range(self._num_seats)).difference(self._seat_of.values()))
+
+    def _phase(self, sequence: Sequence) -> Phase:
+        waiting = self.waiting_phase(sequence)
+        if waiting is not None:
+            return waiting
+        places = self._places
+        is_prefill = sequence in places.prefills or places.pausing.get(sequence) is places.prefills
+        return Phase.PREFILL if is_prefill else Phase.DECODE
+
+    def _standing(self, sequence: Sequence) -> SequenceStanding:
+        return SequenceStanding(
+            sequence.request_id,
+            self._phase(sequence),
+            self._seat_of.get(sequence),
+            sequence.num_prompt_tokens,
+            sequence.num_computed,
+            sequence.num_output_tokens,
+            len(sequence.block_table),
+            sequence.num_reserved_blocks,
+        )

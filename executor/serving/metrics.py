@@ -1,0 +1,185 @@
+"""What an executor counts and measures: `docs/metrics.md`.
+
+How it stands is read when it is scraped, from the newest that the loop said of itself. What steps were is taken in on
+the event loop's thread, one record each. The loop itself counts nothing for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from common.http.metrics_page import new_registry
+from executor.engine.output import EngineStatus
+from executor.scheduler.step_constraint import StepConstraint
+from executor.scheduler.step_record import PART_NAMES, StepRecord
+from executor.serving.service import ExecutorService
+
+STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
+SEQUENCES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+TOKENS = (0, 1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+PHASES = ("prefill", "decode")
+
+
+def executor_metrics(service: ExecutorService) -> CollectorRegistry:
+    """A registry of all that the executor tells; from now on it takes in each step."""
+    registry, model = new_registry(), service.description.model
+    steps = StepMetrics(registry, model)
+    service.steps.on_record = steps.observe
+    registry.register(StandingMetrics(service, steps))
+    return registry
+
+
+class StepMetrics:
+    """What steps were, and sums over them."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._step_s = Histogram(
+            "inflight_step_seconds",
+            "From the end of the step before to its own end.",
+            ["model"],
+            buckets=STEP_S,
+            registry=registry,
+        ).labels(model)
+        sequences = Histogram(
+            "inflight_batch_sequences", "Sequences in a step.", ["model", "phase"], buckets=SEQUENCES, registry=registry
+        )
+        tokens = Histogram(
+            "inflight_batch_tokens", "Tokens in a step.", ["model", "phase"], buckets=TOKENS, registry=registry
+        )
+        self._prefills, self._decodes = (sequences.labels(model, phase) for phase in PHASES)
+        self._prefill_tokens, self._decode_tokens = (tokens.labels(model, phase) for phase in PHASES)
+        self.part_s = dict.fromkeys(PART_NAMES, 0.0)
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+
+    def observe(self, record: StepRecord) -> None:
+        """Takes in a step."""
+        plan = record.plan
+        self._step_s.observe(sum(record.times))
+        self._prefills.observe(plan.num_prefills)
+        self._decodes.observe(plan.num_decodes)
+        self._prefill_tokens.observe(plan.prefill_tokens)
+        self._decode_tokens.observe(plan.num_decodes)
+        for name, seconds in zip(PART_NAMES, record.part_s, strict=True):
+            self.part_s[name] += seconds
+        self.prompt_tokens += plan.boarded_prompt_tokens
+        self.output_tokens += record.num_new_tokens
+
+
+class StandingMetrics(Collector):
+    """How the executor stands; nothing before its loop has said so."""
+
+    def __init__(self, service: ExecutorService, steps: StepMetrics) -> None:
+        self._service = service
+        self._steps = steps
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, as it is now."""
+        status = self._service.status
+        if status is None:
+            return
+        yield from self._gauges(status)
+        yield from self._counters(status)
+        yield from self._split_counters(status)
+        yield from self._vllm(status)
+
+    def describe(self) -> Iterator[Metric]:
+        """None: that would be a scrape before there is anything to tell."""
+        yield from ()
+
+    def _gauges(self, status: EngineStatus) -> Iterator[Metric]:
+        description, kv = self._service.description, status.kv
+        for name, text, value in (
+            ("seats", "Seats.", description.max_num_sequences),
+            ("seats_used", "Sequences on a seat.", status.num_running),
+            ("sequences_waiting", "Sequences accepted that have no seat.", _num_waiting(status)),
+            ("sequences_preempted", "Of these, those that gave up their seat.", status.num_preempted),
+            ("orphans", "Sequences whose router is gone.", self._service.num_orphans),
+            ("blocks", "KV blocks.", status.total_blocks),
+            ("blocks_used", "KV blocks that sequences hold.", status.used_blocks),
+            ("blocks_reserved", "KV blocks reserved for the sequences held.", kv.reserved_blocks),
+            ("blocks_cached", "KV blocks that hold a prefix.", kv.published_blocks),
+            ("blocks_evictable", "Of these, those that nobody holds.", kv.evictable_blocks),
+            ("host_blocks", "KV blocks of host memory.", description.host_blocks),
+            ("host_blocks_used", "Of these, those in use.", status.used_host_blocks),
+            ("draining", "1 where it takes no new work.", int(status.draining or not self._service.takes_work)),
+        ):
+            gauge = GaugeMetricFamily(f"inflight_{name}", text, labels=["model"])
+            gauge.add_metric([description.model], value)
+            yield gauge
+
+    def _counters(self, status: EngineStatus) -> Iterator[Metric]:
+        kv = status.kv
+        for name, text, value in (
+            ("device_busy_seconds", "Seconds that the device worked.", status.device_busy_s),
+            ("work_seconds", "Seconds in which there was work.", status.elapsed_s),
+            ("preemptions", "Seats given up.", status.num_preemptions),
+            ("computed_tokens", "Tokens computed.", status.computed_tokens),
+            ("recomputed_tokens", "Of these, tokens computed once more.", status.recomputed_tokens),
+            ("prefix_query_tokens", "Tokens of prompts looked up in the prefix cache.", kv.query_tokens),
+            ("prefix_hit_tokens", "Of these, tokens found.", kv.hit_tokens),
+            (
+                "executor_invalid_logits",
+                "Sequences ended because their logits held no number.",
+                status.num_invalid_logits,
+            ),
+        ):
+            counter = CounterMetricFamily(f"inflight_{name}", text, labels=["model"])
+            counter.add_metric([self._service.description.model], value)
+            yield counter
+
+    def _split_counters(self, status: EngineStatus) -> Iterator[Metric]:
+        model = self._service.description.model
+        steps = CounterMetricFamily(
+            "inflight_steps", "Steps, by what kept them from holding more.", labels=["model", "constraint"]
+        )
+        num_steps = dict(status.bounds)
+        for constraint in StepConstraint:
+            steps.add_metric([model, constraint.value], num_steps.get(constraint, 0))
+        yield steps
+        parts = CounterMetricFamily(
+            "inflight_step_part_seconds", "Host time of the loop's parts.", labels=["model", "part"]
+        )
+        for name, seconds in self._steps.part_s.items():
+            parts.add_metric([model, name], seconds)
+        yield parts
+
+    def _vllm(self, status: EngineStatus) -> Iterator[Metric]:
+        """The names that autoscalers and load generators read."""
+        model, steps = self._service.description.model, self._steps
+        for name, text, value in (
+            ("num_requests_running", "Sequences on a seat.", status.num_running),
+            ("num_requests_waiting", "Sequences accepted that have no seat.", _num_waiting(status)),
+            (
+                "kv_cache_usage_perc",
+                "Of the KV blocks, the share held, 0 to 1.",
+                status.used_blocks / status.total_blocks,
+            ),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+            gauge.add_metric([model], value)
+            yield gauge
+        for name, text, count in (
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", status.kv.query_tokens),
+            ("prefix_cache_hits", "Of these, tokens found.", status.kv.hit_tokens),
+            ("num_preemptions", "Seats given up.", status.num_preemptions),
+            ("prompt_tokens", "Tokens of prompts that boarded.", steps.prompt_tokens),
+            ("generation_tokens", "Tokens that came out.", steps.output_tokens),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+            counter.add_metric([model], count)
+            yield counter
+        description = self._service.description
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV cache; 1.", labels=["model_name", "block_size", "num_gpu_blocks"]
+        )
+        config.add_metric([model, str(description.block_size), str(description.total_blocks)], 1)
+        yield config
+
+
+def _num_waiting(status: EngineStatus) -> int:
+    return status.num_waiting + status.num_preempted

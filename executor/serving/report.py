@@ -1,0 +1,182 @@
+"""What routers are told of an executor: its status in a report, its policy in a description."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from executor.engine.output import EngineStatus, HeldSequence
+from executor.scheduler.limits import SchedulerLimits
+from executor.scheduler.seat_view import Phase
+from executor.scheduler.step_constraint import StepConstraint
+from inflight.v1 import executor_pb2, stats_pb2, types_pb2
+
+WINDOW_S = 10.0
+# Readings are kept this far apart: so much the window may be off.
+GAP_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Means over the window."""
+
+    steps_per_s: float
+    output_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    at_s: float
+    num_steps: int
+    num_output_tokens: int
+
+
+class RecentRates:
+    """Takes in counters that only grow; knows how much they grew within the window."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # The first is the newest from before the window.
+        self._readings: deque[_Reading] = deque((_Reading(clock(), 0, 0),))
+
+    def note(self, num_steps: int, num_output_tokens: int) -> None:
+        """Takes in the counters as they are now."""
+        now_s = self._clock()
+        readings = self._readings
+        if len(readings) > 1 and now_s - readings[-2].at_s < GAP_S:
+            readings.pop()
+        readings.append(_Reading(now_s, num_steps, num_output_tokens))
+        self._forget(now_s)
+
+    def per_second(self) -> Rates:
+        """The rates of now."""
+        self._forget(self._clock())
+        first, last = self._readings[0], self._readings[-1]
+        return Rates(
+            (last.num_steps - first.num_steps) / WINDOW_S,
+            (last.num_output_tokens - first.num_output_tokens) / WINDOW_S,
+        )
+
+    def _forget(self, now_s: float) -> None:
+        while len(self._readings) > 1 and self._readings[1].at_s <= now_s - WINDOW_S:
+            self._readings.popleft()
+
+
+MIN_INTERVAL_S = 0.05
+MAX_INTERVAL_S = 1.0
+
+
+class Reporter:
+    """Calls `send(seq, status)` with the newest status whenever a report is due."""
+
+    def __init__(self, send: Callable[[int, EngineStatus], None]) -> None:
+        self._send = send
+        self._status: EngineStatus | None = None
+        self._seq = 0
+        self._changed = asyncio.Event()
+
+    def update(self, status: EngineStatus) -> None:
+        """Takes in the newest status."""
+        if status != self._status:
+            self._status = status
+            self._changed.set()
+
+    def send_now(self) -> None:
+        """Makes a report due although nothing changed: somebody new listens."""
+        self._changed.set()
+
+    def send_first(self) -> None:
+        """Sends a report before anything else that comes of the same change."""
+        if self._status is not None:
+            self._report(self._status)
+
+    async def run(self) -> None:
+        """Sends reports until cancelled."""
+        while True:
+            # When nothing changes for a second the lease must be renewed all the same.
+            # `asyncio.wait_for` would lose a cancellation that comes together with a change (Python 3.11).
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MAX_INTERVAL_S):
+                    await self._changed.wait()
+            self._changed.clear()
+            if self._status is not None:
+                self._report(self._status)
+            await asyncio.sleep(MIN_INTERVAL_S)
+
+    def _report(self, status: EngineStatus) -> None:
+        self._seq += 1
+        self._send(self._seq, status)
+
+
+CONSTRAINT_PROTO: dict[StepConstraint, types_pb2.StepConstraint] = {
+    StepConstraint.NO_WORK: types_pb2.STEP_CONSTRAINT_NO_WORK,
+    StepConstraint.SEATS: types_pb2.STEP_CONSTRAINT_SEATS,
+    StepConstraint.BLOCKS: types_pb2.STEP_CONSTRAINT_BLOCKS,
+    StepConstraint.TOKENS: types_pb2.STEP_CONSTRAINT_TOKENS,
+    StepConstraint.PACE: types_pb2.STEP_CONSTRAINT_PACE,
+    StepConstraint.STATIC_BATCH: types_pb2.STEP_CONSTRAINT_STATIC_BATCH,
+    StepConstraint.TWIN: types_pb2.STEP_CONSTRAINT_TWIN,
+}
+
+PHASE_PROTO: dict[Phase, stats_pb2.SequencePhase] = {
+    Phase.STANDBY: stats_pb2.SEQUENCE_PHASE_STANDBY,
+    Phase.PREFILL: stats_pb2.SEQUENCE_PHASE_PREFILL,
+    Phase.DECODE: stats_pb2.SEQUENCE_PHASE_DECODE,
+    Phase.PREEMPTED: stats_pb2.SEQUENCE_PHASE_PREEMPTED,
+}
+
+
+def policy_proto(limits: SchedulerLimits) -> types_pb2.SchedulerPolicy:
+    """What routers are told; a static batch is guaranteed whatever the setting."""
+    if limits.is_overcommitted:
+        return types_pb2.SCHEDULER_POLICY_MAX_UTILIZATION
+    return types_pb2.SCHEDULER_POLICY_GUARANTEED_NO_EVICT
+
+
+def report_of(seq: int, status: EngineStatus, held: Iterable[HeldSequence], rates: Rates) -> executor_pb2.Report:
+    """The report of this number; `held` is what the ledger is to take as held."""
+    report = executor_pb2.Report(
+        seq=seq,
+        budget_blocks=status.budget_blocks,
+        total_blocks=status.total_blocks,
+        used_blocks=status.used_blocks,
+        cached_blocks=status.cached_blocks,
+        budget_sequences=status.budget_sequences,
+        num_running=status.num_running,
+        num_waiting=status.num_waiting,
+        waiting_prefill_tokens=status.waiting_prefill_tokens,
+        draining=status.draining,
+        step_ms=status.step_ms,
+        output_tokens_per_s=rates.output_tokens_per_s,
+        steps_per_s=rates.steps_per_s,
+        prefill_tokens_per_s=status.prefill_tokens_per_s,
+        num_steps=status.num_steps,
+        exposed_host_ms=status.exposed_host_ms,
+        device_busy_fraction=status.device_busy_fraction,
+        device_busy_s=status.device_busy_s,
+        elapsed_s=status.elapsed_s,
+        num_preempted=status.num_preempted,
+        num_preemptions=status.num_preemptions,
+        computed_tokens=status.computed_tokens,
+        recomputed_tokens=status.recomputed_tokens,
+        used_host_blocks=status.used_host_blocks,
+        reserve_quantile=status.reserve_quantile,
+        bounds=[
+            types_pb2.StepBound(constraint=CONSTRAINT_PROTO[constraint], num_steps=num_steps)
+            for constraint, num_steps in status.bounds
+        ],
+    )
+    if status.constraint is not None:
+        report.constraint = CONSTRAINT_PROTO[status.constraint]
+    for one in held:
+        report.held.add(
+            request_id=one.request_id,
+            attempt=one.attempt,
+            reserved_blocks=one.reserved_blocks,
+            phase=None if one.phase is None else PHASE_PROTO[one.phase],
+        )
+    return report

@@ -1,0 +1,64 @@
+"""Who may call an executor: routers that show a certificate with a known name, or, on loopback and only when told to be
+insecure, anybody.
+
+An executor computes what it is asked to, for whatever tenant it is told: whoever reaches its port without a check has
+the whole pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import grpc.aio
+
+from common.addresses import is_loopback
+from common.errors import Reason, RequestError
+from common.rpc.tls import TlsFiles, TlsPaths
+from common.settings import SettingError
+from executor.settings import ExecutorSettings
+
+TLS_SETTINGS = ("tls_cert_file", "tls_key_file", "tls_ca_file", "router_names")
+
+# gRPC's names for what a verified certificate says of its bearer: the two kinds of names in its SAN that are compared.
+NAME_PROPERTIES = ("peer_dns", "peer_uri")
+
+
+def open_door(settings: ExecutorSettings) -> TlsFiles | None:
+    """The certificates to serve with; None for serving in the clear. Raises `SettingError` where the door would stand
+    open."""
+    given = [name for name in TLS_SETTINGS if getattr(settings, name)]
+    if settings.insecure:
+        if given:
+            raise SettingError(f"insecure contradicts {', '.join(given)}: leave out one or the other")
+        if not is_loopback(settings.listen):
+            raise SettingError(
+                f"insecure is only for a loopback address, and listen is {settings.listen}: anybody could use this "
+                f"executor. Set {', '.join(TLS_SETTINGS)} (`inflight certs` makes certificates), or listen on 127.0.0.1"
+            )
+        return None
+    missing = [name for name in TLS_SETTINGS if name not in given]
+    if missing:
+        raise SettingError(
+            f"an executor serves only routers that it can tell: set {', '.join(missing)} (`inflight certs` makes "
+            "certificates), or, to try it on this machine alone, --insecure with a loopback address"
+        )
+    paths = TlsPaths.of(settings.tls_cert_file, settings.tls_key_file, settings.tls_ca_file, prefix="")
+    assert paths is not None
+    return TlsFiles.open(paths)
+
+
+class RouterNames:
+    """Holds the names in a caller's certificate against those of routers."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+
+    def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Raises `RequestError` NOT_ALLOWED unless the caller's certificate bears one of the names."""
+        properties = context.auth_context()
+        shown = {name.decode(errors="replace") for kind in NAME_PROPERTIES for name in properties.get(kind, ())}
+        if self._names.isdisjoint(shown):
+            raise RequestError(
+                Reason.NOT_ALLOWED, "the certificate bears no name of a router that this executor's router_names allows"
+            )

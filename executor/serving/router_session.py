@@ -1,0 +1,308 @@
+"""One router's `Serve` stream on the executor's side: slots, frames and credits.
+
+What the engine publishes collects in one pending response; a single writer takes it whole whenever the stream can carry
+it. A router that keeps up gets one frame per step; one that does not gets fewer, larger frames, and costs the engine
+nothing but the memory of the token ids. Step frames wait when `max_unacked_steps` of them are unacknowledged;
+acceptances, attachments, refusals and reports never wait; where too many of them do because the router does not read,
+nothing further is taken from it. Nor from one that lets too many tokens collect; where it acknowledges none, its stream
+ends. All calls come from the event loop's thread.
+
+Within a frame a slot means one sequence: one that came free is given away again only behind the frame that says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as ReadOnlyList
+
+from common.errors import Reason, RequestError
+from executor.scheduler.admission import Refusal
+from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, TokenLogprobs
+from executor.serving.finished import Ended
+from inflight.v1 import executor_pb2, types_pb2
+
+FINISH_REASON_PROTO: dict[FinishReason, types_pb2.FinishReason] = {
+    FinishReason.STOP_TOKEN: types_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: types_pb2.FINISH_REASON_STOP_STRING,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.DEADLINE: types_pb2.FINISH_REASON_DEADLINE,
+    FinishReason.PREEMPTED: types_pb2.FINISH_REASON_PREEMPTED,
+    FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
+}
+
+REJECT_REASON_PROTO: dict[Refusal, executor_pb2.RejectReason] = {
+    Refusal.NO_CAPACITY: executor_pb2.REJECT_REASON_NO_CAPACITY,
+    Refusal.STALE_ATTEMPT: executor_pb2.REJECT_REASON_STALE_ATTEMPT,
+    Refusal.DRAINING: executor_pb2.REJECT_REASON_DRAINING,
+    Refusal.INVALID: executor_pb2.REJECT_REASON_INVALID,
+}
+
+PROTOCOL_VERSION = 2
+# Routers of older versions know neither Attach nor `attached` and `detached`.
+ATTACH_VERSION = 2
+# Most tokens in a frame, at 15 bytes each at most: what has collected for a slow reader, or is sent again to one that
+# attaches, must not exceed the largest message.
+MAX_FRAME_TOKENS = 1 << 20
+# Most answers that wait for a router which does not read; each has about 100 bytes.
+MAX_WAITING_ANSWERS = 1 << 16
+# Most tokens that wait when it may ask for more, some 400 MiB: a router that attaches has them sent again each time.
+MAX_WAITING_TOKENS = 4 * MAX_FRAME_TOKENS
+# What the log probabilities of a token take, with all the tokens that may be asked for, in tokens.
+LOGPROBS_TOKENS = 20
+
+
+class Session:
+    """The sequences of one router and what it has not been sent yet."""
+
+    def __init__(
+        self, router_id: str, generation: int, max_unacked_steps: int, protocol_version: int = PROTOCOL_VERSION
+    ) -> None:
+        self.router_id = router_id
+        self.knows_attach = protocol_version >= ATTACH_VERSION
+        self._generation = generation
+        self._max_unacked_steps = max_unacked_steps
+        self._slots: dict[Sequence, int] = {}
+        self._free_slots: list[int] = []
+        self._num_slots = 0
+        # Slots whose end is in the pending frame. They are free once that frame is taken: inside one frame a slot
+        # must mean one sequence.
+        self._ended_slots: list[int] = []
+        self._frame = 0
+        self._acked_frame = 0
+        self._control = executor_pb2.ServeResponse()
+        self._step = executor_pb2.StepFrame()
+        # The tokens of the pending frame: appending to lists costs far less than to the message.
+        self._token_slots: list[int] = []
+        self._token_offsets: list[int] = []
+        self._token_ids: list[int] = []
+        # Of those among them that report any, in their order.
+        self._logprobs: deque[executor_pb2.SequenceLogprobs] = deque()
+        # Slots that have no seat at the end of the pending frame, and had one.
+        self._paused_slots: dict[int, None] = {}
+        self._wake = asyncio.Event()
+        self._taken = asyncio.Event()
+        self._is_closing = False
+
+    def accept(self, sequence: Sequence) -> None:
+        """Tells the router that a placement was taken, and its slot."""
+        slot = self._take_slot()
+        self._slots[sequence] = slot
+        self._control.accepted.add(request_id=sequence.request_id, attempt=sequence.attempt, slots=[slot])
+        self._wake.set()
+
+    def attach(
+        self, sequence: Sequence, attached: executor_pb2.SequenceAttached, offset: int, output_ids: ReadOnlyList[int]
+    ) -> None:
+        """Tells the router that it reads a sequence from now on, in a slot of its own; `output_ids` begin at
+        `offset`."""
+        self._slots[sequence] = self._attach(attached, offset, output_ids, sequence.logprobs)
+
+    def replay(self, attached: executor_pb2.SequenceAttached, offset: int, ended: Ended) -> None:
+        """Tells the router all there is of a sequence that has ended, from an offset on."""
+        slot = self._attach(attached, offset, ended.output_ids[offset:], ended.logprobs)
+        self._end_slot(slot, ended.reason, ended.stop_token_id, ended.error)
+
+    def _attach(
+        self,
+        attached: executor_pb2.SequenceAttached,
+        offset: int,
+        output_ids: ReadOnlyList[int],
+        logprobs: Mapping[int, TokenLogprobs],
+    ) -> int:
+        slot = self._take_slot()
+        attached.slots.append(slot)
+        self._control.attached.append(attached)
+        self._token_slots += [slot] * len(output_ids)
+        self._token_offsets += range(offset, offset + len(output_ids))
+        self._token_ids += output_ids
+        if logprobs:
+            for each, token_id in enumerate(output_ids, start=offset):
+                self._report_logprobs(slot, each, token_id, logprobs.get(each))
+        self._wake.set()
+        return slot
+
+    def detach(self, sequence: Sequence) -> None:
+        """Another router reads the sequence from now on. One that knows no Attach is told that it was cancelled."""
+        if not self.knows_attach:
+            self.finish(FinishEvent(sequence, FinishReason.CANCELLED))
+            return
+        slot = self._slots.pop(sequence)
+        self._paused_slots.pop(slot, None)
+        self._ended_slots.append(slot)
+        self._step.detached.append(slot)
+        self._wake.set()
+
+    def reject(self, request_id: str, attempt: int, reason: executor_pb2.RejectReason, detail: str) -> None:
+        """Tells the router that a placement was not taken."""
+        self._control.rejected.add(request_id=request_id, attempt=attempt, reason=reason, detail=detail)
+        self._wake.set()
+
+    def report(self, report: executor_pb2.Report) -> None:
+        """Sends a report; a newer one replaces one not sent yet."""
+        self._control.report.CopyFrom(report)
+        self._wake.set()
+
+    def pause(self, sequence: Sequence) -> None:
+        """Tells the router that a sequence gave up its seat."""
+        self._paused_slots[self._slots[sequence]] = None
+        self._wake.set()
+
+    def start(self, sequence: Sequence) -> None:
+        """Tells the router that a sequence boarded, for the first time or again."""
+        slot = self._slots[sequence]
+        # Who is in both lists of a frame has boarded and then given up its seat.
+        self._paused_slots.pop(slot, None)
+        self._step.started.add(slot=slot, cached_tokens=sequence.num_cached_tokens)
+        self._wake.set()
+
+    def token(self, sequence: Sequence, offset: int, token_id: int) -> None:
+        """Adds a token to the pending frame."""
+        self._token_slots.append(self._slots[sequence])
+        self._token_offsets.append(offset)
+        self._token_ids.append(token_id)
+        if sequence.num_top_logprobs is not None:
+            self._report_logprobs(self._slots[sequence], offset, token_id, sequence.logprobs.get(offset))
+        self._wake.set()
+
+    def _report_logprobs(self, slot: int, offset: int, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Output of earlier placements has none here."""
+        if logprobs is not None:
+            values = _position_logprobs(token_id, logprobs)
+            self._logprobs.append(executor_pb2.SequenceLogprobs(slot=slot, offset=offset, values=values))
+
+    def finish(self, event: FinishEvent) -> None:
+        """Adds the end of a sequence to the pending frame."""
+        slot = self._slots.pop(event.sequence)
+        self._paused_slots.pop(slot, None)
+        self._end_slot(slot, event.reason, event.stop_token_id, event.error)
+
+    def _end_slot(self, slot: int, reason: FinishReason, stop_token_id: int | None, error: str) -> None:
+        self._ended_slots.append(slot)
+        self._step.finished.add(slot=slot, reason=FINISH_REASON_PROTO[reason], stop_token_id=stop_token_id, error=error)
+        self._wake.set()
+
+    def end_step(self, step: int) -> None:
+        """Stamps the pending frame with the step that it ends with."""
+        self._step.step = step
+
+    def acknowledge(self, frame: int) -> None:
+        """The router dealt with all frames up to this one. It cannot have dealt with more than were sent."""
+        self._acked_frame = max(self._acked_frame, min(frame, self._frame))
+        self._wake.set()
+
+    async def has_room(self) -> None:
+        """Waits until no more waits to be sent than may. Raises `RequestError` STALLED where that would wait for
+        acknowledgements, which come behind what is taken next."""
+        while self._num_answers >= MAX_WAITING_ANSWERS or self._has_too_many_tokens:
+            if self._has_too_many_tokens and not self._may_send_step:
+                text = f"{self._frame - self._acked_frame} frames are not acknowledged, and too much waits behind them"
+                raise RequestError(Reason.STALLED, text)
+            self._taken.clear()
+            await self._taken.wait()
+
+    @property
+    def _has_too_many_tokens(self) -> bool:
+        """A slot that is given back counts as a token, log probabilities as what they take."""
+        num_tokens = len(self._token_ids) + len(self._ended_slots)
+        return num_tokens + LOGPROBS_TOKENS * len(self._logprobs) >= MAX_WAITING_TOKENS
+
+    @property
+    def _may_send_step(self) -> bool:
+        return self._frame - self._acked_frame < self._max_unacked_steps
+
+    @property
+    def _num_answers(self) -> int:
+        control = self._control
+        return len(control.accepted) + len(control.rejected) + len(control.attached)
+
+    def close(self) -> None:
+        """Nothing is added any more: the stream ends when what has collected is sent."""
+        self._is_closing = True
+        self._wake.set()
+
+    async def next_response(self) -> executor_pb2.ServeResponse | None:
+        """Waits until something can be sent and takes it; None when the stream is to end."""
+        while True:
+            self._wake.clear()
+            response = self.take()
+            if response is not None:
+                return response
+            if self._is_closing and not self._has_step:
+                return None
+            await self._wake.wait()
+
+    def take(self) -> executor_pb2.ServeResponse | None:
+        """What can be sent now, if anything."""
+        may_send_step = self._has_step and self._may_send_step
+        control = self._control
+        has_control = self._num_answers or control.HasField("report")
+        if not (may_send_step or has_control):
+            return None
+        response, self._control = control, executor_pb2.ServeResponse()
+        self._taken.set()
+        response.generation = self._generation
+        if may_send_step:
+            self._fill_step(response.step)
+        return response
+
+    @property
+    def _has_step(self) -> bool:
+        step = self._step
+        return bool(self._token_ids or step.started or step.finished or step.detached or self._paused_slots)
+
+    def _fill_step(self, step: executor_pb2.StepFrame) -> None:
+        self._frame += 1
+        count = self._num_tokens_of_frame()
+        if count < len(self._token_ids):
+            self._fill_part(step, count)
+            return
+        self._step.frame = self._frame
+        step.CopyFrom(self._step)
+        self._add_tokens(step, count)
+        step.paused.extend(self._paused_slots)
+        self._paused_slots = {}
+        self._step = executor_pb2.StepFrame()
+        for slot in self._ended_slots:
+            heapq.heappush(self._free_slots, slot)
+        self._ended_slots.clear()
+
+    def _num_tokens_of_frame(self) -> int:
+        """Log probabilities leave with their tokens."""
+        if LOGPROBS_TOKENS * len(self._logprobs) > MAX_FRAME_TOKENS:
+            return min(len(self._token_ids), MAX_FRAME_TOKENS // LOGPROBS_TOKENS)
+        return min(len(self._token_ids), MAX_FRAME_TOKENS)
+
+    def _fill_part(self, step: executor_pb2.StepFrame, count: int) -> None:
+        """The first of the tokens; ends come with the last of them."""
+        step.frame, step.step = self._frame, self._step.step
+        step.started.extend(self._step.started)
+        del self._step.started[:]
+        self._add_tokens(step, count)
+
+    def _add_tokens(self, step: executor_pb2.StepFrame, count: int) -> None:
+        step.slots.extend(self._token_slots[:count])
+        step.offsets.extend(self._token_offsets[:count])
+        step.token_ids.extend(self._token_ids[:count])
+        if self._logprobs:
+            taken = set(zip(step.slots, step.offsets, strict=True))
+            while self._logprobs and (self._logprobs[0].slot, self._logprobs[0].offset) in taken:
+                step.logprobs.append(self._logprobs.popleft())
+        del self._token_slots[:count], self._token_offsets[:count], self._token_ids[:count]
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return heapq.heappop(self._free_slots)
+        self._num_slots += 1
+        return self._num_slots - 1
+
+
+def _position_logprobs(token_id: int, logprobs: TokenLogprobs) -> types_pb2.PositionLogprobs:
+    top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+    return types_pb2.PositionLogprobs(
+        chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=logprobs.logprob),
+        top=[types_pb2.TokenLogprob(token_id=one, logprob=logprob) for one, logprob in top],
+    )

@@ -1,0 +1,141 @@
+"""From a router's `Submit` to a `Sequence`: the executor trusts no value that could hurt the batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from executor.scheduler.sequence import Sampling, Sequence, Stopping
+from inflight.v1 import executor_pb2, types_pb2
+
+# The larger is served first; what is not known is standard.
+PRIORITIES: dict[int, int] = {
+    types_pb2.PRIORITY_CLASS_INTERACTIVE: 1,
+    types_pb2.PRIORITY_CLASS_STANDARD: 0,
+    types_pb2.PRIORITY_CLASS_BATCH: -1,
+}
+
+# A tenant's name, a slash and the client's own id, with room to spare.
+MAX_REQUEST_ID_CHARACTERS = 512
+
+# Routers take 256.
+MAX_STOP_TOKEN_IDS = 4096
+
+# As OpenAI's API.
+MAX_TOP_LOGPROBS = 20
+
+# Below it a row is greedy, as in vLLM: divided by less, logits leave the range of float32, and backends would differ.
+# Rounded as the protocol's values are.
+MIN_TEMPERATURE = float(np.float32(1e-5))
+
+# As the router's; the buffers of a step are made for it.
+MAX_STOP_TOKEN_IDS = 256
+
+# What is not built yet must be left at the value that changes nothing.
+NEUTRAL_SAMPLING = {
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionLimits:
+    """What the model allows."""
+
+    context_length: int
+    vocabulary_size: int
+    eos_token_ids: frozenset[int]
+
+
+class SubmissionError(Exception):
+    """The submit asks for what this executor cannot do or for something impossible."""
+
+    def __init__(self, reason: executor_pb2.RejectReason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) -> Sequence:
+    """Builds the sequence; raises `SubmissionError`.
+
+    Here is where a temperature near 0 becomes greedy. The placement keeps what was submitted, and so does a resume.
+    """
+    if not 0 < len(submit.request_id) <= MAX_REQUEST_ID_CHARACTERS or not submit.request_id.isprintable():
+        raise _invalid(f"request_id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable characters")
+    _refuse_unsupported(submit)
+    num_ids = len(submit.prompt_ids) + len(submit.prior_output_ids)
+    if num_ids > limits.context_length:
+        raise _invalid(f"{num_ids} tokens do not fit the context of {limits.context_length} tokens")
+    if len(submit.stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise _invalid(f"stopping.stop_token_ids has more than {MAX_STOP_TOKEN_IDS} ids")
+    token_ids = [*submit.prompt_ids, *submit.prior_output_ids]
+    if not submit.prompt_ids:
+        raise _invalid("prompt_ids is empty")
+    if max(token_ids) >= limits.vocabulary_size:
+        raise _invalid(f"a token id is not below {limits.vocabulary_size}")
+    max_tokens = submit.stopping.max_tokens
+    if not len(submit.prior_output_ids) < max_tokens <= limits.context_length - len(submit.prompt_ids):
+        raise _invalid(f"max_tokens {max_tokens} does not fit the context of {limits.context_length} tokens")
+    stop_token_ids = frozenset(submit.stopping.stop_token_ids)
+    if not submit.stopping.ignore_eos:
+        stop_token_ids |= limits.eos_token_ids
+    if len(submit.stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise _invalid(f"at most {MAX_STOP_TOKEN_IDS} stop token ids are allowed")
+    if max(submit.stopping.stop_token_ids, default=0) >= limits.vocabulary_size:
+        raise _invalid(f"a stop token id is not below {limits.vocabulary_size}")
+    return Sequence(
+        request_id=submit.request_id,
+        attempt=submit.attempt,
+        token_ids=token_ids,
+        num_prompt_tokens=len(submit.prompt_ids),
+        sampling=_sampling(submit),
+        stopping=Stopping(max_tokens, submit.stopping.min_tokens, stop_token_ids),
+        num_reserved_blocks=submit.reserved_blocks,
+        cache_salt=None if submit.cache_bypass else submit.cache_salt,
+        priority=PRIORITIES.get(submit.priority, 0),
+        num_top_logprobs=_num_top_logprobs(submit),
+    )
+
+
+def _num_top_logprobs(submit: executor_pb2.Submit) -> int | None:
+    if not submit.HasField("num_top_logprobs"):
+        return None
+    if submit.num_top_logprobs > MAX_TOP_LOGPROBS:
+        raise _invalid(f"num_top_logprobs must be at most {MAX_TOP_LOGPROBS}")
+    return submit.num_top_logprobs
+
+
+def _sampling(submit: executor_pb2.Submit) -> Sampling:
+    sampling = submit.sampling
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise _invalid("sampling.temperature must be finite and at least 0")
+    if not 0 < sampling.top_p <= 1:
+        raise _invalid("sampling.top_p must be in (0, 1]")
+    if sampling.top_k < 0:
+        raise _invalid("sampling.top_k must be at least 0")
+    temperature = sampling.temperature if sampling.temperature >= MIN_TEMPERATURE else 0.0
+    return Sampling(temperature, sampling.top_k, sampling.top_p, sampling.seed)
+
+
+def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
+    if submit.num_choices > 1:
+        raise _unsupported("num_choices above 1")
+    for name, neutral in NEUTRAL_SAMPLING.items():
+        if submit.sampling.HasField(name) and getattr(submit.sampling, name) != neutral:
+            raise _unsupported(f"sampling.{name}")
+    for name in ("logit_bias", "allowed_token_ids", "bad_words"):
+        if getattr(submit.sampling, name):
+            raise _unsupported(f"sampling.{name}")
+
+
+def _invalid(text: str) -> SubmissionError:
+    return SubmissionError(executor_pb2.REJECT_REASON_INVALID, text)
+
+
+def _unsupported(field: str) -> SubmissionError:
+    return SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, f"{field}: not implemented yet")

@@ -1,0 +1,203 @@
+"""A step plan as tensors: every new token of every sequence in one flat row, and where its KV goes.
+
+With S sequences, T new tokens and R rows that sample, in the order of the plan's rows:
+
+    sequence i has tokens [query_starts[i], query_starts[i + 1]) of the T
+    and attends to positions [0, context_lengths[i]), found through block_tables[table_rows[i]]
+
+Block tables are kept between steps, a row for each seat, and a step names rows instead of copying them: packing a step
+costs O(tokens), never O(context). So a step in flight reads the table that the host writes for the next one. That is
+safe because of two rules, which the scheduler keeps:
+
+- The row of a sequence only grows. A step reads the entries that its context needs; those were written before it was
+  launched, and the host writes behind them.
+- A seat is taken again only when every step that names it has retired (`Scheduler`, who is leaving).
+
+What an entry behind a sequence's blocks holds means nothing, but it is always a block of the pool. Block 0 is the
+spare: nothing real is ever stored there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from executor.scheduler.sequence import Sequence, StepPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch:
+    """The tensors of a step.
+
+    `token_ids[T]`, `positions[T]`, `slot_mapping[T]` int64, a slot being `block * block_size + offset`; `query_starts[S
+    + 1]`, `context_lengths[S]`, `block_tables[seats, max_blocks]`, `table_rows[S]` int32; `logit_rows[R]` int64, the
+    flat rows that yield a token. The first `num_decodes` sequences have exactly one new token each.
+
+    `token_ids[carried_rows[i]]` is not known on the host: it is token `carried_from[i]` of those that the step before
+    sampled (both int64); until `resolve` it is 0.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    query_starts: Tensor
+    context_lengths: Tensor
+    block_tables: Tensor
+    table_rows: Tensor
+    logit_rows: Tensor
+    carried_rows: Tensor
+    carried_from: Tensor
+    num_decodes: int
+    block_size: int
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return self.context_lengths.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.token_ids.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the longest context."""
+        return -(-int(self.context_lengths.max()) // self.block_size)
+
+    def to(self, device: torch.device) -> StepBatch:
+        """The same batch on a device; itself if it is there already. Only the tables that the step reads go there."""
+        if self.token_ids.device == device:
+            return self
+        tables = self.block_tables[self.table_rows.long(), : self.num_blocks]
+        here = replace(self, block_tables=tables, table_rows=torch.arange(self.num_sequences, dtype=torch.int32))
+        values = {field.name: getattr(here, field.name) for field in fields(here)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(here, **moved)
+
+    def resolve(self, sampled_ids: Tensor) -> None:
+        """Fills in the tokens that the step before sampled, on the device that they are on. One that is none becomes 0:
+        the embedding is read at it, and what comes of it is dropped."""
+        self.token_ids[self.carried_rows] = sampled_ids[self.carried_from].clamp(min=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """A plan's rows as arrays `[S]`."""
+
+    sequences: list[Sequence]
+    seats: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int64]
+    num_decodes: int
+
+
+class StepPacker:
+    """What is kept between steps for each seat, and the batches that are made of it.
+
+    Plans are packed in the order in which they are made, each before the next one is. Most steps decode for whom the
+    one before did: then even the arrays of the rows are taken from that one, with one added to each position.
+    """
+
+    def __init__(self, num_seats: int, max_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._tables = np.zeros((num_seats, max_blocks), np.int32)
+        self._table_tensor = torch.from_numpy(self._tables)
+        # Entries of each table that are written.
+        self._num_written = [0] * num_seats
+        # Where among the ids that the newest step samples the seat's token is.
+        self._sampled_index = np.zeros(num_seats, np.int64)
+        self._counted = np.arange(num_seats + 1)
+        self._newest = _Rows([], np.zeros(0, np.int32), np.zeros(0, np.int64), 0)
+
+    def pack(self, plan: StepPlan) -> StepBatch:
+        """Lays a plan with at least one row out as tensors on the host."""
+        self._follow_tables(plan)
+        self._newest = rows = self._rows(plan)
+        if plan.num_decodes == plan.num_rows:
+            lengths, query_starts = np.ones(plan.num_rows, np.int64), self._counted[: plan.num_rows + 1]
+            positions, seat_of_token, sampling_rows = rows.starts, rows.seats, self._counted[: plan.num_rows]
+        else:
+            lengths = np.array(plan.lengths)
+            query_starts = np.concatenate(([0], np.cumsum(lengths)))
+            seat_of_token = np.repeat(rows.seats, lengths)
+            positions = np.arange(len(seat_of_token)) + np.repeat(rows.starts - query_starts[:-1], lengths)
+            sampling_rows = np.flatnonzero(plan.samples)
+        blocks = self._tables[seat_of_token, positions // self._block_size].astype(np.int64)
+        carried_rows, carried_from = self._carried(plan, rows)
+        self._sampled_index[rows.seats[sampling_rows]] = self._counted[: len(sampling_rows)]
+        return StepBatch(
+            token_ids=torch.from_numpy(_token_ids(plan, len(carried_rows))),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(blocks * self._block_size + positions % self._block_size),
+            query_starts=torch.from_numpy(query_starts.astype(np.int32)),
+            context_lengths=torch.from_numpy((rows.starts + lengths).astype(np.int32)),
+            block_tables=self._table_tensor,
+            table_rows=torch.from_numpy(rows.seats),
+            logit_rows=torch.from_numpy(query_starts[1:][sampling_rows] - 1),
+            carried_rows=torch.from_numpy(carried_rows),
+            carried_from=torch.from_numpy(carried_from),
+            num_decodes=_num_leading_ones(plan),
+            block_size=self._block_size,
+        )
+
+    def _rows(self, plan: StepPlan) -> _Rows:
+        newest = self._newest
+        if plan.num_decodes == plan.num_rows == newest.num_decodes and plan.sequences == newest.sequences:
+            return _Rows(plan.sequences, newest.seats, newest.starts + 1, plan.num_decodes)
+        seats = np.array([sequence.seat for sequence in plan.sequences], np.int32)
+        return _Rows(plan.sequences, seats, np.array(plan.starts, np.int64), plan.num_decodes)
+
+    def _carried(self, plan: StepPlan, rows: _Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Which tokens the step before yields, and where among its own they are. Decodes are first: row i is token
+        i."""
+        carried_rows = self._counted[: plan.num_rows] if all(plan.carries) else np.flatnonzero(plan.carries)
+        return carried_rows, self._sampled_index[rows.seats[carried_rows]]
+
+    def _follow_tables(self, plan: StepPlan) -> None:
+        for sequence in plan.boarded:
+            self._num_written[sequence.seat_row] = 0
+        for sequence in chain(plan.boarded, plan.grown):
+            seat = sequence.seat_row
+            first, num_blocks = self._num_written[seat], len(sequence.block_table)
+            self._tables[seat, first:num_blocks] = sequence.block_table[first:]
+            self._num_written[seat] = num_blocks
+
+
+def pack(plan: StepPlan, block_size: int) -> StepBatch:
+    """Lays out a plan of sequences that have no seat, with tables of its own."""
+    most_blocks = max(len(sequence.block_table) for sequence in plan.sequences)
+    packer = StepPacker(plan.num_rows, most_blocks, block_size)
+    for seat, sequence in enumerate(plan.sequences):
+        sequence.seat = seat
+    batch = packer.pack(replace(plan, boarded=tuple(plan.sequences)))
+    for sequence in plan.sequences:
+        sequence.seat = None
+    return batch
+
+
+def _token_ids(plan: StepPlan, num_carried: int) -> npt.NDArray[np.int64]:
+    if num_carried == plan.num_rows:
+        return np.zeros(num_carried, np.int64)
+    token_ids: list[int] = []
+    for sequence, start, length, carries in zip(plan.sequences, plan.starts, plan.lengths, plan.carries, strict=True):
+        if carries:
+            token_ids.append(0)
+        elif length == 1:
+            token_ids.append(sequence.token_ids[start])
+        else:
+            token_ids += sequence.token_ids[start : start + length]
+    return np.array(token_ids, np.int64)
+
+
+def _num_leading_ones(plan: StepPlan) -> int:
+    """Decodes, and what there is of chunks of one token right behind them."""
+    count = plan.num_decodes
+    while count < plan.num_rows and plan.lengths[count] == 1:
+        count += 1
+    return count

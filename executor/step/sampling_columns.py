@@ -1,0 +1,155 @@
+"""How the rows of a step are sampled, in columns: kept by seat between steps, a step takes its rows.
+
+Owns no arithmetic of sampling. What changes from step to step is the output index alone, and for a sequence that has
+not its least number of tokens yet, which ids are banned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from executor.scheduler.sequence import Sampling, Sequence, StepPlan
+from executor.step.batch import StepBatch
+from executor.step.sampling import SampleRow
+
+NO_IDS: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingBatch:
+    """Columns of the R rows that sample, as our C++ sampler wants them: each is contiguous.
+
+    The ids that cannot come out of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that
+    every row takes its largest logit and nothing is banned. `reporting` are the rows that report log probabilities,
+    each with the number of likeliest tokens that it wants.
+    """
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
+    top_p: npt.NDArray[np.float64]
+    seed: npt.NDArray[np.uint64]
+    output_index: npt.NDArray[np.int64]
+    banned_starts: npt.NDArray[np.int32]  # [R + 1]
+    banned_ids: npt.NDArray[np.int32]
+    is_greedy: bool
+    reporting: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, rows: Iterable[SampleRow]) -> SamplingBatch:
+        """The rows in columns."""
+        rows = list(rows)
+        samplings = [row.sampling for row in rows]
+        temperature = np.array([sampling.temperature for sampling in samplings], np.float32)
+        banned_starts, banned_ids = _columns_of_ids([row.banned_ids for row in rows])
+        return cls(
+            temperature=temperature,
+            top_k=np.array([sampling.top_k for sampling in samplings], np.int32),
+            top_p=np.array([sampling.top_p for sampling in samplings], np.float64),
+            seed=np.array([sampling.seed for sampling in samplings], np.uint64),
+            output_index=np.array([row.output_index for row in rows], np.int64),
+            banned_starts=banned_starts,
+            banned_ids=banned_ids,
+            is_greedy=len(banned_ids) == 0 and not temperature.any(),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.output_index)
+
+    def rows(self) -> list[SampleRow]:
+        """The rows one by one."""
+        if not self.num_rows:
+            return []
+        columns = (column.tolist() for column in (self.temperature, self.top_k, self.top_p, self.seed))
+        samplings = [Sampling(*row) for row in zip(*columns, strict=True)]
+        banned = [frozenset(ids.tolist()) for ids in np.split(self.banned_ids, self.banned_starts[1:-1])]
+        return [SampleRow(*row) for row in zip(samplings, self.output_index.tolist(), banned, strict=True)]
+
+
+class SamplingColumns:
+    """The parameters of whoever has a seat."""
+
+    def __init__(self, num_seats: int) -> None:
+        self._temperature = np.zeros(num_seats, np.float32)
+        self._top_k = np.zeros(num_seats, np.int32)
+        self._top_p = np.ones(num_seats)
+        self._seed = np.zeros(num_seats, np.uint64)
+        self._prompt_length = np.zeros(num_seats, np.int64)
+        # Seats that may not stop yet when they board. Most never are in here.
+        self._restrained: dict[int, Sequence] = {}
+        # Seats that report log probabilities, and how many of the likeliest tokens.
+        self._reporting: dict[int, int] = {}
+
+    def select(self, plan: StepPlan, batch: StepBatch) -> SamplingBatch:
+        """The columns of the rows that sample. Plans come in the order in which they are made."""
+        for sequence in plan.boarded:
+            self._board(sequence)
+        sampling_rows = np.flatnonzero(plan.samples)
+        seats = batch.table_rows.numpy()[sampling_rows]
+        output_index = batch.context_lengths.numpy()[sampling_rows] - self._prompt_length[seats]
+        temperature = self._temperature[seats]
+        banned_starts, banned_ids = self._banned(seats, output_index)
+        return SamplingBatch(
+            temperature=temperature,
+            top_k=self._top_k[seats],
+            top_p=self._top_p[seats],
+            seed=self._seed[seats],
+            output_index=output_index,
+            banned_starts=banned_starts,
+            banned_ids=banned_ids,
+            is_greedy=len(banned_ids) == 0 and not temperature.any(),
+            reporting=self._reporting_rows(seats),
+        )
+
+    def _board(self, sequence: Sequence) -> None:
+        seat, sampling = sequence.seat_row, sequence.sampling
+        self._temperature[seat] = sampling.temperature
+        self._top_k[seat] = sampling.top_k
+        self._top_p[seat] = sampling.top_p
+        self._seed[seat] = sampling.seed
+        self._prompt_length[seat] = sequence.num_prompt_tokens
+        self._restrained.pop(seat, None)
+        if sequence.stopping.min_tokens > 0 and sequence.stopping.stop_token_ids:
+            self._restrained[seat] = sequence
+        self._reporting.pop(seat, None)
+        if sequence.num_top_logprobs is not None:
+            self._reporting[seat] = sequence.num_top_logprobs
+
+    def _reporting_rows(self, seats: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
+        if not self._reporting:
+            return ()
+        rows = ((row, self._reporting.get(seat)) for row, seat in enumerate(seats.tolist()))
+        return tuple((row, num_top) for row, num_top in rows if num_top is not None)
+
+    def _banned(
+        self, seats: npt.NDArray[np.int32], output_index: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        if not self._restrained:
+            return np.zeros(len(seats) + 1, np.int32), np.zeros(0, np.int32)
+        return _columns_of_ids(
+            [self._banned_at(seat, index) for seat, index in zip(seats.tolist(), output_index.tolist(), strict=True)]
+        )
+
+    def _banned_at(self, seat: int, output_index: int) -> frozenset[int]:
+        """The ids that would end the sequence are banned until it has its least number of tokens before them."""
+        sequence = self._restrained.get(seat)
+        if sequence is None:
+            return NO_IDS
+        if output_index < sequence.stopping.min_tokens:
+            return sequence.stopping.stop_token_ids
+        del self._restrained[seat]
+        return NO_IDS
+
+
+def _columns_of_ids(
+    of_rows: Collection[Collection[int]],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Where the ids of each row start, and the ids."""
+    starts = np.zeros(len(of_rows) + 1, np.int32)
+    np.cumsum([len(ids) for ids in of_rows], out=starts[1:])
+    return starts, np.array([token_id for ids in of_rows for token_id in sorted(ids)], np.int32)

@@ -1,0 +1,294 @@
+"""What the routers say about models, capacity and requests, as plain frozen values. Shared by both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from inflight import notebook
+from inflight.v1 import inference_pb2, stats_pb2, types_pb2
+
+
+class RequestState(Enum):
+    """Where a request stands."""
+
+    UNKNOWN = "unknown"
+    WAITING = "waiting"
+    PLACED = "placed"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that can be asked for."""
+
+    name: str
+    context_length: int
+    vocabulary_size: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+    num_executors: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorCapacity:
+    """What one executor holds. `batching` is `inflight`, `static` or `unspecified`.
+
+    `output_tokens_per_s` and `steps_per_s` are means over the last ten seconds, `step_ms` over about the last 20 steps.
+    `device_busy_s` of the `elapsed_s` in which there was work are totals since its start; None where not measured.
+    `scheduler_policy` is `guaranteed_no_evict` or `max_utilization`, under which output stays within what is reserved
+    for it with a likelihood of `reserve_quantile`. `constraint` is what keeps the requests that wait from it now,
+    `bounds` its steps by what bound them: `no_work`, `seats`, `blocks`, `tokens`, `pace`, `static_batch` or `twin`.
+    """
+
+    executor_id: str
+    model: str
+    accepting: bool
+    seats_total: int
+    seats_used: int
+    num_waiting: int
+    blocks_total: int
+    blocks_used: int
+    blocks_reserved: int
+    blocks_cached: int
+    block_size: int
+    output_tokens_per_s: float
+    step_ms: float
+    batching: str
+    num_steps: int
+    device_busy_s: float | None = None
+    elapsed_s: float | None = None
+    scheduler_policy: str = "unspecified"
+    reserve_quantile: float | None = None
+    num_preemptions: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    num_preempted: int = 0
+    host_blocks_used: int = 0
+    host_blocks_total: int = 0
+    constraint: str = "unspecified"
+    bounds: Mapping[str, int] = field(default_factory=dict)
+    steps_per_s: float | None = None
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether it made no step within the last ten seconds, so that `step_ms` is of the past."""
+        return self.steps_per_s == 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueDepth:
+    """What waits for a model in one class: `interactive`, `standard` or `batch`."""
+
+    model: str
+    priority: str
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class VariantCapacity:
+    """How one of the models behind a name has served the clients of the router that was asked. None: nothing yet."""
+
+    model: str
+    variant: str
+    share: float
+    num_requests: int
+    num_refused: int
+    num_ended: int
+    output_tokens: int
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    inter_token_p50_ms: float | None
+    inter_token_p99_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateQuality:
+    """How well waits for a model were foretold: the mean relative error, and what raw estimates are multiplied by."""
+
+    model: str
+    num_estimates: int
+    mean_error: float
+    correction: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStanding:
+    """Where a request stands. What concerns waiting is there while it waits, `executor_id` while it has a place.
+
+    One that waits and has an `executor_id` waits there for a seat.
+
+    `waiting_for` is a sentence, `wait_reason` the same in a word: `blocks`, `seat`, `fairness`, `order`, `class`,
+    `tenant_limit`, `held_line`, `executor`, or `unspecified`.
+    """
+
+    request_id: str
+    state: RequestState
+    position: int
+    waiting_for: str
+    wait_reason: str
+    estimated_wait_s: float | None
+    needed_blocks: int
+    available_blocks: int
+    times_passed: int
+    priority: str
+    executor_id: str
+    output_tokens: int
+    variant: str
+    step_constraint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Every executor and every queue in which something waits; the models behind a name; how waits were foretold."""
+
+    executors: tuple[ExecutorCapacity, ...]
+    queues: tuple[QueueDepth, ...]
+    variants: tuple[VariantCapacity, ...] = ()
+    estimates: tuple[EstimateQuality, ...] = ()
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait, in every queue."""
+        return sum(queue.num_requests for queue in self.queues)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (one.executor_id, one.model, f"{one.seats_used}/{one.seats_total}", f"{one.blocks_used}/{one.blocks_total}")
+            for one in self.executors
+        ]
+        return notebook.table(("executor", "model", "seats", "blocks"), rows, f"{self.num_queued} wait")
+
+
+def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
+    """The models of an answer."""
+    return tuple(
+        Model(
+            name=model.name,
+            context_length=model.context_length,
+            vocabulary_size=model.vocabulary_size,
+            eos_token_ids=tuple(model.eos_token_ids),
+            has_chat_template=model.has_chat_template,
+            num_executors=model.num_executors,
+        )
+        for model in response.models
+    )
+
+
+def decode_capacity(response: inference_pb2.GetCapacityResponse) -> Capacity:
+    """The capacity in an answer."""
+    executors = tuple(decode_executor(executor) for executor in response.executors)
+    queues = tuple(
+        QueueDepth(
+            queue.model, enum_name(types_pb2.PriorityClass, queue.priority, "PRIORITY_CLASS_"), queue.num_requests
+        )
+        for queue in response.queues
+    )
+    estimates = tuple(
+        EstimateQuality(one.model, one.num_estimates, one.mean_error, one.correction) for one in response.estimates
+    )
+    return Capacity(executors, queues, tuple(_variant(variant) for variant in response.variants), estimates)
+
+
+def decode_standing(response: inference_pb2.GetRequestResponse) -> RequestStanding:
+    """Where a request stands, from an answer."""
+    wait_s = response.estimated_wait.ToNanoseconds() / 1e9 if response.HasField("estimated_wait") else None
+    return RequestStanding(
+        request_id=response.request_id,
+        state=decode_state(response.state),
+        position=response.position,
+        waiting_for=response.waiting_for,
+        wait_reason=enum_name(inference_pb2.WaitReason, response.wait_reason, "WAIT_REASON_"),
+        estimated_wait_s=wait_s,
+        needed_blocks=response.needed_blocks,
+        available_blocks=response.available_blocks,
+        times_passed=response.times_passed,
+        priority=enum_name(types_pb2.PriorityClass, response.priority, "PRIORITY_CLASS_"),
+        executor_id=response.executor_id,
+        output_tokens=response.output_tokens,
+        variant=response.variant,
+        step_constraint=enum_name(types_pb2.StepConstraint, response.step_constraint, "STEP_CONSTRAINT_"),
+    )
+
+
+def decode_state(state: inference_pb2.RequestState) -> RequestState:
+    """Where a request stands; `UNKNOWN` for a state that this version does not know."""
+    name = enum_name(inference_pb2.RequestState, state, "REQUEST_STATE_")
+    return RequestState(name) if name in {known.value for known in RequestState} else RequestState.UNKNOWN
+
+
+def decode_executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
+    """What one executor holds."""
+    return ExecutorCapacity(
+        executor_id=wire.executor_id,
+        model=wire.model,
+        accepting=wire.accepting,
+        seats_total=wire.seats_total,
+        seats_used=wire.seats_used,
+        num_waiting=wire.num_waiting,
+        blocks_total=wire.blocks_total,
+        blocks_used=wire.blocks_used,
+        blocks_reserved=wire.blocks_reserved,
+        blocks_cached=wire.blocks_cached,
+        block_size=wire.block_size,
+        output_tokens_per_s=wire.output_tokens_per_s,
+        step_ms=wire.step_ms,
+        batching=enum_name(types_pb2.BatchingMode, wire.batching, "BATCHING_MODE_"),
+        num_steps=wire.num_steps,
+        device_busy_s=_measured(wire, "device_busy_s"),
+        elapsed_s=_measured(wire, "elapsed_s"),
+        scheduler_policy=enum_name(types_pb2.SchedulerPolicy, wire.scheduler_policy, "SCHEDULER_POLICY_"),
+        reserve_quantile=_measured(wire, "reserve_quantile"),
+        num_preemptions=wire.num_preemptions,
+        computed_tokens=wire.computed_tokens,
+        recomputed_tokens=wire.recomputed_tokens,
+        num_preempted=wire.num_preempted,
+        host_blocks_used=wire.host_blocks_used,
+        host_blocks_total=wire.host_blocks_total,
+        constraint=enum_name(types_pb2.StepConstraint, wire.constraint, "STEP_CONSTRAINT_"),
+        bounds={
+            enum_name(types_pb2.StepConstraint, bound.constraint, "STEP_CONSTRAINT_"): bound.num_steps
+            for bound in wire.bounds
+        },
+        steps_per_s=_measured(wire, "steps_per_s"),
+    )
+
+
+def _variant(wire: inference_pb2.VariantCapacity) -> VariantCapacity:
+    return VariantCapacity(
+        model=wire.model,
+        variant=wire.variant,
+        share=wire.share,
+        num_requests=wire.num_requests,
+        num_refused=wire.num_refused,
+        num_ended=wire.num_ended,
+        output_tokens=wire.output_tokens,
+        ttft_p50_ms=_measured(wire, "ttft_p50_ms"),
+        ttft_p99_ms=_measured(wire, "ttft_p99_ms"),
+        inter_token_p50_ms=_measured(wire, "inter_token_p50_ms"),
+        inter_token_p99_ms=_measured(wire, "inter_token_p99_ms"),
+    )
+
+
+def _measured(wire: inference_pb2.ExecutorCapacity | inference_pb2.VariantCapacity, field_name: str) -> float | None:
+    """A value that may not have been measured."""
+    return float(getattr(wire, field_name)) if wire.HasField(field_name) else None
+
+
+def enum_name(
+    enum: type[
+        types_pb2.BatchingMode
+        | types_pb2.PriorityClass
+        | types_pb2.SchedulerPolicy
+        | types_pb2.StepConstraint
+        | inference_pb2.RequestState
+        | inference_pb2.WaitReason
+        | stats_pb2.SequencePhase
+    ],
+    value: int,
+    prefix: str,
+) -> str:
+    """The last part of a value's name in small letters; its number where this version does not know it."""
+    known: dict[int, str] = {number: name for name, number in enum.items()}
+    return known[value].removeprefix(prefix).lower() if value in known else str(value)

@@ -1,0 +1,66 @@
+"""Prints an answer as it comes, says where its stream was resumed, and afterwards what it took."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from typing import TextIO
+
+from inflight.cli.request_flags import RESUME_TOKEN_VARIABLE
+from inflight.events import Accepted, Delta, Resumed
+from inflight.sync_stream import Stream
+
+# Of ANSI's terminals.
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+# What a model says must not command the terminal: control characters are shown by their signs (␛).
+VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+VISIBLE |= dict.fromkeys(range(128, 160), 65533)
+
+
+def print_answer(stream: Stream, out: TextIO, notes: TextIO, *, shows_token: bool = False) -> str:
+    """Writes the stream's text to `out` as it comes and returns one line about tokens and times.
+
+    What happened on the way goes to `notes`, and with `shows_token` how to ask about the request.
+
+    Raises:
+        InflightError: the request was refused, or broke off.
+    """
+    began_s = time.monotonic()
+    is_terminal = out.isatty()
+    first_s: float | None = None
+    for event in stream.events():
+        if isinstance(event, Delta):
+            first_s = first_s or time.monotonic() - began_s
+            out.write(event.text.translate(VISIBLE) if is_terminal else event.text)
+            out.flush()
+        elif isinstance(event, Resumed):
+            write_note(notes, "connection lost; resumed")
+        elif isinstance(event, Accepted) and shows_token:
+            write_note(
+                notes, f"{RESUME_TOKEN_VARIABLE}={event.resume_token} inflight explain {_quoted(event.request_id)}"
+            )
+    return describe_answer(stream, first_s, time.monotonic() - began_s)
+
+
+def _quoted(request_id: str) -> str:
+    """As an argument for a shell."""
+    return f"{'-- ' if request_id.startswith('-') else ''}{shlex.quote(request_id)}"
+
+
+def write_note(notes: TextIO, text: str) -> None:
+    """A line on the side, dim where somebody looks at it."""
+    notes.write(f"\n{DIM}{text}{PLAIN}\n" if notes.isatty() else f"{text}\n")
+    notes.flush()
+
+
+def describe_answer(stream: Stream, first_s: float | None, total_s: float) -> str:
+    """One line: tokens, time to the first of them, speed after it, why it ended."""
+    num_tokens = stream.transcript.choices[0].num_tokens
+    parts = [f"{num_tokens} tokens in {total_s:.2f} s"]
+    if first_s is not None:
+        parts.append(f"first after {first_s:.2f} s")
+        if num_tokens > 1 and total_s > first_s:
+            parts.append(f"{(num_tokens - 1) / (total_s - first_s):.1f} tokens/s")
+    if stream.finish_reason is not None:
+        parts.append(stream.finish_reason.value.replace("_", " "))
+    return " · ".join(parts)

@@ -1,0 +1,194 @@
+"""`inflight doctor`: what this machine has, which attention backend would run, and what to do about what is missing.
+
+Asks the parts that decide and repeats none of their rules. Every finding stands alone, so that what is broken does not
+hide the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from common.machine import num_available_memory_bytes, num_usable_cores
+from common.model_source import ModelError, resolve_model
+from inflight.cli import terminal
+from inflight.cli.outcome import EXIT_FAILURE
+from inflight.cli.parser import CommandParser
+from inflight.local.redis_server import RedisStartError, find_redis_binary
+
+CPUINFO = Path("/proc/cpuinfo")
+PROGRAM_TIMEOUT_S = 10.0
+CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
+PACKAGES = ("torch", "transformers", "grpcio", "redis")
+GIBIBYTE = 1 << 30
+
+# Below this the default model, a runtime of Python and torch, and some KV do not fit.
+MIN_MEMORY_BYTES = 2 * GIBIBYTE
+
+
+class Verdict(Enum):
+    """What a finding means."""
+
+    GOOD = "ok"
+    SLOW = "slow"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing about this machine. `advice` says what to do about it."""
+
+    subject: str
+    text: str
+    verdict: Verdict = Verdict.GOOD
+    advice: str = ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; 1 where something is missing without which nothing runs."""
+    parser = CommandParser(
+        prog="inflight doctor", description="Says what this machine has, and which attention backend would run on it."
+    )
+    parser.add_argument(
+        "--model", default="", metavar="MODEL", help="as for inflight up; default: SmolLM2-135M-Instruct"
+    )
+    flags = parser.parse_args(argv)
+    console = terminal.console()
+    findings = [examine() for examine in examinations(flags.model)]
+    console.print(findings_table(findings))
+    for finding in findings:
+        if finding.advice:
+            console.print(f"{finding.subject}: {finding.advice}", soft_wrap=True)
+    return EXIT_FAILURE if any(finding.verdict is Verdict.MISSING for finding in findings) else 0
+
+
+def examinations(model: str) -> tuple[Callable[[], Finding], ...]:
+    """What is looked at, in order."""
+    return (python, cores, memory, processor, gpu, compiler, *(package(name) for name in PACKAGES), redis_server,
+            lambda: model_on_disk(model), backend)  # fmt: skip
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """A row per finding."""
+    table = Table(box=None, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    styles = {Verdict.GOOD: "green", Verdict.SLOW: "yellow", Verdict.MISSING: "red"}
+    for finding in findings:
+        table.add_row(finding.subject, Text(finding.verdict.value, styles[finding.verdict]), finding.text)
+    return table
+
+
+def python() -> Finding:
+    """The interpreter."""
+    return Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def cores() -> Finding:
+    """Cores that this process may use, of those that the machine has."""
+    return Finding("cores", f"{num_usable_cores()} usable of {os.cpu_count()}")
+
+
+def memory() -> Finding:
+    """Memory that can still be taken."""
+    available = num_available_memory_bytes()
+    if available is None:
+        return Finding("memory", "the system does not say how much is free")
+    text = f"{available / GIBIBYTE:.1f} GiB free"
+    if available >= MIN_MEMORY_BYTES:
+        return Finding("memory", text)
+    return Finding("memory", text, Verdict.SLOW, "the smallest models need about 2 GiB; give the container more")
+
+
+def processor(cpuinfo: Path = CPUINFO) -> Finding:
+    """The processor, and the instructions that the kernels can make use of."""
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    values = {key.strip().lower(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = (values.get("flags") or values.get("features") or "").split()
+    name = values.get("model name") or platform.processor() or "unknown"
+    return Finding("processor", f"{name}: {' '.join(f for f in CPU_FEATURES if f in flags) or 'features unknown'}")
+
+
+def gpu() -> Finding:
+    """The GPUs that the driver lists."""
+    program = shutil.which("nvidia-smi")
+    listed = (
+        None if program is None else _first_line([program, "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    )
+    return Finding("gpu", listed or "none; the model runs on the processor")
+
+
+def compiler() -> Finding:
+    """The C++ compiler that builds the attention op."""
+    names = (os.environ.get("CXX"), "g++", "c++", "clang++")
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    if found is None:
+        advice = "install g++ or clang++: without it attention runs in plain torch, several times slower"
+        return Finding("compiler", "none", Verdict.SLOW, advice)
+    return Finding("compiler", f"{found}: {_first_line([found, '--version']) or 'version unknown'}")
+
+
+def package(name: str) -> Callable[[], Finding]:
+    """The examination of an installed package."""
+
+    def examine() -> Finding:
+        try:
+            return Finding(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            return Finding(name, "not installed", Verdict.MISSING, f"pip install {name}")
+
+    return examine
+
+
+def redis_server() -> Finding:
+    """The Redis that a local stack would start."""
+    try:
+        return Finding("redis-server", str(find_redis_binary()))
+    except RedisStartError as error:
+        return Finding("redis-server", "none", Verdict.MISSING, str(error))
+
+
+def model_on_disk(model: str) -> Finding:
+    """The model that would be loaded."""
+    try:
+        source = resolve_model(model)
+    except ModelError as error:
+        return Finding("model", model or "the default model", Verdict.MISSING, str(error))
+    return Finding("model", f"{source.name}: {source.gguf_file or source.folder}")
+
+
+def backend() -> Finding:
+    """The attention backend that an executor would choose here, and for which instructions it is built.
+
+    Builds its kernels, as an executor would.
+    """
+    try:
+        choice: Any = importlib.import_module("executor.attention.choice")
+    except ImportError as error:
+        return Finding("attention", "cannot be examined", Verdict.MISSING, f"the executor cannot be imported: {error}")
+    torch = choice.torch
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = choice.choose_backend("auto", device, torch.bfloat16)
+    return Finding("attention", chosen.reason, Verdict.SLOW if chosen.is_fallback else Verdict.GOOD)
+
+
+def _first_line(command: Sequence[str]) -> str | None:
+    """The first line that a program prints; `None` where it fails."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(result.stdout.splitlines()), None)

@@ -1,0 +1,154 @@
+"""`inflight kube-secrets`: the secrets that the manifests under deploy/kubernetes refer to, made at random.
+
+Prints them as JSON for `kubectl apply -f -` and keeps nothing: what is printed is all there is. Nobody's tools are
+needed for certificates; where cert-manager runs, it makes those, and `--without-certificates` leaves them out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import secrets
+import tempfile
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from inflight.cli.outcome import EXIT_USAGE, CommandError
+from inflight.cli.parser import CommandParser
+from inflight.local.certificates import DEFAULT_DAYS, LOCAL_NAMES, CertificateFolder, make_certificates
+from inflight.local.redis_server import ACL_RULES, USER
+
+MAX_DAYS = 3650
+ROUTER_SERVICE = "inflight-router"
+REPLICA = "replica"
+SENTINEL = "sentinel"
+
+# What Redis' replicas and Sentinels do on the servers of a pool; see Redis' documentation of ACLs.
+REPLICA_RULES = "+psync +replconf +ping"
+SENTINEL_RULES = (
+    "allchannels +multi +slaveof +ping +exec +subscribe +config|rewrite +role +publish +info +client|setname "
+    "+client|kill +script|kill"
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    flags = _parser().parse_args(argv)
+    if not 1 <= flags.days <= MAX_DAYS:
+        raise CommandError(f"--days must be between 1 and {MAX_DAYS}, not {flags.days}", EXIT_USAGE)
+    made = random_secrets()
+    if not flags.without_certificates:
+        made |= certificate_secrets(flags.namespace, flags.name, flags.days)
+    print(json.dumps(_manifest(made, flags.namespace), indent=2))
+    return 0
+
+
+def router_names(namespace: str) -> tuple[str, ...]:
+    """The names by which clients in the cluster find the routers."""
+    service = f"{ROUTER_SERVICE}.{namespace}"
+    return (f"{service}.svc", service, f"{service}.svc.cluster.local")
+
+
+def random_secrets() -> dict[str, dict[str, bytes]]:
+    """Redis' passwords and users, and the secret of resume tokens."""
+    password, replica_password, sentinel_password = (secrets.token_urlsafe(32) for _ in range(3))
+    users = (
+        "user default off",
+        f"user {USER} on #{_digest(password)} {ACL_RULES}",
+        f"user {REPLICA} on #{_digest(replica_password)} {REPLICA_RULES}",
+        f"user {SENTINEL} on #{_digest(sentinel_password)} {SENTINEL_RULES}",
+    )
+    sentinel_users = (
+        "user default off",
+        f"user {USER} on #{_digest(password)} resetchannels +ping +sentinel|masters",
+        f"user {SENTINEL} on #{_digest(sentinel_password)} allchannels allkeys +@all",
+    )
+    return {
+        "inflight-redis": {"password": password.encode()},
+        "inflight-redis-server": {
+            "users.acl": _lines(users),
+            "sentinel-users.acl": _lines(sentinel_users),
+            "replica-password": replica_password.encode(),
+            "sentinel-password": sentinel_password.encode(),
+        },
+        "inflight-resume": {"secret": secrets.token_urlsafe(48).encode()},
+    }
+
+
+def certificate_secrets(namespace: str, names: Sequence[str], days: int) -> dict[str, dict[str, bytes]]:
+    """As cert-manager would make them. Raises `CommandError` where a name cannot stand in a certificate."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            made = make_certificates(Path(folder), (*LOCAL_NAMES, *router_names(namespace), *names), days)
+        except ValueError as error:
+            raise CommandError(f"--name: cannot stand in a certificate: {error}", EXIT_USAGE) from None
+        authority = made.ca_file.read_bytes()
+        return {
+            "inflight-router-tls": _pair(made, "router"),
+            "inflight-executor-tls": _pair(made, "executor"),
+            # Clients need no certificate of their own, only to know who signs the routers'.
+            "inflight-client-tls": {"ca.crt": authority},
+        }
+
+
+def _pair(made: CertificateFolder, role: str) -> dict[str, bytes]:
+    return {
+        "tls.crt": made.certificate(role).read_bytes(),
+        "tls.key": made.key(role).read_bytes(),
+        "ca.crt": made.ca_file.read_bytes(),
+    }
+
+
+def _manifest(made: Mapping[str, Mapping[str, bytes]], namespace: str) -> dict[str, object]:
+    return {
+        "apiVersion": "v1",
+        "kind": "List",
+        "items": [
+            {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "metadata": {
+                    "name": name,
+                    "namespace": namespace,
+                    "labels": {"app.kubernetes.io/name": "inflight", "app.kubernetes.io/part-of": "inflight"},
+                },
+                "type": "kubernetes.io/tls" if "tls.key" in content else "Opaque",
+                "data": {key: b64encode(value).decode() for key, value in content.items()},
+            }
+            for name, content in made.items()
+        ],
+    }
+
+
+def _digest(password: str) -> str:
+    return hashlib.sha256(password.encode()).hexdigest()
+
+
+def _lines(lines: Sequence[str]) -> bytes:
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="inflight kube-secrets",
+        description="Makes what deploy/kubernetes refers to and must not be committed: passwords of Redis, the secret "
+        "of resume tokens, and certificates of a small authority. Prints Secrets for `kubectl apply -f -`. Each run "
+        "makes others; the authority's key is kept nowhere.",
+    )
+    parser.add_argument("--namespace", default="inflight", metavar="NAME", help="their namespace (default: inflight)")
+    parser.add_argument(
+        "--name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another host, address or URI that certificates bear, say of a load balancer; may be repeated",
+    )
+    parser.add_argument(
+        "--days", type=int, default=DEFAULT_DAYS, metavar="N", help=f"days until they expire (default: {DEFAULT_DAYS})"
+    )
+    parser.add_argument(
+        "--without-certificates", action="store_true", help="leave certificates out, where cert-manager makes them"
+    )
+    return parser

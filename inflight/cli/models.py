@@ -1,0 +1,38 @@
+"""`inflight models`: the models that can be asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.table import Table
+
+from inflight.catalogue import Model
+from inflight.cli import terminal
+from inflight.cli.connection import add_connection_flags, connected
+from inflight.cli.parser import CommandParser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    parser = CommandParser(prog="inflight models", description="Lists the models that can be asked for.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_connection_flags(parser)
+    flags = parser.parse_args(argv)
+    with connected(flags) as client:
+        models = client.list_models()
+    if flags.json:
+        print(json.dumps([asdict(model) for model in models]))
+    else:
+        terminal.console().print(models_table(models))
+    return 0
+
+
+def models_table(models: Sequence[Model]) -> Table:
+    """A row per model."""
+    table = Table("model", "executors", "context", "vocabulary", "chat", box=None, header_style="bold")
+    for model in models:
+        chat = "yes" if model.has_chat_template else "no"
+        table.add_row(model.name, str(model.num_executors), str(model.context_length), str(model.vocabulary_size), chat)
+    return table

@@ -1,0 +1,47 @@
+"""The parser of a command's flags: what is wrong with them is one line, and one that points to the help."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from inflight.cli.outcome import EXIT_USAGE
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse whose errors are short and name the nearest flag."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """See `argparse.ArgumentParser`."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(_about_unknown(unknown, _flags(self)))
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the command as a wrong use."""
+        self.exit(EXIT_USAGE, f"error: {message}\n{self.prog} --help lists what it takes\n")
+
+
+def nearest(name: str, known: Iterable[str], mark: str = "") -> str:
+    """`; did you mean …?` where one of the known names is close, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {mark}{close[0]}{mark}?" if close else ""
+
+
+def _about_unknown(unknown: Sequence[str], flags: Sequence[str]) -> str:
+    flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
+    return f"unexpected argument {unknown[0]!r}" if flag is None else f"unknown flag {flag}{nearest(flag, flags)}"
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Of the parser, and of the commands below it: argparse leaves what those do not know to the first one."""
+    below = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return [*parser._option_string_actions, *(flag for action in below for flag in _flags_of_choices(action.choices))]
+
+
+def _flags_of_choices(choices: dict[str, argparse.ArgumentParser]) -> Iterator[str]:
+    for child in choices.values():
+        yield from _flags(child)

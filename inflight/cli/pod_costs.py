@@ -1,0 +1,56 @@
+"""`inflight pod-costs`: tells Kubernetes which executors hold the least, so that scaling down takes those first."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from collections.abc import Sequence
+
+from common.telemetry.logs import start_logging
+from inflight.cli.connection import add_connection_flags, connected
+from inflight.cli.outcome import EXIT_USAGE, CommandError
+from inflight.cli.parser import CommandParser
+from inflight.tools.pod_costs.costs import ANNOTATION
+from inflight.tools.pod_costs.follow import follow
+from inflight.tools.pod_costs.kubernetes_api import KubernetesApi, KubernetesError
+
+DEFAULT_SELECTOR = "app.kubernetes.io/name=inflight,app.kubernetes.io/component=executor"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs until SIGTERM or SIGINT."""
+    flags = _parser().parse_args(argv)
+    if not 1 <= flags.interval_s <= 3600:
+        raise CommandError(f"--interval-s: {flags.interval_s} is not between 1 and 3600", EXIT_USAGE)
+    start_logging("pod-costs", flags.log_level)
+    try:
+        api = KubernetesApi.of_pod()
+    except KubernetesError as error:
+        raise CommandError(str(error), EXIT_USAGE) from None
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    with connected(flags) as client:
+        follow(client, api, flags.selector, flags.interval_s, stopped)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="inflight pod-costs",
+        description=f"Runs in a pod. Keeps {ANNOTATION} of executor pods at the number of KV blocks that sequences "
+        "hold there, so that a Deployment that gets smaller deletes the pods with the least to lose first. An "
+        "executor's id must be the name of its pod. Its service account may list and patch pods, and needs no more.",
+    )
+    add_connection_flags(parser)
+    parser.add_argument(
+        "--selector", default=DEFAULT_SELECTOR, metavar="LABELS", help=f"pods to look at (default: {DEFAULT_SELECTOR})"
+    )
+    parser.add_argument(
+        "--interval-s", type=float, default=10.0, metavar="S", help="seconds between two looks (default: 10)"
+    )
+    parser.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="least severe level logged"
+    )
+    return parser

@@ -1,0 +1,235 @@
+"""`inflight size`: what a model and its traffic need: blocks, seats, executors, and the flags to start them with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from common.model_source import ModelError
+from common.settings import SettingError
+from inflight.catalogue import Capacity
+from inflight.cli import terminal
+from inflight.cli.connection import add_connection_flags, connected
+from inflight.cli.outcome import EXIT_USAGE, CommandError
+from inflight.cli.parser import CommandParser
+from inflight.tools.sizing.arithmetic import (
+    BYTES_PER_NUMBER,
+    GIBIBYTE,
+    GPUS_MIB,
+    Machine,
+    Pool,
+    Speed,
+    Traffic,
+    demand_of,
+    pool_of,
+    seats_at_max_utilization,
+    seats_without_eviction,
+)
+from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
+from inflight.tools.sizing.report import Row, Sizing, as_values, better_policy, rows, start_flags
+
+STYLES = {"exact": "green", "measured": "green", "reckoned": "cyan", "estimated": "yellow"}
+GPU_FRACTION, CPU_FRACTION = 0.9, 0.2
+# Of an executor on a GPU: CUDA's own and the largest step's. It is measured at start, and differs with the model.
+GPU_WORKING_GIB = 2.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    flags = _parser().parse_args(argv)
+    try:
+        sizing = _size(flags)
+    except (ModelError, SettingError) as error:
+        raise CommandError(str(error), EXIT_USAGE) from None
+    if flags.json:
+        print(json.dumps(as_values(sizing)))
+        return 0
+    console = terminal.console()
+    console.print(_table(list(rows(sizing))))
+    console.print(f"inflight executor {shlex.join(start_flags(sizing))}", soft_wrap=True, style="bold")
+    for warning in _warnings(sizing, flags):
+        console.print(warning, style="yellow", soft_wrap=True)
+    return 0
+
+
+def _size(flags: argparse.Namespace) -> Sizing:
+    traffic = _traffic(flags)
+    shape = read_model_shape(flags.model)
+    capacity = _capacity(flags) if flags.from_running else None
+    pool, machine = _pool(flags, shape, capacity)
+    speed = _speed(flags, capacity)
+    free = seats_without_eviction(pool.num_blocks, pool.tokens_per_block, traffic)
+    full = seats_at_max_utilization(pool.num_blocks, pool.tokens_per_block, traffic)
+    policy = flags.batch_scheduler_policy or better_policy(free, full, flags.max_num_sequences)
+    held = (full if policy == "max_utilization" else free).seats_mean
+    seats = min(held, flags.max_num_sequences)
+    if seats < 1:
+        raise SettingError(f"not one request of {traffic.prompt_tokens} + {traffic.max_tokens} tokens fits")
+    return Sizing(
+        model=flags.model,
+        shape=shape,
+        machine=machine,
+        dtype=flags.dtype,
+        pool=pool,
+        traffic=traffic,
+        max_num_sequences=flags.max_num_sequences,
+        max_num_tokens=flags.max_num_tokens,
+        without_eviction=free,
+        at_max_utilization=full,
+        policy=policy,
+        seats_per_replica=seats,
+        speed=speed,
+        demand=None if speed is None else demand_of(traffic, speed, seats),
+        is_pool_given=bool(flags.max_tokens_in_paged_kv_cache),
+        measured_at="" if capacity is None else "the running system",
+    )
+
+
+def _traffic(flags: argparse.Namespace) -> Traffic:
+    output_p95 = flags.output_tokens_p95 or flags.output_tokens
+    return Traffic(
+        requests_per_s=flags.requests_per_s,
+        prompt_tokens=flags.prompt_tokens,
+        prompt_tokens_p95=flags.prompt_tokens_p95 or flags.prompt_tokens,
+        output_tokens=flags.output_tokens,
+        output_tokens_p95=output_p95,
+        max_tokens=flags.max_tokens or output_p95,
+    )
+
+
+def _capacity(flags: argparse.Namespace) -> Capacity:
+    with connected(flags) as client:
+        capacity = client.capacity(model=flags.served_model_name or "")
+    if not capacity.executors:
+        raise CommandError("no executor is there to take figures from")
+    if len({executor.model for executor in capacity.executors}) > 1:
+        raise CommandError("executors of several models are there; say which with --served-model-name", EXIT_USAGE)
+    return capacity
+
+
+def _pool(flags: argparse.Namespace, shape: ModelShape, capacity: Capacity | None) -> tuple[Pool, Machine | None]:
+    """What a running executor has, the smallest of them; else what would fit."""
+    is_gpu = flags.memory_gib is None
+    fraction = flags.fraction or (GPU_FRACTION if is_gpu else CPU_FRACTION)
+    memory = GPUS_MIB[flags.gpu] << 20 if is_gpu else round(flags.memory_gib * GIBIBYTE)
+    working_gib = flags.working_gib if flags.working_gib is not None else (GPU_WORKING_GIB if is_gpu else 0.0)
+    machine = Machine(memory, is_gpu, fraction, round(working_gib * GIBIBYTE))
+    if capacity is None:
+        return pool_of(shape, machine, flags.dtype, flags.tokens_per_block, flags.max_tokens_in_paged_kv_cache), machine
+    smallest = min(capacity.executors, key=lambda executor: executor.blocks_total)
+    reckoned = pool_of(shape, machine, flags.dtype, smallest.block_size, smallest.block_size)
+    return (
+        Pool(
+            reckoned.weight_bytes,
+            reckoned.bytes_per_token,
+            smallest.block_size,
+            reckoned.bytes_per_block,
+            smallest.blocks_total,
+        ),
+        None,
+    )
+
+
+def _speed(flags: argparse.Namespace, capacity: Capacity | None) -> Speed | None:
+    if flags.step_ms is not None:
+        return Speed(flags.step_ms, flags.max_num_tokens)
+    steps = [] if capacity is None else [one.step_ms for one in capacity.executors if one.step_ms > 0]
+    return Speed(max(steps), flags.max_num_tokens) if steps else None
+
+
+def _warnings(sizing: Sizing, flags: argparse.Namespace) -> list[str]:
+    warnings = []
+    if sizing.speed is not None and flags.itl_ms is not None and sizing.speed.step_ms > flags.itl_ms:
+        warnings.append(f"a step takes longer than the {flags.itl_ms:g} ms between tokens: fewer seats make it shorter")
+    if sizing.demand is not None and flags.ttft_ms is not None and sizing.demand.ttft_ms > flags.ttft_ms:
+        warnings.append(f"the prompt alone takes longer than the {flags.ttft_ms:g} ms to the first token")
+    longest = sizing.traffic.prompt_tokens_p95 + sizing.traffic.max_tokens
+    if sizing.shape.context_length is not None and longest > sizing.shape.context_length:
+        warnings.append(f"{longest} tokens are more than the model's context of {sizing.shape.context_length}")
+    return warnings
+
+
+def _table(figures: Sequence[Row]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in figures:
+        table.add_row(row.what, row.figure, Text(row.rests_on, STYLES[row.rests_on]), Text(row.how))
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="inflight size",
+        description="Says how many blocks, seats and executors a model and its traffic need, what is exact in that and "
+        "what estimated, and the flags to start executors with. docs/sizing.md explains the arithmetic.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_model_flags(parser.add_argument_group("model and memory"))
+    _add_traffic_flags(parser.add_argument_group("traffic"))
+    parser.add_argument(
+        "--from-running",
+        action="store_true",
+        help="take blocks and step time from the system that --address names, as it stands now",
+    )
+    parser.add_argument("--served-model-name", metavar="NAME", help="with --from-running: its name there")
+    add_connection_flags(parser)
+    return parser
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model", default="", metavar="MODEL", help="folder, config.json, GGUF file or hub name; default: SmolLM2"
+    )
+    group.add_argument("--dtype", choices=BYTES_PER_NUMBER, default="bfloat16", help="default: bfloat16")
+    memory = group.add_mutually_exclusive_group()
+    memory.add_argument("--gpu", choices=GPUS_MIB, default="h100-80gb", help="GPU of an executor; default: h100-80gb")
+    memory.add_argument("--memory-gib", type=_positive, metavar="GIB", help="free memory of an executor on a CPU")
+    group.add_argument(
+        "--fraction",
+        type=_positive,
+        help=f"share of what is left for KV; default: {GPU_FRACTION} on a GPU, {CPU_FRACTION} on a CPU",
+    )
+    group.add_argument(
+        "--working-gib", type=float, metavar="GIB", help=f"what steps take; default: {GPU_WORKING_GIB:g} on a GPU"
+    )
+    group.add_argument("--tokens-per-block", type=_whole, default=16, metavar="N", help="default: 16")
+    group.add_argument(
+        "--max-tokens-in-paged-kv-cache", type=_whole, default=0, metavar="N", help="size of the pool; default: all"
+    )
+    group.add_argument("--max-num-sequences", type=_whole, default=256, metavar="N", help="most seats; default: 256")
+    group.add_argument("--max-num-tokens", type=_whole, default=1024, metavar="N", help="of a step; default: 1024")
+    group.add_argument("--batch-scheduler-policy", choices=("guaranteed_no_evict", "max_utilization"))
+
+
+def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--requests-per-s", type=_positive, metavar="N", help="requests that come per second")
+    group.add_argument("--prompt-tokens", type=_whole, default=500, metavar="N", help="mean length; default: 500")
+    group.add_argument("--prompt-tokens-p95", type=_whole, metavar="N", help="95 %% are shorter; default: the mean")
+    group.add_argument("--output-tokens", type=_whole, default=200, metavar="N", help="mean length; default: 200")
+    group.add_argument("--output-tokens-p95", type=_whole, metavar="N", help="95 %% are shorter; default: the mean")
+    group.add_argument("--max-tokens", type=_whole, metavar="N", help="what requests ask for; default: that of 95 %%")
+    group.add_argument("--step-ms", type=_positive, metavar="MS", help="a step of as many seats, measured")
+    group.add_argument("--ttft-ms", type=_positive, metavar="MS", help="wanted: time to the first token")
+    group.add_argument("--itl-ms", type=_positive, metavar="MS", help="wanted: time between two tokens")
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
+    return value

@@ -1,0 +1,179 @@
+"""`inflight up`: a whole system on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console
+
+from inflight.cli import terminal
+from inflight.cli.address import add_run_dir_flag, resolve_run_dir
+from inflight.cli.foreground import run_in_foreground
+from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight.cli.parser import CommandParser
+from inflight.cli.stack_display import StackDisplay
+from inflight.local.options import DEFAULT_RUN_DIR, StackOptions
+from inflight.local.stack import LocalStack, StackError, describe_exit, describe_log
+
+# Where programs look for an OpenAI-compatible server.
+DEFAULT_GATEWAY_PORT = 8000
+
+# Settings of `inflight executor` that have a flag of their own here; they are passed on as they are.
+EXECUTOR_FLAGS = {
+    "--batching": "inflight, or static: a batch ends before the next one begins (default: inflight)",
+    "--max-num-sequences": "seats of each executor (default: 32)",
+    "--max-num-tokens": "most tokens that an executor computes in one step (default: 1024)",
+    "--max-tokens-in-paged-kv-cache": "size of each executor's KV pool in tokens (default: from free memory)",
+    "--dtype": "type of weights and KV: bfloat16, float32 or auto (default: auto)",
+}
+
+# The same of `inflight router`.
+ROUTER_FLAGS = {
+    "--admission-file": "TOML file with what tenants may take and names for several models; read again when it changes "
+    "(default: none)",
+    "--max-queue-requests": "requests of one model that may wait; more are refused (default: 10000)",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command."""
+    options = stack_options(_parser().parse_args(argv))
+    return run_in_foreground(lambda: _up(options))
+
+
+def stack_options(flags: argparse.Namespace) -> StackOptions:
+    """The stack that the flags ask for."""
+    try:
+        return StackOptions(
+            executors=flags.executors,
+            routers=flags.routers,
+            model=flags.model,
+            executor_args=(*_given(flags, EXECUTOR_FLAGS), *shlex.split(flags.executor_args)),
+            router_args=(*_given(flags, ROUTER_FLAGS), *shlex.split(flags.router_args)),
+            gateway_args=tuple(shlex.split(flags.gateway_args)),
+            gateways=int(flags.gateway or flags.gateway_port is not None),
+            port=flags.port,
+            http_port=flags.http_port,
+            gateway_port=_gateway_port(flags),
+            redis_url=flags.redis_url,
+            run_dir=resolve_run_dir(flags),
+            tls=flags.tls,
+        )
+    except ValueError as error:
+        raise CommandError(str(error), EXIT_USAGE) from None
+
+
+def _gateway_port(flags: argparse.Namespace) -> int | None:
+    """None is a free one."""
+    if flags.gateway_port is None:
+        return DEFAULT_GATEWAY_PORT if flags.gateway else None
+    return int(flags.gateway_port) or None
+
+
+def _given(flags: argparse.Namespace, names: Iterable[str]) -> Iterator[str]:
+    """The flags of this list that were given, with their values."""
+    for name in names:
+        value = getattr(flags, name.strip("-").replace("-", "_"))
+        if value is not None:
+            yield from (name, value)
+
+
+async def _up(options: StackOptions) -> int:
+    console = terminal.console()
+    try:
+        with StackDisplay(console) as display:
+            async with LocalStack(options, display.show) as stack:
+                _greet(console, stack)
+                try:
+                    return await _supervise(stack)
+                except asyncio.CancelledError:
+                    return 0  # Ctrl-C is how `up` is meant to end
+    except StackError as error:
+        raise CommandError(str(error), EXIT_USAGE if error.is_setting else EXIT_FAILURE) from None
+
+
+def _greet(console: Console, stack: LocalStack) -> None:
+    run_dir = stack.options.run_dir
+    where = "" if run_dir == DEFAULT_RUN_DIR else f" --run-dir {shlex.quote(str(run_dir))}"
+    router = stack.routers[0]
+    lines = [
+        f"Ready: {', '.join(stack.router_addresses)}",
+        *(f"  OpenAI-compatible API  http://{address}/v1" for address in stack.gateway_addresses),
+        f"  live board             http://{router.http_address}/",
+        f"  metrics                {_metrics_urls(stack)}",
+        f'  inflight generate{where} "Name three fruits."',
+        f"  inflight top{where}",
+        f"Ctrl-C ends it. Logs are in {stack.options.run_dir}.",
+    ]
+    console.print("\n".join(lines))
+
+
+def _metrics_urls(stack: LocalStack) -> str:
+    children = (*stack.routers, *stack.executors, *stack.gateways)
+    return " ".join(f"http://{child.http_address}/metrics" for child in children)
+
+
+async def _supervise(stack: LocalStack) -> int:
+    """Tells of every process that ends unasked; returns when no router or no executor is left."""
+    while stack.routers and stack.executors:
+        child = await stack.wait_for_exit()
+        print(f"error: {describe_exit(child)}\n{describe_log(child)}", file=sys.stderr, flush=True)
+    print("error: nothing is left that could serve", file=sys.stderr)
+    return EXIT_FAILURE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="inflight up",
+        description="Starts a private Redis, executors and routers on this machine, perhaps a gateway, and waits until "
+        "they serve. Ctrl-C ends them all; a second Ctrl-C ends them at once.",
+    )
+    parser.add_argument("--executors", type=int, default=1, metavar="N", help="number of executors (default: 1)")
+    parser.add_argument("--routers", type=int, default=1, metavar="N", help="number of routers (default: 1)")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="local Hugging Face folder, GGUF file or hub name; default: SmolLM2-135M-Instruct",
+    )
+    parser.add_argument("--port", type=int, metavar="PORT", help="port of the first router; default: a free one")
+    parser.add_argument(
+        "--http-port",
+        type=int,
+        metavar="PORT",
+        help="port of the first router's metrics and board; default: a free one",
+    )
+    parser.add_argument("--gateway", action="store_true", help="start the OpenAI-compatible HTTP gateway, too")
+    parser.add_argument(
+        "--gateway-port",
+        type=int,
+        metavar="PORT",
+        help=f"the gateway's port, 0 for a free one; implies --gateway (default: {DEFAULT_GATEWAY_PORT})",
+    )
+    parser.add_argument("--redis-url", metavar="URL", help="use this Redis instead of a private one")
+    parser.add_argument(
+        "--tls",
+        action="store_true",
+        help="reach routers by TLS, and executors by mutual TLS, with certificates made in the run folder",
+    )
+    add_run_dir_flag(parser)
+    group = parser.add_argument_group("executors")
+    for flag, text in EXECUTOR_FLAGS.items():
+        group.add_argument(flag, metavar="VALUE", help=text)
+    group.add_argument(
+        "--executor-args", default="", metavar="'ARGS'", help="more flags for every executor: inflight executor --help"
+    )
+    group = parser.add_argument_group("routers")
+    for flag, text in ROUTER_FLAGS.items():
+        group.add_argument(flag, metavar="VALUE", help=text)
+    group.add_argument(
+        "--router-args", default="", metavar="'ARGS'", help="more flags for every router: inflight router --help"
+    )
+    group = parser.add_argument_group("gateway")
+    group.add_argument(
+        "--gateway-args", default="", metavar="'ARGS'", help="more flags for the gateway: inflight gateway --help"
+    )
+    return parser

@@ -1,0 +1,357 @@
+"""What a stream brings, as plain frozen values, and the transcript that a stream adds up to. Shared by both clients.
+
+Owns the decoding of `StreamEvent` and of the answers about models and capacity. Never reads from the network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from inflight import notebook
+from inflight.errors import InflightError
+from inflight.v1 import inference_pb2, types_pb2
+
+
+class FinishReason(Enum):
+    """Why a choice ended."""
+
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    PREEMPTED = "preempted"
+    ERROR = "error"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token with the natural logarithm of its probability, which is minus infinity where it cannot come.
+
+    A character may need the `text_bytes` of several tokens. `is_special`: it is left out of the text.
+    """
+
+    token_id: int
+    logprob: float
+    text_bytes: bytes = b""
+    is_special: bool = False
+
+    @property
+    def text(self) -> str:
+        """What it stands for; parts of characters are U+FFFD."""
+        return self.text_bytes.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The token produced at a position and the likeliest ones there."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request has a seat."""
+
+    request_id: str
+    resume_token: str
+    prompt_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The request waits. Sent where `want_queue_events` is set; the first of a stream names the request."""
+
+    position: int
+    estimated_wait_s: float | None
+    request_id: str | None = None
+    resume_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request boarded."""
+
+    executor_id: str
+    cached_tokens: int
+    queue_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More output. `offset` is the index of its first token among the choice's output tokens.
+
+    `logprobs` has one value for each token, where they were asked for; `None` where it is not known any more.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    offset: int
+    num_tokens: int
+    choice: int = 0
+    logprobs: tuple[PositionLogprobs | None, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A choice ended; `stop` or `stop_token_id` says on what."""
+
+    choice: int
+    reason: FinishReason
+    stop: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens counted."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    reasoning_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time went, as the router saw it. `None` is what did not happen."""
+
+    queue_s: float | None
+    prefill_s: float | None
+    time_to_first_token_s: float | None
+    decode_s: float | None
+    migrations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request ended; the last event."""
+
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something worth knowing; the stream goes on. `kind` is `migrated`, `paused` or `unspecified`."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The connection broke, for this cause, and the stream goes on behind what came before. Made by the client."""
+
+    number: int
+    cause: str
+
+
+Event = Accepted | Queued | Started | Delta | Finished | Done | Notice | Resumed
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one choice produced so far."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    logprobs: list[PositionLogprobs | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The whole result of a request. `text`, `token_ids`, `logprobs` and `finish_reason` are the first choice's."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+    timing: Timing
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The output's token ids; empty unless `want_token_ids` was set."""
+        return tuple(self.choices[0].token_ids)
+
+    @property
+    def logprobs(self) -> tuple[PositionLogprobs | None, ...]:
+        """One for each output token; empty unless `want_logprobs` or `top_logprobs` was set."""
+        return tuple(self.choices[0].logprobs)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended."""
+        return self.choices[0].finish_reason
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return notebook.answer([choice.text for choice in self.choices], self._note())
+
+    def _note(self) -> str:
+        reason = "" if self.finish_reason is None else f", {self.finish_reason.value.replace('_', ' ')}"
+        first_s = self.timing.time_to_first_token_s
+        first = "" if first_s is None else f", first after {first_s:.2f} s"
+        return f"{self.usage.prompt_tokens} → {self.usage.output_tokens} tokens{first}{reason}"
+
+
+class Transcript:
+    """Adds up the events of one stream."""
+
+    def __init__(self) -> None:
+        self.request_id: str | None = None
+        self.resume_token: str | None = None
+        self.prompt_tokens: int | None = None
+        self.executor_id: str | None = None
+        self.choices: list[Choice] = [Choice()]
+        self.usage: Usage | None = None
+        self.timing: Timing | None = None
+
+    def add(self, wire: inference_pb2.StreamEvent) -> Event | None:
+        """Takes an event in and returns its plain form; `None` for a kind that this version does not know."""
+        event = decode_event(wire)
+        match event:
+            case Accepted():
+                self.request_id = event.request_id
+                self.resume_token = event.resume_token
+                self.prompt_tokens = event.prompt_tokens
+            case Queued() if event.request_id is not None:
+                self.request_id = event.request_id
+                self.resume_token = event.resume_token
+            case Started():
+                self.executor_id = event.executor_id
+            case Delta():
+                choice = self._choice(event.choice)
+                choice.text += event.text
+                choice.token_ids.extend(event.token_ids)
+                choice.num_tokens += event.num_tokens
+                choice.logprobs.extend(event.logprobs)
+            case Finished():
+                self._choice(event.choice).finish_reason = event.reason
+            case Done():
+                self.usage = event.usage
+                self.timing = event.timing
+        return event
+
+    def mark_cancelled(self) -> None:
+        """The caller ended the stream: what has not finished was cancelled."""
+        for choice in self.choices:
+            choice.finish_reason = choice.finish_reason or FinishReason.CANCELLED
+
+    def result(self) -> Completion:
+        """The whole result of a stream that has ended.
+
+        Raises:
+            InflightError: its last event never came.
+        """
+        if self.usage is None or self.timing is None:
+            cancelled = self.choices[0].finish_reason is FinishReason.CANCELLED
+            code = grpc.StatusCode.CANCELLED if cancelled else grpc.StatusCode.INTERNAL
+            raise InflightError(code, "the stream ended before its last event")
+        return Completion(self.request_id or "", tuple(self.choices), self.usage, self.timing)
+
+    def _choice(self, index: int) -> Choice:
+        while len(self.choices) <= index:
+            self.choices.append(Choice())
+        return self.choices[index]
+
+
+def decode_event(wire: inference_pb2.StreamEvent) -> Event | None:
+    """The plain form of an event; `None` for a kind that this version does not know."""
+    match wire.WhichOneof("event"):
+        case "accepted":
+            accepted = wire.accepted
+            return Accepted(accepted.request_id, accepted.resume_token, accepted.prompt_tokens, accepted.max_tokens)
+        case "queued":
+            wait_s = _seconds(wire.queued.estimated_wait) if wire.queued.HasField("estimated_wait") else None
+            return Queued(
+                wire.queued.position, wait_s, wire.queued.request_id or None, wire.queued.resume_token or None
+            )
+        case "started":
+            queue_s = _seconds(wire.started.queue) if wire.started.HasField("queue") else None
+            return Started(wire.started.executor_id, wire.started.cached_tokens, queue_s)
+        case "delta":
+            return _delta(wire.delta)
+        case "finished":
+            return _finished(wire.finished)
+        case "done":
+            return Done(_usage(wire.done.usage), _timing(wire.done.timing))
+        case "notice":
+            kind = inference_pb2.Notice.Kind.Name(wire.notice.kind).removeprefix("KIND_").lower()
+            return Notice(kind, wire.notice.text)
+        case _:
+            return None
+
+
+def _delta(wire: inference_pb2.Delta) -> Delta:
+    return Delta(
+        text=wire.text,
+        token_ids=tuple(wire.token_ids),
+        offset=wire.offset,
+        num_tokens=wire.num_tokens,
+        choice=wire.choice,
+        logprobs=tuple(map(_position, wire.logprobs)),
+    )
+
+
+def _finished(wire: inference_pb2.Finished) -> Finished:
+    matched = wire.WhichOneof("matched")
+    return Finished(
+        choice=wire.choice,
+        reason=finish_reason(wire.reason),
+        stop=wire.stop if matched == "stop" else None,
+        stop_token_id=wire.stop_token_id if matched == "stop_token_id" else None,
+    )
+
+
+def finish_reason(wire: int) -> FinishReason:
+    """The plain form; `UNKNOWN` for one that this version does not know."""
+    names = {number: name.removeprefix("FINISH_REASON_") for name, number in types_pb2.FinishReason.items()}
+    name = names.get(types_pb2.FinishReason.ValueType(wire), "")
+    return FinishReason[name] if name in FinishReason.__members__ else FinishReason.UNKNOWN
+
+
+def _position(wire: types_pb2.PositionLogprobs) -> PositionLogprobs | None:
+    if not wire.HasField("chosen"):
+        return None
+    return PositionLogprobs(_logprob(wire.chosen), tuple(map(_logprob, wire.top)))
+
+
+def _logprob(wire: types_pb2.TokenLogprob) -> Logprob:
+    return Logprob(wire.token_id, wire.logprob, wire.text_bytes, wire.is_special)
+
+
+def _usage(wire: types_pb2.Usage) -> Usage:
+    return Usage(wire.prompt_tokens, wire.cached_tokens, wire.output_tokens, wire.reasoning_tokens)
+
+
+def _timing(wire: types_pb2.Timing) -> Timing:
+    return Timing(
+        queue_s=_seconds(wire.queue) if wire.HasField("queue") else None,
+        prefill_s=_seconds(wire.prefill) if wire.HasField("prefill") else None,
+        time_to_first_token_s=_seconds(wire.time_to_first_token) if wire.HasField("time_to_first_token") else None,
+        decode_s=_seconds(wire.decode) if wire.HasField("decode") else None,
+        migrations=wire.migrations,
+    )
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToNanoseconds() / 1e9

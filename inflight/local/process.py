@@ -1,0 +1,113 @@
+"""One child process of the stack: starting it, waiting for its end, ending it, and its log.
+
+A child has a process group of its own, so that the terminal's Ctrl-C reaches only us, and is guarded: it ends with us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+from inflight.local.guard import HAS_KERNEL_GUARD, guarded
+
+
+class RunningProcess(Protocol):
+    """What a child is to us; asyncio's processes are."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code; negative for a signal, `None` while it runs."""
+        ...
+
+    def terminate(self) -> None:
+        """Asks it to end. Raises `ProcessLookupError` where it has."""
+        ...
+
+    async def wait(self) -> int:
+        """Waits for its end and returns the exit code."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class ChildProcess:
+    """A running child, or one that has ended."""
+
+    name: str
+    role: str
+    address: str
+    log_file: Path
+    process: RunningProcess
+    http_address: str = ""
+
+    @classmethod
+    async def start(
+        cls,
+        name: str,
+        role: str,
+        address: str,
+        command: Sequence[str],
+        log_file: Path,
+        environment: Mapping[str, str],
+        http_address: str = "",
+    ) -> Self:
+        """Starts `command` with its output going to `log_file`, begun anew, and `environment` on top of our own."""
+        with log_file.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *guarded(command),
+                stdin=subprocess.DEVNULL if HAS_KERNEL_GUARD else subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **environment},
+            )
+        return cls(name, role, address, log_file, process, http_address)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code; negative for a signal, `None` while it runs."""
+        return self.process.returncode
+
+    async def wait(self) -> int:
+        """Waits for its end and returns the exit code."""
+        return await self.process.wait()
+
+    async def stop(self, grace_s: float) -> None:
+        """Asks it to end, and kills it and all that it started after `grace_s` seconds."""
+        if self.exit_code is not None:
+            return  # its pid may be another's by now
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), grace_s)
+        finally:
+            self.kill()
+        await self.process.wait()
+
+    def kill(self) -> None:
+        """Kills it and all that it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def log_tail(self, num_lines: int = 12) -> list[str]:
+        """The last lines of its log."""
+        with self.log_file.open(encoding="utf-8", errors="replace") as log:
+            return [line.rstrip() for line in deque(log, maxlen=num_lines)]

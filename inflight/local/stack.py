@@ -1,0 +1,369 @@
+"""A whole system on this machine: Redis, executors, routers and gateways as real processes.
+
+    async with LocalStack(StackOptions(executors=2)) as stack:
+        async with Client(stack.address) as client:
+            ...
+
+Owns the processes from start to end. Whatever happens, a failed start and our own SIGKILL included, none is left
+behind; they end with the thread that started them, so start a stack from the main thread. One stack at a time uses a
+run folder: `state.json` there says where everything is, `<name>.log` what it said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from common.process import EXIT_BAD_SETTING, EXIT_CANNOT_LISTEN
+from common.rpc.server import ListenError, check_listen
+from inflight.local.certificates import make_certificates
+from inflight.local.options import (
+    LOOPBACK_HOST,
+    STOP_GRACE_S,
+    StackOptions,
+    executor_command,
+    gateway_command,
+    router_command,
+)
+from inflight.local.port_holder import holder_of
+from inflight.local.ports import free_ports
+from inflight.local.process import ChildProcess
+from inflight.local.ready import wait_until_http_ready, wait_until_serving
+from inflight.local.redis_server import PrivateRedis, RedisStartError
+from inflight.local.state import ProcessState, RunFolderLock, StackState, read_state, remove_state, write_state
+
+REDIS = "redis"
+EXECUTOR_SERVICE = "inflight.v1.ExecutorService"
+ROUTER_SERVICE = "inflight.v1.InferenceService"
+
+# Its URL holds a password, and the command lines of processes are public.
+REDIS_URL_VARIABLE = "INFLIGHT_REDIS_URL"
+
+# Between choosing a free port and listening on it another process can take it; then everything is tried again.
+MAX_START_ATTEMPTS = 3
+
+
+class Phase(Enum):
+    """What a process of the stack is doing."""
+
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A process reached a phase, `elapsed_s` seconds after the stack began to start or stop."""
+
+    name: str
+    phase: Phase
+    elapsed_s: float
+    address: str
+
+
+class StackError(Exception):
+    """The stack cannot start, or cannot go on. The text is for the user. `is_setting` says that a setting is wrong."""
+
+    def __init__(self, text: str, *, is_setting: bool = False) -> None:
+        super().__init__(text)
+        self.is_setting = is_setting
+
+
+class _PortTaken(Exception):
+    """A process found its free port taken."""
+
+
+class LocalStack:
+    """The processes of one local system; see the module's text."""
+
+    def __init__(self, options: StackOptions, on_progress: Callable[[Progress], None] = lambda progress: None) -> None:
+        self.options = options
+        self._on_progress = on_progress
+        self._began_s = time.monotonic()
+        self._lock: RunFolderLock | None = None
+        self._redis: PrivateRedis | None = None
+        self._credentials: grpc.ChannelCredentials | None = None
+        self.redis_url = options.redis_url or ""
+        self.executors: list[ChildProcess] = []
+        self.routers: list[ChildProcess] = []
+        self.gateways: list[ChildProcess] = []
+
+    @property
+    def redis_admin_url(self) -> str:
+        """Redis for who may do more than a router; of one that is not ours, as it was given."""
+        return self.redis_url if self._redis is None else self._redis.admin_url
+
+    @property
+    def address(self) -> str:
+        """The first router's address."""
+        return self.routers[0].address
+
+    @property
+    def router_addresses(self) -> tuple[str, ...]:
+        """Every router's address."""
+        return tuple(router.address for router in self.routers)
+
+    @property
+    def gateway_addresses(self) -> tuple[str, ...]:
+        """Every gateway's address."""
+        return tuple(gateway.address for gateway in self.gateways)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Starts everything and returns when every process serves.
+
+        Raises:
+            StackError: something ended before it was ready, did not get ready in time, or the run folder is in use.
+        """
+        self._began_s = time.monotonic()
+        self._lock = _lock_run_folder(self.options)
+        try:
+            self._check_chosen_ports()
+            self._make_certificates()
+            await self._start_redis()
+            await self._start_servers()
+            write_state(self.options.run_dir, self._state())
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Ends everything: gateways and routers first, so that streams end, then executors, then Redis."""
+        self._began_s = time.monotonic()
+        try:
+            await self._stop_servers()
+        finally:
+            if self._redis is not None:
+                redis, self._redis = self._redis, None
+                await asyncio.to_thread(redis.stop)
+                self._report(REDIS, Phase.STOPPED, "")
+            if self._lock is not None:
+                remove_state(self.options.run_dir)
+                self._lock.release()
+                self._lock = None
+
+    async def wait_for_exit(self) -> ChildProcess:
+        """Returns the first process that ends although nobody asked it to, and forgets it."""
+        running = (self.gateways, self.routers, self.executors)
+        child = await _first_to_end([child for children in running for child in children])
+        for children in running:
+            if child in children:
+                children.remove(child)
+        return child
+
+    def _check_chosen_ports(self) -> None:
+        """Whoever has such a port would be taken for our process: it answers sooner."""
+        options = self.options
+        chosen = (
+            ("--port", options.host, options.port),
+            ("--http-port", LOOPBACK_HOST, options.http_port),
+            ("--gateway-port", LOOPBACK_HOST, options.gateway_port),
+        )
+        for flag, host, port in chosen:
+            try:
+                if port is not None:
+                    check_listen(f"{host}:{port}")
+            except ListenError as error:
+                holder = holder_of(port or 0)
+                by = "" if holder is None else f" by {holder.command} (pid {holder.pid})"
+                raise StackError(f"{error}{by}; choose another port with {flag}", is_setting=True) from None
+
+    def _make_certificates(self) -> None:
+        made = self.options.certificates
+        if made is None:
+            return
+        try:
+            for path in made.files:
+                path.unlink(missing_ok=True)
+            make_certificates(made.folder)
+        except OSError as error:
+            raise StackError(f"cannot write certificates to {made.folder}: {error.strerror}", is_setting=True) from None
+        self._credentials = made.channel_credentials()
+
+    async def _start_redis(self) -> None:
+        if self.options.redis_url is not None:
+            return
+        self._report(REDIS, Phase.STARTING, "")
+        try:
+            # Not on another thread: it ends with the thread that started it. It takes a fraction of a second.
+            self._redis = PrivateRedis.start(self.options.run_dir / f"{REDIS}.log")
+        except RedisStartError as error:
+            raise StackError(str(error)) from None
+        self.redis_url = self._redis.url
+        self._report(REDIS, Phase.READY, self._redis_address())
+
+    async def _start_servers(self) -> None:
+        for attempt in range(1, MAX_START_ATTEMPTS + 1):
+            try:
+                await self._start_children()
+                return
+            except _PortTaken as taken:
+                await self._stop_servers()
+                if attempt == MAX_START_ATTEMPTS:
+                    raise StackError(str(taken)) from None
+
+    async def _start_children(self) -> None:
+        options = self.options
+        # All at once, so that they differ: two for each executor and router.
+        ports = iter(free_ports(options.host, 2 * (options.executors + options.routers) + options.gateways))
+        for index in range(options.executors):
+            address, http, name = _loopback(next(ports)), _loopback(next(ports)), f"executor-{index}"
+            command = executor_command(options, name, address, http)
+            self.executors.append(await self._start_child(name, "executor", address, command, http))
+        executors = tuple(executor.address for executor in self.executors)
+        for index in range(options.routers):
+            port, http_port = next(ports), next(ports)
+            if index == 0:
+                port, http_port = options.port or port, options.http_port or http_port
+            address, http, name = f"{options.host}:{port}", _loopback(http_port), f"router-{index}"
+            command = router_command(options, name, address, executors, http)
+            self.routers.append(await self._start_child(name, "router", address, command, http))
+        for index in range(options.gateways):
+            port = next(ports)
+            if index == 0:
+                port = options.gateway_port or port
+            address, name = _loopback(port), f"gateway-{index}"
+            command = gateway_command(options, address, self.router_addresses)
+            self.gateways.append(await self._start_child(name, "gateway", address, command, address))
+        await self._wait_until_all_ready()
+
+    async def _start_child(self, name: str, role: str, address: str, command: list[str], http: str) -> ChildProcess:
+        self._report(name, Phase.STARTING, address)
+        log_file = self.options.run_dir / f"{name}.log"
+        environment = {REDIS_URL_VARIABLE: "" if role == "gateway" else self.redis_url}
+        return await ChildProcess.start(name, role, address, command, log_file, environment, http)
+
+    async def _wait_until_all_ready(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for child in (*self.executors, *self.routers, *self.gateways):
+                    group.create_task(self._wait_until_ready(child))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _wait_until_ready(self, child: ChildProcess) -> None:
+        """Returns when the child serves; raises when it ends before, or takes too long."""
+        ready = asyncio.create_task(self._serving(child))
+        ended = asyncio.create_task(child.wait())
+        try:
+            await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise self._explain_exit(child)
+            await ready
+        except TimeoutError:
+            raise StackError(
+                f"{child.name} was not ready after {self.options.start_timeout_s:.0f} s\n{describe_log(child)}"
+            ) from None
+        finally:
+            ready.cancel()
+            ended.cancel()
+            await asyncio.gather(ready, ended, return_exceptions=True)
+        self._report(child.name, Phase.READY, child.address)
+
+    async def _serving(self, child: ChildProcess) -> None:
+        timeout_s = self.options.start_timeout_s
+        if child.role == "gateway":
+            await wait_until_http_ready(child.address, timeout_s)
+        else:
+            service = EXECUTOR_SERVICE if child.role == "executor" else ROUTER_SERVICE
+            await wait_until_serving(child.address, service, timeout_s, self._credentials)
+
+    def _explain_exit(self, child: ChildProcess) -> StackError | _PortTaken:
+        own_words = next((line for line in reversed(child.log_tail()) if line.startswith("error: ")), None)
+        if child.exit_code == EXIT_CANNOT_LISTEN and child.name not in self.options.names_with_chosen_ports:
+            return _PortTaken(f"{child.name}: {own_words}")
+        if own_words is not None and child.exit_code in (EXIT_BAD_SETTING, EXIT_CANNOT_LISTEN):
+            return StackError(f"{child.name}: {own_words.removeprefix('error: ')}", is_setting=True)
+        return StackError(f"{describe_exit(child)} before it was ready\n{describe_log(child)}")
+
+    async def _stop_servers(self) -> None:
+        for children in (self.gateways, self.routers, self.executors):
+            async with asyncio.TaskGroup() as group:
+                for child in children:
+                    group.create_task(self._stop_child(child))
+            children.clear()
+
+    async def _stop_child(self, child: ChildProcess) -> None:
+        self._report(child.name, Phase.STOPPING, child.address)
+        await child.stop(STOP_GRACE_S)
+        self._report(child.name, Phase.STOPPED, child.address)
+
+    def _state(self) -> StackState:
+        processes = []
+        if self._redis is not None:
+            log_file = str((self.options.run_dir / f"{REDIS}.log").resolve())
+            processes.append(ProcessState(REDIS, REDIS, self._redis.pid, self._redis_address(), log_file))
+        for child in (*self.executors, *self.routers, *self.gateways):
+            log_file = str(child.log_file.resolve())
+            processes.append(
+                ProcessState(child.name, child.role, child.pid, child.address, log_file, child.http_address)
+            )
+        certificates = self.options.certificates
+        ca_file = "" if certificates is None else str(certificates.ca_file.resolve())
+        return StackState(os.getpid(), self.address, self.redis_url, tuple(processes), ca_file)
+
+    def _redis_address(self) -> str:
+        return self.redis_url.rpartition("@")[2].partition("/")[0]
+
+    def _report(self, name: str, phase: Phase, address: str) -> None:
+        self._on_progress(Progress(name, phase, time.monotonic() - self._began_s, address))
+
+
+def describe_exit(child: ChildProcess) -> str:
+    """How a child ended, in words."""
+    code = child.exit_code
+    if code is not None and code < 0:
+        return f"{child.name} was killed by signal {-code}"
+    return f"{child.name} ended with code {code}"
+
+
+def describe_log(child: ChildProcess) -> str:
+    """Where a child's log is, and how it ends."""
+    tail = "\n".join(f"    {line}" for line in child.log_tail())
+    return f"  the end of {child.log_file}:\n{tail}" if tail else f"  {child.log_file} is empty"
+
+
+def _lock_run_folder(options: StackOptions) -> RunFolderLock:
+    try:
+        options.run_dir.mkdir(parents=True, exist_ok=True)
+        lock = RunFolderLock(options.run_dir)
+        if lock.acquire():
+            return lock
+    except OSError as error:
+        raise StackError(f"cannot use the run folder {options.run_dir}: {error.strerror}", is_setting=True) from None
+    other = read_state(options.run_dir)
+    where = "is starting" if other is None else f"serves at {other.address} (pid {other.pid})"
+    raise StackError(
+        f"a stack {where} from the folder {options.run_dir} already; end it first, or use another --run-dir"
+    )
+
+
+def _loopback(port: int) -> str:
+    return f"{LOOPBACK_HOST}:{port}"
+
+
+async def _first_to_end(children: Iterable[ChildProcess]) -> ChildProcess:
+    waits = {asyncio.create_task(child.wait()): child for child in children}
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return waits[done.pop()]

@@ -1,0 +1,394 @@
+"""How a stream goes on when its connection breaks: what is asked next, how long to wait, and when to give up.
+
+Told what happened and what time it is, answers with what to do; sends nothing and reads no clock. Both clients run it.
+
+    broke                                    next
+    nothing came yet                         the same Generate
+    a resume token is known                  Resume behind what came
+    Resume: nobody holds the output          the same Generate with what came as `prior_output`
+    that: it has ended, and is lost          the same under another key, with the seed of the first
+    taken over, soon after a call began      as above, once: the taker may be an earlier try of ours, long given up
+    the request was refused, or taken over   the error
+
+A repeated Generate bears the same idempotency key, which makes it the same request: it attaches to the first where that
+still exists and has the same seed where not. Without a key a request whose output is lost is asked for anew, with the
+seed that the first was accepted with. Nothing is ever asked of two routers at once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+import grpc
+
+from common.errors import Reason
+from common.rpc.server import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
+from inflight.errors import InflightError
+from inflight.events import Event, Resumed, Transcript
+from inflight.received import Received
+from inflight.v1 import inference_pb2, types_pb2
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+
+# A request that nobody has answered yet may have a wrong address; a person waits for that.
+SUBMIT_TIMEOUT_S = 10.0
+# A call that stayed open for longer was with a router: keepalive would have ended it else.
+ANSWERED_S = (KEEPALIVE_TIME_MS + CHANNEL_KEEPALIVE_TIMEOUT_MS) / 1000
+# A request whose client vanishes is cancelled. Who resumes or repeats it sees that with the first events, however long
+# the router needs to find it; a cancel that comes later is somebody's wish.
+VANISHED_S = 5.0
+# gRPC repeats a call on another router by itself, while the first may still be waiting for its ledger.
+LATE_TRY_S = 10.0
+# A call that is answered sooner was not repeated: the first try would have failed only after a router's timeout.
+UNREPEATED_S = 0.5
+
+_OUTPUT_LOST = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.UNIMPLEMENTED})
+# Without a reason of ours these come from gRPC itself or a proxy: a reset stream or connection.
+_BROKEN_UNLESS_OURS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryPolicy:
+    """What a client does by itself. `repeats_submit`: also ask again before anything came."""
+
+    resume: bool = True
+    repeats_submit: bool = True
+    resume_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call to make now. `timeout_s` None: no deadline."""
+
+    method: Literal["Generate", "Resume"]
+    request: inference_pb2.GenerateRequest | inference_pb2.ResumeRequest
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Make another call after a wait."""
+
+    delay_s: float
+
+
+def new_idempotency_key() -> str:
+    """A key that nobody else has."""
+    return secrets.token_urlsafe(16)
+
+
+class Recovery:
+    """One stream, from its first call to its end. Times are seconds of any one clock that never goes back."""
+
+    def __init__(self, policy: RecoveryPolicy, timeout_s: float | None, now_s: float, random: Random) -> None:
+        self.transcript = Transcript()
+        self.num_resumes = 0
+        self._policy = policy
+        self._random = random
+        self._deadline_s = None if timeout_s is None else now_s + timeout_s
+        self._began_s = self._call_began_s = now_s
+        self._request: inference_pb2.GenerateRequest | None = None
+        self._shows_token_ids = True
+        self._new_key: Callable[[], str] | None = None
+        self._token: tuple[str, str] | None = None
+        self._seed: int | None = None
+        self._received: list[Received] = [Received()]
+        self._method: Literal["Generate", "Resume"] = "Generate"
+        self._has_asked = False
+        # The call now under way asks for what an earlier one may have begun; when its first event came.
+        self._is_repeat = False
+        self._answered_s: float | None = None
+        self._has_begun = False
+        self._has_ended = False
+        self._is_lost = False
+        self._is_continuing = False
+        self._has_retaken = False
+        # Since the last progress: when it first broke, how often, and with what.
+        self._broke_s: float | None = None
+        self._num_breaks = 0
+        self._first_error: InflightError | None = None
+
+    @classmethod
+    def of_request(
+        cls,
+        request: inference_pb2.GenerateRequest,
+        policy: RecoveryPolicy,
+        *,
+        timeout_s: float | None,
+        now_s: float,
+        random: Random,
+        new_key: Callable[[], str],
+    ) -> Recovery:
+        """A request that is to be sent."""
+        recovery = cls(policy, timeout_s, now_s, random)
+        recovery._request = sent = inference_pb2.GenerateRequest()
+        sent.CopyFrom(request)
+        recovery._shows_token_ids = request.output.token_ids
+        if policy.resume:
+            sent.output.token_ids = True
+            if not (request.request_id or request.idempotency_key):
+                sent.idempotency_key = new_key()
+                recovery._new_key = new_key
+        prior = request.prior_output
+        text_bytes = prior.text_bytes if prior.HasField("text_bytes") or not prior.output_ids else None
+        recovery._received = [Received(tuple(prior.output_ids), text_bytes=text_bytes)]
+        return recovery
+
+    @classmethod
+    def of_running(
+        cls,
+        request: inference_pb2.ResumeRequest,
+        policy: RecoveryPolicy,
+        *,
+        timeout_s: float | None,
+        now_s: float,
+        random: Random,
+    ) -> Recovery:
+        """A request that runs, or ended lately, of which the caller has the beginning."""
+        recovery = cls(policy, timeout_s, now_s, random)
+        recovery._token = (request.request_id, request.resume_token)
+        offset = request.offsets[0] if request.offsets else 0
+        text_bytes = request.text_bytes[0] if request.text_bytes else (None if offset else 0)
+        recovery._received = [Received(offset=offset, text_bytes=text_bytes)]
+        recovery.transcript.request_id, recovery.transcript.resume_token = recovery._token
+        return recovery
+
+    def call(self, now_s: float) -> Call:
+        """The call to make now."""
+        self._call_began_s, self._answered_s = now_s, None
+        timeout_s = None if self._deadline_s is None else max(0.0, self._deadline_s - now_s)
+        self._is_repeat = self._has_asked or self._token is not None
+        if self._token is not None:
+            self._method = "Resume"
+            return Call("Resume", self._resume_request(), timeout_s)
+        assert self._request is not None
+        self._method = "Generate"
+        request = self._generate_request(now_s)
+        self._has_asked = True
+        return Call("Generate", request, timeout_s)
+
+    def take(self, wire: inference_pb2.StreamEvent, now_s: float) -> list[Event]:
+        """What the user is to see of an event: what has been seen before is cut from it.
+
+        Raises:
+            InflightError: output is missing, or is not a continuation of what came.
+        """
+        events: list[Event] = []
+        self._answered_s = now_s if self._answered_s is None else self._answered_s
+        new = self._new_of(wire, now_s)
+        if self._is_continuing and not self._is_lost:
+            self._is_continuing = False
+            self.num_resumes += 1
+            events.append(Resumed(self.num_resumes, "" if self._first_error is None else str(self._first_error)))
+        self._has_begun = True
+        if new is not None and (event := self.transcript.add(new)) is not None:
+            self._note_progress()
+            events.append(event)
+        return events
+
+    def broken(self, error: InflightError | None, now_s: float) -> Again | None:
+        """What to do now that a call is over, with this error or none; None: the request has ended.
+
+        Raises:
+            InflightError: there is nothing to be done about it.
+        """
+        if self._has_ended or (error is None and not self._policy.resume):
+            return None
+        error = error or InflightError(grpc.StatusCode.INTERNAL, "the stream ended before its last event")
+        if self._new_key is not None and _refuses_key(error):
+            self._drop_key()
+            return Again(0.0)
+        if not self._is_recoverable(error, now_s):
+            raise self._told(error)
+        if self._says_lost(error):
+            self._start_anew()
+        if now_s - self._call_began_s > ANSWERED_S:
+            self._has_begun = True
+            self._note_progress()
+        self._is_continuing = self._has_begun
+        self._broke_s = now_s if self._broke_s is None else self._broke_s
+        self._first_error = self._first_error or error
+        return self._after_wait(error, now_s)
+
+    def _after_wait(self, error: InflightError, now_s: float) -> Again:
+        assert self._broke_s is not None
+        backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._num_breaks)
+        delay_s = self._random.uniform(0.0, backoff_s)
+        if self._num_breaks or error.reason != Reason.DRAINING.value:
+            # A router that drains has others beside it: what it says holds where it is asked again.
+            delay_s = max(delay_s, error.retry_after_s or 0.0)
+        self._num_breaks += 1
+        patience_s = self._policy.resume_timeout_s
+        if not self._has_begun:
+            patience_s = min(patience_s, SUBMIT_TIMEOUT_S)
+        deadline_s = self._total_deadline_s()
+        if deadline_s is not None and now_s + delay_s >= deadline_s:
+            text = f"the deadline passes before the request can go on: {error}"
+            raise InflightError(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+        if now_s + delay_s > self._broke_s + patience_s:
+            raise self._told(error)
+        return Again(delay_s)
+
+    def _is_recoverable(self, error: InflightError, now_s: float) -> bool:
+        if not self._policy.resume or not (self._has_begun or self._policy.repeats_submit):
+            return False
+        if self._says_lost(error):
+            return self._can_start_anew()
+        match error.code:
+            case grpc.StatusCode.UNAVAILABLE:
+                return True
+            case grpc.StatusCode.ABORTED:
+                return error.reason != Reason.TAKEN_OVER.value or self._may_retake(now_s)
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return self._has_begun and error.retry_after_s is not None
+            case code:
+                return code in _BROKEN_UNLESS_OURS and not error.reason
+
+    def _may_retake(self, now_s: float) -> bool:
+        """Whether what has taken the stream over may be a late try of ours. Once: two clients of one request must not
+        take it from each other for ever."""
+        is_soon = now_s - self._call_began_s < LATE_TRY_S
+        answered_s = now_s if self._answered_s is None else self._answered_s
+        has_tried_before = self._num_breaks > 0 or answered_s - self._call_began_s > UNREPEATED_S
+        may = is_soon and has_tried_before and not self._has_retaken
+        self._has_retaken = True
+        return may
+
+    def _says_lost(self, error: InflightError) -> bool:
+        """Whether the server's copy of the output is gone."""
+        if self._is_lost:
+            return True
+        if self._method == "Generate":
+            return error.code is grpc.StatusCode.DATA_LOSS and self._new_key is not None
+        # It holds less than we have.
+        is_behind = any(field.field.startswith("offsets") for field in error.fields)
+        return error.code in _OUTPUT_LOST or is_behind
+
+    def _told(self, error: InflightError) -> InflightError:
+        """What the user is told: that recovering is not built there says less than what broke."""
+        if error.code is grpc.StatusCode.UNIMPLEMENTED and self._first_error is not None:
+            return self._first_error
+        return error
+
+    def _can_start_anew(self) -> bool:
+        """`prior_output` holds one choice."""
+        others = any(received.num_tokens for received in self._received[1:])
+        return self._request is not None and self._received[0].has_all_ids and not others
+
+    def _start_anew(self) -> None:
+        assert self._request is not None
+        self._token = None
+        is_key_spent = self._method == "Generate" and self._new_key is not None
+        if is_key_spent:
+            assert self._new_key is not None
+            self._request.idempotency_key = self._new_key()
+        elif not self._request.idempotency_key and self._has_begun:
+            # The id may still be known, with another's or with no output.
+            self._request.request_id = ""
+        if self._seed is not None and (is_key_spent or not self._request.idempotency_key):
+            self._request.sampling.seed = self._seed
+        self._is_lost = False
+
+    def _drop_key(self) -> None:
+        """A router of an earlier version: it takes the request, and cannot tell a repeated one."""
+        assert self._request is not None
+        self._request.idempotency_key = ""
+        self._new_key = None
+
+    def _resume_request(self) -> inference_pb2.ResumeRequest:
+        assert self._token is not None
+        request = inference_pb2.ResumeRequest(request_id=self._token[0], resume_token=self._token[1])
+        request.offsets.extend(received.num_tokens for received in self._received)
+        text_bytes = [received.text_bytes for received in self._received]
+        request.text_bytes.extend(count for count in text_bytes if count is not None and None not in text_bytes)
+        return request
+
+    def _generate_request(self, now_s: float) -> inference_pb2.GenerateRequest:
+        assert self._request is not None
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(self._request)
+        received = self._received[0]
+        if received.num_tokens and received.has_all_ids:
+            request.prior_output.Clear()
+            request.prior_output.output_ids.extend(received.token_ids)
+            if received.text_bytes is not None:
+                request.prior_output.text_bytes = received.text_bytes
+        if self._has_asked and not request.idempotency_key and request.deadlines.HasField("total"):
+            # No router knows when the request began. With a key its deadlines are part of what is compared.
+            left_s = request.deadlines.total.ToNanoseconds() / 1e9 - (now_s - self._began_s)
+            request.deadlines.total.FromNanoseconds(max(1, round(left_s * 1e9)))
+        return request
+
+    def _new_of(self, wire: inference_pb2.StreamEvent, now_s: float) -> inference_pb2.StreamEvent | None:
+        """The part of an event that has not come before; None where nothing is new."""
+        match wire.WhichOneof("event"):
+            case "accepted":
+                return self._new_accepted(wire)
+            case "queued" if wire.queued.resume_token:
+                self._token = (wire.queued.request_id, wire.queued.resume_token)
+            case "started" if self.transcript.executor_id is not None:
+                self.transcript.add(wire)
+                return None
+            case "delta":
+                return self._new_delta(wire)
+            case "finished":
+                return self._new_finished(wire, now_s)
+            case "done":
+                self._has_ended = not self._is_lost
+                return wire if self._has_ended else None
+        return wire
+
+    def _new_accepted(self, wire: inference_pb2.StreamEvent) -> inference_pb2.StreamEvent | None:
+        accepted = wire.accepted
+        self._token = (accepted.request_id, accepted.resume_token)
+        if accepted.sampling.HasField("seed"):
+            self._seed = accepted.sampling.seed
+        if self.transcript.prompt_tokens is None:
+            return wire
+        self.transcript.add(wire)
+        return None
+
+    def _new_delta(self, wire: inference_pb2.StreamEvent) -> inference_pb2.StreamEvent | None:
+        while len(self._received) <= wire.delta.choice:
+            self._received.append(Received())
+        if not self._received[wire.delta.choice].take(wire.delta):
+            return None
+        if not self._shows_token_ids:
+            del wire.delta.token_ids[:]
+        return wire
+
+    def _new_finished(self, wire: inference_pb2.StreamEvent, now_s: float) -> inference_pb2.StreamEvent | None:
+        while len(self._received) <= wire.finished.choice:
+            self._received.append(Received())
+        received = self._received[wire.finished.choice]
+        if received.has_finished:
+            return None
+        if wire.finished.reason == types_pb2.FINISH_REASON_CANCELLED and self._was_cancelled_for_us(now_s):
+            self._is_lost = True
+            return None
+        received.has_finished = True
+        return wire
+
+    def _was_cancelled_for_us(self, now_s: float) -> bool:
+        """Whether a cancelled end is that of the connection which broke."""
+        assert self._answered_s is not None
+        return self._is_repeat and now_s - self._answered_s < VANISHED_S and self._can_start_anew()
+
+    def _note_progress(self) -> None:
+        self._broke_s, self._num_breaks, self._first_error = None, 0, None
+
+    def _total_deadline_s(self) -> float | None:
+        deadlines = [] if self._deadline_s is None else [self._deadline_s]
+        if self._request is not None and self._request.deadlines.HasField("total"):
+            deadlines.append(self._began_s + self._request.deadlines.total.ToNanoseconds() / 1e9)
+        return min(deadlines, default=None)
+
+
+def _refuses_key(error: InflightError) -> bool:
+    fields = {field.field for field in error.fields}
+    return error.code is grpc.StatusCode.UNIMPLEMENTED and "idempotency_key" in fields

@@ -1,0 +1,236 @@
+"""Builds the requests of the client API from plain Python values. Shared by both clients; sends nothing.
+
+`GenerateOptions` lists every keyword of `generate` and `complete`. A keyword left out is left unset in the request, so
+that the model's own defaults hold. Values are checked by the server, which names the field; only what does not fit the
+field's type is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from google.protobuf.message import Message
+
+from inflight.v1 import inference_pb2, types_pb2
+
+# One message of a conversation: `{"role": "user", "content": "…"}`; `content` may be a list of text parts.
+ChatMessage = Mapping[str, str | Sequence[str]]
+Chat = str | Sequence[ChatMessage]
+Priority = Literal["interactive", "standard", "batch"]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keywords of `generate` and `complete`; see the fields of the same meaning in `inference.proto`."""
+
+    model: str
+    request_id: str
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    seed: int
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    max_tokens: int
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop: bool
+    ignore_eos: bool
+    n: int
+    best_of: int
+    want_text: bool
+    want_token_ids: bool
+    want_logprobs: bool
+    top_logprobs: int
+    want_queue_events: bool
+    coalesce_ms: int
+    echo: bool
+    adapter_id: str
+    priority: Priority
+    tenant: str
+    first_token_deadline_s: float
+    deadline_s: float
+    session_id: str
+    cache_salt: str
+    cache_bypass: bool
+    idempotency_key: str
+    detach: bool
+    resume_ttl_s: float
+    truncate_prompt_tokens: int
+    prior_output_ids: Sequence[int]
+    prior_text_bytes: int
+    metadata: Mapping[str, str]
+
+
+# Keyword → path of the field in GenerateRequest.
+_PATHS: dict[str, tuple[str, ...]] = {
+    "model": ("model",),
+    "request_id": ("request_id",),
+    "temperature": ("sampling", "temperature"),
+    "top_k": ("sampling", "top_k"),
+    "top_p": ("sampling", "top_p"),
+    "min_p": ("sampling", "min_p"),
+    "typical_p": ("sampling", "typical_p"),
+    "presence_penalty": ("sampling", "presence_penalty"),
+    "frequency_penalty": ("sampling", "frequency_penalty"),
+    "repetition_penalty": ("sampling", "repetition_penalty"),
+    "seed": ("sampling", "seed"),
+    "logit_bias": ("sampling", "logit_bias"),
+    "allowed_token_ids": ("sampling", "allowed_token_ids"),
+    "bad_words": ("sampling", "bad_words"),
+    "max_tokens": ("stopping", "max_tokens"),
+    "min_tokens": ("stopping", "min_tokens"),
+    "stop": ("stopping", "stop"),
+    "stop_token_ids": ("stopping", "stop_token_ids"),
+    "include_stop": ("stopping", "include_stop"),
+    "ignore_eos": ("stopping", "ignore_eos"),
+    "n": ("n",),
+    "best_of": ("best_of",),
+    "want_text": ("output", "text"),
+    "want_token_ids": ("output", "token_ids"),
+    "want_logprobs": ("output", "logprobs"),
+    "top_logprobs": ("output", "top_logprobs"),
+    "want_queue_events": ("want_queue_events",),
+    "coalesce_ms": ("output", "coalesce_ms"),
+    "echo": ("output", "echo"),
+    "adapter_id": ("adapter_id",),
+    "priority": ("priority",),
+    "tenant": ("tenant",),
+    "first_token_deadline_s": ("deadlines", "first_token"),
+    "deadline_s": ("deadlines", "total"),
+    "session_id": ("session_id",),
+    "cache_salt": ("cache", "salt"),
+    "cache_bypass": ("cache", "bypass"),
+    "idempotency_key": ("idempotency_key",),
+    "detach": ("detach",),
+    "resume_ttl_s": ("resume_ttl",),
+    "truncate_prompt_tokens": ("truncate_prompt_tokens",),
+    "prior_output_ids": ("prior_output", "output_ids"),
+    "prior_text_bytes": ("prior_output", "text_bytes"),
+    "metadata": ("metadata",),
+}
+
+PRIORITIES: dict[Priority, types_pb2.PriorityClass] = {
+    "interactive": types_pb2.PRIORITY_CLASS_INTERACTIVE,
+    "standard": types_pb2.PRIORITY_CLASS_STANDARD,
+    "batch": types_pb2.PRIORITY_CLASS_BATCH,
+}
+
+
+def generate_request(
+    prompt: str | bytes | None,
+    *,
+    chat: Chat | None,
+    token_ids: Sequence[int] | None,
+    options: Mapping[str, Any],
+) -> inference_pb2.GenerateRequest:
+    """The request for one prompt, given as text, as chat or as token ids.
+
+    Raises:
+        TypeError: not exactly one prompt, or a keyword that does not exist.
+        ValueError: a value that its field cannot hold; the text names the keyword.
+    """
+    if sum(given is not None for given in (prompt, chat, token_ids)) != 1:
+        raise TypeError("give exactly one of prompt, chat and token_ids")
+    request = inference_pb2.GenerateRequest()
+    if isinstance(prompt, bytes):
+        request.text_bytes = prompt
+    elif prompt is not None:
+        _assign(request, "text", prompt, keyword="prompt")
+    elif chat is not None:
+        request.chat.CopyFrom(chat_prompt(chat))
+    elif token_ids is not None:
+        request.token_ids.SetInParent()
+        _assign(request.token_ids, "ids", token_ids, keyword="token_ids")
+    for keyword, value in options.items():
+        _set_option(request, keyword, value)
+    return request
+
+
+def chat_prompt(chat: Chat) -> inference_pb2.Chat:
+    """A conversation. A plain text is one message of the user's."""
+    turns: Sequence[ChatMessage] = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
+    result = inference_pb2.Chat()
+    for turn in turns:
+        unknown = set(turn) - {"role", "content", "name"}
+        if unknown or "role" not in turn:
+            raise ValueError(f"chat: a message has role, content and perhaps name, not {sorted(turn)}")
+        message = result.messages.add()
+        _assign(message, "role", turn["role"], keyword="chat")
+        _assign(message, "name", turn.get("name", ""), keyword="chat")
+        content = turn.get("content", "")
+        for text in (content,) if isinstance(content, str) else content:
+            _assign(message.content.add(), "text", text, keyword="chat")
+    return result
+
+
+def tokenize_request(text: str | None, *, chat: Chat | None, model: str | None) -> inference_pb2.TokenizeRequest:
+    """Asks for the token ids of a text or of a conversation."""
+    if (text is None) == (chat is None):
+        raise TypeError("give exactly one of text and chat")
+    request = inference_pb2.TokenizeRequest(model=model or "")
+    if chat is not None:
+        request.chat.CopyFrom(chat_prompt(chat))
+    else:
+        _assign(request, "text", text, keyword="text")
+    return request
+
+
+def detokenize_request(token_ids: Sequence[int], *, model: str | None) -> inference_pb2.DetokenizeRequest:
+    """Asks for the text of token ids."""
+    request = inference_pb2.DetokenizeRequest(model=model or "")
+    _assign(request, "token_ids", token_ids, keyword="token_ids")
+    return request
+
+
+def resume_request(
+    request_id: str, resume_token: str, *, offset: int, text_bytes: int | None
+) -> inference_pb2.ResumeRequest:
+    """Asks for the rest of a stream of which so many tokens and bytes of text are there."""
+    request = inference_pb2.ResumeRequest()
+    _assign(request, "request_id", request_id, keyword="request_id")
+    _assign(request, "resume_token", resume_token, keyword="resume_token")
+    _assign(request, "offsets", (offset,), keyword="offset")
+    if text_bytes is not None:
+        _assign(request, "text_bytes", (text_bytes,), keyword="text_bytes")
+    return request
+
+
+def _set_option(request: inference_pb2.GenerateRequest, keyword: str, value: Any) -> None:
+    if keyword not in _PATHS:
+        raise TypeError(f"unknown keyword {keyword!r}")
+    if value is None:
+        return
+    *parents, field = _PATHS[keyword]
+    owner: Message = request
+    for parent in parents:
+        owner = getattr(owner, parent)
+    if keyword == "priority":
+        if value not in PRIORITIES:
+            raise ValueError(f"priority: {value!r} is not one of {', '.join(PRIORITIES)}")
+        value = PRIORITIES[value]
+    elif keyword == "stop" and isinstance(value, str):
+        value = (value,)
+    _assign(owner, field, value, keyword=keyword)
+
+
+def _assign(owner: Message, field: str, value: Any, *, keyword: str) -> None:
+    """Sets a field of any kind; protobuf's complaint about the value gets the keyword's name."""
+    try:
+        if keyword.endswith("_s"):
+            getattr(owner, field).FromNanoseconds(round(value * 1e9))
+        elif isinstance(value, Mapping):
+            getattr(owner, field).update(value)
+        elif isinstance(value, str) or not isinstance(value, Sequence):
+            setattr(owner, field, value)
+        else:
+            getattr(owner, field).extend(value)
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise ValueError(f"{keyword}: {value!r:.80} is not allowed: {error}") from None

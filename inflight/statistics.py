@@ -1,0 +1,248 @@
+"""What the routers tell again and again about themselves, as plain frozen values: `stats()` of both clients.
+
+`Statistics.wire` is the same as it came, for what wants protobuf or its JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from google.protobuf import json_format
+
+from inflight import notebook
+from inflight.catalogue import ExecutorCapacity, decode_executor, enum_name
+from inflight.v1 import inference_pb2, stats_pb2, types_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One step of an executor. `constraint` as in `ExecutorCapacity`; `parts_ms` is host time by part of the loop."""
+
+    number: int
+    ended_at: datetime
+    latency_ms: float
+    device_ms: float
+    exposed_host_ms: float
+    parts_ms: Mapping[str, float]
+    seats_used: int
+    seats_total: int
+    num_waiting: int
+    num_scheduled: int
+    num_prefills: int
+    num_decodes: int
+    num_boarded: int
+    num_completed: int
+    num_preempted: int
+    prompt_tokens: int
+    output_tokens: int
+    blocks_total: int
+    blocks_used: int
+    blocks_free: int
+    blocks_evictable: int
+    blocks_reserved: int
+    cache_hit_rate: float
+    constraint: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOnExecutor:
+    """A sequence that an executor holds. `phase` is `standby`, `prefill`, `decode`, `preempted` or `unspecified`.
+
+    `request_id` and `tenant` are empty where they are not the caller's to know.
+    """
+
+    request_id: str
+    choice: int
+    tenant: str
+    phase: str
+    seat: int | None
+    prompt_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    blocks: int
+    blocks_reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorStatistics:
+    """An executor: how it stands, its newest steps, oldest first, and what it holds. Both last where asked for."""
+
+    capacity: ExecutorCapacity
+    iterations: tuple[Iteration, ...]
+    sequences: tuple[SequenceOnExecutor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantQueue:
+    """What a tenant has waiting in a class. `tenant` empty: tenants that are not the caller's to know, together."""
+
+    model: str
+    tenant: str
+    priority: str
+    num_requests: int
+    num_tokens: int
+    longest_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLatency:
+    """How fast a model was within the last minute, as the router that was asked served it; tokens within the last ten
+    seconds. None: nothing yet."""
+
+    model: str
+    num_ended: int
+    num_refused: int
+    output_tokens_per_s: float
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    inter_token_p50_ms: float | None
+    inter_token_p99_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """How everything stands at one time."""
+
+    router_id: str
+    time: datetime
+    executors: tuple[ExecutorStatistics, ...]
+    queues: tuple[TenantQueue, ...]
+    latencies: tuple[ModelLatency, ...]
+    wire: inference_pb2.GetStatsResponse = field(repr=False, compare=False)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait, in every queue."""
+        return sum(queue.num_requests for queue in self.queues)
+
+    def as_json(self) -> str:
+        """One line of JSON with TensorRT-LLM's names where it has the same figure."""
+        return stats_json(self.wire)
+
+    def _repr_html_(self) -> str:
+        capacities = [executor.capacity for executor in self.executors]
+        rows = [
+            (c.executor_id, c.model, f"{c.seats_used}/{c.seats_total}", f"{c.blocks_used}/{c.blocks_total}",
+             f"{c.output_tokens_per_s:.0f}", "-" if c.stands_still else f"{c.step_ms:.1f}")
+            for c in capacities
+        ]  # fmt: skip
+        note = f"{self.num_queued} wait, {self.time:%H:%M:%S} UTC"
+        return notebook.table(("executor", "model", "seats", "blocks", "tokens/s", "step ms"), rows, note)
+
+
+def stats_json(wire: inference_pb2.GetStatsResponse) -> str:
+    """One line of JSON. Zeros are there, so that every line has the same names."""
+    return json_format.MessageToJson(wire, indent=None, always_print_fields_with_no_presence=True)
+
+
+def stats_request(
+    model: str, interval_s: float, *, want_iterations: bool, want_sequences: bool
+) -> inference_pb2.GetStatsRequest:
+    """Asks for statistics every so many seconds.
+
+    Raises:
+        ValueError: the interval is not within what routers take.
+    """
+    if not 0.05 <= interval_s <= 60:
+        raise ValueError(f"interval: {interval_s} is not between 0.05 and 60 seconds")
+    return inference_pb2.GetStatsRequest(
+        model=model,
+        interval_ms=round(interval_s * 1000),
+        want_iterations=want_iterations,
+        want_sequences=want_sequences,
+    )
+
+
+def decode_stats(wire: inference_pb2.GetStatsResponse) -> Statistics:
+    """The plain form of a message."""
+    return Statistics(
+        router_id=wire.router_id,
+        time=_time(wire.timestamp_ms),
+        executors=tuple(_executor(executor) for executor in wire.executors),
+        queues=tuple(_queue(queue) for queue in wire.queues),
+        latencies=tuple(_latency(latency) for latency in wire.latencies),
+        wire=wire,
+    )
+
+
+def _executor(wire: inference_pb2.ExecutorStats) -> ExecutorStatistics:
+    return ExecutorStatistics(
+        capacity=decode_executor(wire.capacity),
+        iterations=tuple(_iteration(iteration) for iteration in wire.iterations),
+        sequences=tuple(_sequence(sequence) for sequence in wire.sequences),
+    )
+
+
+def _iteration(wire: stats_pb2.IterationStats) -> Iteration:
+    kv, batch = wire.kv_cache_stats, wire.inflight_batching_stats
+    return Iteration(
+        number=wire.iter,
+        ended_at=_time(wire.timestamp_ms),
+        latency_ms=wire.iter_latency_ms,
+        device_ms=wire.device_ms,
+        exposed_host_ms=wire.exposed_host_ms,
+        parts_ms={part.name: part.ms for part in wire.parts},
+        seats_used=wire.num_active_requests,
+        seats_total=wire.max_num_active_requests,
+        num_waiting=wire.num_queued_requests,
+        num_scheduled=batch.num_scheduled_requests,
+        num_prefills=batch.num_context_requests,
+        num_decodes=batch.num_gen_requests,
+        num_boarded=batch.num_boarded_requests,
+        num_completed=batch.num_completed_requests,
+        num_preempted=batch.num_paused_requests,
+        prompt_tokens=batch.num_ctx_tokens,
+        output_tokens=batch.num_gen_tokens,
+        blocks_total=kv.max_num_blocks,
+        blocks_used=kv.used_num_blocks,
+        blocks_free=kv.free_num_blocks,
+        blocks_evictable=kv.evictable_num_blocks,
+        blocks_reserved=kv.reserved_num_blocks,
+        cache_hit_rate=kv.cache_hit_rate,
+        constraint=enum_name(types_pb2.StepConstraint, wire.constraint, "STEP_CONSTRAINT_"),
+    )
+
+
+def _sequence(wire: stats_pb2.SequenceStats) -> SequenceOnExecutor:
+    return SequenceOnExecutor(
+        request_id=wire.request_id,
+        choice=wire.choice_index,
+        tenant=wire.tenant,
+        phase=enum_name(stats_pb2.SequencePhase, wire.phase, "SEQUENCE_PHASE_"),
+        seat=wire.seat if wire.HasField("seat") else None,
+        prompt_tokens=wire.prompt_tokens,
+        computed_tokens=wire.computed_tokens,
+        output_tokens=wire.output_tokens,
+        blocks=wire.num_blocks,
+        blocks_reserved=wire.reserved_blocks,
+    )
+
+
+def _queue(wire: inference_pb2.TenantQueue) -> TenantQueue:
+    return TenantQueue(
+        model=wire.model,
+        tenant=wire.tenant,
+        priority=enum_name(types_pb2.PriorityClass, wire.priority, "PRIORITY_CLASS_"),
+        num_requests=wire.num_requests,
+        num_tokens=wire.num_tokens,
+        longest_wait_s=wire.longest_wait_ms / 1000,
+    )
+
+
+def _latency(wire: inference_pb2.ModelLatency) -> ModelLatency:
+    return ModelLatency(
+        model=wire.model,
+        num_ended=wire.num_ended,
+        num_refused=wire.num_refused,
+        output_tokens_per_s=wire.output_tokens_per_s,
+        ttft_p50_ms=wire.ttft_p50_ms if wire.HasField("ttft_p50_ms") else None,
+        ttft_p99_ms=wire.ttft_p99_ms if wire.HasField("ttft_p99_ms") else None,
+        inter_token_p50_ms=wire.inter_token_p50_ms if wire.HasField("inter_token_p50_ms") else None,
+        inter_token_p99_ms=wire.inter_token_p99_ms if wire.HasField("inter_token_p99_ms") else None,
+    )
+
+
+def _time(milliseconds: int) -> datetime:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)

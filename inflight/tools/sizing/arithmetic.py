@@ -1,0 +1,154 @@
+"""The arithmetic of `inflight size`: from a model, a memory and a traffic to blocks, seats and replicas. Pure.
+
+docs/sizing.md explains it with an example.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from common.kv_size import KvBudget, blocks_for, kv_bytes_per_token, num_kv_blocks
+from inflight.tools.sizing.model_shape import ModelShape
+
+GIBIBYTE = 1 << 30
+BYTES_PER_NUMBER = {"bfloat16": 2, "float32": 4}
+# Memory that `nvidia-smi` reports, MiB.
+GPUS_MIB = {
+    "a10g-24gb": 23_028,
+    "a100-40gb": 40_960,
+    "a100-80gb": 81_920,
+    "b200-180gb": 183_359,
+    "h100-80gb": 81_559,
+    "h200-141gb": 143_771,
+    "l4-24gb": 23_034,
+    "l40s-48gb": 46_068,
+    "rtx4090-24gb": 24_564,
+}
+# The CPU's kernels keep heads in whole vectors of so many numbers.
+CPU_LANES = 16
+# Share of the time in which requests find a seat free, in standard deviations of the normal distribution.
+SURE_DEVIATIONS = 1.645
+# What one core of Redis admitted with a million in line and a thousand executors: docs/admission-scale.md.
+ADMITTED_PER_S = 2_110
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where an executor runs. `working_bytes` is what steps take beside weights and KV."""
+
+    memory_bytes: int
+    is_gpu: bool
+    fraction: float
+    working_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What an executor's memory holds."""
+
+    weight_bytes: int
+    bytes_per_token: int
+    tokens_per_block: int
+    bytes_per_block: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What comes. `max_tokens` is what requests ask for, which is reserved where nothing may be evicted."""
+
+    requests_per_s: float | None
+    prompt_tokens: int
+    prompt_tokens_p95: int
+    output_tokens: int
+    output_tokens_p95: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SeatsHeld:
+    """Requests that the blocks carry at once, were all of them as long as the mean, or as long as the longest 5 %."""
+
+    blocks_mean: int
+    seats_mean: int
+    blocks_p95: int
+    seats_p95: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast steps are, and where that was learnt."""
+
+    step_ms: float
+    max_num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the traffic needs by Little's law. `ttft_ms` is without waiting."""
+
+    seat_time_s: float
+    seats_busy: float
+    seats_needed: int
+    output_tokens_per_s: float
+    ttft_ms: float
+    replicas: int
+    ledger_share: float
+
+
+def pool_of(
+    shape: ModelShape, machine: Machine, dtype: str, tokens_per_block: int, max_tokens_in_pool: int = 0
+) -> Pool:
+    """What fits beside the weights.
+
+    Raises:
+        SettingError: not one block does, or not what is asked for.
+    """
+    size = BYTES_PER_NUMBER[dtype]
+    head_dim = shape.head_dim if machine.is_gpu else blocks_for(shape.head_dim, CPU_LANES) * CPU_LANES
+    bytes_per_token = kv_bytes_per_token(shape.num_layers, shape.num_kv_heads, head_dim, size)
+    bytes_per_block = bytes_per_token * tokens_per_block
+    weight_bytes = shape.num_parameters * size
+    free_bytes = max(0, machine.memory_bytes - weight_bytes - machine.working_bytes)
+    budget = KvBudget(max_tokens_in_pool, free_bytes, machine.fraction)
+    num_blocks = num_kv_blocks(budget, tokens_per_block, bytes_per_block)
+    return Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, num_blocks)
+
+
+def seats_without_eviction(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:
+    """`guaranteed_no_evict` reserves the prompt and all of `max_tokens`."""
+    mean = blocks_for(traffic.prompt_tokens + traffic.max_tokens, tokens_per_block)
+    p95 = blocks_for(traffic.prompt_tokens_p95 + traffic.max_tokens, tokens_per_block)
+    return SeatsHeld(mean, num_blocks // mean, p95, num_blocks // p95)
+
+
+def seats_at_max_utilization(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:
+    """`max_utilization` reserves the prompt and what output is likely to come to: here its 95th percentile."""
+    output = min(traffic.max_tokens, traffic.output_tokens_p95)
+    mean = blocks_for(traffic.prompt_tokens + output, tokens_per_block)
+    p95 = blocks_for(traffic.prompt_tokens_p95 + output, tokens_per_block)
+    return SeatsHeld(mean, num_blocks // mean, p95, num_blocks // p95)
+
+
+def demand_of(traffic: Traffic, speed: Speed, seats_per_replica: int) -> Demand | None:
+    """What the traffic needs; None where its rate is not known.
+
+    Little's law: seats busy = arrivals per second × seconds on a seat. Arrivals at random (Poisson) make the number of
+    busy seats vary by its square root; so many are needed that 95 % of arrivals find one free.
+    """
+    if traffic.requests_per_s is None:
+        return None
+    prefill_steps = max(1, blocks_for(traffic.prompt_tokens, speed.max_num_tokens))
+    seat_time_s = (prefill_steps + max(0, traffic.output_tokens - 1)) * speed.step_ms / 1000
+    busy = traffic.requests_per_s * seat_time_s
+    needed = max(1, math.ceil(busy + SURE_DEVIATIONS * math.sqrt(busy)))
+    return Demand(
+        seat_time_s=seat_time_s,
+        seats_busy=busy,
+        seats_needed=needed,
+        output_tokens_per_s=traffic.requests_per_s * traffic.output_tokens,
+        ttft_ms=prefill_steps * speed.step_ms,
+        replicas=-(-needed // seats_per_replica),
+        ledger_share=traffic.requests_per_s / ADMITTED_PER_S,
+    )

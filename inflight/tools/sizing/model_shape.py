@@ -1,0 +1,155 @@
+"""What of a model decides its memory, read from its configuration; weights and torch are not needed.
+
+The number of weights is exact where the files of the weights are there (their headers are read), and else follows from
+the configuration as for a decoder of the Llama kind, which is within a few percent for those that executors run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.model_source import HUB_NAME, ModelError, read_json, resolve_model
+from inflight.tools.sizing.gguf_header import GgufHeader, read_gguf_header
+
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model. `counted` says whether its weights were counted, or reckoned from the configuration."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int | None
+    num_parameters: int
+    counted: bool
+
+
+def read_model_shape(model: str) -> ModelShape:
+    """The shape of a model: a folder, a config.json, a GGUF file, a hub name; `""` is the default model.
+
+    Raises:
+        ModelError: there is no such model, or its configuration does not say enough.
+    """
+    source = resolve_model("") if not model else None
+    path = Path(model).expanduser() if source is None else source.gguf_file or source.folder
+    if path.is_file() and path.suffix == ".gguf":
+        return _of_gguf(path, read_gguf_header(path))
+    if path.is_dir():
+        gguf_files = sorted(path.glob("*.gguf"))
+        if not (path / "config.json").is_file() and len(gguf_files) == 1:
+            return _of_gguf(gguf_files[0], read_gguf_header(gguf_files[0]))
+        return _of_folder(path.resolve().name, path / "config.json")
+    if path.is_file():
+        return _of_folder(path.resolve().parent.name, path)
+    if model.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(model):
+        raise ModelError(f"model {model!r}: there is no such folder or file")
+    return _of_folder(model, _hub_folder(model) / "config.json")
+
+
+def _hub_folder(name: str) -> Path:
+    """The configuration alone: weights are large, and are counted only where they are here already."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["config.json"]))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"model {name!r} is not here, and the Hugging Face hub does not give it: {reason}") from None
+
+
+def _of_folder(name: str, config_file: Path) -> ModelShape:
+    if not config_file.is_file():
+        raise ModelError(f"{config_file.parent} is not a model folder: it has no config.json")
+    config = read_json(config_file)
+    config = {**config, **config.get("text_config", {})}
+    if config.get("kv_lora_rank"):
+        raise ModelError(f"model {name!r} uses multi-head latent attention, which executors do not run")
+    num_heads = _number(config, "num_attention_heads", "n_head")
+    hidden_size = _number(config, "hidden_size", "n_embd")
+    counted = _count_weights(config_file.parent)
+    shape = ModelShape(
+        name=name,
+        num_layers=_number(config, "num_hidden_layers", "n_layer"),
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+        context_length=_optional(config, "max_position_embeddings", "n_positions"),
+        num_parameters=counted or 0,
+        counted=counted is not None,
+    )
+    if counted is not None:
+        return shape
+    return _with_parameters(shape, _reckoned_parameters(config, shape, hidden_size, num_heads))
+
+
+def _of_gguf(path: Path, header: GgufHeader) -> ModelShape:
+    kind = header.metadata.get("general.architecture")
+    config = {name.removeprefix(f"{kind}."): value for name, value in header.metadata.items()}
+    num_heads = _number(config, "attention.head_count")
+    return ModelShape(
+        name=path.stem,
+        num_layers=_number(config, "block_count"),
+        num_kv_heads=int(config.get("attention.head_count_kv") or num_heads),
+        head_dim=int(config.get("attention.key_length") or _number(config, "embedding_length") // num_heads),
+        context_length=_optional(config, "context_length"),
+        num_parameters=header.num_parameters,
+        counted=True,
+    )
+
+
+def _with_parameters(shape: ModelShape, num_parameters: int) -> ModelShape:
+    return ModelShape(
+        shape.name, shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.context_length, num_parameters, False
+    )
+
+
+def _reckoned_parameters(config: dict[str, Any], shape: ModelShape, hidden_size: int, num_heads: int) -> int:
+    """Embeddings, and for each layer attention, a gated feed-forward (each expert's) and two norms."""
+    num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
+    inner = config.get("moe_intermediate_size") if num_experts > 1 else None
+    inner_size = int(inner or _number(config, "intermediate_size", "n_inner"))
+    attention = hidden_size * shape.head_dim * 2 * (num_heads + shape.num_kv_heads)
+    feed_forward = num_experts * 3 * hidden_size * inner_size + (hidden_size * num_experts if num_experts > 1 else 0)
+    embeddings = _number(config, "vocab_size") * hidden_size * (1 if config.get("tie_word_embeddings") else 2)
+    return embeddings + hidden_size + shape.num_layers * (attention + feed_forward + 2 * hidden_size)
+
+
+def _count_weights(folder: Path) -> int | None:
+    """Of the safetensors files' headers; None where there are none, or not all."""
+    index = read_json(folder / "model.safetensors.index.json")
+    names = sorted(set(index.get("weight_map", {}).values())) or [path.name for path in folder.glob("*.safetensors")]
+    if not names or not all((folder / name).is_file() for name in names):
+        return None
+    return sum(_count_file(folder / name) for name in names)
+
+
+def _count_file(path: Path) -> int:
+    """Format: length of the header (8 bytes, little endian), header (JSON), tensors."""
+    try:
+        with path.open("rb") as file:
+            num_bytes = struct.unpack("<Q", file.read(8))[0]
+            if num_bytes > _MAX_HEADER_BYTES:
+                raise ValueError(num_bytes)
+            header = json.loads(file.read(num_bytes))
+        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
+        raise ModelError(f"weight file {path} has a damaged header") from None
+
+
+def _number(config: dict[str, Any], *names: str) -> int:
+    found = _optional(config, *names)
+    if found is None:
+        raise ModelError(f"the configuration does not say {names[0]}")
+    return found
+
+
+def _optional(config: dict[str, Any], *names: str) -> int | None:
+    return next((int(config[name]) for name in names if config.get(name)), None)

@@ -1,0 +1,156 @@
+"""What `inflight size` says: each figure with what it rests on, and the flags to start with. Plain data and text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from inflight.tools.sizing.arithmetic import GIBIBYTE, Demand, Machine, Pool, SeatsHeld, Speed, Traffic
+from inflight.tools.sizing.model_shape import ModelShape
+
+EXACT, RECKONED, MEASURED, ESTIMATED = "exact", "reckoned", "measured", "estimated"
+# From here on it is worth reserving less than a request may take.
+WORTHWHILE = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """All that was found. `speed` and `demand` are None where nobody said how fast steps are, or what comes.
+
+    `is_pool_given` says that somebody chose the pool's size; `measured_at` names the running system that blocks and
+    speed were taken from.
+    """
+
+    model: str
+    shape: ModelShape
+    machine: Machine | None
+    dtype: str
+    pool: Pool
+    traffic: Traffic
+    max_num_sequences: int
+    max_num_tokens: int
+    without_eviction: SeatsHeld
+    at_max_utilization: SeatsHeld
+    policy: str
+    seats_per_replica: int
+    speed: Speed | None
+    demand: Demand | None
+    is_pool_given: bool = False
+    measured_at: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A figure, what it rests on, and how it came about."""
+
+    what: str
+    figure: str
+    rests_on: str
+    how: str = ""
+
+
+def better_policy(without_eviction: SeatsHeld, at_max_utilization: SeatsHeld, wanted: int) -> str:
+    """The one that risks nothing, unless it leaves seats empty that are wanted, and many of them."""
+    held = without_eviction.seats_mean
+    is_worthwhile = held < wanted and at_max_utilization.seats_mean >= WORTHWHILE * max(1, held)
+    return "max_utilization" if is_worthwhile else "guaranteed_no_evict"
+
+
+def rows(sizing: Sizing) -> Iterator[Row]:
+    """Every figure, in the order in which one follows from another."""
+    yield from _memory_rows(sizing)
+    yield from _seat_rows(sizing)
+    yield from _demand_rows(sizing)
+
+
+def start_flags(sizing: Sizing) -> list[str]:
+    """Flags of `inflight executor`."""
+    num_sequences = max(1, sizing.seats_per_replica)
+    if sizing.demand is not None:
+        num_sequences = max(1, min(num_sequences, math.ceil(sizing.demand.seats_needed / sizing.demand.replicas)))
+    flags = [*(("--model", sizing.model) if sizing.model else ()), "--dtype", sizing.dtype]
+    flags += ["--max-num-sequences", str(num_sequences)]
+    flags += ["--max-num-tokens", str(max(sizing.max_num_tokens, num_sequences))]
+    flags += ["--tokens-per-block", str(sizing.pool.tokens_per_block)]
+    return [*flags, "--batch-scheduler-policy", sizing.policy]
+
+
+def as_values(sizing: Sizing) -> dict[str, Any]:
+    """For a program."""
+    return {**asdict(sizing), "executor_flags": start_flags(sizing)}
+
+
+def _memory_rows(sizing: Sizing) -> Iterator[Row]:
+    shape, pool = sizing.shape, sizing.pool
+    counted = EXACT if shape.counted else RECKONED
+    how = "the files of the weights" if shape.counted else "the configuration, as for a Llama"
+    yield Row("weights", f"{shape.num_parameters / 1e9:.2f} billion, {_gib(pool.weight_bytes)}", counted, how)
+    per_token = f"2 × {shape.num_layers} layers × {shape.num_kv_heads} KV heads × {shape.head_dim} × {sizing.dtype}"
+    yield Row("KV of a token", f"{pool.bytes_per_token:,} bytes", EXACT, per_token)
+    blocks = f"{pool.num_blocks:,} of {pool.tokens_per_block} tokens"
+    if sizing.machine is None:
+        yield Row("blocks", blocks, MEASURED, sizing.measured_at)
+        return
+    machine = sizing.machine
+    if sizing.is_pool_given:
+        yield Row(
+            "blocks", f"{pool.num_blocks:,} of {pool.tokens_per_block} tokens", EXACT, "the size that is asked for"
+        )
+        return
+    working = f", {_gib(machine.working_bytes)} for steps" if machine.working_bytes else ""
+    how = f"{machine.fraction:g} of {_gib(machine.memory_bytes)} less weights{working}; the executor measures it"
+    yield Row("blocks", blocks, ESTIMATED, how)
+
+
+def _seat_rows(sizing: Sizing) -> Iterator[Row]:
+    traffic = sizing.traffic
+    likely = min(traffic.max_tokens, traffic.output_tokens_p95)
+    how = _reserved(sizing.without_eviction, traffic, f"max_tokens {traffic.max_tokens}")
+    yield Row("seats, nothing evicted", f"{sizing.without_eviction.seats_mean:,}", RECKONED, how)
+    how = _reserved(sizing.at_max_utilization, traffic, f"likely output {likely}")
+    yield Row("seats, max_utilization", f"{sizing.at_max_utilization.seats_mean:,}", ESTIMATED, how)
+    how = f"by {sizing.policy}, at most {sizing.max_num_sequences} (--max-num-sequences)"
+    yield Row("seats of an executor", f"{sizing.seats_per_replica:,}", RECKONED, how)
+
+
+def _reserved(held: SeatsHeld, traffic: Traffic, output: str) -> str:
+    each = f"{held.blocks_mean} blocks each: prompt {traffic.prompt_tokens} + {output}"
+    if held.blocks_p95 == held.blocks_mean:
+        return each
+    return f"{each}; {held.seats_p95:,} if all prompts had {traffic.prompt_tokens_p95}"
+
+
+def _demand_rows(sizing: Sizing) -> Iterator[Row]:
+    demand, speed = sizing.demand, sizing.speed
+    if speed is None:
+        yield Row("replicas", "not known", ESTIMATED, "give --step-ms, or --address of a system under such a load")
+        return
+    source = sizing.measured_at if sizing.measured_at else "--step-ms"
+    yield Row("step", f"{speed.step_ms:.1f} ms", MEASURED, source)
+    if demand is None:
+        yield Row("replicas", "not known", ESTIMATED, "give --requests-per-s")
+        return
+    how = f"{sizing.traffic.output_tokens} tokens, one a step, and the prompt's steps"
+    yield Row("time on a seat", f"{demand.seat_time_s:.2f} s", ESTIMATED, how)
+    how = (
+        f"Little's law: {sizing.traffic.requests_per_s:g}/s × {demand.seat_time_s:.2f} s = {demand.seats_busy:.1f} busy"
+    )
+    yield Row("seats needed", f"{demand.seats_needed:,}", ESTIMATED, f"{how}; so many that 95 % find one free")
+    yield Row("output", f"{demand.output_tokens_per_s:,.0f} tokens/s", RECKONED, "of all executors")
+    yield Row("first token", f"{demand.ttft_ms:.0f} ms", ESTIMATED, "without a wait for a seat")
+    how = f"{demand.replicas + 1} to stand the loss of one"
+    yield Row("executors", f"{demand.replicas:,}", ESTIMATED, how)
+    how = "one may go away; what one carries in tokens/s was not measured"
+    yield Row("routers", "2", ESTIMATED, how)
+    share = (
+        f"{demand.ledger_share:.1%} of a core of Redis"
+        if demand.ledger_share < 1
+        else (f"{demand.ledger_share:.1f} cores of Redis: more than a model's ledger can have")
+    )
+    yield Row("ledger", share, MEASURED, "docs/admission-scale.md, its largest size, on its machine")
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIBIBYTE:.2f} GiB"

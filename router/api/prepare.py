@@ -1,0 +1,281 @@
+"""From a request that is sound to one that can be admitted: what the ledger, the executor and the relay are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.time_of_day import unix_ms
+from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
+from router.auth.resume_secret import ResumeTokens
+from router.config.tenants import AdmissionRules
+from router.dispatch.lifecycle import End
+from router.dispatch.pools import Pool
+from router.request.delivery import Deadlines, Reading
+from router.request.errors import shut_out, unknown_tenant
+from router.request.ids import digest_of, keyed_request_id, keyed_seed, ledger_id
+from router.request.prefix_hashes import prefix_hashes
+from router.request.spec import ChatPrompt, FittedRequest, GenerateSpec, ModelLimits
+from router.settings import RouterSettings
+from router.store.types import DEFAULT_TENANT, Demand, TenantLimits
+from router.stream.request_stream import RequestStream
+from router.telemetry.events import RequestFacts, class_name
+from router.text.output import OutputText
+from router.text.tokenizer import TextModel
+
+# A gRPC deadline further away than this is none.
+MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRequest:
+    """A request ready for the dispatcher and the relay. `has_ended`: with the output that its client brought."""
+
+    spec: GenerateSpec
+    stream: RequestStream
+    has_ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Whose request, what its client calls it, and the digest of one that may be repeated; empty: it may not."""
+
+    tenant: str
+    request_id: str
+    digest: bytes = b""
+
+
+def choose_seed() -> int:
+    """A seed for a request that brings none, so that its numbers can be repeated on another executor."""
+    return secrets.randbits(64)
+
+
+def model_limits(pool: Pool, settings: RouterSettings) -> ModelLimits:
+    """What a model allows. Raises `RequestError` while it has no executor."""
+    description = pool.describe()
+    return ModelLimits(
+        context_length=description.context_length,
+        vocabulary_size=description.vocabulary_size,
+        eos_token_ids=frozenset(description.eos_token_ids),
+        default_sampling=description.default_sampling,
+        has_chat_template=pool.text.has_chat_template,
+        max_prompt_bytes=settings.max_prompt_bytes,
+    )
+
+
+def deadlines_of(spec: GenerateSpec, arrived: float, grpc_remaining_s: float | None) -> Deadlines:
+    """Absolute deadlines; the gRPC deadline counts as one for the whole request, unless it outlives its call."""
+    outlives_call = spec.detach or bool(spec.resume_ttl_s)
+    totals = [spec.total_deadline_s, None if outlives_call else grpc_remaining_s]
+    total = min((s for s in totals if s is not None and s < MAX_GRPC_DEADLINE_S), default=None)
+    first_token = spec.first_token_deadline_s
+    return Deadlines(
+        first_token=None if first_token is None else arrived + first_token,
+        total=None if total is None else arrived + total,
+    )
+
+
+def names_of(request: inference_pb2.GenerateRequest) -> Names:
+    """What a request is called: its own id, the one that follows from its key, or a new one."""
+    tenant = request.tenant or DEFAULT_TENANT
+    if request.idempotency_key:
+        request_id = keyed_request_id(tenant, request.idempotency_key)
+        return Names(tenant, request_id, digest_of(request, tenant))
+    return Names(tenant, request.request_id or secrets.token_hex(16))
+
+
+def seed_chooser(request: inference_pb2.GenerateRequest) -> Callable[[], int]:
+    """Asked for the seed of a request that names none."""
+    if not request.idempotency_key:
+        return choose_seed
+    return functools.partial(keyed_seed, request.tenant or DEFAULT_TENANT, request.idempotency_key)
+
+
+def tenant_limits(tenant: str, rules: AdmissionRules) -> TenantLimits:
+    """What a tenant may take. Raises `RequestError` for one that is not served."""
+    limits = rules.limits_of(tenant)
+    if limits is None:
+        raise unknown_tenant(tenant)
+    if limits.max_running == 0:
+        raise shut_out(tenant)
+    return limits
+
+
+def admit(
+    fitted: FittedRequest,
+    names: Names,
+    model: str,
+    limits: TenantLimits,
+    deadlines: Deadlines,
+    arrived: float,
+    pool: Pool,
+    tokens: ResumeTokens,
+) -> AdmittedRequest:
+    """Builds everything that lives as long as the request."""
+    spec = fitted.spec
+    context = _context(fitted, names, model, arrived)
+    submit = _submit(fitted, names, context)
+    prior_ids, end = _prior_output(fitted)
+    stream = open_stream(submit, context, limits, deadlines, arrived, pool, tokens, prior_ids)
+    assert stream.reading is not None
+    has_ended = end is not None or stream.reading.new_text().feed(0, prior_ids).matched is not None
+    if has_ended:
+        stream.accept()
+    if end is not None:
+        stream.finish(end)
+    return AdmittedRequest(spec, stream, has_ended)
+
+
+def open_stream(
+    submit: executor_pb2.Submit,
+    context: resume_pb2.RouterContext,
+    limits: TenantLimits,
+    deadlines: Deadlines,
+    arrived: float,
+    pool: Pool,
+    tokens: ResumeTokens,
+    prior_ids: Sequence[int] = (),
+) -> RequestStream:
+    """The stream of a request, from what its executor is told, whichever router admitted it."""
+    demand = _demand(submit, context, limits, pool.describe().block_size)
+    deadline = deadlines.next(has_first_token=False)
+    if deadline is not None:
+        demand = dataclasses.replace(demand, deadline_ms=_rounded_ms(deadline - arrived))
+    reading = Reading(
+        accepted=inference_pb2.Accepted(
+            request_id=context.request_id,
+            resume_token=tokens.make(context.tenant, pool.name, context.request_id),
+            prompt_tokens=len(submit.prompt_ids),
+            sampling=submit.sampling,
+            max_tokens=submit.stopping.max_tokens,
+        ),
+        new_text=functools.partial(_new_text, pool.text, context, submit.stopping.min_tokens),
+        name_token=functools.partial(_name_token, pool.text),
+        wants_text=context.wants_text,
+        wants_token_ids=context.wants_token_ids,
+        wants_logprobs=submit.HasField("num_top_logprobs"),
+        deadlines=deadlines,
+        unattended_s=None if context.detach else _ttl_s(context) or 0.0,
+        kept_s=_ttl_s(context),
+        digest=context.digest,
+    )
+    facts = RequestFacts(
+        model=pool.name,
+        operation=context.operation or "text_completion",
+        priority_class=class_name(submit.priority),
+        arrived=arrived,
+        prompt_tokens=len(submit.prompt_ids),
+        prior_tokens=len(prior_ids),
+        request_id=context.request_id,
+        tenant=context.tenant,
+    )
+    return RequestStream(demand, submit, arrived, deadlines.total, prior_ids, reading, pool.listeners.follow(facts))
+
+
+def restore(
+    submit: executor_pb2.Submit,
+    context: resume_pb2.RouterContext,
+    limits: TenantLimits,
+    pool: Pool,
+    tokens: ResumeTokens,
+) -> RequestStream:
+    """The stream of a request that another router admitted, as its executor was told of it. Its deadline counts from
+    now; that of its first token is no more."""
+    now = time.monotonic()
+    total = now + submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None
+    arrived = now - max(0, unix_ms() - context.arrived_unix_ms) / 1000
+    return open_stream(submit, context, limits, Deadlines(None, total), arrived, pool, tokens)
+
+
+def _context(fitted: FittedRequest, names: Names, model: str, arrived: float) -> resume_pb2.RouterContext:
+    spec = fitted.spec
+    context = resume_pb2.RouterContext(
+        tenant=names.tenant,
+        request_id=names.request_id,
+        model=model,
+        stop=spec.stopping.stops,
+        include_stop=spec.stopping.include_stop,
+        wants_text=spec.output.text,
+        wants_token_ids=spec.output.token_ids,
+        digest=names.digest,
+        detach=spec.detach,
+        arrived_unix_ms=unix_ms() - round((time.monotonic() - arrived) * 1000),
+        operation="chat" if isinstance(spec.prompt, ChatPrompt) else "text_completion",
+    )
+    if spec.resume_ttl_s is not None:
+        context.resume_ttl.FromNanoseconds(round(spec.resume_ttl_s * 1e9))
+    return context
+
+
+def _ttl_s(context: resume_pb2.RouterContext) -> float | None:
+    return context.resume_ttl.ToNanoseconds() / 1e9 if context.HasField("resume_ttl") else None
+
+
+def _new_text(text: TextModel, context: resume_pb2.RouterContext, min_tokens: int) -> OutputText:
+    return OutputText(text.detokenizer(), stops=context.stop, include_stop=context.include_stop, min_tokens=min_tokens)
+
+
+def _name_token(text: TextModel, token: types_pb2.TokenLogprob) -> None:
+    token.text_bytes = text.token_bytes(token.token_id)
+    token.is_special = token.token_id in text.special_token_ids
+
+
+def _prior_output(fitted: FittedRequest) -> tuple[tuple[int, ...], End | None]:
+    """The output that the client brought, as far as it goes, and the end that it has come to."""
+    prior_ids = fitted.spec.prior_ids
+    for index, token_id in enumerate(prior_ids):
+        if token_id in fitted.ending_token_ids and index >= fitted.spec.stopping.min_tokens:
+            return prior_ids[: index + 1], End(types_pb2.FINISH_REASON_STOP_TOKEN, token_id)
+    is_full = len(prior_ids) == fitted.max_tokens
+    return prior_ids, End(types_pb2.FINISH_REASON_LENGTH, None) if is_full else None
+
+
+def _demand(
+    submit: executor_pb2.Submit, context: resume_pb2.RouterContext, limits: TenantLimits, block_size: int
+) -> Demand:
+    num_prompt_tokens, max_tokens = len(submit.prompt_ids), submit.stopping.max_tokens
+    no_prefixes = submit.cache_bypass
+    return Demand(
+        request_id=submit.request_id,
+        priority_class=submit.priority,
+        blocks=-(-(num_prompt_tokens + max_tokens) // block_size),
+        tenant=context.tenant,
+        limits=limits,
+        prompt_tokens=num_prompt_tokens,
+        max_tokens=max_tokens,
+        block_size=block_size,
+        num_bytes=submit.ByteSize(),
+        prefix_hashes=() if no_prefixes else prefix_hashes(submit.prompt_ids, block_size, submit.cache_salt),
+        digest=context.digest.hex(),
+    )
+
+
+def _rounded_ms(seconds: float) -> int:
+    """Milliseconds, coarse and never too few.
+
+    Equal timeouts of clients reach us some milliseconds apart; in the ledger's order by deadline they must be equal, so
+    that arrival decides. The relay keeps the exact deadline and takes the request out of the line when it passes.
+    """
+    nearest = float(f"{max(0.0, seconds) * 1000:.2g}")  # at most 5 % too few
+    return int(nearest * 1.05) + 1
+
+
+def _submit(fitted: FittedRequest, names: Names, context: resume_pb2.RouterContext) -> executor_pb2.Submit:
+    spec = fitted.spec
+    salt = f"{names.tenant}\0{spec.cache_salt}"
+    return executor_pb2.Submit(
+        request_id=ledger_id(names.tenant, names.request_id),
+        prompt_ids=fitted.prompt_ids,
+        sampling=spec.sampling.to_proto(),
+        stopping=fitted.stopping_proto(),
+        cache_salt=salt.encode(),
+        cache_bypass=spec.cache_bypass,
+        priority=types_pb2.PriorityClass.Name(spec.priority),
+        num_choices=1,
+        num_top_logprobs=spec.output.num_top_logprobs,
+        router_context=context.SerializeToString(),
+    )

@@ -1,0 +1,119 @@
+"""What `GetRequest` answers: how a request stands, in fields and in a sentence."""
+
+from __future__ import annotations
+
+from inflight.v1 import inference_pb2, stats_pb2, types_pb2
+from router.executors.link import ExecutorLink
+from router.store.types import Explanation, RequestState, WaitReason
+from router.stream.request_stream import RequestStream
+
+REQUEST_STATE_PROTO: dict[RequestState, inference_pb2.RequestState] = {
+    RequestState.WAITING: inference_pb2.REQUEST_STATE_WAITING,
+    RequestState.LOST: inference_pb2.REQUEST_STATE_WAITING,
+    RequestState.PLACED: inference_pb2.REQUEST_STATE_PLACED,
+    RequestState.ENDED: inference_pb2.REQUEST_STATE_ENDED,
+}
+
+WAIT_REASON_PROTO: dict[WaitReason, inference_pb2.WaitReason] = {
+    WaitReason.BLOCKS: inference_pb2.WAIT_REASON_BLOCKS,
+    WaitReason.SEAT: inference_pb2.WAIT_REASON_SEAT,
+    WaitReason.FAIRNESS: inference_pb2.WAIT_REASON_FAIRNESS,
+    WaitReason.ORDER: inference_pb2.WAIT_REASON_ORDER,
+    WaitReason.CLASS: inference_pb2.WAIT_REASON_CLASS,
+    WaitReason.TENANT_LIMIT: inference_pb2.WAIT_REASON_TENANT_LIMIT,
+    WaitReason.HELD_LINE: inference_pb2.WAIT_REASON_HELD_LINE,
+    WaitReason.EXECUTOR: inference_pb2.WAIT_REASON_EXECUTOR,
+}
+
+
+# What a request without a seat waits for on its executor.
+SEATLESS = {
+    stats_pb2.SEQUENCE_PHASE_STANDBY: "waits on {} for a seat (standby)",
+    stats_pb2.SEQUENCE_PHASE_PREEMPTED: "waits on {} to get its seat back (preempted)",
+}
+
+
+def request_standing(
+    request_id: str,
+    ledger_id: str,
+    explanation: Explanation,
+    link: ExecutorLink | None,
+    stream: RequestStream | None,
+) -> inference_pb2.GetRequestResponse:
+    """The answer. `link` is that of the executor which has the request, `stream` its stream where it is served here.
+
+    To the ledger a request on an executor is placed, with a seat or without; to its client one without a seat waits.
+    """
+    response = inference_pb2.GetRequestResponse(
+        request_id=request_id,
+        state=REQUEST_STATE_PROTO[explanation.state],
+        position=explanation.position,
+        waiting_for=waiting_for(explanation),
+        executor_id=explanation.executor_id or "",
+        needed_blocks=explanation.needed_blocks,
+        available_blocks=explanation.available_blocks,
+        priority=types_pb2.PriorityClass.Name(explanation.priority_class),
+        times_passed=explanation.times_passed,
+    )
+    if explanation.wait_reason is not None:
+        response.wait_reason = WAIT_REASON_PROTO[explanation.wait_reason]
+    if explanation.estimated_wait_ms is not None:
+        response.estimated_wait.FromMilliseconds(explanation.estimated_wait_ms)
+    phase = _phase_without_seat(ledger_id, explanation, link, stream)
+    if phase in SEATLESS:
+        response.state = inference_pb2.REQUEST_STATE_WAITING
+        response.wait_reason = inference_pb2.WAIT_REASON_SEAT
+        response.waiting_for = SEATLESS[phase].format(explanation.executor_id)
+    if stream is not None:
+        response.output_tokens = len(stream.output_ids)
+    if link is not None and link.report is not None:
+        response.step_constraint = link.report.constraint
+    return response
+
+
+def _phase_without_seat(
+    ledger_id: str, explanation: Explanation, link: ExecutorLink | None, stream: RequestStream | None
+) -> stats_pb2.SequencePhase:
+    """STANDBY or PREEMPTED; unspecified of a request that has a seat, is on no executor, or of which nothing is known.
+
+    The executor's report comes first: it holds for requests that other routers serve, too.
+    """
+    if explanation.state is not RequestState.PLACED:
+        return stats_pb2.SEQUENCE_PHASE_UNSPECIFIED
+    for one in () if link is None or link.report is None else link.report.held:
+        if (one.request_id, one.attempt) == (ledger_id, explanation.attempt) and one.phase:
+            return one.phase
+    if stream is None or not stream.stands_by:
+        return stats_pb2.SEQUENCE_PHASE_UNSPECIFIED
+    return stats_pb2.SEQUENCE_PHASE_PREEMPTED if stream.is_paused else stats_pb2.SEQUENCE_PHASE_STANDBY
+
+
+def waiting_for(explanation: Explanation) -> str:
+    """What a request waits for, for people; empty where it does not wait."""
+    if explanation.state is RequestState.LOST:
+        return "its executor was lost; it is put back in line"
+    if explanation.state is not RequestState.WAITING or explanation.wait_reason is None:
+        return ""
+    passed = f"; passed {explanation.times_passed} times" if explanation.times_passed else ""
+    return _sentence(explanation, explanation.wait_reason) + passed
+
+
+def _sentence(explanation: Explanation, reason: WaitReason) -> str:
+    needed, available = explanation.needed_blocks, explanation.available_blocks
+    match reason:
+        case WaitReason.BLOCKS:
+            return f"waits for KV blocks: needs {needed}, at most {available} can be promised now"
+        case WaitReason.SEAT:
+            return "waits for a seat: every one that it could have is taken"
+        case WaitReason.FAIRNESS:
+            return "waits for its tenant's turn: tenants that were served less go first"
+        case WaitReason.ORDER:
+            return "waits behind requests of its tenant with an earlier deadline or arrival"
+        case WaitReason.CLASS:
+            return "waits behind requests of a higher class"
+        case WaitReason.TENANT_LIMIT:
+            return f"waits because tenant {explanation.tenant!r} runs as many requests as it may (max_running)"
+        case WaitReason.HELD_LINE:
+            return "waits because room is kept for a request that has been passed too often"
+        case WaitReason.EXECUTOR:
+            return "waits for an executor: none reports"

@@ -1,0 +1,396 @@
+"""`InferenceService`: what clients call.
+
+`Generate` is the table of contents of a request: find the model, validate, tokenize, fit, admit, relay. Everything
+that is wrong with a request is a `RequestError`; the server's interceptor turns it into a status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager
+from typing import Any
+
+import grpc.aio
+from opentelemetry.trace import NoOpTracer, Span, Tracer
+
+from common.errors import Reason, RequestError
+from inflight.v1 import executor_pb2, inference_pb2, inference_pb2_grpc
+from router.api.prepare import (
+    AdmittedRequest,
+    admit,
+    deadlines_of,
+    model_limits,
+    names_of,
+    restore,
+    seed_chooser,
+    tenant_limits,
+)
+from router.api.request_status import REQUEST_STATE_PROTO, request_standing
+from router.api.resume import Claims, check_place, resumed_place
+from router.api.tokenizing import MAX_CONTEXTS, Tokenizing, check_rates, most_tokens, take_rates
+from router.api.validation import (
+    fit_tokens,
+    validate_detokenize,
+    validate_generate,
+    validate_tokenize,
+)
+from router.auth.caller import Caller, Door, Metadata, authorize, model_of, sees_model, tenant_of
+from router.auth.resume_secret import ResumeTokens
+from router.config.admission_file import AdmissionFile
+from router.dispatch.pools import Pool, Pools
+from router.executors.frame_checks import context_of
+from router.request.errors import draining, not_in_the_ledger, unknown_request
+from router.request.ids import ledger_id
+from router.settings import RouterSettings
+from router.stats.capacity import add_capacity, described_model, described_variants
+from router.stats.source import StatsSource
+from router.stats.variants import VariantMeters
+from router.store.types import NO_LIMITS, Adopted, Queued, RequestState, TenantLimits
+from router.stream.relay import Relay, Write
+from router.stream.request_stream import RequestStream
+from router.stream.write_timeout import grace_after, patient
+from router.telemetry.events import NOBODY, Listeners, class_name
+from router.telemetry.tracing import call_span
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclasses.dataclass(slots=True)
+class Arrival:
+    """A request as far as it has come: when it began, whose model it is, and its request's stream."""
+
+    at: float
+    model: str = ""
+    stream: RequestStream | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether an error now is a refusal: the ledger never had the request."""
+        return self.stream is None or not self.stream.record.is_admitted
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
+    """Serves clients. Stateless but for the requests that run."""
+
+    def __init__(
+        self,
+        pools: Pools,
+        settings: RouterSettings,
+        admission: AdmissionFile,
+        door: Door,
+        tokens: ResumeTokens,
+        stats: StatsSource,
+        listeners: Listeners = NOBODY,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._pools = pools
+        self._listeners = listeners
+        self._stats = stats
+        self._tracer = tracer or NoOpTracer()
+        self._door = door
+        self._settings = settings
+        self._admission = admission
+        self._tokens = tokens
+        self._claims = Claims(pools, tokens)
+        self._meters = VariantMeters()
+        self._tokenizing = Tokenizing()
+        self._is_draining = False
+        self._num_streams = 0
+        self._no_stream = asyncio.Event()
+        self._no_stream.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests from now on, ends those that wait, and gives running ones `timeout_s` seconds to end;
+        then they are left to other routers, which their clients can resume them on."""
+        self._is_draining = True
+        dispatchers = [pool.dispatcher for pool in self._pools.by_name.values()]
+        for dispatcher in dispatchers:
+            dispatcher.turn_away_waiting()
+        try:
+            async with asyncio.timeout(timeout_s):
+                for dispatcher in dispatchers:
+                    await dispatcher.emptied()
+                await self._no_stream.wait()
+        except TimeoutError:
+            log.warning("drain: %d streams still run; they are left to other routers", self._num_streams)
+        for dispatcher in dispatchers:
+            dispatcher.leave_running()
+        self._stats.close()
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+        """Generates for one prompt and streams what is produced."""
+        write = writer(context, inference_pb2.GenerateResponse)
+        await self.generate(request, metadata_of(context), write, context.time_remaining())
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether there are to be no new requests."""
+        return self._is_draining
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, metadata: Metadata, write: Write, remaining_s: float | None
+    ) -> None:
+        """Serves one request, whatever protocol it came in, and tells its events. `metadata` is its call's, and
+        `remaining_s` what is left until the call's deadline."""
+        arrival = Arrival(time.monotonic())
+        try:
+            caller = self._door.identify(metadata)
+            authorize(request, caller)
+            with self._serving(), self._span("generate", metadata):
+                await self._generate(request, caller, self._patient(write), remaining_s, arrival)
+        except RequestError as error:
+            if arrival.is_refused:
+                self._listeners.refused(arrival.model, class_name(request.priority), error.reason)
+            raise
+
+    async def _generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        write: Write,
+        remaining_s: float | None,
+        arrival: Arrival,
+    ) -> None:
+        pool = self._pools.find(request.model, sticky_key(request), caller.models)
+        arrival.model = pool.name
+        meter = self._meters.meter(request.model, pool.name)
+        meter.arrive()
+        try:
+            admitted = await self._admit(request, pool, arrival.at, remaining_s)
+            arrival.stream = admitted.stream
+            relay, stream = await self._begin(admitted, pool, write)
+            arrival.stream = stream
+        except RequestError:
+            meter.refuse()
+            raise
+        try:
+            await self._relay(relay, stream, pool)
+        finally:
+            meter.end(stream)
+        log.info("request %s %s; metadata %s", stream.request_id, relay.summary, dict(admitted.spec.metadata))
+
+    async def _admit(
+        self, request: inference_pb2.GenerateRequest, pool: Pool, arrived: float, grpc_remaining_s: float | None
+    ) -> AdmittedRequest:
+        """From the request to what the ledger and the executors are asked for."""
+        limits = model_limits(pool, self._settings)
+        spec = validate_generate(request, limits, seed_chooser(request))
+        names = names_of(request)
+        allowed = tenant_limits(names.tenant, self._admission.rules)
+        request_id = ledger_id(names.tenant, names.request_id)
+        await check_rates(pool.dispatcher, pool.text, spec, names.tenant, allowed, request_id)
+        with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
+            most = most_tokens(spec, limits)
+            prompt_ids = await self._tokenizing.encode(pool.text, spec.prompt, most, names.tenant)
+        fitted = fit_tokens(prompt_ids, spec, limits)
+        deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
+        return admit(fitted, names, request.model, allowed, deadlines, arrived, pool, self._tokens)
+
+    async def _begin(self, admitted: AdmittedRequest, pool: Pool, write: Write) -> tuple[Relay, RequestStream]:
+        """Hands a request to the dispatcher, or finds the one that it repeats. What is to be told, and of which."""
+        stream, spec, dispatcher = admitted.stream, admitted.spec, pool.dispatcher
+        place = dataclasses.replace(spec.place, offset=min(spec.place.offset, len(stream.output_ids)))
+        if admitted.has_ended:
+            return Relay(stream, write, place), stream
+        known = await dispatcher.find_repeated(stream)
+        if known is not None:
+            known.attend()
+            known.record.resumed()
+            return Relay(known, write, place), known
+        outcome = await dispatcher.submit(stream)
+        if isinstance(outcome, Adopted):
+            stream.record.resumed()
+        relay = Relay(stream, write, place)
+        if isinstance(outcome, Queued) and spec.want_queue_events:
+            dispatcher.watch_queue(stream, outcome)
+            await self._tell_queued(relay, stream, outcome, pool)
+        return relay, stream
+
+    async def _tell_queued(self, relay: Relay, stream: RequestStream, outcome: Queued, pool: Pool) -> None:
+        try:
+            await relay.queued(outcome)
+        except asyncio.CancelledError:
+            pool.dispatcher.leave(stream, relay.reader)
+            raise
+        except RequestError as error:
+            pool.dispatcher.leave(stream, relay.reader, grace_after(error))
+            raise
+
+    async def _relay(self, relay: Relay, stream: RequestStream, pool: Pool) -> None:
+        """Tells the client what happens, to the end."""
+        grace_s = 0.0
+        try:
+            await relay.run()
+        except RequestError as error:
+            grace_s = grace_after(error)
+            raise
+        finally:
+            pool.dispatcher.leave(stream, relay.reader, grace_s)
+
+    def _span(self, call: str, metadata: Metadata) -> AbstractContextManager[Span]:
+        return call_span(self._tracer, f"inflight.{call}", metadata)
+
+    def _caller(self, context: Context) -> Caller:
+        """Who calls. Raises `RequestError` where the door does not know."""
+        return self._door.identify(metadata_of(context))
+
+    def _pool_of(self, model: str, caller: Caller) -> Pool:
+        return self._pools.find(model_of(caller, model), seen=caller.models)
+
+    @contextmanager
+    def _serving(self) -> Iterator[None]:
+        """Counts a stream while it is served. Raises `RequestError` where there are to be no new ones."""
+        if self._is_draining:
+            raise draining("the router is draining")
+        self._num_streams += 1
+        self._no_stream.clear()
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+            if not self._num_streams:
+                self._no_stream.set()
+
+    async def Resume(self, request: inference_pb2.ResumeRequest, context: Context) -> None:
+        """Continues the stream of a request of any router."""
+        named_id, pool = self._claims.claim_by_token(request.request_id, request.resume_token, self._caller(context))
+        place = resumed_place(request)
+        with self._serving(), self._span("resume", metadata_of(context)):
+            stream = await pool.dispatcher.find(named_id)
+            if stream is None:
+                stream = await pool.dispatcher.resume(named_id, functools.partial(self._open_attached, pool))
+            check_place(place, stream)
+            stream.attend()
+            stream.record.resumed()
+            relay = Relay(stream, self._patient(writer(context, inference_pb2.ResumeResponse)), place)
+            await self._relay(relay, stream, pool)
+            log.info("request %s, resumed, %s", stream.request_id, relay.summary)
+
+    def _patient(self, write: Write) -> Write:
+        return patient(write, self._settings.write_timeout_s)
+
+    def _open_attached(self, pool: Pool, attached: executor_pb2.SequenceAttached) -> RequestStream:
+        """The stream of a request that another router began. Raises `FrameError` where the executor gives back
+        something else."""
+        context = context_of(attached)
+        return restore(attached.submit, context, self._limits_of(context.tenant), pool, self._tokens)
+
+    async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
+        """Ends a request of any router."""
+        named_id, pools = self._claims.claim(request, self._caller(context))
+        was: RequestState | None = None
+        for pool in pools:
+            found = await pool.dispatcher.cancel(named_id)
+            was = found if found is not None and was in (None, RequestState.ENDED) else was
+        if was is None:
+            raise unknown_request()
+        return inference_pb2.CancelResponse(state=REQUEST_STATE_PROTO[was])
+
+    async def GetRequest(
+        self, request: inference_pb2.GetRequestRequest, context: Context
+    ) -> inference_pb2.GetRequestResponse:
+        """Says where a request of any router stands."""
+        named_id, pools = self._claims.claim(request, self._caller(context))
+        found = [(pool, one) for pool in pools if (one := await pool.dispatcher.explain(named_id)) is not None]
+        if not found:
+            raise not_in_the_ledger()
+        # Another model may have served, some time ago, a request of the same id.
+        pool, explanation = min(found, key=lambda one: one[1].state is RequestState.ENDED)
+        dispatcher = pool.dispatcher
+        link = dispatcher.link_of(explanation.executor_id or "")
+        response = request_standing(request.request_id, named_id, explanation, link, dispatcher.stream_of(named_id))
+        if request.model in self._pools.variants:
+            response.variant = pool.name
+        return response
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        """Turns text or chat messages into token ids."""
+        caller = self._caller(context)
+        pool, tenant = self._pool_of(request.model, caller), tenant_of(caller, "")
+        limits = model_limits(pool, self._settings)
+        prompt = validate_tokenize(request, limits)
+        await take_rates(pool.dispatcher, tenant, self._limits_of(tenant))
+        most = MAX_CONTEXTS * limits.context_length
+        return inference_pb2.TokenizeResponse(token_ids=await self._tokenizing.encode(pool.text, prompt, most, tenant))
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        """Turns token ids into text."""
+        caller = self._caller(context)
+        pool, tenant = self._pool_of(request.model, caller), tenant_of(caller, "")
+        token_ids = validate_detokenize(request, model_limits(pool, self._settings))
+        await take_rates(pool.dispatcher, tenant, self._limits_of(tenant))
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        text = await self._tokenizing.decode(pool.text, token_ids, tenant, skip_special_tokens=skip)
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    def _limits_of(self, tenant: str) -> TenantLimits:
+        return self._admission.rules.limits_of(tenant) or NO_LIMITS
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        """Lists the models that the caller can ask for."""
+        caller = self._caller(context)
+        models = [described_model(pool) for pool in self._pools.by_name.values()]
+        models += [described_variants(name, self._pools.find_all(name)) for name in self._pools.variants]
+        models = [model for model in models if sees_model(caller, model.name)]
+        models.sort(key=lambda model: model.name)
+        return inference_pb2.ListModelsResponse(models=models)
+
+    async def GetCapacity(
+        self, request: inference_pb2.GetCapacityRequest, context: Context
+    ) -> inference_pb2.GetCapacityResponse:
+        """Says what every executor of the caller's models holds and what waits; never whose it is."""
+        caller = self._caller(context)
+        response = inference_pb2.GetCapacityResponse()
+        for pool in self._pools.seen_by(caller, request.model):
+            add_capacity(response, pool, await pool.dispatcher.snapshot())
+        names = self._pools.names_seen_by(caller, request.model)
+        for name, variants in sorted(self._pools.variants.items()):
+            if name in names:
+                response.variants.extend(self._meters.to_proto(name, variants))
+        return response
+
+    async def GetStats(self, request: inference_pb2.GetStatsRequest, context: Context) -> None:
+        """Tells again and again how everything stands, until the caller goes, is let in no longer, or the router
+        stops."""
+        caller = self._caller(context)
+        async with aclosing(self._stats.watch(request, caller)) as stats:
+            async for response in stats:
+                if self._caller(context) != caller:
+                    raise RequestError(Reason.UNAUTHENTICATED, "what the caller may see has changed; call again")
+                await context.write(response)
+
+
+def sticky_key(request: inference_pb2.GenerateRequest) -> str:
+    """By what a request keeps to one of several models: its session, else its tenant, else itself."""
+    own = request.idempotency_key or request.request_id
+    return request.session_id or request.tenant or own or secrets.token_hex(8)
+
+
+def metadata_of(context: Context) -> Metadata:
+    """The metadata of a call."""
+    return tuple(context.invocation_metadata() or ())
+
+
+def writer(
+    context: Context, response: type[inference_pb2.GenerateResponse] | type[inference_pb2.ResumeResponse]
+) -> Write:
+    """Writes events as answers of this kind."""
+
+    async def write(event: inference_pb2.StreamEvent) -> None:
+        await context.write(response(event=event))
+
+    return write

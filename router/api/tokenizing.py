@@ -1,0 +1,101 @@
+"""Tokenizing for requests, and what bounds it: lengths, rates, turns of tenants.
+
+A text that surely does not fit is refused by its bytes, and one of a tenant whose rate is used up by the ledger, both
+before it is tokenized. What takes more than a moment runs on a thread, where tenants take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.api.tokenizer_turns import TokenizerTurns
+from router.dispatch.dispatcher import Dispatcher
+from router.request.errors import refusal
+from router.request.spec import ChatPrompt, GenerateSpec, ModelLimits, Prompt, TextPrompt, TokenPrompt
+from router.store.types import TenantLimits
+from router.text.tokenizer import ENCODE_IN_THREAD_CHARACTERS, TextModel
+
+# A text that need not fit the context, because it is truncated or only tokenized, may have so many contexts of tokens.
+MAX_CONTEXTS = 16
+# Detokenizing takes about a microsecond for an id.
+DECODE_IN_THREAD_IDS = 1024
+
+
+def most_tokens(spec: GenerateSpec, limits: ModelLimits) -> int:
+    """Tokens of a prompt above which there is no need to tokenize it to refuse it."""
+    if spec.truncate_prompt_tokens is not None:
+        return MAX_CONTEXTS * limits.context_length
+    return limits.context_length - 1
+
+
+async def check_rates(
+    dispatcher: Dispatcher, text: TextModel, spec: GenerateSpec, tenant: str, allowed: TenantLimits, request_id: str
+) -> None:
+    """Raises `RequestError` RATE_LIMITED where the ledger would refuse the request for its tenant's rates, whose limits
+    are `allowed`. `request_id` is the ledger's. Where nothing is to be tokenized the ledger is left to say so."""
+    if not allowed.has_rates or isinstance(spec.prompt, TokenPrompt):
+        return
+    tokens = least_prompt_tokens(text, spec) + (spec.stopping.max_tokens or 1)
+    refused = await dispatcher.check_rates(tenant, allowed, tokens, request_id)
+    if refused is not None:
+        raise refusal(refused)
+
+
+async def take_rates(dispatcher: Dispatcher, tenant: str, allowed: TenantLimits) -> None:
+    """Takes a request, of no tokens, from a tenant's rates. Raises `RequestError` RATE_LIMITED."""
+    if allowed.requests_per_s is None:
+        return
+    refused = await dispatcher.check_rates(tenant, allowed, 0, takes=True)
+    if refused is not None:
+        raise refusal(refused)
+
+
+def least_prompt_tokens(text: TextModel, spec: GenerateSpec) -> int:
+    """Tokens that the prompt has at least, if the chat template keeps all that is said."""
+    match spec.prompt:
+        case TextPrompt():
+            num_tokens = text.least_tokens(spec.prompt.text)
+        case ChatPrompt():
+            said = "".join(part.text for message in spec.prompt.chat.messages for part in message.content)
+            num_tokens = text.least_tokens(said)
+        case TokenPrompt():
+            num_tokens = len(spec.prompt.ids)
+    return min(num_tokens, spec.truncate_prompt_tokens or num_tokens)
+
+
+class Tokenizing:
+    """Turns prompts into tokens and tokens into text, for all models."""
+
+    def __init__(self, turns: TokenizerTurns | None = None) -> None:
+        self._turns = turns or TokenizerTurns()
+
+    async def encode(self, text: TextModel, prompt: Prompt, most: int, tenant: str) -> list[int]:
+        """The prompt's token ids. Raises `RequestError`, also for a text that surely has more than `most` tokens."""
+        match prompt:
+            case TokenPrompt():
+                return list(prompt.ids)
+            case TextPrompt():
+                num_bytes = len(prompt.text)
+            case ChatPrompt():
+                num_bytes = prompt.chat.ByteSize()
+        if num_bytes <= ENCODE_IN_THREAD_CHARACTERS:
+            return encode_now(text, prompt, most)
+        return await self._turns.run(tenant, num_bytes, lambda: encode_now(text, prompt, most))
+
+    async def decode(self, text: TextModel, ids: Sequence[int], tenant: str, *, skip_special_tokens: bool) -> str:
+        """The text of token ids. Raises `RequestError`."""
+
+        def decode_now() -> str:
+            return text.decode(ids, skip_special_tokens=skip_special_tokens)
+
+        if len(ids) <= DECODE_IN_THREAD_IDS:
+            return decode_now()
+        return await self._turns.run(tenant, 4 * len(ids), decode_now)
+
+
+def encode_now(text: TextModel, prompt: TextPrompt | ChatPrompt, most: int) -> list[int]:
+    """The token ids of a text or a conversation. Blocks. Raises `RequestError`."""
+    if isinstance(prompt, ChatPrompt):
+        return text.encode_chat(prompt.chat, most_tokens=most)
+    text.check_length(prompt.text, most, prompt.field)
+    return text.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)

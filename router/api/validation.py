@@ -1,0 +1,410 @@
+"""What a client may ask for.
+
+Pure: a request of the protocol and a model's limits in, plain values out, or a `RequestError` that names every field
+that is wrong together with what is allowed. Two steps, because some limits count tokens: `validate_generate` before the
+prompt is tokenized, `fit_tokens` after. Nothing that a request sets is ignored: a field is read here or refused by
+`router.api.unsupported_fields`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from google.protobuf.duration_pb2 import Duration
+
+from common.errors import FieldViolation, invalid
+from inflight.v1 import inference_pb2, types_pb2
+from router.api.unsupported_fields import refuse_unbuilt
+from router.request.delivery import Place
+from router.request.spec import (
+    MAX_TOP_LOGPROBS,
+    ChatPrompt,
+    FittedRequest,
+    GenerateSpec,
+    ModelLimits,
+    OutputFlags,
+    Prompt,
+    ResolvedSampling,
+    ResolvedStopping,
+    TextPrompt,
+    TokenPrompt,
+)
+from router.text.chat import chat_violations
+from router.text.count_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
+
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_METADATA_PAIRS = 64
+MAX_METADATA_KEY_CHARACTERS = 64
+MAX_METADATA_VALUE_CHARACTERS = 1024
+MAX_NAME_CHARACTERS = 256
+MAX_IDEMPOTENCY_KEY_CHARACTERS = 128
+MAX_DEADLINE_S = 7 * 24 * 3600
+# Of Detokenize, for models whose context is shorter.
+MAX_DETOKENIZED_IDS = 2**16
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+Violations = Iterator[FieldViolation]
+
+
+def validate_generate(
+    request: inference_pb2.GenerateRequest, limits: ModelLimits, choose_seed: Callable[[], int]
+) -> GenerateSpec:
+    """What the request means for the model. `choose_seed` is asked where the request brings no seed."""
+    violations = _first(
+        _name_violations(request),
+        _prompt_violations(request, limits),
+        _sampling_violations(request.sampling),
+        _output_violations(request.output),
+        _stopping_violations(request.stopping, limits),
+        _constraint_violations(request),
+        _service_violations(request),
+        _resuming_violations(request, limits),
+        _metadata_violations(request),
+    )
+    if violations:
+        raise invalid(*violations)
+    refuse_unbuilt(request)
+    return GenerateSpec(
+        request_id=request.request_id or None,
+        model=request.model or None,
+        tenant=request.tenant or None,
+        prompt=_prompt(request),
+        truncate_prompt_tokens=request.truncate_prompt_tokens or None,
+        sampling=_resolve_sampling(request.sampling, limits.default_sampling, choose_seed),
+        stopping=_resolve_stopping(request.stopping),
+        output=_output_flags(request.output),
+        priority=request.priority or types_pb2.PRIORITY_CLASS_STANDARD,
+        first_token_deadline_s=_deadline_s(request.deadlines, "first_token"),
+        total_deadline_s=_deadline_s(request.deadlines, "total"),
+        session_id=request.session_id,
+        cache_salt=request.cache.salt,
+        cache_bypass=request.cache.bypass,
+        want_queue_events=request.want_queue_events,
+        idempotency_key=request.idempotency_key,
+        detach=request.detach,
+        resume_ttl_s=_seconds(request.resume_ttl) if request.HasField("resume_ttl") else None,
+        prior_ids=tuple(request.prior_output.output_ids),
+        place=_place(request.prior_output),
+        metadata=tuple(sorted(request.metadata.items())),
+    )
+
+
+def _first(*violations: Violations) -> tuple[FieldViolation, ...]:
+    """As many violations as an error names. What comes behind them is not looked for."""
+    return tuple(itertools.islice(itertools.chain(*violations), MAX_VIOLATIONS))
+
+
+def _output_flags(output: inference_pb2.OutputOptions) -> OutputFlags:
+    return OutputFlags(
+        text=output.text if output.HasField("text") else True,
+        token_ids=output.token_ids,
+        num_top_logprobs=output.top_logprobs if output.logprobs or output.top_logprobs else None,
+    )
+
+
+def fit_tokens(prompt_ids: Sequence[int], spec: GenerateSpec, limits: ModelLimits) -> FittedRequest:
+    """Checks what depends on the number of tokens, and settles `max_tokens`."""
+    field = spec.prompt.field
+    if not prompt_ids:
+        raise invalid(FieldViolation("prompt", f"is empty: `{field}` has no tokens"))
+    if violation := _vocabulary_violation(prompt_ids, spec.prompt, limits.vocabulary_size):
+        raise invalid(violation)
+    kept = tuple(prompt_ids[-spec.truncate_prompt_tokens :] if spec.truncate_prompt_tokens else prompt_ids)
+    stopping, num_left = spec.stopping, limits.context_length - len(kept)
+    if num_left < 1:
+        raise invalid(
+            FieldViolation(
+                field,
+                f"has {len(kept)} tokens, but the model's context is {limits.context_length} tokens and the output "
+                "needs at least one; shorten it or set truncate_prompt_tokens",
+            )
+        )
+    max_tokens = num_left if stopping.max_tokens is None else stopping.max_tokens
+    if max_tokens > num_left:
+        raise invalid(
+            FieldViolation(
+                "stopping.max_tokens",
+                f"is {max_tokens}, and the prompt has {len(kept)} tokens: together {max_tokens + len(kept)}, more than "
+                f"the model's context of {limits.context_length} tokens; must be at most {num_left} for this prompt",
+            )
+        )
+    if stopping.min_tokens > max_tokens:
+        raise invalid(_min_tokens_violation(stopping.min_tokens, max_tokens))
+    if len(spec.prior_ids) > max_tokens:
+        raise invalid(
+            FieldViolation(
+                "prior_output.output_ids",
+                f"has {len(spec.prior_ids)} ids; must be at most max_tokens, which is {max_tokens}",
+            )
+        )
+    ending = frozenset(stopping.stop_token_ids) | (frozenset() if stopping.ignore_eos else limits.eos_token_ids)
+    return FittedRequest(spec, kept, max_tokens, ending, len(prompt_ids) - len(kept))
+
+
+def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: ModelLimits) -> TextPrompt | ChatPrompt:
+    """What is to be tokenized. Empty text is fine here."""
+    match request.WhichOneof("input"):
+        case "text":
+            violations = tuple(_size_violations("text", len(request.text.encode()), limits))
+            add = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            prompt: TextPrompt | ChatPrompt = TextPrompt("text", request.text, add)
+        case "chat":
+            violations = _first(_chat_prompt_violations(request.chat, limits))
+            prompt = ChatPrompt("chat", request.chat)
+        case _:
+            raise invalid(FieldViolation("input", "is not set; exactly one of text, chat is needed"))
+    if violations:
+        raise invalid(*violations)
+    return prompt
+
+
+def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: ModelLimits) -> tuple[int, ...]:
+    """The ids to turn into text."""
+    most = min(limits.max_prompt_bytes, max(limits.context_length, MAX_DETOKENIZED_IDS))
+    if len(request.token_ids) > most:
+        raise invalid(FieldViolation("token_ids", f"has {len(request.token_ids)} ids; at most {most} are allowed"))
+    ids = tuple(request.token_ids)
+    outside = _first_outside(ids, limits.vocabulary_size)
+    if outside is not None:
+        raise invalid(_outside_violation(f"token_ids[{outside}]", ids[outside], limits.vocabulary_size))
+    return ids
+
+
+def _name_violations(request: inference_pb2.GenerateRequest) -> Violations:
+    if request.request_id and not REQUEST_ID.fullmatch(request.request_id):
+        yield FieldViolation("request_id", "must be 1 to 128 characters of [A-Za-z0-9._:-]")
+    names = (
+        ("model", request.model),
+        ("tenant", request.tenant),
+        ("session_id", request.session_id),
+        ("cache.salt", request.cache.salt),
+    )
+    for field, value in names:
+        if len(value) > MAX_NAME_CHARACTERS:
+            yield FieldViolation(field, f"has {len(value)} characters; at most {MAX_NAME_CHARACTERS} are allowed")
+    # The tenant becomes part of keys, where a control character could pass for the end of it.
+    if not request.tenant.isprintable():
+        yield FieldViolation("tenant", "must be printable characters")
+
+
+def _prompt_violations(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Violations:
+    match request.WhichOneof("prompt"):
+        case "text":
+            yield from _empty_violations("text", not request.text)
+            yield from _size_violations("text", len(request.text.encode()), limits)
+        case "text_bytes":
+            yield from _empty_violations("text_bytes", not request.text_bytes)
+            yield from _size_violations("text_bytes", len(request.text_bytes), limits)
+            yield from _utf8_violations(request.text_bytes)
+        case "token_ids":
+            yield from _empty_violations("token_ids.ids", not request.token_ids.ids)
+            yield from _count_violations("token_ids.ids", len(request.token_ids.ids), limits)
+        case "chat":
+            yield from _chat_prompt_violations(request.chat, limits)
+        case _:
+            yield FieldViolation("prompt", "is empty; exactly one of text, text_bytes, token_ids, chat is needed")
+
+
+def _chat_prompt_violations(chat: inference_pb2.Chat, limits: ModelLimits) -> Violations:
+    if not limits.has_chat_template:
+        yield FieldViolation("chat", "the model has no chat template; send text or token_ids")
+    too_large = tuple(_size_violations("chat", chat.ByteSize(), limits))
+    yield from too_large or chat_violations(chat, "chat")
+
+
+def _empty_violations(field: str, is_empty: bool) -> Violations:
+    if is_empty:
+        yield FieldViolation(field, "the prompt is empty; it needs at least one token")
+
+
+def _size_violations(field: str, num_bytes: int, limits: ModelLimits) -> Violations:
+    if num_bytes > limits.max_prompt_bytes:
+        yield FieldViolation(field, f"has {num_bytes} bytes; at most {limits.max_prompt_bytes} are allowed")
+
+
+def _count_violations(field: str, num_ids: int, limits: ModelLimits) -> Violations:
+    """No text of the allowed size has more tokens than bytes."""
+    most = min(limits.max_prompt_bytes, MAX_TOKEN_IDS)
+    if num_ids > most:
+        yield FieldViolation(field, f"has {num_ids} ids; at most {most} are allowed")
+
+
+def _utf8_violations(text: bytes) -> Violations:
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        yield FieldViolation("text_bytes", f"is not UTF-8: {error.reason} at byte {error.start}")
+
+
+def _sampling_violations(sampling: types_pb2.SamplingParams) -> Violations:
+    if sampling.HasField("temperature") and not 0 <= sampling.temperature < math.inf:
+        yield FieldViolation("sampling.temperature", f"is {sampling.temperature:g}; must be a number of at least 0")
+    if sampling.top_k < 0:
+        yield FieldViolation("sampling.top_k", f"is {sampling.top_k}; must be at least 0 (0 keeps all tokens)")
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        yield FieldViolation("sampling.top_p", f"is {sampling.top_p:g}; must be above 0 and at most 1")
+
+
+def _output_violations(output: inference_pb2.OutputOptions) -> Violations:
+    if output.top_logprobs > MAX_TOP_LOGPROBS:
+        yield FieldViolation("output.top_logprobs", f"is {output.top_logprobs}; at most {MAX_TOP_LOGPROBS} are allowed")
+
+
+def _stopping_violations(stopping: types_pb2.StoppingParams, limits: ModelLimits) -> Violations:
+    if stopping.HasField("max_tokens"):
+        if stopping.max_tokens == 0:
+            yield FieldViolation("stopping.max_tokens", "is 0; must be at least 1")
+        elif stopping.min_tokens > stopping.max_tokens:
+            yield _min_tokens_violation(stopping.min_tokens, stopping.max_tokens)
+    if len(stopping.stop) > MAX_STOPS:
+        yield FieldViolation("stopping.stop", f"has {len(stopping.stop)} texts; at most {MAX_STOPS} are allowed")
+    for i, stop in enumerate(stopping.stop[:MAX_STOPS]):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            yield FieldViolation(
+                f"stopping.stop[{i}]", f"has {len(stop)} characters; must have 1 to {MAX_STOP_CHARACTERS}"
+            )
+    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        yield FieldViolation(
+            "stopping.stop_token_ids",
+            f"has {len(stopping.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed",
+        )
+    for i, token_id in enumerate(stopping.stop_token_ids[:MAX_STOP_TOKEN_IDS]):
+        if token_id >= limits.vocabulary_size:
+            yield _outside_violation(f"stopping.stop_token_ids[{i}]", token_id, limits.vocabulary_size)
+
+
+def _min_tokens_violation(min_tokens: int, max_tokens: int) -> FieldViolation:
+    return FieldViolation("stopping.min_tokens", f"is {min_tokens}; must be at most max_tokens, which is {max_tokens}")
+
+
+def _constraint_violations(request: inference_pb2.GenerateRequest) -> Violations:
+    if request.HasField("constraint") and request.constraint.WhichOneof("kind") is None:
+        yield FieldViolation("constraint", "is empty; exactly one of json_schema, regex, grammar, choice is needed")
+
+
+def _service_violations(request: inference_pb2.GenerateRequest) -> Violations:
+    if request.priority not in types_pb2.PriorityClass.values():
+        allowed = ", ".join(types_pb2.PriorityClass.keys())
+        yield FieldViolation("priority", f"is {request.priority}; must be one of {allowed}")
+    for name in ("first_token", "total"):
+        deadline_s = _deadline_s(request.deadlines, name)
+        if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:
+            yield FieldViolation(
+                f"deadlines.{name}", f"is {deadline_s:g} s; must be above 0 and at most {MAX_DEADLINE_S} s"
+            )
+
+
+def _resuming_violations(request: inference_pb2.GenerateRequest, limits: ModelLimits) -> Violations:
+    key = request.idempotency_key
+    if len(key) > MAX_IDEMPOTENCY_KEY_CHARACTERS:
+        allowed = f"at most {MAX_IDEMPOTENCY_KEY_CHARACTERS} are allowed"
+        yield FieldViolation("idempotency_key", f"has {len(key)} characters; {allowed}")
+    if key and request.request_id:
+        yield FieldViolation("request_id", "must be empty with an idempotency_key, which the id follows from")
+    if request.HasField("resume_ttl") and not 0 <= _seconds(request.resume_ttl) <= MAX_DEADLINE_S:
+        yield FieldViolation("resume_ttl", f"must be at least 0 and at most {MAX_DEADLINE_S} s")
+    prior_ids = request.prior_output.output_ids
+    if too_many := tuple(_count_violations("prior_output.output_ids", len(prior_ids), limits)):
+        yield from too_many
+        return
+    outside = _first_outside(prior_ids, limits.vocabulary_size)
+    if outside is not None:
+        field = f"prior_output.output_ids[{outside}]"
+        yield _outside_violation(field, prior_ids[outside], limits.vocabulary_size)
+
+
+def _metadata_violations(request: inference_pb2.GenerateRequest) -> Violations:
+    if len(request.metadata) > MAX_METADATA_PAIRS:
+        yield FieldViolation("metadata", f"has {len(request.metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed")
+        return
+    for key, value in sorted(request.metadata.items()):
+        if not 1 <= len(key) <= MAX_METADATA_KEY_CHARACTERS:
+            yield FieldViolation(
+                "metadata", f"has a key of {len(key)} characters; must have 1 to {MAX_METADATA_KEY_CHARACTERS}"
+            )
+        elif len(value) > MAX_METADATA_VALUE_CHARACTERS:
+            yield FieldViolation(
+                f"metadata[{key}]",
+                f"has {len(value)} characters; at most {MAX_METADATA_VALUE_CHARACTERS} are allowed",
+            )
+
+
+def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt("text", request.text)
+        case "text_bytes":
+            return TextPrompt("text_bytes", request.text_bytes.decode())
+        case "token_ids":
+            return TokenPrompt("token_ids", tuple(request.token_ids.ids))
+        case _:
+            return ChatPrompt("chat", request.chat)
+
+
+def _resolve_sampling(
+    asked: types_pb2.SamplingParams, defaults: types_pb2.SamplingParams, choose_seed: Callable[[], int]
+) -> ResolvedSampling:
+    """The request, else the model's generation config, else the protocol's defaults."""
+    given = types_pb2.SamplingParams(temperature=1.0, top_k=0, top_p=1.0)
+    for source in (defaults, asked):
+        if source.HasField("temperature"):
+            given.temperature = source.temperature
+        if source.HasField("top_k"):
+            given.top_k = source.top_k
+        if source.HasField("top_p"):
+            given.top_p = source.top_p
+    seed = asked.seed if asked.HasField("seed") else choose_seed()
+    return ResolvedSampling(given.temperature, given.top_k, given.top_p, seed)
+
+
+def _resolve_stopping(stopping: types_pb2.StoppingParams) -> ResolvedStopping:
+    return ResolvedStopping(
+        max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+        min_tokens=stopping.min_tokens,
+        stops=tuple(stopping.stop),
+        stop_token_ids=tuple(stopping.stop_token_ids),
+        include_stop=stopping.include_stop,
+        ignore_eos=stopping.ignore_eos,
+    )
+
+
+def _deadline_s(deadlines: inference_pb2.Deadlines, name: str) -> float | None:
+    if not deadlines.HasField(name):
+        return None
+    return _seconds(getattr(deadlines, name))
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _place(prior: inference_pb2.PriorOutput) -> Place:
+    return Place(len(prior.output_ids), prior.text_bytes if prior.HasField("text_bytes") else None)
+
+
+def _vocabulary_violation(prompt_ids: Sequence[int], prompt: Prompt, vocabulary_size: int) -> FieldViolation | None:
+    outside = _first_outside(prompt_ids, vocabulary_size)
+    if outside is None:
+        return None
+    # A tokenizer may know ids that its model does not.
+    field = f"token_ids.ids[{outside}]" if isinstance(prompt, TokenPrompt) else prompt.field
+    return _outside_violation(field, prompt_ids[outside], vocabulary_size)
+
+
+def _first_outside(ids: Sequence[int], vocabulary_size: int) -> int | None:
+    """Index of the first id that the model does not have."""
+    if max(ids, default=0) < vocabulary_size:
+        return None
+    return next(i for i, token_id in enumerate(ids) if token_id >= vocabulary_size)
+
+
+def _outside_violation(field: str, token_id: int, vocabulary_size: int) -> FieldViolation:
+    return FieldViolation(
+        field,
+        f"token id {token_id} is outside the model's vocabulary of {vocabulary_size} ids (0 to {vocabulary_size - 1})",
+    )

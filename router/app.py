@@ -1,0 +1,173 @@
+"""What a router process is made of, built from its settings and wired together. Nothing is started here."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute
+
+from common.http.metrics_page import Refresh, metrics_route
+from common.http.port import HttpPort
+from common.rpc.server import GrpcServer
+from common.rpc.tls import TlsFiles
+from common.telemetry.tracing import Tracing, open_tracing
+from inflight.kserve import grpc_service_pb2_grpc
+from inflight.v1 import inference_pb2_grpc
+from router.api.service import InferenceService
+from router.auth.authenticator import Doors
+from router.auth.call_check import caller_check
+from router.auth.client_tls import connection_limits_of, open_tls
+from router.auth.resume_secret import Learn, ResumeTokens
+from router.config.admission_file import AdmissionFile
+from router.dashboard.feed import Feeds
+from router.dashboard.history import SAMPLE_S, History
+from router.dashboard.requests import RequestLog
+from router.dashboard.routes import board_routes
+from router.dashboard.sampling import Sampler
+from router.dashboard.watching import Watching
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.pools import Pool, Pools
+from router.executors.channel import ExecutorChannels
+from router.kserve import service as kserve
+from router.settings import RouterSettings
+from router.stats.gauges import LookedUpMetrics
+from router.stats.source import StatsSource
+from router.store.ledgers import Ledgers
+from router.store.settings import StoreSettings
+from router.store.types import StoreCall
+from router.telemetry.event_log import EventLog
+from router.telemetry.events import Listener, Listeners
+from router.telemetry.latencies import Latencies
+from router.telemetry.metrics import RouterMetrics
+from router.telemetry.tracing import RequestTracer, trace_store_calls
+from router.text.count_limits import REQUEST_WIRE_LIMITS
+from router.text.tokenizer import TextModel
+
+
+def http_app(
+    registry: CollectorRegistry, extra_routes: Sequence[BaseRoute], refresh: Refresh | None = None
+) -> Starlette:
+    """`/metrics` with what `registry` holds, and `extra_routes`. `refresh` brings it up to date before every look."""
+    return Starlette(routes=[metrics_route(registry, refresh), *extra_routes])
+
+
+SERVICE_NAME = "inflight.v1.InferenceService"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterParts:
+    """A router, built and not started. `http` is there where the settings name an address for it."""
+
+    router_id: str
+    admission: AdmissionFile
+    doors: Doors
+    certificates: tuple[TlsFiles, ...]
+    ledgers: Ledgers
+    tokens: ResumeTokens
+    pools: Pools
+    stats: StatsSource
+    service: InferenceService
+    server: GrpcServer
+    tracing: Tracing
+    http: HttpPort | None
+    # What the board shows beside the statistics; `sampler` is there where there is a board.
+    watching: Watching
+    sampler: Sampler | None
+
+
+def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: CollectorRegistry) -> RouterParts:
+    """Everything that the settings ask for; what it counts goes into `registry`. Raises `SettingError`."""
+    watching = Watching(History(), EventLog(), RequestLog())
+    has_board = settings.board and bool(settings.http_listen)
+    admission = AdmissionFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
+    tls, channels = open_tls(settings), ExecutorChannels.of(settings)
+    doors = Doors(settings, lambda: {*texts, *admission.rules.variants})
+    router_id = settings.router_id or _default_router_id(settings.listen)
+    tracing = open_tracing("router", router_id, settings.otlp_endpoint)
+    metrics, latencies = RouterMetrics(registry, texts), Latencies(texts)
+    heard: list[Listener] = [metrics, latencies, *([watching.requests] if has_board else [])]
+    listeners = Listeners(heard, RequestTracer(tracing.tracer) if tracing.is_on else None)
+
+    def store_called(call: StoreCall) -> None:
+        metrics.store_called(call)
+        watching.events.store_called(call)
+        trace_store_calls(tracing.tracer, call)
+
+    redis_url = settings.redis_url.get_secret_value()
+    ledgers = Ledgers(redis_url, router_id, store_settings_of(settings), store_called)
+    tokens = resume_tokens(settings, ledgers.learn_secret)
+    models = [Pool(name, text, _dispatcher(name, ledgers, settings, tokens), listeners) for name, text in texts.items()]
+    pools = Pools(models, router_id, lambda: admission.rules.variants, channels, watching.events)
+    stats = StatsSource(pools, router_id, latencies)
+    service = InferenceService(pools, settings, admission, doors.door, tokens, stats, listeners, tracing.tracer)
+    board = board_routes(Feeds(stats), doors.door, watching) if has_board else []
+    sampler = Sampler(watching.history, watching.requests, latencies, lambda: stats.looks(SAMPLE_S / 2))
+    server = GrpcServer(
+        [SERVICE_NAME, kserve.SERVICE_NAME],
+        limits=connection_limits_of(settings),
+        tls=tls,
+        check_caller=caller_check(doors.door),
+        wire_limits=REQUEST_WIRE_LIMITS,
+    )
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
+    kserve_service = kserve.KServeService(pools, doors.door, service, settings)
+    grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve_service, server.grpc)
+    return RouterParts(
+        router_id=router_id,
+        admission=admission,
+        doors=doors,
+        certificates=tuple(files for files in (tls, channels.tls) if files is not None),
+        ledgers=ledgers,
+        tokens=tokens,
+        pools=pools,
+        stats=stats,
+        service=service,
+        server=server,
+        tracing=tracing,
+        http=HttpPort(http_app(registry, board, LookedUpMetrics(registry, models).refresh))
+        if settings.http_listen
+        else None,
+        watching=watching,
+        sampler=sampler if has_board else None,
+    )
+
+
+def store_settings_of(settings: RouterSettings) -> StoreSettings:
+    """What the store is told of the router's settings."""
+    return StoreSettings(
+        max_queue_requests=settings.max_queue_requests,
+        max_queue_tokens=settings.max_queue_tokens,
+        max_queue_bytes=settings.max_queue_bytes,
+        max_bypass=settings.max_bypass,
+        age_ms=max(1, round(settings.age_s * 1000)),
+        preempt_for_priority=settings.preempt_for_priority,
+        remember_ended_ms=max(60_000, round(settings.resume_ttl_s * 1000)) + 15_000,
+    )
+
+
+def resume_tokens(settings: RouterSettings, learn: Learn) -> ResumeTokens:
+    """Resume tokens with the secret that is set, or else with the one that the ledger keeps."""
+    secret = settings.resume_secret
+    return ResumeTokens(None if secret is None else secret.get_secret_value().encode(), learn)
+
+
+def _dispatcher(model: str, ledgers: Ledgers, settings: RouterSettings, tokens: ResumeTokens) -> Dispatcher:
+    return Dispatcher(
+        functools.partial(ledgers.open, model),
+        settings.max_attempts,
+        settings.no_executor_grace_s,
+        settings.queue_event_interval_s,
+        settings.resume_ttl_s,
+        tokens.check_again,
+    )
+
+
+def _default_router_id(listen: str) -> str:
+    """New at every start: mail for the one before it must not reach this one."""
+    return f"{socket.gethostname()}:{listen.rpartition(':')[2]}:{secrets.token_hex(4)}"

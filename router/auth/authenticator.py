@@ -1,0 +1,127 @@
+"""The doors that a router can have: API keys, JSON web tokens, both, or none.
+
+A caller shows one credential, as metadata `authorization: Bearer …` or `x-api-key: …`. Why it does not open is in the
+log at level debug; the caller is told the same whatever it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from common.errors import Reason, RequestError
+from router.auth.api_keys import ApiKey, find_key, parse_keys
+from router.auth.caller import Caller, Door, Metadata, OpenDoor
+from router.auth.jwt import TokenError, TokenRules, VerificationKey, parse_jwks, read_token
+from router.config.watched_file import FollowedFile
+from router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+KeysFile = FollowedFile[tuple[ApiKey, ...]]
+TokensFile = FollowedFile[dict[str, VerificationKey]]
+
+AUTHORIZATION = "authorization"
+API_KEY = "x-api-key"
+BEARER = "bearer"
+
+
+class CredentialDoor:
+    """Knows callers by what they show."""
+
+    def __init__(
+        self,
+        keys: Callable[[], tuple[ApiKey, ...]] | None,
+        tokens: Callable[[], Mapping[str, VerificationKey]] | None,
+        rules: TokenRules,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._keys = keys
+        self._tokens = tokens
+        self._rules = rules
+        self._now_s = now_s
+
+    def identify(self, metadata: Metadata) -> Caller:
+        """See `Door`."""
+        credential = _credential(metadata)
+        if self._tokens is not None and (self._keys is None or credential.count(".") == 2):
+            return self._bearer(credential, self._tokens())
+        assert self._keys is not None
+        key = find_key(self._keys(), credential)
+        if key is None or not key.opens(self._now_s()):
+            raise _refused("the key is not known" if key is None else f"key {key.key_id!r} has expired or is disabled")
+        return key.caller
+
+    def _bearer(self, token: str, keys: Mapping[str, VerificationKey]) -> Caller:
+        try:
+            return read_token(token, keys, self._rules)
+        except TokenError as error:
+            raise _refused(f"the token: {error}") from None
+
+
+class Doors:
+    """The door of a router, and the files behind it."""
+
+    def __init__(self, settings: RouterSettings, served: Callable[[], Collection[str]] | None = None) -> None:
+        """Reads the files. `served` are the names of models that clients may ask for. Raises `SettingError`."""
+        keys, tokens = settings.api_keys_file, settings.jwt_jwks_file
+
+        def parse(source: str) -> tuple[ApiKey, ...]:
+            parsed = parse_keys(source)
+            if served is not None:
+                _warn_of_unserved_models(parsed, served())
+            return parsed
+
+        self._keys = KeysFile(keys, "api_keys_file", "API keys file", parse) if keys else None
+        self._tokens = TokensFile(tokens, "jwt_jwks_file", "JWKS file", parse_jwks) if tokens else None
+        self.door = self._door(TokenRules(settings.jwt_issuer, settings.jwt_audience, settings.jwt_tenant_claim))
+
+    def _door(self, rules: TokenRules) -> Door:
+        keys, tokens = self._keys, self._tokens
+        if keys is None and tokens is None:
+            return OpenDoor()
+        return CredentialDoor(
+            None if keys is None else lambda: keys.content, None if tokens is None else lambda: tokens.content, rules
+        )
+
+    async def follow(self) -> None:
+        """Reads the files again when they change, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for file in (self._keys, self._tokens):
+                if file is not None:
+                    tasks.create_task(file.follow())
+
+
+def _warn_of_unserved_models(keys: Sequence[ApiKey], served: Collection[str]) -> None:
+    """A key that names no model that is served sees none, and its user is told nothing more than that."""
+    for key in keys:
+        for name in sorted((key.caller.models or frozenset()) - frozenset(served)):
+            log.warning(
+                "API key %r names the model %r, which is not served here; served: %s",
+                key.key_id,
+                name,
+                ", ".join(sorted(served)),
+            )
+
+
+def _credential(metadata: Metadata) -> str:
+    """The one credential that is shown."""
+    shown = [(key, value) for key, value in metadata if key in (AUTHORIZATION, API_KEY)]
+    if len(shown) != 1:
+        raise _refused("no credential" if not shown else "several credentials")
+    ((key, value),) = shown
+    if key == API_KEY:
+        return str(value)
+    scheme, _, credential = str(value).partition(" ")
+    if scheme.lower() != BEARER:
+        raise _refused("the authorization is not a bearer's")
+    return credential.strip()
+
+
+def _refused(why: str) -> RequestError:
+    log.debug("a caller is not let in: %s", why)
+    return RequestError(
+        Reason.UNAUTHENTICATED, "a valid credential is needed: metadata 'authorization: Bearer …' or 'x-api-key: …'"
+    )

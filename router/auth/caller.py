@@ -1,0 +1,93 @@
+"""Who calls, and what that caller may ask for.
+
+A `Door` tells from a call's metadata who it is; `authorize` holds a request against that. Nothing here trusts a name
+that a request brings, unless the door identifies nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.errors import Reason, RequestError
+from inflight.v1 import inference_pb2, types_pb2
+from router.store.types import DEFAULT_TENANT
+
+Metadata = Sequence[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls. `tenant` None: not identified, and believed as named. `classes` and `models` are what it may ask for;
+    None: all. An operator may look at, and cancel, any tenant's requests without their token."""
+
+    tenant: str | None = None
+    classes: frozenset[types_pb2.PriorityClass] | None = None
+    models: frozenset[str] | None = None
+    is_operator: bool = False
+
+
+ANYBODY = Caller(is_operator=True)
+"""Who calls where the router identifies nobody."""
+
+
+class Door(Protocol):
+    """Tells who calls."""
+
+    def identify(self, metadata: Metadata) -> Caller:
+        """Who sends a call with this metadata. Raises `RequestError` UNAUTHENTICATED."""
+        ...
+
+
+class OpenDoor:
+    """Identifies nobody: tenants are believed as named."""
+
+    def identify(self, metadata: Metadata) -> Caller:
+        """See `Door`."""
+        return ANYBODY
+
+
+def authorize(request: inference_pb2.GenerateRequest, caller: Caller) -> None:
+    """Fills in tenant and class as the caller may have them. Raises `RequestError` NOT_ALLOWED."""
+    request.model = model_of(caller, request.model)
+    if caller.tenant is not None:
+        request.tenant = tenant_of(caller, request.tenant)
+    request.priority = _class_of(caller, request.priority)
+
+
+def tenant_of(caller: Caller, named: str) -> str:
+    """Whose request it is. Raises `RequestError` NOT_ALLOWED where another tenant is named."""
+    if caller.tenant is None:
+        return named or DEFAULT_TENANT
+    if named and named != caller.tenant and not caller.is_operator:
+        raise RequestError(Reason.NOT_ALLOWED, f"tenant: must be empty or {caller.tenant!r}, the caller's own")
+    return named or caller.tenant
+
+
+def model_of(caller: Caller, named: str) -> str:
+    """The model that is meant: no name is the caller's only model. Raises `RequestError` NOT_ALLOWED."""
+    if caller.models is None or named in caller.models:
+        return named
+    if not named and len(caller.models) == 1:
+        return min(caller.models)
+    known = ", ".join(sorted(caller.models))
+    raise RequestError(Reason.NOT_ALLOWED, f"model: {named[:100]!r} is not among the caller's: {known}")
+
+
+def sees_model(caller: Caller, model: str) -> bool:
+    """Whether the caller may know of the model."""
+    return caller.models is None or model in caller.models
+
+
+def _class_of(caller: Caller, asked: types_pb2.PriorityClass) -> types_pb2.PriorityClass:
+    """The class asked for; the caller's best, from standard on, where none is."""
+    if caller.classes is None:
+        return asked
+    if asked == types_pb2.PRIORITY_CLASS_UNSPECIFIED:
+        later = [one for one in caller.classes if one >= types_pb2.PRIORITY_CLASS_STANDARD]
+        return min(later, default=max(caller.classes))
+    if asked not in caller.classes:
+        names = ", ".join(types_pb2.PriorityClass.Name(one) for one in sorted(caller.classes))
+        raise RequestError(Reason.NOT_ALLOWED, f"priority: must be one of {names}, the caller's")
+    return asked

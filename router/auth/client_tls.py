@@ -1,0 +1,41 @@
+"""The port that clients connect to: its certificates, and what one connection may take."""
+
+from __future__ import annotations
+
+import logging
+
+from common.addresses import is_loopback
+from common.rpc.server import ConnectionLimits
+from common.rpc.tls import TlsFiles, TlsPaths
+from router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+# Room in a request for everything but its prompt.
+REQUEST_FIELDS_BYTES = 1024 * 1024
+
+
+def open_tls(settings: RouterSettings) -> TlsFiles | None:
+    """The certificates to serve clients with; None for serving in the clear. Raises `SettingError`."""
+    paths = TlsPaths.of(settings.tls_cert_file, settings.tls_key_file, None, prefix="")
+    if paths is not None:
+        return TlsFiles.open(paths)
+    if not is_loopback(settings.listen):
+        log.warning(
+            "prompts and answers cross the network in the clear: set tls_cert_file and tls_key_file, or listen on a "
+            "loopback address (listen is %s)",
+            settings.listen,
+        )
+    return None
+
+
+def connection_limits_of(settings: RouterSettings) -> ConnectionLimits:
+    """What a client's connection may take."""
+    return ConnectionLimits(
+        max_streams=settings.max_streams_per_connection,
+        max_idle_s=settings.max_connection_idle_s,
+        max_age_s=settings.max_connection_age_s,
+        handshake_timeout_s=settings.handshake_timeout_s,
+        # A prompt of as many ids takes 3 bytes for each; one that is too large by no more gets validation's own answer.
+        max_receive_bytes=4 * settings.max_prompt_bytes + REQUEST_FIELDS_BYTES,
+    )

@@ -1,0 +1,658 @@
+"""The requests of one model between the service, the executors and the ledger.
+
+`LiveRequests` decides; the dispatcher feeds it what happens and executes what it returns: calls of the ledger, messages
+on links, news for readers. It owns the calls that are under way, the links that are up and what has ended lately, and
+decides nothing about a request itself. The `LedgerWriter` writes ends and reports, the `QueueWatch` reports places in
+the queue, the `WaitingAudit` finds waiting requests that the ledger has lost.
+
+While Redis is away running streams go on: ends and hand-backs wait until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+from common.errors import Reason, RequestError
+from inflight.v1 import executor_pb2, types_pb2
+from router.dispatch.ended_streams import EndedStreams
+from router.dispatch.ledger_writer import LedgerWriter, ledger_report
+from router.dispatch.lifecycle import (
+    Admitted,
+    AdoptedElsewhere,
+    Answer,
+    AskLedger,
+    Attach,
+    AttachAnswered,
+    AttachResult,
+    CancelFound,
+    CancelSequence,
+    ClearSuspicion,
+    Effect,
+    Effects,
+    Event,
+    ExpectReport,
+    Forget,
+    Forgotten,
+    HandBack,
+    HandBackAnswered,
+    HandBackOutcome,
+    Lifecycle,
+    LinkEvent,
+    LiveRequests,
+    NoteMoved,
+    NotSent,
+    RecordAdmitted,
+    RequestState,
+    RequeueReason,
+    Resubmit,
+    Send,
+    Settle,
+    SettleUnused,
+    SubmitOutcome,
+    TakeIn,
+    TellEnd,
+    Unlinked,
+    Withdraw,
+    WithdrawAnswered,
+)
+from router.dispatch.queue_updates import QueueWatch
+from router.dispatch.retry_queue import STORE_RETRY_S, RetryQueue
+from router.dispatch.submit_limiter import SubmitTurns
+from router.dispatch.waiting_audit import WaitingAudit
+from router.executors.link import Answer as LinkAnswer
+from router.executors.link import ExecutorLink, NotAttached, OnAnswer
+from router.request.errors import (
+    being_cancelled,
+    draining,
+    duplicate,
+    mismatch,
+    no_executor,
+    not_in_the_ledger,
+    output_lost,
+    still_waits,
+)
+from router.request.ids import client_id
+from router.store.store import AdmissionStore
+from router.store.types import (
+    Adopted,
+    Attempt,
+    CancelOutcome,
+    Ending,
+    Explanation,
+    HandBackRefusal,
+    LeaseLapsed,
+    Placement,
+    Queued,
+    Refused,
+    Snapshot,
+    StoreEvent,
+    TenantLimits,
+)
+from router.store.types import RequestState as LedgerState
+from router.stream.relay import Relay
+from router.stream.request_stream import RequestStream, unread_stream
+from router.stream.write_timeout import unattended_s
+
+log = logging.getLogger(__name__)
+
+QUEUE_EVENT_INTERVAL_S = 1.0
+KEEP_ENDED_S = 60.0
+# How long an adopted request waits for its reader.
+UNCLAIMED_S = 1.0
+# How long a client that comes back waits for the end of its request, which is being cancelled.
+CANCEL_WAIT_S = 5.0
+# A router that has just started links its executors within a second.
+LINK_WAIT_S = 3.0
+# An executor answers between two steps, unless it hangs.
+ANSWER_WAIT_S = 5.0
+
+# What a request failed with for good, so that a client that comes back is told it again.
+LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
+
+# What listeners are told.
+WHY_MOVED = {
+    RequeueReason.LOST: "executor_lost",
+    RequeueReason.REJECTED: "rejected",
+    RequeueReason.STALLED: "stood_still",
+    RequeueReason.PREEMPTED: "preempted",
+    RequeueReason.HANDED_BACK: "preempted",
+    RequeueReason.WITHDRAWN: "withdrawn",
+}
+
+OpenAttached = Callable[[executor_pb2.SequenceAttached], RequestStream]
+
+
+class Dispatcher:
+    """The live requests of one model on this router."""
+
+    def __init__(
+        self,
+        open_store: Callable[[Callable[[StoreEvent], None]], AdmissionStore],
+        max_attempts: int,
+        no_executor_grace_s: float,
+        queue_event_interval_s: float = QUEUE_EVENT_INTERVAL_S,
+        keep_ended_s: float = KEEP_ENDED_S,
+        on_lapse: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store = open_store(self._on_store_event)
+        self._ledger = LedgerWriter(self._store, self._cancel_superseded)
+        self._requests = LiveRequests(no_executor_grace_s)
+        self._ended = EndedStreams(keep_ended_s)
+        self._links: dict[str, ExecutorLink] = {}
+        self._linked = asyncio.Event()
+        self._max_attempts = max_attempts
+        self._no_executor_grace_s = no_executor_grace_s
+        self._keep_ended_s = keep_ended_s
+        self._on_lapse = on_lapse
+        self._submitting: dict[Lifecycle, asyncio.Future[Admitted | RequestError]] = {}
+        self._resuming: dict[str, asyncio.Task[RequestStream | RequestError]] = {}
+        self._resubmissions: RetryQueue[Lifecycle] = RetryQueue(self._submit_again, self._spawn)
+        self._withdrawals: RetryQueue[Lifecycle] = RetryQueue(self._withdraw, self._spawn)
+        self._queue_watch = QueueWatch(self._store.explain, queue_event_interval_s)
+        self._waiting_audit = WaitingAudit(self, self._store.find_forgotten)
+        self._turns = SubmitTurns()
+        self._tasks = asyncio.TaskGroup()
+        self._has_stopped = False
+
+    @property
+    def links(self) -> tuple[ExecutorLink, ...]:
+        """The executors that can be used now."""
+        return tuple(self._links.values())
+
+    @property
+    def streams(self) -> tuple[RequestStream, ...]:
+        """The requests that wait or run."""
+        return tuple(stream_of(life) for life in self._requests.served.values())
+
+    def link_of(self, executor_id: str) -> ExecutorLink | None:
+        """The link to an executor that can be used now."""
+        return self._links.get(executor_id)
+
+    def stream_of(self, request_id: str) -> RequestStream | None:
+        """The stream of a request that this router serves."""
+        life = self._requests.served.get(request_id)
+        return None if life is None else stream_of(life)
+
+    async def run(self) -> None:
+        """Works until cancelled."""
+        try:
+            async with self._tasks:
+                self._tasks.create_task(self._store.run(), name="store")
+                self._tasks.create_task(self._ledger.run(), name="ledger")
+                self._tasks.create_task(self._queue_watch.run(), name="queue watch")
+                self._tasks.create_task(self._waiting_audit.run(), name="waiting audit")
+        finally:
+            self._has_stopped = True
+
+    async def close(self) -> None:
+        """Settles what has ended, as far as that can be done now."""
+        await self._ledger.settle_now()
+        await self._store.aclose()
+
+    # What the service asks for.
+
+    async def submit(self, stream: RequestStream) -> Admitted:
+        """Admits a request: it is placed or waits afterwards, or goes on where it ran. Raises `RequestError` where it
+        is refused.
+
+        The ledger's call outlives a cancelled caller: a reply must not be left to the next one, and a request that was
+        admitted all the same must be taken back.
+        """
+        effects = self._requests.submit(stream.life)
+        answered: asyncio.Future[Admitted | RequestError] = asyncio.get_running_loop().create_future()
+        self._submitting[stream.life] = answered
+        self._execute(effects)
+        try:
+            outcome = await answered
+        except asyncio.CancelledError:
+            self.leave(stream, 0)
+            raise
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome
+
+    async def check_rates(
+        self, tenant: str, limits: TenantLimits, tokens: int, request_id: str = "", *, takes: bool = False
+    ) -> Refused | None:
+        """See `AdmissionStore`. Raises `RequestError`."""
+        return await self._store.check_rates(tenant, limits, tokens, request_id, takes=takes)
+
+    async def find_repeated(self, stream: RequestStream) -> RequestStream | None:
+        """The request that this one repeats, where it is served or kept here. Raises `RequestError` where the id is
+        that of another one."""
+        known = await self._find_wanted(stream.request_id)
+        if known is None:
+            known = self._ended.find(stream.request_id, time.monotonic())
+            if known is None or known.life.was_cancelled or known.error is not None:
+                return None
+        if not stream.life.is_repeatable:
+            raise duplicate(client_id(stream.request_id))
+        if stream.digest != known.digest:
+            raise mismatch()
+        return known
+
+    async def find(self, ledger_id: str) -> RequestStream | None:
+        """A request that is served or kept here, for a client that comes back to it. One that ended here because its
+        client was gone may go on at another router: the ledger knows that. Raises `RequestError` where it is being
+        cancelled for too long."""
+        served = await self._find_wanted(ledger_id)
+        if served is not None:
+            return served
+        kept = self._ended.find(ledger_id, time.monotonic())
+        return None if kept is not None and kept.life.was_cancelled and not kept.life.is_cancelled else kept
+
+    async def _find_wanted(self, ledger_id: str) -> RequestStream | None:
+        """A request that is served here. The cancelled end of one whose client is gone is waited for: no other client
+        is to read that."""
+        known = self.stream_of(ledger_id)
+        if known is None or not _is_being_cancelled(known):
+            return known
+        with suppress(TimeoutError):
+            await asyncio.wait_for(known.forgotten.wait(), CANCEL_WAIT_S)
+        known = self.stream_of(ledger_id)
+        if known is not None and _is_being_cancelled(known):
+            raise being_cancelled()
+        return known
+
+    async def resume(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream:
+        """Goes on here with a request that another router began. Raises `RequestError` where that cannot be.
+
+        Outlives a cancelled caller: what was adopted is this router's, with or without a reader.
+        """
+        resuming = self._resuming.get(ledger_id)
+        if resuming is None:
+            resuming = self._resuming[ledger_id] = self._tasks.create_task(self._resume(ledger_id, open_attached))
+        outcome = await asyncio.shield(resuming)
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome
+
+    async def _resume(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream | RequestError:
+        outcome = await self._adopt(ledger_id, open_attached)
+        del self._resuming[ledger_id]
+        if isinstance(outcome, RequestStream):
+            # Without a reader by then, it is one whose client went away.
+            asyncio.get_running_loop().call_later(UNCLAIMED_S, self.leave, outcome, 0)
+        return outcome
+
+    def leave(self, stream: RequestStream, reader: int, grace_s: float = 0.0) -> None:
+        """Its reader is gone: it ends, or goes on for as long as its client asked, or for `grace_s` seconds where that
+        is longer. Without effect where another call reads it."""
+        if reader != stream.reader:
+            return
+        self._queue_watch.unwatch(stream)
+        goes_on_s = unattended_s(stream.reading, grace_s, self._keep_ended_s)
+        if stream.has_ended or goes_on_s == 0:
+            self.release(stream)
+        elif self._is_served(stream):
+            self._spawn(self._drain_unattended(stream, goes_on_s))
+
+    async def _drain_unattended(self, stream: RequestStream, goes_on_s: float | None) -> None:
+        """Drains the stream without a reader so that stop strings and deadlines still apply."""
+        reader = stream.attend()
+        try:
+            async with asyncio.timeout(goes_on_s):
+                await Relay(stream, None).run()
+        except TimeoutError:
+            log.info("%s: no client came back within %g s", stream.request_id, goes_on_s)
+        except RequestError as error:
+            log.debug("%s: without a client: %s", stream.request_id, error.reason.value)
+        if reader == stream.reader:
+            self.release(stream)
+
+    def release(self, stream: RequestStream) -> None:
+        """The client wants no more: ends the request wherever it is. Safe to repeat, also after its end."""
+        self._queue_watch.unwatch(stream)
+        self._execute(self._requests.release(stream.life))
+
+    def turn_away_waiting(self) -> None:
+        """This router drains: what waits ends now. A request that can be repeated keeps its place for that."""
+        self._execute(self._requests.turn_away_waiting(draining("the router is draining")))
+
+    async def emptied(self) -> None:
+        """Waits until no request waits or runs here."""
+        while self._requests.served:
+            await stream_of(next(iter(self._requests.served.values()))).forgotten.wait()
+
+    def leave_running(self) -> None:
+        """Leaves everything to the routers that its clients turn to."""
+        error = draining("the router has drained; resume on another", is_resumable=True)
+        self._execute(self._requests.leave_all(error))
+
+    def watch_queue(self, stream: RequestStream, told: Queued) -> None:
+        """The request waits, and its client is to be told of its place; it knows `told` already."""
+        self._queue_watch.watch(stream, told)
+
+    async def cancel(self, request_id: str) -> LedgerState | None:
+        """Ends a request of any router; returns where it was, None where there is no such request."""
+        outcome = await self._store.cancel(request_id)
+        if outcome.state is None:
+            return None
+        life = self._requests.served.get(request_id)
+        if life is not None:
+            self._tell(life, CancelFound(outcome.state))
+        elif outcome.placement is not None and not outcome.owner_told:
+            placement = outcome.placement
+            self._execute([CancelSequence(placement.executor_id, request_id, placement.attempt)])
+        return outcome.state
+
+    async def explain(self, request_id: str) -> Explanation | None:
+        """How a request of any router stands; None where there is no such request."""
+        return await self._store.explain(request_id)
+
+    async def snapshot(self, max_lines: int = 0) -> Snapshot:
+        """The ledger as it is now."""
+        return await self._store.snapshot(max_lines)
+
+    # What links tell.
+
+    def on_linked(self, link: ExecutorLink) -> None:
+        """An executor can be used."""
+        self._links[link.executor_id] = link
+        self._linked.set()
+        self._linked = asyncio.Event()
+
+    def on_request(self, stream: RequestStream, event: LinkEvent) -> None:
+        """Something happened to a placement that went over a link."""
+        self._tell(stream.life, event)
+
+    def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
+        """The executor has reported; the newest report is the one that counts."""
+        self._ledger.report(ledger_report(link, report))
+
+    def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
+        """An executor is lost: its requests go back to the queue, with their output so far."""
+        if self._links.get(link.executor_id) is link:
+            del self._links[link.executor_id]
+            self._ledger.forget(link.executor_id)
+        for stream in streams:
+            self._tell(stream.life, Unlinked(stream.life.current_attempt))
+        if not self._links:
+            self._spawn(self._give_up_without_executor())
+
+    async def _give_up_without_executor(self) -> None:
+        await asyncio.sleep(self._no_executor_grace_s)
+        if not self._links:
+            text = f"no executor has been reachable for {self._no_executor_grace_s:g} s"
+            self._execute(self._requests.no_executor(no_executor(text)))
+
+    # What the ledger tells.
+
+    def _on_store_event(self, event: StoreEvent) -> None:
+        if isinstance(event, LeaseLapsed):
+            self._on_lapse()
+        self._execute(self._requests.on_store_event(event))
+
+    def _cancel_superseded(self, executor_id: str, attempt: Attempt) -> None:
+        self._execute([CancelSequence(executor_id, attempt.request_id, attempt.attempt)])
+
+    # What the audit asks for (`router.dispatch.waiting_audit`).
+
+    def waiting(self) -> list[RequestStream]:
+        """The requests that are in the queue, as far as this router knows."""
+        return [stream_of(life) for life in self._requests.waiting()]
+
+    def waits(self, stream: RequestStream) -> bool:
+        """Whether the request is in the queue, as far as this router knows."""
+        return self._is_served(stream) and stream.life.is_in_queue
+
+    def submit_forgotten_again(self, stream: RequestStream) -> None:
+        """Submits a request again that the ledger does not have in its queue, although it waits here."""
+        self._tell(stream.life, Forgotten())
+
+    # How effects are executed.
+
+    def _tell(self, life: Lifecycle, event: Event) -> None:
+        self._execute(self._requests.tell(life, event))
+
+    def _execute(self, effects: Effects) -> None:
+        for effect in effects:
+            self._execute_one(effect)
+
+    def _execute_one(self, effect: Effect) -> None:
+        match effect:
+            case Send(life, placement):
+                self._send(life, placement)
+            case Settle(life, attempt):
+                self._ledger.settle(stream_of(life).ending(attempt))
+            case SettleUnused(ending):
+                self._ledger.settle(ending)
+            case TellEnd(life):
+                stream_of(life).tell_end()
+            case Forget(life):
+                self._forget(stream_of(life))
+            case RecordAdmitted(life):
+                stream_of(life).record.admitted()
+            case Answer(life, outcome):
+                self._answer(life, outcome)
+            case CancelSequence(executor_id, request_id, attempt, reason):
+                link = self._links.get(executor_id)
+                if link is not None:
+                    link.cancel(request_id, attempt, cast(types_pb2.FinishReason, reason))
+            case NoteMoved(life, why):
+                stream_of(life).pause()
+                stream_of(life).record.moved(WHY_MOVED[why])
+            case TakeIn(life, has_started, num_cached_tokens):
+                stream_of(life).attach(has_started=has_started, num_cached_tokens=num_cached_tokens)
+            case ExpectReport(executor_id):
+                self._ledger.expect_report(executor_id)
+            case _:
+                self._call(effect)
+
+    def _call(self, effect: Effect) -> None:
+        """Begins what is answered later."""
+        match effect:
+            case AskLedger(life, is_served=False):
+                self._tasks.create_task(self._submit_first(life))
+            case Resubmit(life, is_retry=False):
+                self._resubmissions.add(life)
+            case Withdraw(life, is_retry=False):
+                self._withdrawals.add(life)
+            case Attach(life, adopted, is_first):
+                self._spawn(self._attach(life, adopted, is_first=is_first))
+            case HandBack(life, placement, why):
+                self._spawn(self._hand_back(life, placement, why))
+            case ClearSuspicion(life, attempt):
+                self._spawn(self._clear_suspicion(life.request_id, attempt))
+
+    def _send(self, life: Lifecycle, placement: Placement) -> None:
+        submit = stream_of(life).place(placement)
+        link = self._links.get(placement.executor_id)
+        if link is None or link.description.generation != placement.generation:
+            self._tell(life, NotSent(placement.attempt))
+        else:
+            link.submit(stream_of(life), submit)
+
+    def _forget(self, stream: RequestStream) -> None:
+        stream.forget()
+        is_lasting = stream.error is not None and stream.error.reason in LASTING_ERRORS
+        is_left = stream.life.state is RequestState.LEFT
+        if stream.reading is not None and not is_left and (stream.end is not None or is_lasting):
+            self._ended.keep(stream, time.monotonic())
+
+    def _answer(self, life: Lifecycle, outcome: Admitted | RequestError) -> None:
+        answered = self._submitting.pop(life)
+        if not answered.done():  # its caller may be gone
+            answered.set_result(outcome)
+
+    async def _submit_first(self, life: Lifecycle) -> None:
+        async def submit_unless_abandoned() -> SubmitOutcome:
+            if life.is_abandoned:  # while it waited for its turn: the answer would not be read
+                return draining("the client is gone")
+            return await self._submit_to_ledger(life)
+
+        outcome = await self._turns.take(submit_unless_abandoned)
+        self._execute(self._requests.submit_answered(life, outcome))
+
+    async def _submit_again(self, life: Lifecycle) -> bool:
+        """Tries to put a request into the queue whose placement or place the ledger has lost. Returns whether that is
+        done with. While Redis is away that waits, as requests in the queue do."""
+        if not self._requests.resubmit_due(life):
+            return True
+        outcome = await self._submit_to_ledger(life, is_served=True)
+        self._execute(self._requests.resubmit_answered(life, outcome, time.monotonic()))
+        return not life.is_resubmit_queued
+
+    async def _submit_to_ledger(self, life: Lifecycle, *, is_served: bool = False) -> SubmitOutcome:
+        try:
+            return await self._store.submit(stream_of(life).demand(is_served=is_served))
+        except RequestError as error:
+            return error
+
+    async def _withdraw(self, life: Lifecycle) -> bool:
+        """Takes a request out of the queue. Returns whether that is done with."""
+        if not self._requests.withdraw_due(life):
+            return True
+        outcome: CancelOutcome | None = None
+        try:
+            outcome = await self._store.cancel(life.request_id, is_own=True)
+        except RequestError as error:
+            log.debug("%s cannot be withdrawn yet: %s", life.request_id, error)
+        self._tell(life, WithdrawAnswered(outcome))
+        return outcome is not None
+
+    async def _hand_back(self, life: Lifecycle, placement: Placement, why: RequeueReason) -> None:
+        outcome = await self._hand_back_to_ledger(life, placement, why)
+        self._tell(life, HandBackAnswered(placement, why, outcome, self._max_attempts))
+
+    async def _hand_back_to_ledger(self, life: Lifecycle, placement: Placement, why: RequeueReason) -> HandBackOutcome:
+        stream = stream_of(life)
+        while True:
+            with suppress(RequestError):  # the ledger is away
+                outcome = await self._store.hand_back(
+                    placement.request_id,
+                    placement.attempt,
+                    self._max_attempts,
+                    rejected=why in (RequeueReason.REJECTED, RequeueReason.HANDED_BACK),
+                    preempted=why is RequeueReason.PREEMPTED,
+                    output_tokens=len(stream.output_ids),
+                    progressed=stream.has_progressed,
+                    stood_still=why is RequeueReason.STALLED,
+                )
+                if outcome is not HandBackRefusal.UNDECIDED:
+                    return outcome
+            await asyncio.sleep(STORE_RETRY_S)
+
+    async def _clear_suspicion(self, ledger_id: str, attempt: int) -> None:
+        try:
+            await self._store.absolve(ledger_id, attempt)
+        except RequestError as error:
+            log.debug("%s stays under suspicion: %s", ledger_id, error)
+
+    # How requests of other routers are taken over.
+
+    async def _attach(self, life: Lifecycle, adopted: Adopted, *, is_first: bool) -> None:
+        """Asks for the output of a request whose repeat this router has."""
+
+        def on_answer(answer: LinkAnswer) -> RequestStream | None:
+            if not isinstance(answer, executor_pb2.SequenceAttached):
+                return None
+            if not stream_of(life).is_repeat_of(answer):
+                # The ledger had forgotten whose it is. It goes on for the client that asked for it.
+                self._tell(life, AttachAnswered(adopted, AttachResult.MISMATCH, is_first))
+                return unread_stream(answer.request_id)
+            self._tell(
+                life,
+                AttachAnswered(adopted, AttachResult.ATTACHED, is_first, answer.started, answer.cached_tokens),
+            )
+            if life.is_current(adopted.placement.attempt):
+                return stream_of(life)
+            return unread_stream(answer.request_id) if life.state is RequestState.LEFT else None
+
+        answer = await self._ask_executor(adopted.placement, on_answer)
+        if isinstance(answer, NotAttached):
+            self._tell(life, AttachAnswered(adopted, NOT_ATTACHED[answer], is_first))
+
+    async def _adopt(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream | RequestError:
+        """The stream of a request of which only the id is known, or why there is none."""
+        try:
+            adopted = await self._store.adopt(ledger_id)
+        except RequestError as error:
+            return error
+        if adopted is None:
+            return not_in_the_ledger()
+        if adopted in (LedgerState.WAITING, LedgerState.LOST):
+            return still_waits()
+        if not isinstance(adopted, Adopted):
+            return output_lost("no executor holds the request")
+        opened: list[RequestStream] = []
+
+        def on_answer(answer: LinkAnswer) -> RequestStream | None:
+            if not isinstance(answer, executor_pb2.SequenceAttached):
+                return None
+            stream = open_attached(answer)
+            opened.append(stream)
+            event = AdoptedElsewhere(adopted, answer.started, answer.cached_tokens)
+            self._execute(self._requests.adopt(stream.life, event))
+            return stream
+
+        answer = await self._ask_executor(adopted.placement, on_answer)
+        if opened:
+            log.info("%s goes on here", ledger_id)
+            return opened[0]
+        if answer is NotAttached.NOT_HELD and not adopted.ended:
+            # Its prompt is lost: its place is free.
+            self._ledger.settle(Ending(ledger_id, adopted.placement.attempt, cancelled=True))
+        return output_lost("its executor does not hold the request any more, or cannot be reached")
+
+    async def _ask_executor(self, placement: Placement, on_answer: OnAnswer) -> LinkAnswer:
+        """Asks the executor of a placement for its output from the first token on. `on_answer` is called in the moment
+        of an answer that is in time, before any frame that names its slot."""
+        link = await self._link_to(placement)
+        if link is None:
+            # One that has started again holds nothing of before.
+            is_another = placement.executor_id in self._links
+            return NotAttached.NOT_HELD if is_another else NotAttached.LINK_LOST
+        answered: asyncio.Future[LinkAnswer] = asyncio.get_running_loop().create_future()
+
+        def answer_once(answer: LinkAnswer) -> RequestStream | None:
+            if answered.done():  # too late
+                return None
+            stream = on_answer(answer)
+            answered.set_result(answer)
+            return stream
+
+        link.attach(placement.request_id, placement.attempt, 0, answer_once)
+        try:
+            return await asyncio.wait_for(answered, ANSWER_WAIT_S)
+        except TimeoutError:
+            return NotAttached.LINK_LOST
+
+    async def _link_to(self, placement: Placement) -> ExecutorLink | None:
+        """The link to the executor of a placement; waits for it where it is not up yet."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINK_WAIT_S):
+                while True:
+                    link = self._links.get(placement.executor_id)
+                    if link is not None:
+                        return link if link.description.generation == placement.generation else None
+                    await self._linked.wait()
+        return None
+
+    def _is_served(self, stream: RequestStream) -> bool:
+        return self._requests.served.get(stream.request_id) is stream.life
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._has_stopped:  # what is left to do is the next router's
+            work.close()
+            return
+        self._tasks.create_task(work)
+
+
+NOT_ATTACHED = {NotAttached.NOT_HELD: AttachResult.NOT_HELD, NotAttached.LINK_LOST: AttachResult.LINK_LOST}
+
+
+def stream_of(life: Lifecycle) -> RequestStream:
+    """The stream of a request of this router."""
+    assert isinstance(life.output, RequestStream)
+    return life.output
+
+
+def _is_being_cancelled(stream: RequestStream) -> bool:
+    """Whether its client is gone, and its end has not come yet."""
+    return stream.life.is_abandoned and not stream.has_ended

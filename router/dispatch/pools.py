@@ -1,0 +1,193 @@
+"""The models that this router serves, and which executor belongs to which.
+
+A pool is one model: its text side, its ledger and its live requests. `Pools` finds the pool that a request names, by
+its own name or by one that stands for several models, keeps a link to every executor address, and passes what a link
+tells to the pool that its executor serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight.v1 import executor_pb2
+from router.auth.caller import Caller, model_of, sees_model
+from router.config.variants import Variant, choose_variant
+from router.discovery import watch
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.lifecycle import Finished, LinkEvent
+from router.executors.channel import ExecutorChannels
+from router.executors.link import ExecutorLink, LinkEvents
+from router.request.errors import no_executor
+from router.stream.request_stream import RequestStream
+from router.telemetry.event_log import EventLog
+from router.telemetry.events import NOBODY, Listeners
+from router.text.tokenizer import TextModel
+
+Variants = Mapping[str, tuple[Variant, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One model."""
+
+    name: str
+    text: TextModel
+    dispatcher: Dispatcher
+    listeners: Listeners = NOBODY
+
+    @property
+    def links(self) -> tuple[ExecutorLink, ...]:
+        """Its executors that can be used now, in order of id."""
+        return tuple(sorted(self.dispatcher.links, key=lambda link: link.executor_id))
+
+    def describe(self) -> executor_pb2.DescribeResponse:
+        """What its executors serve. Raises `RequestError` while there is none."""
+        for link in self.links:
+            return link.description
+        raise no_executor(f"no executor of model {self.name} is reachable")
+
+
+class Pools:
+    """All models of this router, and its links. Implements `router.executors.link.LinkRegistry`."""
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        router_id: str,
+        current_variants: Callable[[], Variants] = dict,
+        channels: ExecutorChannels | None = None,
+        events: EventLog | None = None,
+    ) -> None:
+        self._events = events or EventLog()
+        self.by_name: Mapping[str, Pool] = {pool.name: pool for pool in pools}
+        self._current_variants = current_variants
+        self._router_id = router_id
+        self._channels = channels
+        self._links: dict[str, tuple[ExecutorLink, asyncio.Task[None]]] = {}
+        self._wanted: frozenset[str] = frozenset()
+        self._links_changed = asyncio.Event()
+
+    @property
+    def variants(self) -> Variants:
+        """The names that stand for several models, and those models."""
+        return self._current_variants()
+
+    def find(self, model: str, key: str = "", seen: frozenset[str] | None = None) -> Pool:
+        """The pool of the model named, or of the one that serves `key` where the name stands for several; the only one
+        where no name is given. Raises `RequestError`, whose text names none but the models `seen`; None: all."""
+        variants = self.variants.get(model)
+        if variants:
+            return self.by_name[choose_variant(variants, key).model]
+        (pool,) = self.find_all(model, seen)
+        return pool
+
+    def find_all(self, model: str, seen: frozenset[str] | None = None) -> tuple[Pool, ...]:
+        """Every pool that a name can mean. Raises `RequestError` as `find`."""
+        variants = self.variants
+        if model in variants:
+            return tuple(self.by_name[variant.model] for variant in variants[model])
+        if model in self.by_name:
+            return (self.by_name[model],)
+        known = ", ".join(sorted(name for name in (*self.by_name, *variants) if seen is None or name in seen)) or "none"
+        if not model:
+            if len(self.by_name) == 1:
+                return tuple(self.by_name.values())
+            raise invalid(FieldViolation("model", f"must be one of {known}"))
+        raise RequestError(
+            Reason.UNKNOWN_MODEL,
+            f"model: there is no model {model[:100]!r}; known: {known}",
+            (FieldViolation("model", f"must be one of {known}"),),
+        )
+
+    def names_seen_by(self, caller: Caller, model: str = "") -> list[str]:
+        """The name that a caller gives, or all that it may know of. Raises `RequestError`."""
+        if model:
+            return [model_of(caller, model)]
+        return [name for name in (*self.by_name, *self.variants) if sees_model(caller, name)]
+
+    def seen_by(self, caller: Caller, model: str = "") -> list[Pool]:
+        """The pools that these names can mean, in order of name. Raises `RequestError`."""
+        names = self.names_seen_by(caller, model)
+        pools = {pool.name: pool for name in names for pool in self.find_all(name, caller.models)}
+        return [pool for _, pool in sorted(pools.items())]
+
+    async def run(self, addresses: Sequence[str], resolve_interval_s: float) -> None:
+        """Serves the pools and links executors until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for pool in self.by_name.values():
+                tasks.create_task(pool.dispatcher.run(), name=f"pool {pool.name}")
+            async for current in watch(addresses, resolve_interval_s):
+                self._follow(current, tasks)
+
+    def _follow(self, addresses: frozenset[str], tasks: asyncio.TaskGroup) -> None:
+        """Links new addresses. One that is no longer named is let go when its link is down."""
+        self._wanted = addresses
+        for address in addresses - self._links.keys():
+            link = ExecutorLink(address, self._router_id, self, self._channels)
+            self._links[address] = (link, tasks.create_task(link.run(), name=f"link {address}"))
+        for address in self._links.keys() - addresses:
+            if not self._links[address][0].is_up:
+                self._let_go(address)
+
+    def _let_go(self, address: str) -> None:
+        _, task = self._links.pop(address)
+        task.cancel()
+
+    async def readiness_changed(self) -> bool:
+        """Waits until links came or went; returns whether any model has an executor."""
+        await self._links_changed.wait()
+        self._links_changed.clear()
+        return any(pool.links for pool in self.by_name.values())
+
+    async def close(self) -> None:
+        """Settles what has ended, as far as that can be done now."""
+        for pool in self.by_name.values():
+            await pool.dispatcher.close()
+
+    def on_linked(self, link: ExecutorLink) -> LinkEvents | str:
+        """See `LinkRegistry`."""
+        pool = self.by_name.get(link.description.model)
+        if pool is None:
+            return f"it serves {link.description.model}, this router {', '.join(sorted(self.by_name))}"
+        if link.description.vocabulary_size < pool.text.vocabulary_size:
+            return f"its vocabulary of {link.description.vocabulary_size} is smaller than the tokenizer's"
+        pool.dispatcher.on_linked(link)
+        self._events.executor_linked(link.executor_id, pool.name)
+        self._links_changed.set()
+        return _PoolLinks(pool, self._events, self._unlinked)
+
+    def _unlinked(self, link: ExecutorLink) -> None:
+        self._links_changed.set()
+        if link.address in self._links and link.address not in self._wanted:
+            self._let_go(link.address)
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolLinks:
+    """What the links of one pool tell its dispatcher and the event log. Implements `LinkEvents`."""
+
+    pool: Pool
+    events: EventLog
+    unlinked: Callable[[ExecutorLink], None]
+
+    def on_request(self, link: ExecutorLink, stream: RequestStream, event: LinkEvent) -> None:
+        """See `LinkEvents`."""
+        if isinstance(event, Finished) and event.is_stall:
+            self.events.engine_stalled(link.executor_id, self.pool.name)
+        self.pool.dispatcher.on_request(stream, event)
+
+    def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
+        """See `LinkEvents`."""
+        self.events.executor_reported(
+            link.executor_id, self.pool.name, is_draining=report.draining, num_preemptions=report.num_preemptions
+        )
+        self.pool.dispatcher.on_report(link, report)
+
+    def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
+        """See `LinkEvents`."""
+        self.events.executor_lost(link.executor_id, self.pool.name, len(streams))
+        self.pool.dispatcher.on_unlinked(link, streams)
+        self.unlinked(link)

@@ -1,0 +1,106 @@
+"""Anti-entropy for waiting requests: finds those that the ledger has lost although no call failed.
+
+Redis can lose its newest writes: a replica that was behind takes over, or an older snapshot is loaded, while a proxy
+keeps the connections open. Then no call fails and no lease lapses, and a request that was submitted or handed back in
+the lost interval would wait forever. So the router asks the ledger for its waiting requests, a bounded number at a
+time, and submits again those that are not there. It asks twice before it does: news of the request's end or placement
+may still be on its way from the mailbox when the first answer comes.
+
+The order is random, so that each check is a sample of all that wait: of 10,000 requests of which 2 % are lost the first
+check of 256 finds one with 99 %, and then the others are checked at once. A single lost one is found within a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from common.errors import RequestError
+from router.store.types import Attempt
+from router.stream.request_stream import RequestStream
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.5
+CONFIRM_S = 0.5
+MAX_PER_LOOK = 256
+
+
+class Line(Protocol):
+    """The waiting requests of a router; `router.dispatch.dispatcher.Dispatcher` has them."""
+
+    def waiting(self) -> list[RequestStream]:
+        """The requests that are in line, as far as this router knows."""
+
+    def waits(self, stream: RequestStream) -> bool:
+        """Whether this one is."""
+
+    def submit_forgotten_again(self, stream: RequestStream) -> None:
+        """Puts it in line again."""
+
+
+class WaitingAudit:
+    """Checks the waiting requests of one model. A round checks each of them once, `MAX_PER_LOOK` per `INTERVAL_S`. When
+    a check finds a lost request, the rest of the round follows at once."""
+
+    def __init__(
+        self,
+        line: Line,
+        find_forgotten: Callable[[Sequence[Attempt]], Awaitable[frozenset[str]]],
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._line = line
+        self._find_forgotten = find_forgotten
+        self._pause = pause
+        self._round: deque[RequestStream] = deque()
+
+    async def run(self) -> None:
+        """Checks until cancelled."""
+        while True:
+            await self._pause(INTERVAL_S)
+            try:
+                await self.look()
+            except RequestError as error:
+                log.debug("waiting requests cannot be verified: %s", error)
+
+    async def look(self) -> None:
+        """Checks the next requests of the round, or of a new one. Raises `RequestError` while Redis does not answer."""
+        if not self._round:
+            waiting = self._line.waiting()
+            random.shuffle(waiting)
+            self._round.extend(waiting)
+        if await self._submit_forgotten_again(await self._find_suspected(self._next())):
+            suspected: list[RequestStream] = []
+            while self._round:
+                suspected += await self._find_suspected(self._next())
+            await self._submit_forgotten_again(suspected)
+
+    def _next(self) -> list[RequestStream]:
+        return [self._round.popleft() for _ in range(min(MAX_PER_LOOK, len(self._round)))]
+
+    async def _find_suspected(self, streams: Sequence[RequestStream]) -> list[RequestStream]:
+        """The requests that wait here and not in the ledger; at most `MAX_PER_LOOK` are asked for."""
+        waiting = [stream for stream in streams if self._line.waits(stream)]
+        if not waiting:
+            return []
+        ids = await self._find_forgotten([Attempt(stream.request_id, stream.life.attempt) for stream in waiting])
+        return [stream for stream in waiting if stream.request_id in ids and self._line.waits(stream)]
+
+    async def _submit_forgotten_again(self, suspected: Sequence[RequestStream]) -> int:
+        """Submits again those that are still missing a moment later. Returns how many."""
+        if not suspected:
+            return 0
+        await self._pause(CONFIRM_S)
+        num_forgotten = 0
+        for start in range(0, len(suspected), MAX_PER_LOOK):
+            forgotten = await self._find_suspected(suspected[start : start + MAX_PER_LOOK])
+            num_forgotten += len(forgotten)
+            for stream in forgotten:
+                self._line.submit_forgotten_again(stream)
+        if num_forgotten:
+            log.warning("the ledger has lost %d waiting requests, which are submitted again", num_forgotten)
+        return num_forgotten

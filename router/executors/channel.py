@@ -1,0 +1,53 @@
+"""How a router connects to executors: in the clear, or with certificates on both sides.
+
+Every channel is opened with the certificates that hold then; one that is open keeps its own.
+"""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from common.rpc.server import MAX_LINK_BYTES, channel_options
+from common.rpc.tls import TlsFiles, TlsPaths
+from common.settings import SettingError
+from router.settings import RouterSettings
+
+
+class ExecutorChannels:
+    """Opens channels to executors. `name` is what their certificates must bear; empty: the host of their address."""
+
+    def __init__(self, tls: TlsFiles | None = None, name: str = "") -> None:
+        self.tls = tls
+        self._name = name
+
+    @classmethod
+    def of(cls, settings: RouterSettings) -> ExecutorChannels:
+        """As the settings say. Raises `SettingError` where they do not go together."""
+        ca_file, cert_file, key_file = (
+            settings.executor_tls_ca_file,
+            settings.executor_tls_cert_file,
+            settings.executor_tls_key_file,
+        )
+        paths = TlsPaths.of(cert_file, key_file, ca_file, prefix="executor_")
+        if paths is None and ca_file is None:
+            if settings.executor_tls_name:
+                raise SettingError("executor_tls_name needs executor_tls_ca_file: without TLS executors show no name")
+            return cls()
+        if paths is None:
+            raise SettingError(
+                "executor_tls_ca_file needs executor_tls_cert_file and executor_tls_key_file: executors serve only "
+                "routers that show a certificate"
+            )
+        if ca_file is None:
+            raise SettingError(
+                "executor_tls_cert_file needs executor_tls_ca_file: it says whose executors are trusted with prompts"
+            )
+        return cls(TlsFiles.open(paths), settings.executor_tls_name)
+
+    def open(self, address: str, options: list[tuple[str, int]]) -> grpc.aio.Channel:
+        """A new channel with these options on top of every link's."""
+        options = [*channel_options(MAX_LINK_BYTES), *options]
+        if self.tls is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        names = [("grpc.ssl_target_name_override", self._name)] if self._name else []
+        return grpc.aio.secure_channel(address, self.tls.channel_credentials(), options=[*options, *names])

@@ -1,0 +1,183 @@
+"""What a router believes of an executor: the limits within which a description or a frame can be true.
+
+Pure. A router takes in nothing of a frame that breaks them: the link breaks, its requests go on elsewhere, and the
+other executors' streams notice nothing. What is checked is what could hurt: numbers that the ledger counts with,
+numbers that are looked up or used as an index, lists that should be of one length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+from google.protobuf.message import DecodeError
+
+from inflight.v1 import executor_pb2, resume_pb2, types_pb2
+from router.request.ids import ledger_id
+from router.request.spec import MAX_TOP_LOGPROBS
+
+# The scripts of the ledger count in doubles, which are exact up to here.
+MAX_COUNT = 2**53
+MAX_NAME_CHARACTERS = 512
+# More than an executor takes in between two steps; a report is audited in one script.
+MAX_HELD = 16_384
+# What an executor puts into one frame at most: answers to submits and attaches, tokens.
+MAX_ANSWERS = 2**16
+MAX_FRAME_TOKENS = 2**20
+# More than can board between two frames.
+MAX_STARTED = 2**17
+
+FINISH_REASONS = frozenset(types_pb2.FinishReason.values()) - {types_pb2.FINISH_REASON_UNSPECIFIED}
+
+Placements = Collection[tuple[str, int]]
+
+
+class FrameError(Exception):
+    """An executor sent what cannot be true. The text says what."""
+
+
+def check_description(description: executor_pb2.DescribeResponse) -> None:
+    """Raises `FrameError` where nothing could be placed by it."""
+    _check_name("executor_id", description.executor_id)
+    for name in ("generation", "block_size", "total_blocks", "max_num_sequences", "context_length", "vocabulary_size"):
+        value = getattr(description, name)
+        if not 0 < value <= MAX_COUNT:
+            raise FrameError(f"{name} is {value}")
+    defaults = description.default_sampling
+    if not 0 <= defaults.temperature < math.inf or not 0 <= defaults.top_p <= 1 or defaults.top_k < 0:
+        raise FrameError("default_sampling is out of range")
+
+
+def check_frame(
+    response: executor_pb2.ServeResponse,
+    description: executor_pb2.DescribeResponse,
+    offered: Placements,
+    seated: Collection[int],
+    asked: Placements = (),
+) -> None:
+    """Raises `FrameError` where a frame does not belong on this stream. `offered` are the placements that wait for an
+    answer, `asked` those whose attachment does, `seated` the slots that mean a sequence now."""
+    if response.generation != description.generation:
+        raise FrameError(f"its generation is {response.generation}, not {description.generation}")
+    if len(response.rejected) > MAX_ANSWERS:
+        raise FrameError(f"it rejects {len(response.rejected)} placements")
+    slots = _slots_after(response.accepted, offered, seated)
+    slots = _slots_after(response.attached, asked, slots)
+    if response.HasField("step"):
+        _check_step(response.step, slots, description.vocabulary_size)
+    if response.HasField("report"):
+        check_report(response.report, description)
+
+
+def context_of(attached: executor_pb2.SequenceAttached) -> resume_pb2.RouterContext:
+    """What the router that admitted a request left with it. Raises `FrameError` where that is another request's, whose
+    client would be let in with it."""
+    try:
+        context = resume_pb2.RouterContext.FromString(attached.submit.router_context)
+    except DecodeError as error:
+        raise FrameError(f"the router_context of {attached.request_id} is none") from error
+    if not attached.request_id == attached.submit.request_id == ledger_id(context.tenant, context.request_id):
+        raise FrameError(f"the router_context of {attached.request_id} is another request's")
+    return context
+
+
+def check_report(report: executor_pb2.Report, description: executor_pb2.DescribeResponse) -> None:
+    """Raises `FrameError` where the ledger must not count with it."""
+    if report.total_blocks != description.total_blocks:
+        raise FrameError(f"total_blocks is {report.total_blocks}, in its description {description.total_blocks}")
+    if report.budget_blocks > report.total_blocks:
+        raise FrameError(f"budget_blocks is {report.budget_blocks} of {report.total_blocks}")
+    most_sequences = description.max_num_sequences + description.num_standby_sequences
+    if report.budget_sequences > most_sequences:
+        raise FrameError(f"budget_sequences is {report.budget_sequences} of {most_sequences}")
+    if report.seq > MAX_COUNT:
+        raise FrameError(f"seq is {report.seq}")
+    if not 0 <= report.reserve_quantile <= 1:
+        raise FrameError(f"reserve_quantile is {report.reserve_quantile}")
+    for field, value in report.ListFields():
+        if isinstance(value, float) and not 0 <= value < math.inf:
+            raise FrameError(f"{field.name} is {value}")
+    _check_held(report)
+
+
+def _check_held(report: executor_pb2.Report) -> None:
+    if len(report.held) > MAX_HELD:
+        raise FrameError(f"it holds {len(report.held)} sequences")
+    for held in report.held:
+        _check_name("a held request_id", held.request_id)
+        if held.reserved_blocks > report.total_blocks:
+            raise FrameError(f"{held.reserved_blocks} blocks of {report.total_blocks} are reserved for one sequence")
+
+
+def _slots_after(
+    taken_in: Iterable[executor_pb2.SequenceAccepted | executor_pb2.SequenceAttached],
+    expected: Placements,
+    seated: Collection[int],
+) -> Collection[int]:
+    """The slots that the rest of the frame may name."""
+    taken: set[int] = set()
+    answered: set[tuple[str, int]] = set()
+    for one in taken_in:
+        placement = (one.request_id, one.attempt)
+        if placement not in expected or placement in answered:
+            raise FrameError("it takes what it was not offered")
+        if len(one.slots) != 1:
+            raise FrameError(f"it gives {len(one.slots)} slots to a sequence")
+        if one.slots[0] in seated or one.slots[0] in taken:
+            raise FrameError(f"slot {one.slots[0]} means another sequence")
+        answered.add(placement)
+        taken.add(one.slots[0])
+    return taken.union(seated) if taken else seated
+
+
+def _check_step(step: executor_pb2.StepFrame, slots: Collection[int], vocabulary_size: int) -> None:
+    if not len(step.slots) == len(step.offsets) == len(step.token_ids):
+        raise FrameError(f"it has {len(step.slots)} slots, {len(step.offsets)} offsets, {len(step.token_ids)} tokens")
+    _check_step_counts(step, len(slots))
+    if max(step.token_ids, default=0) >= vocabulary_size:
+        raise FrameError(f"a token id is not below {vocabulary_size}")
+    left = [*(one.slot for one in step.finished), *step.detached]
+    if len(set(left)) != len(left):
+        raise FrameError("a sequence leaves twice")
+    for one in step.finished:
+        if one.reason not in FINISH_REASONS:
+            raise FrameError(f"a sequence ends for the reason {one.reason}")
+    for reported in step.logprobs:
+        _check_logprobs(reported.values, vocabulary_size)
+    named = {
+        *(one.slot for one in step.logprobs),
+        *step.slots,
+        *step.paused,
+        *left,
+        *(one.slot for one in step.started),
+    }
+    unknown = [slot for slot in named if slot not in slots]
+    if unknown:
+        raise FrameError(f"nobody is in slot {min(unknown)}")
+
+
+def _check_step_counts(step: executor_pb2.StepFrame, num_slots: int) -> None:
+    """Before any list is read."""
+    counts = {
+        "tokens": (len(step.token_ids), MAX_FRAME_TOKENS),
+        "log probabilities": (len(step.logprobs), len(step.token_ids)),
+        "starts": (len(step.started), MAX_STARTED),
+        "pauses": (len(step.paused), num_slots),
+        "ends": (len(step.finished) + len(step.detached), 2 * num_slots),
+    }
+    for name, (count, most) in counts.items():
+        if count > most:
+            raise FrameError(f"it has {count} {name}, and there can be {most}")
+
+
+def _check_logprobs(values: types_pb2.PositionLogprobs, vocabulary_size: int) -> None:
+    if len(values.top) > MAX_TOP_LOGPROBS:
+        raise FrameError(f"{len(values.top)} tokens are the likeliest at one place")
+    for one in (values.chosen, *values.top):
+        if one.token_id >= vocabulary_size or not one.logprob <= 1e-3:
+            raise FrameError(f"token {one.token_id} has the log probability {one.logprob}")
+
+
+def _check_name(what: str, name: str) -> None:
+    if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
+        raise FrameError(f"{what} is not a name of 1 to {MAX_NAME_CHARACTERS} characters")

@@ -1,0 +1,381 @@
+"""The router's `Serve` stream to one executor: connect, describe, serve, and again when it breaks.
+
+Owns the channel, the slots of the stream and the credits. Output goes to the request's stream; what a frame means for
+the request's life cycle is told to the pool (`LinkEvents`). A link that breaks tells that once, and every placement
+that went over it is void: the executor is dead, or leaves it to the router that attaches to it. Where a token is
+missing the placement is attached to once more, from that token on; where that fails, it is given up and goes on
+elsewhere. A frame that cannot be true breaks the link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from common.cancellation import task_is_cancelled
+from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+from router.dispatch.lifecycle import Detached, Finished, FirstToken, LinkEvent, Rejected, Withdrawn
+from router.executors.channel import ExecutorChannels
+from router.executors.frame_checks import FrameError, check_description, check_frame
+from router.executors.silence import Silence
+from router.stream.request_stream import RequestStream, unread_stream
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 2
+MIN_PROTOCOL_VERSION = 1
+# The first that knows Attach.
+ATTACH_VERSION = 2
+# Of a slot whose sequence is read by another one: never current.
+READ_ELSEWHERE = -1
+MAX_UNACKED_STEPS = 64
+ACK_EVERY_FRAMES = 8
+DESCRIBE_TIMEOUT_S = 5.0
+# An executor reports at least once a second on every stream, and its lease in the ledger lapses after 5 s.
+MAX_SILENT_S = 4
+MIN_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 1.0
+
+# gRPC's own backoff grows to minutes while an executor loads its model; ours is enough.
+_RECONNECT_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", int(MIN_BACKOFF_S * 1000)),
+    ("grpc.max_reconnect_backoff_ms", int(MAX_BACKOFF_S * 1000)),
+]
+
+
+class NotAttached(Enum):
+    """Why there is nothing to attach to."""
+
+    NOT_HELD = auto()
+    """The executor does not know the placement, or not how to attach."""
+    LINK_LOST = auto()
+    """The stream broke before it answered."""
+
+
+Answer = executor_pb2.SequenceAttached | NotAttached
+OnAnswer = Callable[[Answer], RequestStream | None]
+
+
+class LinkEvents(Protocol):
+    """What a pool is told by the links to its executors."""
+
+    def on_request(self, link: ExecutorLink, stream: RequestStream, event: LinkEvent) -> None:
+        """Something happened to a placement that went over the link."""
+        ...
+
+    def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
+        """The executor has reported."""
+        ...
+
+    def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
+        """The stream broke; the current placements of these requests are void. Nothing follows."""
+        ...
+
+
+class LinkRegistry(Protocol):
+    """Knows the pools that links belong to."""
+
+    def on_linked(self, link: ExecutorLink) -> LinkEvents | str:
+        """The executor has described itself. Returns what it tells from now on, or why it cannot be used."""
+        ...
+
+
+class ExecutorLink:
+    """The link to the executor at one address."""
+
+    def __init__(
+        self, address: str, router_id: str, registry: LinkRegistry, channels: ExecutorChannels | None = None
+    ) -> None:
+        self.address = address
+        self._channels = channels or ExecutorChannels()
+        self.description = executor_pb2.DescribeResponse()
+        self.report: executor_pb2.Report | None = None
+        self.is_up = False
+        # Of the channel that is open now, which it is while the link is up.
+        self.stub: executor_pb2_grpc.ExecutorServiceStub | None = None
+        self._router_id = router_id
+        self._registry = registry
+        # Of the pool, from when the link is up.
+        self._events: LinkEvents | None = None
+        self._outbox = executor_pb2.ServeRequest()
+        self._wake = asyncio.Event()
+        # Sent, not answered yet; and accepted, by slot. The attempt fences both.
+        self._offered: dict[tuple[str, int], RequestStream] = {}
+        self._seated: dict[int, tuple[RequestStream, int]] = {}
+        # Asked for, not answered yet.
+        self._attaching: dict[tuple[str, int], OnAnswer] = {}
+        # Asked for once more because a token was missing.
+        self._mended: set[tuple[str, int]] = set()
+
+    @property
+    def executor_id(self) -> str:
+        """The executor's own name; empty before the first description."""
+        return self.description.executor_id
+
+    def submit(self, stream: RequestStream, submit: executor_pb2.Submit) -> None:
+        """Sends a placement. The answer goes to the stream or to the pool."""
+        self._offered[submit.request_id, submit.attempt] = stream
+        self._outbox.submits.append(submit)
+        self._wake.set()
+
+    def cancel(
+        self,
+        request_id: str,
+        attempt: int,
+        reason: types_pb2.FinishReason = types_pb2.FINISH_REASON_CANCELLED,
+    ) -> None:
+        """Asks the executor to end a placement for this reason; its end comes as any other."""
+        self._outbox.cancels.add(request_id=request_id, attempt=attempt, reason=types_pb2.FinishReason.Name(reason))
+        self._wake.set()
+
+    def attach(self, request_id: str, attempt: int, offset: int, on_answer: OnAnswer) -> None:
+        """Asks for a sequence that this link does not read, from a token on. What `on_answer` returns gets its tokens;
+        where it returns None they are passed over."""
+        if self.description.protocol_version < ATTACH_VERSION:
+            on_answer(NotAttached.NOT_HELD)
+            return
+        self._attaching[request_id, attempt] = on_answer
+        self._outbox.attaches.add(request_id=request_id, attempt=attempt, offset=offset)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Keeps the link up until cancelled. Every try has a channel of its own, with the certificates of then."""
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            async with self._channels.open(self.address, _RECONNECT_OPTIONS) as channel:
+                try:
+                    await self._serve(executor_pb2_grpc.ExecutorServiceStub(channel))
+                except grpc.aio.AioRpcError as error:
+                    log.debug("executor %s: %s %s", self.address, error.code().name, error.details())
+                except FrameError as error:
+                    log.warning("executor %s breaks the protocol: %s", self.address, error)
+                if self.is_up:
+                    backoff_s = MIN_BACKOFF_S
+                    self._break()
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _serve(self, stub: executor_pb2_grpc.ExecutorServiceStub) -> None:
+        self.stub = stub
+        description = await stub.Describe(executor_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
+        check_description(description)
+        self.description = description
+        if description.protocol_version < MIN_PROTOCOL_VERSION:
+            spoken = f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+            log.warning(
+                "executor %s at %s is not used: it speaks protocol version %d, this router %s",
+                self.executor_id,
+                self.address,
+                description.protocol_version,
+                spoken,
+            )
+            return
+        self._outbox = executor_pb2.ServeRequest()
+        self._outbox.hello.router_id = self._router_id
+        self._outbox.hello.protocol_version = min(PROTOCOL_VERSION, description.protocol_version)
+        self._outbox.hello.generation = description.generation
+        self._outbox.hello.max_unacked_steps = MAX_UNACKED_STEPS
+        self._wake.set()
+        call = stub.Serve()
+        writer = asyncio.create_task(self._write(call), name=f"write {self.address}")
+        silence = Silence(MAX_SILENT_S)
+        watch = asyncio.create_task(silence.watch(call.cancel), name=f"watch {self.address}")
+        try:
+            # The first response is the report that the executor sends when a router joins.
+            async for response in call:
+                silence.hear()
+                if not self.is_up and not self._come_up():
+                    return
+                check_frame(response, description, self._offered.keys(), self._seated.keys(), self._attaching.keys())
+                self.receive(response)
+        except asyncio.CancelledError:
+            # gRPC raises it also where the call is cancelled, not the task; or both are.
+            if not silence.is_over or task_is_cancelled():
+                raise
+            log.warning("executor %s at %s has been silent for %d s", self.executor_id, self.address, MAX_SILENT_S)
+        finally:
+            watch.cancel()
+            writer.cancel()
+            call.cancel()
+
+    def _come_up(self) -> bool:
+        events = self._registry.on_linked(self)
+        if isinstance(events, str):
+            log.warning("executor %s at %s is not used: %s", self.executor_id, self.address, events)
+            return False
+        self.come_up(events)
+        log.info("executor %s at %s is linked", self.executor_id, self.address)
+        return True
+
+    def come_up(self, events: LinkEvents) -> None:
+        """The executor can be used from now on."""
+        self._events = events
+        self.is_up = True
+
+    def _break(self) -> None:
+        log.warning("executor %s at %s is lost", self.executor_id, self.address)
+        self.is_up = False
+        self.report = None
+        # Some may run elsewhere by now: a hung executor keeps its link while the ledger places its requests again.
+        streams = [stream for (_, attempt), stream in self._offered.items() if stream.life.is_current(attempt)]
+        streams += [stream for stream, attempt in self._seated.values() if stream.life.is_current(attempt)]
+        self._offered.clear()
+        self._seated.clear()
+        self._mended.clear()
+        attaching, self._attaching = self._attaching, {}
+        events, self._events = self._events, None
+        if events is not None:
+            events.on_unlinked(self, streams)
+        for on_answer in attaching.values():
+            on_answer(NotAttached.LINK_LOST)
+
+    async def _write(
+        self, call: grpc.aio.StreamStreamCall[executor_pb2.ServeRequest, executor_pb2.ServeResponse]
+    ) -> None:
+        """Sends what has collected; while one write is under way more collects."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            request, self._outbox = self._outbox, executor_pb2.ServeRequest()
+            try:
+                await call.write(request)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the reader sees the same break and tells it
+
+    def receive(self, response: executor_pb2.ServeResponse) -> None:
+        """Takes in what the executor sends. Its report comes first: whether it drains decides what ends mean."""
+        if response.HasField("report"):
+            self.report = response.report
+            if self._events is not None:
+                self._events.on_report(self, response.report)
+        for accepted in response.accepted:
+            self._accept(accepted)
+        for rejected in response.rejected:
+            self._reject(rejected)
+        for attached in response.attached:
+            self._attach(attached)
+        if response.HasField("step"):
+            self._receive_step(response.step)
+
+    def _tell(self, stream: RequestStream, event: LinkEvent) -> None:
+        if self._events is not None:
+            self._events.on_request(self, stream, event)
+
+    def _current(self, slot: int) -> RequestStream | None:
+        """The stream of the request in a slot; None where the slot's placement is not the current one any more."""
+        stream, attempt = self._seated[slot]
+        return stream if stream.life.is_current(attempt) else None
+
+    def _accept(self, accepted: executor_pb2.SequenceAccepted) -> None:
+        stream = self._offered.pop((accepted.request_id, accepted.attempt), None)
+        if stream is None:
+            return
+        self._seated[accepted.slots[0]] = (stream, accepted.attempt)
+        if self._current(accepted.slots[0]):
+            stream.accept()
+
+    def _reject(self, rejected: executor_pb2.SequenceRejected) -> None:
+        key = (rejected.request_id, rejected.attempt)
+        on_answer = self._attaching.pop(key, None)
+        stream = self._offered.pop(key, None)
+        if on_answer is not None:
+            on_answer(NotAttached.NOT_HELD)
+        elif stream is not None:
+            self._tell(stream, Rejected(rejected.attempt, _refusal(rejected)))
+
+    def _attach(self, attached: executor_pb2.SequenceAttached) -> None:
+        on_answer = self._attaching.pop((attached.request_id, attached.attempt), None)
+        stream = on_answer(attached) if on_answer is not None else None
+        if stream is None:
+            # Frames name its slot until it is cancelled.
+            stream = unread_stream(attached.request_id)
+            self.cancel(attached.request_id, attached.attempt)
+        for slot, (one, _) in self._seated.items():
+            if one is stream:
+                self._seated[slot] = (one, READ_ELSEWHERE)
+        self._seated[attached.slots[0]] = (stream, attached.attempt)
+
+    def _receive_step(self, step: executor_pb2.StepFrame) -> None:
+        for started in step.started:
+            if stream := self._current(started.slot):
+                stream.start(started.cached_tokens)
+        for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
+            stream = self._current(slot)
+            if stream is None:
+                continue
+            if not stream.token(offset, token_id):
+                self._mend(stream, stream.life.current_attempt)
+            elif stream.life.is_suspect:
+                self._tell(stream, FirstToken(stream.life.current_attempt))
+        for one in step.logprobs:
+            if stream := self._current(one.slot):
+                stream.logprobs(one.offset, one.values)
+        for slot in step.paused:
+            if stream := self._current(slot):
+                stream.pause()
+                stream.record.preempted()
+        for slot in step.detached:
+            stream, attempt = self._seated.pop(slot)
+            self._mended.discard((stream.request_id, attempt))
+            self._tell(stream, Detached(attempt))
+        for finished in step.finished:
+            stream, attempt = self._seated.pop(finished.slot)
+            self._finish(stream, attempt, finished)
+        if step.frame % ACK_EVERY_FRAMES == 0:
+            self._outbox.ack.frame = step.frame
+            self._wake.set()
+
+    def _mend(self, stream: RequestStream, attempt: int) -> None:
+        """A token is missing: asks for it once, and gives the placement up where that was in vain."""
+        key = (stream.request_id, attempt)
+        if key in self._attaching:
+            return
+        if key in self._mended:
+            self._give_up(stream, attempt)
+            return
+        log.warning("%s: token %d is missing; asking for it", stream.request_id, len(stream.output_ids))
+        self._mended.add(key)
+
+        def answered(answer: Answer) -> RequestStream | None:
+            if isinstance(answer, executor_pb2.SequenceAttached):
+                return stream
+            if answer is NotAttached.NOT_HELD and stream.life.is_current(attempt):
+                self._give_up(stream, attempt)
+            return None
+
+        self.attach(stream.request_id, attempt, len(stream.output_ids), answered)
+
+    def _give_up(self, stream: RequestStream, attempt: int) -> None:
+        self.cancel(stream.request_id, attempt)
+        self._tell(stream, Withdrawn(attempt))
+
+    def _finish(self, stream: RequestStream, attempt: int, finished: executor_pb2.SequenceFinished) -> None:
+        key = (stream.request_id, attempt)
+        if not stream.life.is_current(attempt):
+            self._mended.discard(key)
+            return
+        if not stream.has_ended:
+            if finished.reason == types_pb2.FINISH_REASON_LENGTH and stream.is_short:
+                self._mend(stream, attempt)
+                return
+            if key in self._attaching:
+                return  # a token is missing: it comes once more, and the end behind it
+        self._mended.discard(key)
+        stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
+        is_draining = self.report is not None and self.report.draining
+        self._tell(stream, Finished(attempt, finished.reason, stop_token_id, finished.error, is_draining))
+
+
+def _refusal(rejected: executor_pb2.SequenceRejected) -> str | None:
+    """Why no executor would take the request; None: this one has no room now."""
+    if rejected.reason not in (executor_pb2.REJECT_REASON_UNSUPPORTED, executor_pb2.REJECT_REASON_INVALID):
+        return None
+    reason = executor_pb2.RejectReason.Name(rejected.reason)
+    log.error("%s: the executor refused it: %s", rejected.request_id, reason)
+    return f"the executor refused the request: {rejected.detail}"

@@ -1,0 +1,53 @@
+"""What requests are called: by their clients, and in the ledger, which all tenants share.
+
+A ledger id is `tenant/request_id`, and the request's id alone for the default tenant; a request's id has no "/". With
+an idempotency key the id follows from tenant and key, so that every router finds the same request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from inflight.v1 import inference_pb2
+from router.store.types import DEFAULT_TENANT
+
+_ID_BYTES = 16
+_SEED_BYTES = 8
+
+
+def ledger_id(tenant: str, request_id: str) -> str:
+    """What the ledger and executors know a request by."""
+    return request_id if tenant == DEFAULT_TENANT else f"{tenant}/{request_id}"
+
+
+def client_id(ledger_id: str) -> str:
+    """What a request's client knows it by."""
+    return ledger_id.rpartition("/")[2]
+
+
+def tenant_of(ledger_id: str) -> str:
+    """Whose it is."""
+    return ledger_id.rpartition("/")[0] or DEFAULT_TENANT
+
+
+def keyed_request_id(tenant: str, key: str) -> str:
+    """The id of the request that a tenant submits with this idempotency key."""
+    return "key-" + _hash(b"id", tenant, key, size=_ID_BYTES).hexdigest()
+
+
+def keyed_seed(tenant: str, key: str) -> int:
+    """The seed of such a request where it names none: a repeat samples the same."""
+    return int.from_bytes(_hash(b"seed", tenant, key, size=_SEED_BYTES).digest(), "big")
+
+
+def digest_of(request: inference_pb2.GenerateRequest, tenant: str) -> bytes:
+    """Stands for all that is asked, `prior_output` left out: a repeat has the same, and nothing else has."""
+    asked = inference_pb2.GenerateRequest()
+    asked.CopyFrom(request)
+    asked.ClearField("prior_output")
+    asked.tenant = tenant
+    return hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=_ID_BYTES).digest()
+
+
+def _hash(purpose: bytes, tenant: str, key: str, size: int) -> hashlib.blake2b:
+    return hashlib.blake2b(f"{tenant}\0{key}".encode(), digest_size=size, person=purpose)

@@ -1,0 +1,157 @@
+"""A request as the router works with it: validated, every default filled in. Plain values.
+
+`GenerateSpec` is what a `GenerateRequest` means for one model; `FittedRequest` adds what is known once the prompt is
+tokenized. `None` means not asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inflight.v1 import inference_pb2, types_pb2
+from router.request.delivery import Place
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model and the router's settings allow. `default_sampling` is the model's generation config."""
+
+    context_length: int
+    vocabulary_size: int
+    eos_token_ids: frozenset[int]
+    default_sampling: types_pb2.SamplingParams
+    has_chat_template: bool
+    max_prompt_bytes: int = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text to tokenize. `field` is the request's field that it came in."""
+
+    field: str
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids to use as they are."""
+
+    field: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation for the model's chat template."""
+
+    field: str
+    chat: inference_pb2.Chat
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSampling:
+    """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+    def to_proto(self) -> types_pb2.SamplingParams:
+        """With every default filled in, as `Accepted` and `Submit` carry it."""
+        return types_pb2.SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=0.0,
+            typical_p=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedStopping:
+    """When the output ends. `stop_token_ids` are the request's own; `max_tokens` None is what the context leaves."""
+
+    max_tokens: int | None
+    min_tokens: int
+    stops: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    include_stop: bool
+    ignore_eos: bool
+
+
+# As OpenAI's API; executors take no more either.
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFlags:
+    """What the stream carries. `num_top_logprobs` None: no log probabilities."""
+
+    text: bool
+    token_ids: bool
+    num_top_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateSpec:
+    """A request that is sound in itself. `request_id`, `model` and `tenant` None are the router's to choose.
+
+    `priority` is a `PriorityClass` of the protocol, never unspecified. Deadlines count from arrival. `resume_ttl_s`
+    None was not asked for. `prior_ids` are output that the client has, and `place` is how far it has read them.
+    """
+
+    request_id: str | None
+    model: str | None
+    tenant: str | None
+    prompt: Prompt
+    truncate_prompt_tokens: int | None
+    sampling: ResolvedSampling
+    stopping: ResolvedStopping
+    output: OutputFlags
+    priority: int
+    first_token_deadline_s: float | None
+    total_deadline_s: float | None
+    session_id: str
+    cache_salt: str
+    cache_bypass: bool
+    want_queue_events: bool
+    idempotency_key: str
+    detach: bool
+    resume_ttl_s: float | None
+    prior_ids: tuple[int, ...]
+    place: Place
+    metadata: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedRequest:
+    """A request whose tokens fit the model's context.
+
+    `ending_token_ids` end the output: those of the request and, unless they are ignored, the model's.
+    `num_truncated_tokens` were cut from the prompt's beginning.
+    """
+
+    spec: GenerateSpec
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    ending_token_ids: frozenset[int]
+    num_truncated_tokens: int
+
+    def stopping_proto(self) -> types_pb2.StoppingParams:
+        """With every default filled in, as `Submit` carries it; stop strings are the router's own."""
+        stopping = self.spec.stopping
+        return types_pb2.StoppingParams(
+            max_tokens=self.max_tokens,
+            min_tokens=stopping.min_tokens,
+            stop_token_ids=stopping.stop_token_ids,
+            ignore_eos=stopping.ignore_eos,
+        )

@@ -1,0 +1,151 @@
+"""What the router says of its models and executors, from descriptions, last reports and the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from router.dispatch.pools import Pool
+from router.executors.link import ExecutorLink
+from router.store.types import ClassQueue, ExecutorStanding, Snapshot
+
+# What an executor may not have measured.
+MEASURES = (
+    "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile", "steps_per_s",
+)  # fmt: skip
+
+NO_WORK, SEATS, BLOCKS = (
+    types_pb2.STEP_CONSTRAINT_NO_WORK,
+    types_pb2.STEP_CONSTRAINT_SEATS,
+    types_pb2.STEP_CONSTRAINT_BLOCKS,
+)
+NOT_KNOWN = types_pb2.STEP_CONSTRAINT_UNSPECIFIED
+# What bounds a step although every request on the executor has a seat.
+OF_PROMPTS = (types_pb2.STEP_CONSTRAINT_TOKENS, types_pb2.STEP_CONSTRAINT_PACE)
+
+
+def described_model(pool: Pool) -> inference_pb2.Model:
+    """A model as clients see it; limits and defaults are unset while it has no executor."""
+    model = inference_pb2.Model(
+        name=pool.name, has_chat_template=pool.text.has_chat_template, num_executors=len(pool.links)
+    )
+    if pool.links:
+        description = pool.describe()
+        model.context_length = description.context_length
+        model.vocabulary_size = description.vocabulary_size
+        model.eos_token_ids.extend(description.eos_token_ids)
+        model.default_sampling.CopyFrom(description.default_sampling)
+    return model
+
+
+def described_variants(name: str, pools: Sequence[Pool]) -> inference_pb2.Model:
+    """A name that stands for several models: what all of them allow, so that whoever serves a request can."""
+    models = [described_model(pool) for pool in pools]
+    linked = [model for model in models if model.num_executors]
+    combined = inference_pb2.Model()
+    if linked:
+        combined.CopyFrom(min(linked, key=lambda model: model.context_length))
+    combined.name = name
+    combined.has_chat_template = all(model.has_chat_template for model in models)
+    combined.num_executors = sum(model.num_executors for model in models)
+    return combined
+
+
+def add_capacity(response: inference_pb2.GetCapacityResponse, pool: Pool, snapshot: Snapshot) -> None:
+    """Adds a pool's executors and queues, and how well its waits were foretold."""
+    response.executors.extend(capacity for _, capacity in executor_capacities(pool, snapshot))
+    for priority, num_requests in enumerate(snapshot.num_waiting, start=1):
+        if num_requests:
+            response.queues.add(
+                model=pool.name, priority=types_pb2.PriorityClass.Name(priority), num_requests=num_requests
+            )
+    response.estimates.add(
+        model=pool.name,
+        num_estimates=snapshot.estimates.num_estimates,
+        mean_error=snapshot.estimates.mean_error,
+        correction=snapshot.estimates.correction,
+    )
+
+
+def executor_capacities(
+    pool: Pool, snapshot: Snapshot
+) -> Iterator[tuple[ExecutorLink, inference_pb2.ExecutorCapacity]]:
+    """How each executor of a pool stands that can be used now, in order of id."""
+    standings = {standing.executor_id: standing for standing in snapshot.executors}
+    for link in pool.links:
+        yield link, _executor_capacity(pool.name, link, standings.get(link.executor_id), snapshot.queues)
+
+
+def admission_constraint(
+    report: executor_pb2.Report | None,
+    description: executor_pb2.DescribeResponse,
+    standing: ExecutorStanding | None,
+    queues: Sequence[ClassQueue],
+) -> types_pb2.StepConstraint:
+    """What keeps the requests that wait from an executor now: those in the queue of its model, and those on it.
+
+    The newest step explains requests on the executor. It may be long past, and it knows nothing of the queue.
+    """
+    if report is None:
+        return NOT_KNOWN
+    num_here, num_queued = report.num_waiting + report.num_preempted, sum(queue.num_requests for queue in queues)
+    cuts_prompts = report.constraint in OF_PROMPTS
+    if num_here and not cuts_prompts and report.constraint not in (NOT_KNOWN, NO_WORK):
+        return report.constraint
+    if num_here + num_queued and report.num_running >= description.max_num_sequences:
+        return SEATS
+    if cuts_prompts and report.waiting_prefill_tokens:
+        return report.constraint
+    if not num_here + num_queued:
+        return NO_WORK
+    return _promised(description, standing, queues) if num_queued and standing is not None else NOT_KNOWN
+
+
+def _promised(
+    description: executor_pb2.DescribeResponse, standing: ExecutorStanding, queues: Sequence[ClassQueue]
+) -> types_pb2.StepConstraint:
+    """What the ledger has none left of to promise. A request is taken to need blocks for the queue's mean length."""
+    if not standing.accepting:
+        return NOT_KNOWN
+    if standing.reserved_sequences >= standing.budget_sequences:
+        return SEATS
+    num_tokens = sum(queue.num_tokens for queue in queues)
+    num_requests = sum(queue.num_requests for queue in queues)
+    free_tokens = (standing.budget_blocks - standing.reserved_blocks) * description.block_size
+    return BLOCKS if free_tokens * num_requests < num_tokens else NOT_KNOWN
+
+
+def _executor_capacity(
+    model: str, link: ExecutorLink, standing: ExecutorStanding | None, queues: Sequence[ClassQueue]
+) -> inference_pb2.ExecutorCapacity:
+    report = link.report or executor_pb2.Report()
+    capacity = inference_pb2.ExecutorCapacity(
+        executor_id=link.executor_id,
+        model=model,
+        accepting=standing is not None and standing.live and standing.accepting,
+        seats_total=link.description.max_num_sequences,
+        seats_used=report.num_running,
+        num_waiting=report.num_waiting,
+        blocks_total=link.description.total_blocks,
+        blocks_used=report.used_blocks,
+        blocks_reserved=0 if standing is None else standing.reserved_blocks,
+        blocks_cached=report.cached_blocks,
+        block_size=link.description.block_size,
+        output_tokens_per_s=report.output_tokens_per_s,
+        step_ms=report.step_ms,
+        batching=link.description.batching,
+        num_steps=report.num_steps,
+        scheduler_policy=link.description.scheduler_policy,
+        num_preemptions=report.num_preemptions,
+        computed_tokens=report.computed_tokens,
+        recomputed_tokens=report.recomputed_tokens,
+        num_preempted=report.num_preempted,
+        host_blocks_used=report.used_host_blocks,
+        host_blocks_total=link.description.host_blocks,
+        constraint=admission_constraint(link.report, link.description, standing, queues),
+        bounds=report.bounds,
+    )
+    for name in MEASURES:
+        if report.HasField(name):
+            setattr(capacity, name, getattr(report, name))
+    return capacity

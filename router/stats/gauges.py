@@ -1,0 +1,88 @@
+"""Metrics that are looked up when they are scraped: what this router holds, and what the ledger says.
+
+The ledger is asked at most once a second, however many look; while it does not answer its figures are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from common.errors import RequestError
+from router.dispatch.pools import Pool
+from router.store.types import Snapshot
+from router.telemetry.events import CLASS_NAMES
+
+MIN_INTERVAL_S = 1.0
+
+
+class LookedUpMetrics:
+    """The gauges of `pools`; `refresh` brings them up to date."""
+
+    def __init__(
+        self, registry: CollectorRegistry, pools: Collection[Pool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        def gauge(name: str, text: str, *more_labels: str) -> Gauge:
+            return Gauge(f"inflight_{name}", text, ("model", *more_labels), registry=registry)
+
+        self._pools = pools
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._due = clock()
+        self._streams = gauge("streams", "Requests that wait or run on this router.")
+        self._links = gauge("executor_links", "Executors linked.")
+        self._queue_requests = gauge("queue_requests", "Requests that wait.", "class")
+        self._queue_tokens = gauge("queue_tokens", "Tokens of their prompts and max_tokens.", "class")
+        self._accepting = gauge("executors_accepting", "Executors that take new work.")
+        self._blocks = gauge("ledger_blocks", "Blocks of those executors.")
+        self._reserved_blocks = gauge("ledger_reserved_blocks", "Of these, blocks promised.")
+        self._sequences = gauge("ledger_sequences", "Sequences that they may hold.")
+        self._reserved_sequences = gauge("ledger_reserved_sequences", "Of these, promised.")
+        self._of_ledger = (
+            self._queue_requests,
+            self._queue_tokens,
+            self._accepting,
+            self._blocks,
+            self._reserved_blocks,
+            self._sequences,
+            self._reserved_sequences,
+        )
+
+    async def refresh(self) -> None:
+        """Looks everything up. Never raises: what does not answer is left out."""
+        for pool in self._pools:
+            self._streams.labels(pool.name).set(len(pool.dispatcher.streams))
+            self._links.labels(pool.name).set(len(pool.links))
+        async with self._turn:
+            if self._clock() < self._due:
+                return
+            looks = await asyncio.gather(*(_look(pool) for pool in self._pools))
+            self._due = self._clock() + MIN_INTERVAL_S
+            for gauge in self._of_ledger:
+                gauge.clear()
+            for pool, snapshot in zip(self._pools, looks, strict=True):
+                if snapshot is not None:
+                    self._show(pool.name, snapshot)
+
+    def _show(self, model: str, snapshot: Snapshot) -> None:
+        for priority, name in CLASS_NAMES.items():
+            queue = snapshot.queues[priority - 1]
+            self._queue_requests.labels(model, name).set(queue.num_requests)
+            self._queue_tokens.labels(model, name).set(queue.num_tokens)
+        accepting = [executor for executor in snapshot.executors if executor.live and executor.accepting]
+        self._accepting.labels(model).set(len(accepting))
+        self._blocks.labels(model).set(sum(executor.total_blocks for executor in accepting))
+        self._reserved_blocks.labels(model).set(sum(executor.reserved_blocks for executor in accepting))
+        self._sequences.labels(model).set(sum(executor.budget_sequences for executor in accepting))
+        self._reserved_sequences.labels(model).set(sum(executor.reserved_sequences for executor in accepting))
+
+
+async def _look(pool: Pool) -> Snapshot | None:
+    """What the ledger says of a pool; None while it does not answer."""
+    try:
+        return await pool.dispatcher.snapshot()
+    except RequestError:
+        return None

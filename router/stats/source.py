@@ -1,0 +1,167 @@
+"""How everything stands, told again and again: `GetStats` and the board.
+
+Merges what links, the ledger, executors' steps and this router's own latencies say. Executors' steps are asked for only
+while there is a watcher, once for all of them. The ledger is asked then, once for all watchers, and for each sample of
+the board's history. A slow watcher gets the newest message when it comes back: each is made when it is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from common.errors import FieldViolation, RequestError, invalid
+from common.time_of_day import unix_ms
+from inflight.v1 import inference_pb2
+from router.auth.caller import Caller
+from router.dispatch.pools import Pool, Pools
+from router.executors.step_feed import StepFeeds, Subscription, Wants
+from router.stats.capacity import executor_capacities
+from router.stats.visibility import seen_queues, seen_sequence
+from router.store.types import Snapshot
+from router.telemetry.latencies import Latencies
+
+MIN_AGE_S = 0.25
+MAX_LINES = 100
+
+
+class LedgerLook:
+    """One pool's. `ask` is given the number of lines of tenants that are wanted."""
+
+    def __init__(self, ask: Callable[[int], Awaitable[Snapshot]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._snapshot: Snapshot | None = None
+        self._asked_s: float | None = None
+        self._asking: asyncio.Task[None] | None = None
+
+    async def newest(self, max_age_s: float) -> Snapshot | None:
+        """What it said within so long, a quarter of a second at least. Where the answer takes longer than that, what it
+        said before; None where it does not answer."""
+        max_age_s = max(max_age_s, MIN_AGE_S)
+        is_old = self._asked_s is None or self._clock() - self._asked_s >= max_age_s
+        if self._asking is None and is_old:
+            self._asked_s = self._clock()
+            self._asking = asyncio.create_task(self._look(), name="look at the ledger")
+        if self._asking is not None:
+            await asyncio.wait((self._asking,), timeout=max_age_s)
+        return self._snapshot
+
+    async def _look(self) -> None:
+        try:
+            self._snapshot = await self._ask(MAX_LINES)
+        except RequestError:
+            self._snapshot = None  # the ledger is away; the store's log says so
+        finally:
+            self._asking = None
+
+
+DEFAULT_INTERVAL_MS = 1000
+MIN_INTERVAL_MS = 50
+MAX_INTERVAL_MS = 60_000
+# That the first message waits for executors to begin to tell.
+BEGIN_S = 0.5
+# Of the loop's time, what making messages may take, for all watchers together: who has tokens to wait for goes first.
+SHARE = 0.1
+NOTHING_KNOWN = Snapshot((), ())
+
+
+class StatsSource:
+    """All who watch. `close` ends what they watch."""
+
+    def __init__(self, pools: Pools, router_id: str, latencies: Latencies) -> None:
+        self._pools = pools
+        self._router_id = router_id
+        self._latencies = latencies
+        self._looks = {name: LedgerLook(pool.dispatcher.snapshot) for name, pool in pools.by_name.items()}
+        self._feeds = StepFeeds()
+        self._intervals_ms: Counter[int] = Counter()
+        self._closing = asyncio.Event()
+
+    @property
+    def num_watchers(self) -> int:
+        """Who watches."""
+        return self._intervals_ms.total()
+
+    def close(self) -> None:
+        """Ends everybody's stream."""
+        self._closing.set()
+
+    async def looks(self, max_age_s: float) -> list[tuple[Pool, Snapshot | None]]:
+        """What each pool's ledger says, at most so old; None where it does not answer."""
+        pools = list(self._pools.by_name.values())
+        found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
+        return list(zip(pools, found, strict=True))
+
+    async def watch(
+        self, request: inference_pb2.GetStatsRequest, caller: Caller
+    ) -> AsyncGenerator[inference_pb2.GetStatsResponse]:
+        """How everything stands that the caller may see, now and then once in each interval, for as long as somebody
+        asks for more. To be closed in the end (`contextlib.aclosing`). Raises `RequestError`."""
+        interval_ms = _interval_ms(request)
+        pools = self._pools.seen_by(caller, request.model)
+        wants = Wants(interval_ms, request.want_sequences)
+        subscription = Subscription(self._feeds, wants)
+        wants_steps = request.want_iterations or request.want_sequences
+        self._intervals_ms[interval_ms] += 1
+        try:
+            if wants_steps:
+                subscription.follow([link for pool in pools for link in pool.links])
+                await subscription.begun(min(BEGIN_S, interval_ms / 1000))
+            while not self._closing.is_set():
+                snapshots = await self._look(pools)
+                if wants_steps:
+                    subscription.follow([link for pool in pools for link in pool.links])
+                began_s = time.thread_time()
+                response = self._response(request, pools, snapshots, subscription, caller)
+                took_s = time.thread_time() - began_s
+                yield response
+                with suppress(TimeoutError):
+                    pause_s = pause_after(took_s, interval_ms / 1000, self.num_watchers)
+                    await asyncio.wait_for(self._closing.wait(), pause_s)
+        finally:
+            subscription.close()
+            self._intervals_ms[interval_ms] -= 1
+            self._intervals_ms += Counter()
+
+    async def _look(self, pools: Sequence[Pool]) -> list[Snapshot]:
+        """What the ledgers say; nothing is known of one that is away."""
+        max_age_s = min(self._intervals_ms) / 1000
+        found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
+        return [snapshot or NOTHING_KNOWN for snapshot in found]
+
+    def _response(
+        self,
+        request: inference_pb2.GetStatsRequest,
+        pools: Sequence[Pool],
+        snapshots: Sequence[Snapshot],
+        subscription: Subscription,
+        caller: Caller,
+    ) -> inference_pb2.GetStatsResponse:
+        response = inference_pb2.GetStatsResponse(router_id=self._router_id, timestamp_ms=unix_ms())
+        for pool, snapshot in zip(pools, snapshots, strict=True):
+            for link, capacity in executor_capacities(pool, snapshot):
+                iterations, held = subscription.of(link)
+                response.executors.add(
+                    capacity=capacity,
+                    iterations=iterations if request.want_iterations else (),
+                    sequences=[seen_sequence(one, caller) for one in held] if request.want_sequences else (),
+                )
+            response.queues.extend(seen_queues(pool.name, snapshot, caller))
+            response.latencies.append(self._latencies.by_model[pool.name].to_proto(pool.name))
+        return response
+
+
+def pause_after(took_s: float, interval_s: float, num_watchers: int) -> float:
+    """How long a watcher whose message took so long to make waits for the next."""
+    return max(interval_s, took_s * num_watchers / SHARE)
+
+
+def _interval_ms(request: inference_pb2.GetStatsRequest) -> int:
+    interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
+    if not MIN_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
+        raise invalid(FieldViolation("interval_ms", f"must be from {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}"))
+    return interval_ms

@@ -1,0 +1,344 @@
+"""What the scripts return, as types. The other side of the table at the top of `scripts/shared/records.lua`."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from common.errors import Reason
+from router.store.lua import Argument
+from router.store.settings import StoreSettings
+from router.store.types import (
+    Adopted,
+    Attempt,
+    CancelAsked,
+    Cancelled,
+    CancelOutcome,
+    ClassQueue,
+    Demand,
+    Dropped,
+    DropReason,
+    Duplicate,
+    Ending,
+    EstimateQuality,
+    ExecutorReport,
+    ExecutorStanding,
+    Explanation,
+    HandBackRefusal,
+    Lost,
+    Placement,
+    PreemptAsked,
+    Queued,
+    Refused,
+    RequestState,
+    Snapshot,
+    StoreEvent,
+    TakenOver,
+    TenantLimits,
+    TenantLine,
+    WaitReason,
+)
+
+_LIMITS = struct.Struct("<26d")
+_RATES = struct.Struct("<5d")
+
+
+def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
+    """Of submit.lua."""
+    pool = (
+        settings.max_queue_requests,
+        _limit(settings.max_queue_tokens),
+        _limit(settings.max_queue_bytes),
+        settings.max_bypass,
+        settings.age_ms,
+        settings.preempt_for_priority,
+        settings.remember_ended_ms,
+    )
+    packed = _LIMITS.pack(*_request_numbers(demand), *_limit_numbers(demand.limits), *pool)
+    return [
+        demand.request_id,
+        demand.tenant,
+        packed,
+        " ".join(demand.prefix_hashes),
+        demand.digest,
+        int(demand.is_served),
+    ]
+
+
+def rates_args(tenant: str, limits: TenantLimits, tokens: int, request_id: str, takes: bool) -> list[Argument]:
+    """Of rates.lua."""
+    return [tenant, request_id, _RATES.pack(*_rate_numbers(limits), tokens), int(takes)]
+
+
+def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
+    """Of settle.lua."""
+    args: list[Argument] = []
+    for one in endings:
+        ending = one if isinstance(one, Ending) else Ending(one.request_id, one.attempt)
+        args += (
+            ending.request_id,
+            ending.attempt,
+            "" if ending.computed_tokens is None else ending.computed_tokens,
+            "" if ending.output_tokens is None else ending.output_tokens,
+            int(ending.by_itself),
+            int(ending.cancelled),
+        )
+    return args
+
+
+def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argument]:
+    """Of report.lua.
+
+    Where others give way to a higher class nobody stands by: a place on an executor that is no seat would be no help.
+    """
+    num_sequences = report.budget_sequences
+    if settings.preempt_for_priority and report.seats is not None:
+        num_sequences = min(num_sequences, report.seats)
+    args: list[Argument] = [
+        report.executor_id,
+        report.generation,
+        report.seq,
+        report.budget_blocks,
+        report.total_blocks,
+        num_sequences,
+        int(report.accepting),
+        report.reserve_quantile,
+        report.step_ms,
+        report.prefill_tokens_per_s,
+    ]
+    for one in report.held:
+        args += (one.request_id, one.attempt, one.blocks)
+    return args
+
+
+def hand_back_args(
+    request_id: str,
+    attempt: int,
+    max_attempts: int,
+    *,
+    rejected: bool,
+    preempted: bool,
+    output_tokens: int,
+    progressed: bool = False,
+    stood_still: bool = False,
+) -> list[Argument]:
+    """Of hand_back.lua."""
+    why = "preempted" if preempted else "rejected" if rejected else "stood_still" if stood_still else "lost"
+    return [request_id, attempt, max_attempts, why, output_tokens, int(progressed)]
+
+
+def verify_args(waiting: Iterable[Attempt]) -> list[Argument]:
+    """Of verify.lua."""
+    return [value for one in waiting for value in (one.request_id, one.attempt)]
+
+
+def _request_numbers(demand: Demand) -> tuple[float, ...]:
+    return (
+        demand.priority_class,
+        _limit(demand.deadline_ms),
+        demand.blocks,
+        demand.sequences,
+        demand.last_attempt,
+        demand.prompt_tokens,
+        demand.max_tokens,
+        demand.output_tokens,
+        demand.block_size,
+        demand.num_bytes,
+    )
+
+
+def _limit_numbers(limits: TenantLimits) -> tuple[float, ...]:
+    """A rate becomes the milliseconds that one takes; 0 is no limit."""
+    return (
+        limits.weight,
+        _limit(limits.max_running),
+        _limit(limits.max_queue_requests),
+        _limit(limits.max_queue_tokens),
+        _limit(limits.max_queue_bytes),
+        *_rate_numbers(limits),
+    )
+
+
+def _rate_numbers(limits: TenantLimits) -> tuple[float, ...]:
+    return (
+        0.0 if limits.requests_per_s is None else 1000 / limits.requests_per_s,
+        limits.request_burst,
+        0.0 if limits.tokens_per_s is None else 1000 / limits.tokens_per_s,
+        limits.token_burst,
+    )
+
+
+def _limit(value: float | None) -> float:
+    return inf if value is None else value
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One script's reply. `status` and `values` are its outcome."""
+
+    status: str
+    values: tuple[Any, ...]
+    events: tuple[StoreEvent, ...]
+    missing: tuple[str, ...]
+    more: bool
+    registered: bool
+    now_ms: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing was left undone."""
+        return not (self.missing or self.more or self.status == "AGAIN")
+
+
+def parse_reply(raw: Sequence[Any]) -> Reply:
+    """The reply of any script."""
+    outcome, events, missing, more, registered, now_ms = raw
+    pairs = (dict(zip(fields[::2], fields[1::2], strict=True)) for fields in events)
+    parsed = tuple(parse_event(fields) for fields in pairs)
+    return Reply(outcome[0], tuple(outcome[1:]), parsed, tuple(missing), bool(more), bool(registered), now_ms)
+
+
+def parse_event(fields: Mapping[str, Any]) -> StoreEvent:
+    """An event, from a reply or from a mailbox."""
+    return _EVENTS[fields["kind"]](fields)
+
+
+def _placement(fields: Mapping[str, Any]) -> Placement:
+    return Placement(
+        fields["request_id"],
+        int(fields["attempt"]),
+        fields["executor_id"],
+        int(fields["generation"]),
+        # What mail of an older router of the same format may lack.
+        int(fields.get("blocks", 0)),
+        fields.get("suspect") == "1",
+    )
+
+
+def _lost(fields: Mapping[str, Any]) -> Lost:
+    return Lost(fields["request_id"], int(fields["attempt"]), fields["executor_id"], int(fields["generation"]))
+
+
+def _dropped(fields: Mapping[str, Any]) -> Dropped:
+    return Dropped(fields["request_id"], DropReason(fields["kind"]))
+
+
+_EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {
+    "placed": _placement,
+    "lost": _lost,
+    "cancel": lambda fields: CancelAsked(fields["request_id"], int(fields["attempt"])),
+    "preempt": lambda fields: PreemptAsked(fields["request_id"], int(fields["attempt"])),
+    "cancelled": lambda fields: Cancelled(fields["request_id"], int(fields["at_ms"]) if "at_ms" in fields else None),
+    "taken_over": lambda fields: TakenOver(fields["request_id"], int(fields["at_ms"])),
+    DropReason.EXPIRED.value: _dropped,
+    DropReason.NEVER_FITS.value: _dropped,
+}
+
+
+def parse_standing(request_id: str, reply: Reply) -> Placement | Queued:
+    """How a request stands, from an outcome PLACED or QUEUED."""
+    if reply.status == "PLACED":
+        return _placed(request_id, reply)
+    position, wait_ms = reply.values
+    return Queued(position, _optional(wait_ms))
+
+
+def _placed(request_id: str, reply: Reply) -> Placement:
+    attempt, executor_id, generation, blocks, suspect = reply.values
+    return Placement(request_id, attempt, executor_id, generation, blocks, bool(suspect))
+
+
+def _adopted(request_id: str, reply: Reply) -> Adopted:
+    return Adopted(_placed(request_id, reply), ended=reply.status == "ADOPTED_ENDED")
+
+
+_ADOPTIONS = ("ADOPTED", "ADOPTED_ENDED")
+
+
+def parse_adopt(request_id: str, reply: Reply) -> Adopted | RequestState | None:
+    """The outcome of adopt."""
+    if reply.status in _ADOPTIONS:
+        return _adopted(request_id, reply)
+    return None if reply.status == "UNKNOWN" else RequestState(reply.status)
+
+
+def parse_submit(request_id: str, reply: Reply) -> Placement | Queued | Refused | Duplicate | Adopted:
+    """The outcome of submit."""
+    if reply.status == "REFUSED":
+        return _refused(reply)
+    if reply.status == "DUPLICATE":
+        return Duplicate(RequestState(reply.values[0]))
+    if reply.status in _ADOPTIONS:
+        return _adopted(request_id, reply)
+    return parse_standing(request_id, reply)
+
+
+def parse_rates(reply: Reply) -> Refused | None:
+    """The outcome of rates; None where they would take the request."""
+    return _refused(reply) if reply.status == "REFUSED" else None
+
+
+def _refused(reply: Reply) -> Refused:
+    reason, limit, retry_after_ms = reply.values
+    return Refused(Reason(reason), limit, _optional(retry_after_ms))
+
+
+def parse_hand_back(request_id: str, reply: Reply) -> Placement | Queued | HandBackRefusal:
+    """The outcome of hand_back; DROPPED comes as an event."""
+    if reply.status in ("PLACED", "QUEUED"):
+        return parse_standing(request_id, reply)
+    return HandBackRefusal(reply.status)
+
+
+def parse_cancel(request_id: str, reply: Reply) -> CancelOutcome:
+    """The outcome of cancel."""
+    if reply.status == "UNKNOWN":
+        return CancelOutcome(None)
+    state = RequestState(reply.status)
+    if state is RequestState.ENDED:
+        return CancelOutcome(state)
+    attempt, executor_id, generation, owner_id, told = reply.values
+    placement = Placement(request_id, attempt, executor_id, generation) if state is RequestState.PLACED else None
+    return CancelOutcome(state, placement, owner_id or None, bool(told))
+
+
+def parse_explain(reply: Reply) -> Explanation | None:
+    """The outcome of explain."""
+    if reply.status == "UNKNOWN":
+        return None
+    state = RequestState(reply.status)
+    if state is RequestState.ENDED:
+        return Explanation(state)
+    attempt, priority_class, tenant, executor_id, ahead, wait_ms, reason, needed, available, passed = reply.values
+    return Explanation(
+        state,
+        attempt,
+        priority_class,
+        tenant,
+        executor_id or None,
+        ahead,
+        _optional(wait_ms),
+        WaitReason(reason) if reason else None,
+        needed,
+        available,
+        passed,
+    )
+
+
+def parse_snapshot(reply: Reply) -> Snapshot:
+    """The outcome of snapshot."""
+    found = json.loads(reply.values[0])
+    return Snapshot(
+        tuple(ExecutorStanding(**one) for one in found["executors"]),
+        tuple(ClassQueue(*one) for one in found["queues"]),
+        EstimateQuality(*found["estimates"]),
+        tuple(TenantLine(*one) for one in found["lines"]),
+    )
+
+
+def _optional(value: int | str) -> int | None:
+    return None if value == "" else int(value)

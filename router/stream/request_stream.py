@@ -1,0 +1,376 @@
+"""The output of one request between its admission and its end, and for a while after.
+
+`RequestStream` collects what executors send, keyed by absolute offset, and hands it to the one reader that writes to
+the client; a reader that comes later is told everything from the beginning, and the one before it that it was taken
+over. Where the request is, its life cycle knows (`router.dispatch.lifecycle`). A stream never touches Redis or gRPC. Invariants:
+`output_ids[i]` is the token at offset i and never changes; after the end nothing more comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
+
+from common.errors import RequestError
+from inflight.v1 import executor_pb2, types_pb2
+from router.dispatch.lifecycle import End, Lifecycle, ReaderEnded, RequestState, Submit
+from router.executors.frame_checks import FrameError, context_of
+from router.request.delivery import Reading
+from router.request.errors import taken_over
+from router.store.types import Demand, Ending, Placement, Queued, TakenOver
+from router.telemetry.events import CANCELLED, NOBODY, RequestFacts, RequestRecord, outcome_of
+
+OWN_ENDS = frozenset({types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASON_LENGTH})
+
+# Of a list of ints, and of the objects around it.
+BYTES_PER_TOKEN = 8
+FIXED_BYTES = 4096
+# Of a token's log probabilities, and of each of the likeliest tokens in it.
+FIXED_LOGPROBS_BYTES = 250
+TOP_LOGPROB_BYTES = 50
+
+
+# What the reader has not been told yet.
+ACCEPTED, STARTED, PAUSED = 1, 2, 4
+
+
+class Progress(IntEnum):
+    """How far a request has ever come on executors."""
+
+    NONE = 0
+    ACCEPTED = 1
+    BOARDED = 2
+
+
+class Seat(Enum):
+    """Whether the request has a seat on the executor of its current placement."""
+
+    NONE = auto()
+    """Not yet."""
+    HELD = auto()
+    GIVEN_UP = auto()
+    """It had one and waits for another, there or elsewhere."""
+
+
+@dataclass(slots=True)
+class News:
+    """What is new since the consumer last asked. `token_ids` begin at `offset`; `logprobs` are all that are known, by
+    offset."""
+
+    accepted: bool
+    started: bool
+    paused: bool
+    queued: Queued | None
+    offset: int
+    token_ids: list[int]
+    logprobs: dict[int, types_pb2.PositionLogprobs]
+    end: End | None
+    error: RequestError | None
+
+
+@dataclass(slots=True)
+class Clock:
+    """When things happened, in seconds of `time.monotonic`; None: not yet."""
+
+    arrived: float
+    boarded: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+class RequestStream:
+    """One request's output. Producers call `place`, `attach`, `accept`, `start`, `token`, `logprobs`, `pause`, `move`;
+    the reader calls `next`. `deadline` is when it must have ended, on the clock of `arrived`; `prior_ids` is output
+    that its client brought. Without a `reading` it cannot be read again."""
+
+    def __init__(
+        self,
+        demand: Demand,
+        submit: executor_pb2.Submit,
+        arrived: float,
+        deadline: float | None = None,
+        prior_ids: Sequence[int] = (),
+        reading: Reading | None = None,
+        record: RequestRecord | None = None,
+    ) -> None:
+        self.request_id = demand.request_id
+        self.reading = reading
+        self.life = Lifecycle(demand.request_id, self, deadline, is_repeatable=bool(self.digest))
+        self.record = record or NOBODY.follow(RequestFacts())
+        self._demand = demand
+        # What an executor is told, except the attempt and the output so far.
+        self._submit = submit
+        self._max_tokens = submit.stopping.max_tokens or math.inf
+        self.output_ids: list[int] = list(prior_ids)
+        self._logprobs: dict[int, types_pb2.PositionLogprobs] = {}
+        self.num_cached_tokens = 0
+        self.num_migrations = 0
+        self.clock = Clock(arrived)
+        # It ran before this router had it: when its first token came is not known, and output that its client knows may
+        # be on the way here.
+        self.was_adopted = False
+        self.reader = 0  # which may call `next`; counts up
+        self._progress = Progress.NONE
+        self._seat = Seat.NONE
+        self._num_placements = 0
+        self._num_before_placement = 0
+        self._untold = 0
+        self._queued: Queued | None = None
+        self._num_taken = 0
+        self._changed = asyncio.Event()
+        # Set when this router serves it no longer.
+        self.forgotten = asyncio.Event()
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of a request that may be repeated; empty for any other."""
+        return b"" if self.reading is None else self.reading.digest
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its end or its error is known."""
+        return self.life.has_ended
+
+    @property
+    def end(self) -> End | None:
+        """How it ended, where it did not fail."""
+        return self.life.end
+
+    @property
+    def error(self) -> RequestError | None:
+        """What it failed with."""
+        return self.life.error
+
+    @property
+    def has_been_accepted(self) -> bool:
+        """Whether an executor has ever taken it."""
+        return self._progress >= Progress.ACCEPTED
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether it is on an executor without a seat there."""
+        return self.life.placement is not None and self._seat is not Seat.HELD
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it gave up its seat and waits for another."""
+        return self._seat is Seat.GIVEN_UP
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the current placement has brought a token."""
+        return len(self.output_ids) > self._num_before_placement
+
+    @property
+    def is_short(self) -> bool:
+        """Whether fewer tokens have come than an end by length allows."""
+        return len(self.output_ids) < self._max_tokens < math.inf
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all the tokens that it may have."""
+        return len(self.output_ids) >= self._max_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes of memory."""
+        logprobs_bytes = len(self._logprobs) * (
+            FIXED_LOGPROBS_BYTES + TOP_LOGPROB_BYTES * self._submit.num_top_logprobs
+        )
+        return self._submit.ByteSize() + BYTES_PER_TOKEN * len(self.output_ids) + logprobs_bytes + FIXED_BYTES
+
+    def demand(self, *, is_served: bool = False) -> Demand:
+        """What the ledger is asked for: after earlier placements with the last attempt that is known, and after the
+        first token without a deadline for it. Output that the client brought makes it no older."""
+        has_run = self.life.attempt > 0
+        return dataclasses.replace(
+            self._demand,
+            last_attempt=self.life.attempt,
+            output_tokens=len(self.output_ids) if has_run else 0,
+            deadline_ms=None if has_run and self.output_ids else self._demand.deadline_ms,
+            is_served=is_served,
+        )
+
+    def ending(self, attempt: int) -> Ending:
+        """The end of one of its placements, with what it has used."""
+        life = self.life
+        return Ending(
+            self.request_id,
+            attempt,
+            computed_tokens=self._num_computed_tokens,
+            output_tokens=len(self.output_ids),
+            by_itself=life.has_matched_stop or (life.end is not None and life.end.reason in OWN_ENDS),
+            cancelled=life.was_cancelled,
+        )
+
+    @property
+    def _num_computed_tokens(self) -> int:
+        return len(self._submit.prompt_ids) - self.num_cached_tokens if self._progress is Progress.BOARDED else 0
+
+    def is_repeat_of(self, attached: executor_pb2.SequenceAttached) -> bool:
+        """Whether what an executor was told is this request, for all that its digest says. Raises `FrameError`."""
+        return not self.digest or context_of(attached).digest == self.digest
+
+    def place(self, placement: Placement) -> executor_pb2.Submit:
+        """Returns what the executor of a placement, which is the current one from now on, is to be told."""
+        if self._num_placements and self.output_ids:
+            self.num_migrations += 1
+        self._leave_seat(len(self.output_ids))
+        self.record.placed(placement.executor_id, placement.attempt)
+        submit = executor_pb2.Submit()
+        submit.CopyFrom(self._submit)
+        submit.attempt = placement.attempt
+        submit.traceparent = self.record.traceparent
+        submit.reserved_blocks = placement.blocks or self._demand.blocks
+        if self.life.deadline is not None:
+            submit.deadline_ms = max(1, round((self.life.deadline - time.monotonic()) * 1000))
+        submit.prior_output_ids.extend(self.output_ids)
+        return submit
+
+    def attach(self, *, has_started: bool, num_cached_tokens: int) -> None:
+        """The executor has known the current placement for a while, and sends from its first token on."""
+        self._leave_seat(0)
+        if not self.has_ended:  # what comes behind the end is dropped
+            self.output_ids.clear()
+        self.was_adopted = has_started
+        self.record.adopted(has_started)
+        self.accept()
+        if has_started:
+            self._progress, self._seat = Progress.BOARDED, Seat.HELD
+            self._untold |= STARTED
+            self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
+
+    def _leave_seat(self, num_before_placement: int) -> None:
+        self._num_placements += 1
+        self._num_before_placement = num_before_placement
+        if self._seat is Seat.HELD:
+            self._seat = Seat.NONE
+
+    def attend(self) -> int:
+        """A reader takes over and is told everything from the beginning. The number that it gives to `next`."""
+        self.reader += 1
+        self._untold = (0, ACCEPTED, ACCEPTED | STARTED)[self._progress]
+        self._num_taken = 0
+        self._changed.set()
+        return self.reader
+
+    def accept(self) -> None:
+        """The executor took the placement."""
+        self._progress = max(self._progress, Progress.ACCEPTED)
+        self._untold |= ACCEPTED
+        self._changed.set()
+
+    def start(self, num_cached_tokens: int) -> None:
+        """The sequence boarded."""
+        if self._progress < Progress.BOARDED:
+            self._progress = Progress.BOARDED
+            self.clock.boarded = time.monotonic()
+            self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
+            self.record.boarded(self.num_cached_tokens)
+        else:
+            self.record.boarded_again()
+        self._seat = Seat.HELD
+        self._untold |= STARTED
+        self._changed.set()
+
+    def token(self, offset: int, token_id: int) -> bool:
+        """Takes a token. One that is known, or behind the end, is dropped; returns False where one is missing before
+        it. Raises `FrameError` for one more than was asked for: no asking makes that come right."""
+        if self.life.has_ended:
+            return True
+        if offset >= self._max_tokens:
+            raise FrameError(f"token {offset} of {self.request_id} is beyond the {self._max_tokens} that it may have")
+        expected = len(self.output_ids)
+        if offset > expected:
+            return False
+        if offset == expected:
+            now = time.monotonic()
+            if self.clock.first_token is None and not self.was_adopted:
+                self.clock.first_token = now
+            self.clock.last_token = now
+            self._seat = Seat.HELD
+            self.output_ids.append(token_id)
+            self._changed.set()
+        return True
+
+    def logprobs(self, offset: int, values: types_pb2.PositionLogprobs) -> None:
+        """Takes the log probabilities of a token that came before."""
+        if offset < len(self.output_ids):
+            self._logprobs.setdefault(offset, values)
+
+    def pause(self) -> None:
+        """It gave up its seat and waits for another. Of one that had none there is nothing to tell."""
+        if self.has_been_accepted and self._seat is not Seat.GIVEN_UP:
+            self._seat = Seat.GIVEN_UP
+            self._untold |= PAUSED
+            self._changed.set()
+
+    def move(self, queued: Queued) -> None:
+        """Its place in the queue is another one now."""
+        self._queued = queued
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Its text has come to a stop of which executors know nothing."""
+        self.finish(End(types_pb2.FINISH_REASON_STOP_STRING, None))
+
+    def finish(self, end: End) -> None:
+        """Its reader ends it. Without effect on an end that is known."""
+        if self.life.handle(ReaderEnded(end)):
+            self.tell_end()
+
+    def tell_end(self) -> None:
+        """Its end or error is known."""
+        self._changed.set()
+        if self.life.end is not None:
+            self._record_end(outcome_of(self.life.end.reason))
+        elif self.life.state is RequestState.LEFT:
+            self.record.left()
+        elif self.life.error is not None:
+            self._record_end(self.life.error.reason.value, is_error=True)
+
+    def forget(self) -> None:
+        """This router serves it no longer. Without an end it is one that its client gave up while it waited."""
+        self.forgotten.set()
+        if not self.has_ended:
+            self._record_end(CANCELLED)
+
+    def _record_end(self, outcome: str, *, is_error: bool = False) -> None:
+        first, last = self.clock.first_token, self.clock.last_token
+        decode_s = None if first is None or last is None else last - first
+        self.record.ended(outcome, len(self.output_ids), decode_s, is_error=is_error)
+
+    async def next(self, reader: int = 0) -> News:
+        """Waits for news and takes them all. Raises `RequestError` TAKEN_OVER where another reader came."""
+        await self._changed.wait()
+        if reader != self.reader:
+            raise taken_over()
+        self._changed.clear()
+        news = News(
+            bool(self._untold & ACCEPTED),
+            bool(self._untold & STARTED),
+            bool(self._untold & PAUSED),
+            self._queued,
+            self._num_taken,
+            self.output_ids[self._num_taken :],
+            self._logprobs,
+            self.life.end,
+            self.life.error,
+        )
+        self._untold = 0
+        self._queued = None
+        self._num_taken = max(self._num_taken, len(self.output_ids))
+        return news
+
+
+def unread_stream(request_id: str) -> RequestStream:
+    """Stands for a request that is not read here, so that frames can name it."""
+    stream = RequestStream(Demand(request_id, 1, 1), executor_pb2.Submit(), 0.0)
+    stream.life.handle(Submit())
+    stream.life.handle(TakenOver(request_id))
+    return stream

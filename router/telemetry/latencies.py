@@ -1,0 +1,184 @@
+"""How fast this router has served each model lately: a `Listener` that keeps a minute and no more.
+
+Times are counted in classes of 2 % each, by the second, so that a minute takes little memory however much is served.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+
+from common.errors import Reason
+from inflight.v1 import inference_pb2
+from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+
+MINUTE_S = 60
+RATE_S = 10
+_LOG_WIDTH = math.log(1.02)
+_LEAST_MS = 0.01
+
+
+class RollingCount:
+    """How many there were within so many seconds."""
+
+    def __init__(self, window_s: int) -> None:
+        self._window_s = window_s
+        self._seconds: deque[tuple[int, int]] = deque()
+        self._total = 0
+
+    def add(self, now_s: float, count: int = 1) -> None:
+        """So many more."""
+        second = int(now_s)
+        if self._seconds and self._seconds[-1][0] == second:
+            self._seconds[-1] = (second, self._seconds[-1][1] + count)
+        else:
+            self._seconds.append((second, count))
+        self._total += count
+        self._forget(second)
+
+    def total(self, now_s: float) -> int:
+        """Within the window."""
+        self._forget(int(now_s))
+        return self._total
+
+    def _forget(self, second: int) -> None:
+        while self._seconds and self._seconds[0][0] <= second - self._window_s:
+            self._total -= self._seconds.popleft()[1]
+
+
+class RollingTimes:
+    """Milliseconds that were measured within the last minute."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[tuple[int, Counter[int]]] = deque()
+
+    def add(self, now_s: float, ms: float) -> None:
+        """One more."""
+        second = int(now_s)
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append((second, Counter()))
+            self._forget(second)
+        self._seconds[-1][1][round(math.log(max(ms, _LEAST_MS)) / _LOG_WIDTH)] += 1
+
+    def percentiles(self, now_s: float, fractions: Iterable[float], within_s: int = MINUTE_S) -> list[float] | None:
+        """For each fraction a value that so large a part of all does not exceed, to 1 %; None where there are none.
+        `within_s`: of the last so many seconds, a minute at most."""
+        self._forget(int(now_s))
+        counts: Counter[int] = Counter()
+        for second, counted in self._seconds:
+            if second > int(now_s) - within_s:
+                counts.update(counted)
+        if not counts:
+            return None
+        ordered = sorted(counts.items())
+        return [_percentile(ordered, math.ceil(counts.total() * fraction)) for fraction in fractions]
+
+    def _forget(self, second: int) -> None:
+        while self._seconds and self._seconds[0][0] <= second - MINUTE_S:
+            self._seconds.popleft()
+
+
+def _percentile(ordered: list[tuple[int, int]], rank: int) -> float:
+    for number, count in ordered:
+        rank -= count
+        if rank <= 0:
+            return math.exp(number * _LOG_WIDTH)
+    raise AssertionError("there are fewer than that")
+
+
+class ModelLatencies:
+    """One model. The recorder of its requests: all of them are told to the same one."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ended = RollingCount(MINUTE_S)
+        self._refused = RollingCount(MINUTE_S)
+        self._tokens = RollingCount(RATE_S)
+        self._first_token_ms = RollingTimes()
+        self._inter_token_ms = RollingTimes()
+
+    def refused(self) -> None:
+        """A request was refused."""
+        self._refused.add(self._clock())
+
+    def admitted(self) -> None:
+        """See `Recorder`."""
+
+    def placed(self, placed: PlacedAt) -> None:
+        """See `Recorder`."""
+
+    def boarded(self, cached_tokens: int) -> None:
+        """See `Recorder`."""
+
+    def boarded_again(self) -> None:
+        """See `Recorder`."""
+
+    def preempted(self) -> None:
+        """See `Recorder`."""
+
+    def first_sent(self, after_s: float) -> None:
+        """See `Recorder`."""
+        self._first_token_ms.add(self._clock(), after_s * 1000)
+
+    def sent(self, num_tokens: int, interval_s: float | None) -> None:
+        """See `Recorder`."""
+        now_s = self._clock()
+        self._tokens.add(now_s, num_tokens)
+        if interval_s is not None:
+            self._inter_token_ms.add(now_s, interval_s * 1000 / num_tokens)
+
+    def moved(self, why: str) -> None:
+        """See `Recorder`."""
+
+    def resumed(self) -> None:
+        """See `Recorder`."""
+
+    def ended(self, end: RequestEnd) -> None:
+        """See `Recorder`."""
+        self._ended.add(self._clock())
+
+    def left(self) -> None:
+        """See `Recorder`."""
+
+    def recent(self, within_s: int) -> tuple[list[float] | None, list[float] | None]:
+        """Median and 99th percentile of the time to the first token and between tokens, milliseconds, over the last so
+        many seconds; None where there are none."""
+        now_s = self._clock()
+        fractions = (0.5, 0.99)
+        return (
+            self._first_token_ms.percentiles(now_s, fractions, within_s),
+            self._inter_token_ms.percentiles(now_s, fractions, within_s),
+        )
+
+    def to_proto(self, model: str) -> inference_pb2.ModelLatency:
+        """The figures of now."""
+        now_s = self._clock()
+        latency = inference_pb2.ModelLatency(
+            model=model,
+            num_ended=self._ended.total(now_s),
+            num_refused=self._refused.total(now_s),
+            output_tokens_per_s=self._tokens.total(now_s) / RATE_S,
+        )
+        if first := self._first_token_ms.percentiles(now_s, (0.5, 0.99)):
+            latency.ttft_p50_ms, latency.ttft_p99_ms = first
+        if between := self._inter_token_ms.percentiles(now_s, (0.5, 0.99)):
+            latency.inter_token_p50_ms, latency.inter_token_p99_ms = between
+        return latency
+
+
+class Latencies:
+    """All models of a router. See `router.telemetry.events.Listener`."""
+
+    def __init__(self, models: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self.by_model: Mapping[str, ModelLatencies] = {model: ModelLatencies(clock) for model in models}
+
+    def follow(self, facts: RequestFacts) -> ModelLatencies:
+        """See `Listener`."""
+        return self.by_model[facts.model]
+
+    def refused(self, model: str, priority_class: str, reason: Reason) -> None:
+        """See `Listener`."""
+        if model in self.by_model:
+            self.by_model[model].refused()

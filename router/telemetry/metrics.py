@@ -1,0 +1,185 @@
+"""What a router counts and measures as it happens, for Prometheus; docs/metrics.md says what each name means.
+
+The registry is the process's own. Everything is told by `router.telemetry.events` and the store; nothing here is asked for in
+the path of a token but one count and one observation for each delivery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from common.errors import Reason
+from router.store.types import StoreCall
+from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+
+# The value of gen_ai.provider.name.
+PROVIDER = "inflight"
+
+GEN_AI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+
+# As OpenTelemetry's semantic conventions for generative AI advise, seconds.
+FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+# GPUs bring tokens faster than that advice begins.
+INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, *PER_TOKEN_BUCKETS)
+# From admitted at once to the patience of a batch.
+WAIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+# A call takes some 100 µs and is given up after 2 s.
+REDIS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class RouterMetrics:
+    """The metrics of one router. Implements `router.telemetry.events.Listener`; `store_called` is the store's observer."""
+
+    def __init__(self, registry: CollectorRegistry, models: Iterable[str]) -> None:
+        self._registry = registry
+        per_class = ("model", "class")
+        self.first_token = self._histogram(
+            "gen_ai_server_time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_BUCKETS
+        )
+        self.per_token = self._histogram(
+            "gen_ai_server_time_per_output_token_seconds", "Mean of a request's other tokens.", PER_TOKEN_BUCKETS
+        )
+        self.duration = self._histogram(
+            "gen_ai_server_request_duration_seconds",
+            "Arrival to end.",
+            DURATION_BUCKETS,
+            (*GEN_AI_LABELS, "error_type"),
+        )
+        self.inter_token = self._histogram(
+            "inflight_inter_token_seconds", "Between deliveries, by token.", INTER_TOKEN_BUCKETS, ("model",)
+        )
+        self.queue_wait = self._histogram(
+            "inflight_queue_wait_seconds", "From arrival to the first place.", WAIT_BUCKETS, per_class
+        )
+        self.redis_seconds = self._histogram(
+            "inflight_redis_call_seconds", "Calls of the ledger.", REDIS_BUCKETS, ("script",)
+        )
+        self.requests = self._counter("inflight_requests", "Requests ended.", (*per_class, "outcome"))
+        self.refusals = self._counter("inflight_refusals", "Requests refused.", (*per_class, "reason"))
+        self.admissions = self._counter("inflight_admissions", "Requests placed for the first time.", per_class)
+        self.prompt_tokens = self._counter("inflight_prompt_tokens", "Of requests that boarded.", ("model",))
+        self.cached_tokens = self._counter("inflight_cached_prompt_tokens", "Of these, already there.", ("model",))
+        self.output_tokens = self._counter("inflight_output_tokens", "Tokens sent.", ("model",))
+        self.migrations = self._counter("inflight_migrations", "Requests that lost their place.", ("model", "reason"))
+        self.resumed = self._counter("inflight_resumed", "Streams taken up again.", ("model",))
+        self.redis_errors = self._counter("inflight_redis_errors", "Calls that did not succeed.", ("script",))
+        self.redis_up = Gauge("inflight_redis_up", "1: the newest call succeeded.", registry=registry)
+        self._recorders: dict[tuple[str, str, str], _Measures] = {}
+        for model in models:
+            for counter in (self.prompt_tokens, self.cached_tokens, self.output_tokens, self.resumed):
+                counter.labels(model)  # is there from the beginning, at 0
+
+    def _histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = GEN_AI_LABELS
+    ) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def follow(self, facts: RequestFacts) -> RequestMeter:
+        """See `Listener`."""
+        key = (facts.model, facts.priority_class, facts.operation)
+        measures = self._recorders.get(key)
+        if measures is None:
+            measures = self._recorders[key] = _Measures(self, *key)
+        return RequestMeter(measures, facts.prompt_tokens, facts.prior_tokens)
+
+    def refused(self, model: str, priority_class: str, reason: Reason) -> None:
+        """See `Listener`."""
+        self.refusals.labels(model, priority_class, reason.value).inc()
+
+    def store_called(self, call: StoreCall) -> None:
+        """A call of the ledger is over."""
+        self.redis_seconds.labels(call.script).observe(call.seconds)
+        if not call.succeeded:
+            self.redis_errors.labels(call.script).inc()
+        self.redis_up.set(call.succeeded)
+
+
+class _Measures:
+    """The metrics of one model, class and operation: labels are looked up once, not for each token."""
+
+    def __init__(self, metrics: RouterMetrics, model: str, priority_class: str, operation: str) -> None:
+        gen_ai = (operation, PROVIDER, model)
+        self.first_token = metrics.first_token.labels(*gen_ai)
+        self.per_token = metrics.per_token.labels(*gen_ai)
+        self.inter_token = metrics.inter_token.labels(model)
+        self.queue_wait = metrics.queue_wait.labels(model, priority_class)
+        self.admissions = metrics.admissions.labels(model, priority_class)
+        self.prompt_tokens = metrics.prompt_tokens.labels(model)
+        self.cached_tokens = metrics.cached_tokens.labels(model)
+        self.output_tokens = metrics.output_tokens.labels(model)
+        self.resumed = metrics.resumed.labels(model)
+        self._metrics = metrics
+        self._gen_ai = gen_ai
+        self._class = (model, priority_class)
+
+    def moved(self, why: str) -> None:
+        self._metrics.migrations.labels(self._class[0], why).inc()
+
+    def ended(self, end: RequestEnd) -> None:
+        self._metrics.requests.labels(*self._class, end.outcome).inc()
+        error_type = end.outcome if end.is_error else ""
+        self._metrics.duration.labels(*self._gen_ai, error_type).observe(end.duration_s)
+
+
+class RequestMeter:
+    """Implements `router.telemetry.events.Recorder`."""
+
+    def __init__(self, measures: _Measures, prompt_tokens: int, prior_tokens: int) -> None:
+        self._measures = measures
+        self._prompt_tokens = prompt_tokens
+        self._prior_tokens = prior_tokens
+
+    def admitted(self) -> None:
+        """Counts when it is placed."""
+
+    def placed(self, placed: PlacedAt) -> None:
+        """See `Recorder`."""
+        if placed.wait_s is not None:
+            self._measures.admissions.inc()
+            self._measures.queue_wait.observe(placed.wait_s)
+
+    def boarded(self, cached_tokens: int) -> None:
+        """See `Recorder`."""
+        self._measures.prompt_tokens.inc(self._prompt_tokens)
+        self._measures.cached_tokens.inc(cached_tokens)
+
+    def boarded_again(self) -> None:
+        """See `Recorder`."""
+
+    def preempted(self) -> None:
+        """See `Recorder`."""
+
+    def first_sent(self, after_s: float) -> None:
+        """See `Recorder`."""
+        self._measures.first_token.observe(after_s)
+
+    def sent(self, num_tokens: int, interval_s: float | None) -> None:
+        """See `Recorder`."""
+        self._measures.output_tokens.inc(num_tokens)
+        if interval_s is not None:
+            self._measures.inter_token.observe(interval_s / num_tokens)
+
+    def moved(self, why: str) -> None:
+        """See `Recorder`."""
+        self._measures.moved(why)
+
+    def resumed(self) -> None:
+        """See `Recorder`."""
+        self._measures.resumed.inc()
+
+    def ended(self, end: RequestEnd) -> None:
+        """See `Recorder`."""
+        self._measures.ended(end)
+        num_later = end.output_tokens - self._prior_tokens - 1
+        if end.decode_s is not None and num_later > 0:
+            self._measures.per_token.observe(end.decode_s / num_later)
+
+    def left(self) -> None:
+        """The router that it goes on with counts its end."""

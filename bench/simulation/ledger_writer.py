@@ -1,4 +1,4 @@
-"""What a modelled router writes to the ledger without anybody waiting for it: as `router.dispatch.ledger_writer.LedgerWriter`.
+"""Writes of a modelled router to the ledger that nothing waits for: as `router.dispatch.ledger_writer.LedgerWriter`.
 
 While one call is under way more collects and leaves in the next one; of an executor's reports only the newest counts.
 """

@@ -1,4 +1,4 @@
-"""How requests move between the ledger and the executors, on one modelled router: as `router.dispatch.dispatcher.Dispatcher`.
+"""Requests between the ledger and the executors, on one modelled router: as `router.dispatch.dispatcher.Dispatcher`.
 
 What the dispatcher awaits is a callback here, so that the router may vanish in between. Clients are here too: what they
 are told goes to the witness.
@@ -193,7 +193,7 @@ class Dispatch:
         self._submit(stream, done)
 
     def look_for_forgotten(self, suspected: Sequence[SimStream] | None = None) -> None:
-        """Asks the ledger for what waits here, as `router.dispatch.waiting_audit`. What it does not have, twice in a row, is
+        """Asks the ledger for what waits here, as `router.dispatch.waiting_audit`. What it lacks twice in a row is
         submitted again."""
         waiting = [stream for stream in (suspected or list(self.streams.values())) if self._waits(stream)]
         for start in range(0, len(waiting), MAX_PER_CALL):

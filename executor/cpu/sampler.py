@@ -1,7 +1,7 @@
 """Sampling on a CPU by our C++ code (sampler.h): columns in, token ids out.
 
-It chooses what executor/step/sampling.py chooses, whose torch code is the oracle: the random words are the same bits, and
-the ids differ only where two tokens' scores differ by rounding.
+It chooses what executor/step/sampling.py chooses, whose torch code is the oracle: the random words are the same bits,
+and the ids differ only where two tokens' scores differ by rounding.
 """
 
 from __future__ import annotations

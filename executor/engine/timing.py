@@ -1,4 +1,7 @@
-"""How fast the loop is, smoothed, and how long the device waits for it. Times in seconds, rates per second."""
+"""Timing of the loop: smoothed speeds, the device's idle time, and the parts of the loop on the host.
+
+Engine's thread only. Times in seconds, rates per second.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class StepTimer:
 
 
 class LaunchedStep:
-    """See `executor.engine.runner.PendingStep`. Steps are read in the order of their launch; `before` is the one before."""
+    """See `executor.engine.runner.PendingStep`. Steps are read in the order of launch; `before` is the previous one."""
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 A NaN is never chosen and weighs nothing. A row in which nothing is left yields NO_TOKEN (`executor.engine.runner`).
 
-The random words are those of `executor.step.philox`, bit for bit: key = seed, counter = (id // 4, output index, 0, 0), word
-`id % 4`. The noise made of them may differ in its last bits from the one that torch computes.
+The random words are those of `executor.step.philox`, bit for bit: key = seed, counter = (id // 4, output index, 0, 0),
+word `id % 4`. The noise made of them may differ in its last bits from the one that torch computes.
 """
 
 import triton

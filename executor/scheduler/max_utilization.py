@@ -9,6 +9,11 @@ unless they are not needed any more. Who would need a block in between skips tha
 Ping-pong is impossible, because nobody comes back without a block of room for everyone who runs: then at least a whole
 block of tokens is generated between one comeback and the next preemption. Nobody new boards before the preempted are
 back and a margin is free.
+
+The executor also reports a quantile (`ReserveController`): routers reserve so much output that a sequence stays within
+it with that likelihood. Too low, and sequences are preempted and computed again; too high, and blocks stand empty. So
+the quantile follows the share of tokens that are computed more than once. Where that hurts, it is 1 for a while (as
+under guaranteed_no_evict), twice as long every time that it happens again soon after.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What kept each step from holding more: the scheduler's account of itself."""
+"""What limits a step: the demand of prompts, and the constraint that kept a step from holding more."""
 
 from __future__ import annotations
 

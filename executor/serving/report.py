@@ -1,4 +1,4 @@
-"""What routers are told of an executor: its status in a report, its policy in a description."""
+"""Reports of an executor to its routers: their content, the rates in them, and when they are due."""
 
 from __future__ import annotations
 

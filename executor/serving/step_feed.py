@@ -1,4 +1,4 @@
-"""Who looks on at the steps, and what they are told: `WatchSteps`.
+"""The watchers of steps, and the messages that they get: `WatchSteps`.
 
 Costs the loop nothing while nobody looks on: what steps leave is a record each. Who is held the loop is asked, by its
 inbox, once for all that want to know at the moment; one that is in the middle of a long step answers behind it. All on

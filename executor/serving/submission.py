@@ -20,9 +20,6 @@ PRIORITIES: dict[int, int] = {
 # A tenant's name, a slash and the client's own id, with room to spare.
 MAX_REQUEST_ID_CHARACTERS = 512
 
-# Routers take 256.
-MAX_STOP_TOKEN_IDS = 4096
-
 # As OpenAI's API.
 MAX_TOP_LOGPROBS = 20
 
@@ -71,8 +68,6 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
     num_ids = len(submit.prompt_ids) + len(submit.prior_output_ids)
     if num_ids > limits.context_length:
         raise _invalid(f"{num_ids} tokens do not fit the context of {limits.context_length} tokens")
-    if len(submit.stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise _invalid(f"stopping.stop_token_ids has more than {MAX_STOP_TOKEN_IDS} ids")
     token_ids = [*submit.prompt_ids, *submit.prior_output_ids]
     if not submit.prompt_ids:
         raise _invalid("prompt_ids is empty")

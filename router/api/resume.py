@@ -1,6 +1,7 @@
-"""Whether a caller may have a request that it names: by the token that only its client was given, or as an operator.
+"""Access to a request that a caller names, and the place from which its output is wanted.
 
-Whatever is wrong with a claim looks like a request that nobody knows.
+A caller proves its access by the resume token that only its client got, or as an operator. Every invalid claim gets the
+answer for an unknown request.
 """
 
 from __future__ import annotations

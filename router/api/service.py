@@ -44,8 +44,8 @@ from router.auth.caller import Caller, Door, Metadata, authorize, model_of, sees
 from router.auth.resume_secret import ResumeTokens
 from router.config.admission_file import AdmissionFile
 from router.dispatch.pools import Pool, Pools
-from router.executors.frame_checks import context_of
 from router.request.errors import draining, not_in_the_ledger, unknown_request
+from router.request.executor_context import context_of
 from router.request.ids import ledger_id
 from router.settings import RouterSettings
 from router.stats.capacity import add_capacity, described_model, described_variants

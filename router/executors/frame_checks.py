@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
-from google.protobuf.message import DecodeError
-
-from inflight.v1 import executor_pb2, resume_pb2, types_pb2
-from router.request.ids import ledger_id
+from inflight.v1 import executor_pb2, types_pb2
+from router.request.executor_context import FrameError
 from router.request.spec import MAX_TOP_LOGPROBS
 
 # The scripts of the ledger count in doubles, which are exact up to here.
@@ -30,10 +28,6 @@ MAX_STARTED = 2**17
 FINISH_REASONS = frozenset(types_pb2.FinishReason.values()) - {types_pb2.FINISH_REASON_UNSPECIFIED}
 
 Placements = Collection[tuple[str, int]]
-
-
-class FrameError(Exception):
-    """An executor sent what cannot be true. The text says what."""
 
 
 def check_description(description: executor_pb2.DescribeResponse) -> None:
@@ -67,18 +61,6 @@ def check_frame(
         _check_step(response.step, slots, description.vocabulary_size)
     if response.HasField("report"):
         check_report(response.report, description)
-
-
-def context_of(attached: executor_pb2.SequenceAttached) -> resume_pb2.RouterContext:
-    """What the router that admitted a request left with it. Raises `FrameError` where that is another request's, whose
-    client would be let in with it."""
-    try:
-        context = resume_pb2.RouterContext.FromString(attached.submit.router_context)
-    except DecodeError as error:
-        raise FrameError(f"the router_context of {attached.request_id} is none") from error
-    if not attached.request_id == attached.submit.request_id == ledger_id(context.tenant, context.request_id):
-        raise FrameError(f"the router_context of {attached.request_id} is another request's")
-    return context
 
 
 def check_report(report: executor_pb2.Report, description: executor_pb2.DescribeResponse) -> None:

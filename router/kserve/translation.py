@@ -1,7 +1,7 @@
 """From an inference request to a GenerateRequest, and what its client is to be answered with. Pure.
 
-Values are checked where every request's are, by `router.api.validation`; a refusal that comes back from there names fields
-of a GenerateRequest, and `in_client_words` puts the client's own names in their place.
+Values are checked where every request's are, by `router.api.validation`; a refusal that comes back from there names
+fields of a GenerateRequest, and `in_client_words` puts the client's own names in their place.
 """
 
 from __future__ import annotations

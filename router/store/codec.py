@@ -1,4 +1,8 @@
-"""What the scripts return, as types. The other side of the table at the top of `scripts/shared/records.lua`."""
+"""Arguments of the scripts, and their results as types.
+
+Pure, so that a router, a simulation and a benchmark send the same. The arguments follow the header of each script, the
+results the table at the top of `scripts/shared/records.lua`.
+"""
 
 from __future__ import annotations
 

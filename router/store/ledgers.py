@@ -1,4 +1,8 @@
-"""A router's connection to Redis, and what goes over it: the store of every pool, and the secret that routers share."""
+"""A router's connection to Redis, and what goes over it: the store of every pool, and the secret that routers share.
+
+Where no secret is set, the first router makes it and leaves it in Redis. It belongs to no pool. Redis may lose it; then
+a router that knows it writes it again.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,7 @@ class Ledgers:
         )
 
     async def learn_secret(self, own: bytes | None) -> bytes:
-        """See `router.store.secret`."""
+        """See `learn_secret`."""
         return await learn_secret(self._redis, self._settings, own)
 
     async def aclose(self) -> None:

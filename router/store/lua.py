@@ -1,6 +1,15 @@
-"""The Lua scripts: composed once from their sources (`compose`), run by hash.
+"""The Lua scripts: composed once from their sources, run by hash.
 
 A script is what it needs of the parts under `scripts/shared`, in the order of `SHARED`, and its own file.
+
+Redis runs a script from its first line at every call. Most of that cost is not the commands: it is making functions,
+each of which looks up every local that it uses, and turning records into tables. So a composed script has
+
+- only the functions that it can reach, and those that only one with a line `--@nest` needs inside of that one, where
+  they are made when it is called;
+- constants and keys (`local NAME = number`, `KEYS[…]` or `ARGV[…]`) written into it as they are;
+- for each line `--@record name fields` functions `pack_name` and `unpack_name` made to measure: a field is a number,
+  `field?` a boolean, `field$` a string of at most 64 KiB, `field[n]` n numbers.
 """
 
 from __future__ import annotations

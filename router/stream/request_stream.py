@@ -19,9 +19,9 @@ from enum import Enum, IntEnum, auto
 from common.errors import RequestError
 from inflight.v1 import executor_pb2, types_pb2
 from router.dispatch.lifecycle import End, Lifecycle, ReaderEnded, RequestState, Submit
-from router.executors.frame_checks import FrameError, context_of
 from router.request.delivery import Reading
 from router.request.errors import taken_over
+from router.request.executor_context import FrameError, context_of
 from router.store.types import Demand, Ending, Placement, Queued, TakenOver
 from router.telemetry.events import CANCELLED, NOBODY, RequestFacts, RequestRecord, outcome_of
 

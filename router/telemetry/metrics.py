@@ -1,6 +1,6 @@
 """What a router counts and measures as it happens, for Prometheus; docs/metrics.md says what each name means.
 
-The registry is the process's own. Everything is told by `router.telemetry.events` and the store; nothing here is asked for in
+The registry is the process's own. Everything is told by `router.telemetry.events` and the store; nothing here is in
 the path of a token but one count and one observation for each delivery.
 """
 
@@ -32,7 +32,7 @@ REDIS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 
 
 class RouterMetrics:
-    """The metrics of one router. Implements `router.telemetry.events.Listener`; `store_called` is the store's observer."""
+    """The metrics of one router: a `router.telemetry.events.Listener`. `store_called` is the store's observer."""
 
     def __init__(self, registry: CollectorRegistry, models: Iterable[str]) -> None:
         self._registry = registry

@@ -1,7 +1,8 @@
 """How many entries the repeated fields of a request may have.
 
 The limits are far above what clients send. They bound the work that a request causes before anything is known about it:
-`common.rpc.wire_counts` applies them to its bytes, before these are parsed, and `router.api.validation` to the parsed message.
+`common.rpc.wire_counts` applies them to its bytes, before these are parsed, and `router.api.validation` to the parsed
+message.
 """
 
 from __future__ import annotations

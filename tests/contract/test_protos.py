@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pb2 import (
 
 from tests.contract.baseline import PROTOS, promises, read_baseline, read_protos, run_protoc
 
-GENERATED = PROTOS / "gen"
+GENERATED = PROTOS.parent / "inflight"
 PASCAL = re.compile(r"[A-Z][A-Za-z0-9]*")
 LOWER_SNAKE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 UPPER_SNAKE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
@@ -68,11 +68,7 @@ def test_generated_code_is_fresh(tmp_path: Path) -> None:
     run_protoc(f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", f"--grpc_python_out={tmp_path}")
 
     fresh = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.py*")}
-    committed = {
-        path.relative_to(GENERATED): path.read_text()
-        for path in GENERATED.rglob("*.py*")
-        if path.name != "__init__.py" and path.suffix in (".py", ".pyi")
-    }
+    committed = {path.relative_to(GENERATED.parent): path.read_text() for path in GENERATED.glob("*/*_pb2*.py*")}
 
     assert fresh
     stale = sorted(str(path) for path in fresh.keys() | committed.keys() if fresh.get(path) != committed.get(path))

@@ -76,10 +76,10 @@ def test_modules_say_what_they_own() -> None:
 
 def test_no_clock_of_a_router_enters_a_decision() -> None:
     """Time of day differs between machines: routers measure durations and leave the time to Redis. Credentials expire
-    by the time of day, so the doors need it."""
+    by the time of day, so authentication needs it."""
     time_of_day = re.compile(r"\btime\.(time|time_ns|localtime|gmtime)\b|\bdatetime\b")
     told_the_time = {path.name for path in sources("router") if time_of_day.search(path.read_text(encoding="utf-8"))}
-    assert told_the_time <= {"api_keys.py", "doors.py"}
+    assert told_the_time <= {"api_keys.py", "authenticator.py"}
 
 
 def test_no_note_to_ourselves_is_left() -> None:

@@ -198,7 +198,7 @@ def _image_environment(folder: Path) -> dict[str, str]:
         (programs / "valkey-cli").symlink_to(client or server.with_name("redis-cli"))
     return {
         "PATH": f"{programs}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'protos' / 'gen'}",
+        "PYTHONPATH": str(REPOSITORY),
         "HOME": str(folder),
         CACHE_VARIABLE: str(cache_folder()),
     }

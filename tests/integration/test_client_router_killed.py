@@ -40,9 +40,8 @@ with serving(ScriptedRouter(script)) as address:
 @contextmanager
 def hanging_router() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A process that serves, and its address."""
-    path = f"{ROOT}:{ROOT / 'protos' / 'gen'}"
-    command = [sys.executable, "-c", HANGING]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={"PYTHONPATH": path}) as process:
+    command, path = [sys.executable, "-c", HANGING], {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=path) as process:
         try:
             assert process.stdout is not None
             yield process.stdout.readline().strip(), process

@@ -37,7 +37,7 @@ asyncio.run(main(*sys.argv[1:]))
 def router_process(model: str, redis_url: str, executor: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A router that can be killed, and its address."""
     command = [sys.executable, "-c", ROUTER, model, redis_url, executor]
-    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'protos' / 'gen'}"}
+    path = {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=path) as process:
         try:
             assert process.stdout is not None

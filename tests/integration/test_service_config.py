@@ -1,5 +1,5 @@
-"""`inflight/service_config.json` in a plain gRPC channel, without our library: gRPC itself repeats on another router what
-is safe to repeat, and never a Generate that has produced something."""
+"""`inflight/service_config.json` in a plain gRPC channel, without our library: gRPC repeats on another router
+what is safe to repeat, and never a Generate that has produced something."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Dying:
 @contextmanager
 def dying_router() -> Iterator[Dying]:
     command = [sys.executable, "-c", DYING]
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'protos' / 'gen'}"}
+    environment = {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
         try:
             yield Dying(process)

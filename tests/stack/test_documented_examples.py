@@ -115,7 +115,7 @@ def run(stack: LocalStack, example: Example) -> str:
     code = example.code.replace("localhost:50051", stack.address).replace("127.0.0.1:8000", stack.gateway_addresses[0])
     inflight = f'inflight() {{ "{sys.executable}" -m inflight.cli.main "$@"; }}\n'
     command = [sys.executable, "-c", code] if example.is_python else ["bash", "-c", inflight + code]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "protos" / "gen")))}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("INFLIGHT_ADDRESS", None)
     ended = subprocess.run(
         command,

@@ -90,7 +90,7 @@ def test_an_async_client_in_a_second_loop_says_so(address: str) -> None:
 
 
 def test_an_async_client_without_a_loop_names_the_other_one(address: str) -> None:
-    with pytest.raises(RuntimeError, match=r"use client\.sync"):
+    with pytest.raises(RuntimeError, match=r"use inflight\.sync"):
         aio.Client(address).generate("hi")
 
 

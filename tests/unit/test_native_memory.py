@@ -27,10 +27,10 @@ from executor.attention.backend import KvShape, Scoring
 from executor.attention.cpu import CpuAttention
 from executor.native.library import load_native
 from executor.native.pool import NativePool
-from executor.native.sampler import NativeSampler
-from executor.sampling import SampleRow
-from executor.sampling_batch import SamplingBatch
-from executor.sequence import Sampling
+from executor.cpu.sampler import NativeSampler
+from executor.step.sampling import SampleRow
+from executor.step.sampling_columns import SamplingBatch
+from executor.scheduler.sequence import Sampling
 from tests.paged_cases import Spec, make_case
 
 torch.set_num_threads(1)
@@ -81,7 +81,7 @@ print(sampler.sample(torch.eye(2, 1000) * 99, sampling_of(2)).tolist())
 
 def run_script(script: str) -> str:
     """What a process of its own prints."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "protos/gen")))}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, "-c", SETUP + script],
         cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False,

@@ -1,0 +1,26 @@
+"""The context that a router leaves at an executor with a request, as another router reads it back."""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError
+
+from inflight.v1 import executor_pb2, resume_pb2
+from router.request.ids import ledger_id
+
+
+class FrameError(Exception):
+    """An executor sent what cannot be true. The text says what."""
+
+
+def context_of(attached: executor_pb2.SequenceAttached) -> resume_pb2.RouterContext:
+    """Returns what the router that admitted a request left with it.
+
+    Raises `FrameError` where it belongs to another request: its client would get access to this one.
+    """
+    try:
+        context = resume_pb2.RouterContext.FromString(attached.submit.router_context)
+    except DecodeError as error:
+        raise FrameError(f"the router_context of {attached.request_id} is none") from error
+    if not attached.request_id == attached.submit.request_id == ledger_id(context.tenant, context.request_id):
+        raise FrameError(f"the router_context of {attached.request_id} is another request's")
+    return context

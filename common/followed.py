@@ -24,7 +24,7 @@ def version_of(path: Path) -> FileVersion | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-async def look_again(look: Callable[[], None]) -> None:
+async def poll(look: Callable[[], None]) -> None:
     """Looks every `LOOK_INTERVAL_S` seconds until cancelled; in a thread, so that a slow disk holds up nobody."""
     while True:
         await asyncio.sleep(LOOK_INTERVAL_S)

@@ -41,9 +41,9 @@ from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.serving.metrics import executor_metrics
-from executor.serving.placements import Keeping
+from executor.serving.placements import RetentionPolicy
 from executor.serving.report import policy_proto
-from executor.serving.router_auth import RouterNames, open_door
+from executor.serving.router_auth import PeerNameCheck, load_server_tls
 from executor.serving.router_session import PROTOCOL_VERSION
 from executor.serving.service import ExecutorService, Identity
 from executor.serving.submission import SubmissionLimits
@@ -85,7 +85,7 @@ def _run_with_settings(argv: SequenceOf[str]) -> int:
     start_logging("executor", settings.log_level, settings.log_format)
     for line in describe(settings):
         log.info("setting %s", line)
-    tls = open_door(settings)
+    tls = load_server_tls(settings)
     for listen in (settings.listen, settings.health_listen, settings.http_listen):
         if listen:
             check_listen(listen)
@@ -268,7 +268,7 @@ def build(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garb
         max_inter_token_ms=settings.max_inter_token_ms,
         garbage=garbage,
     )
-    keeping = Keeping(settings.orphan_grace_s, settings.retain_ended_s)
+    keeping = RetentionPolicy(settings.orphan_grace_s, settings.retain_ended_s)
     who = identity(settings, loaded)
     tracing = open_tracing("executor", who.description.executor_id, settings.otlp_endpoint)
     service = ExecutorService(who, engine, keeping, tracing=tracing)
@@ -312,7 +312,7 @@ async def _stop_engine(parts: Parts, exit_code: int) -> int:
 
 def _server(settings: ExecutorSettings, tls: TlsFiles | None) -> GrpcServer:
     limits = ConnectionLimits(max_receive_bytes=MAX_LINK_BYTES)
-    check_peer = None if tls is None else RouterNames(settings.router_names).check
+    check_peer = None if tls is None else PeerNameCheck(settings.router_names).check
     return GrpcServer([SERVICE_NAME], limits=limits, tls=tls, check_peer=check_peer, wire_limits=LINK_WIRE_LIMITS)
 
 

@@ -22,7 +22,7 @@ from gateway.event_ids import AnswerId, Place, read_event_id
 from gateway.leaving import ClientGone, while_connected
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
-from gateway.streaming import EventStream, Patience
+from gateway.streaming import EventStream, WriteTimeouts
 from inflight.aio import Client
 from inflight.errors import InflightError
 
@@ -48,7 +48,7 @@ class GatewayService:
         self._metrics = metrics
         self._began = int(time.time())
         self._defaults = Defaults(settings.max_choices, settings.default_priority, settings.default_resume_ttl_s)
-        self._patience = Patience(settings.heartbeat_s, settings.write_timeout_s)
+        self._timeouts = WriteTimeouts(settings.heartbeat_s, settings.write_timeout_s)
 
     async def chat(self, request: Request) -> ASGIApp:
         """`POST /v1/chat/completions`."""
@@ -71,7 +71,7 @@ class GatewayService:
             return await self._whole(request, ask, answer, source)
         sources = [source.begun(one, takes_back=False) for one in ask.requests]
         places = [Place() for _ in ask.requests]
-        return EventStream(Chunks(ask, answer), sources, places, self._patience, self._metrics)
+        return EventStream(Chunks(ask, answer), sources, places, self._timeouts, self._metrics)
 
     async def _whole(self, request: Request, ask: Ask, answer: AnswerId, source: Source) -> Response:
         try:
@@ -89,7 +89,7 @@ class GatewayService:
             text = f"is of an answer with {len(places)} choices, and this body asks for {len(ask.requests)}"
             raise refused(LAST_EVENT_ID, text)
         sources = [source.resumed(place) for place in places]
-        return EventStream(Chunks(ask, answer), sources, places, self._patience, self._metrics)
+        return EventStream(Chunks(ask, answer), sources, places, self._timeouts, self._metrics)
 
     async def _body(self, request: Request) -> bytes:
         limit = self._settings.max_body_bytes

@@ -36,7 +36,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class WriteTimeouts:
     """How long a stream may be silent until it gets a comment, and a client may leave it unread."""
 
     heartbeat_s: float
@@ -62,13 +62,13 @@ class EventStream:
         chunks: Chunks,
         sources: Sequence[AsyncGenerator[Event, None]],
         places: list[Place],
-        patience: Patience,
+        timeouts: WriteTimeouts,
         metrics: Metrics,
     ) -> None:
         self._chunks = chunks
         self._sources = sources
         self._places = places
-        self._patience = patience
+        self._timeouts = timeouts
         self._metrics = metrics
         self._news: asyncio.Queue[News] = asyncio.Queue(MAX_WAITING_EVENTS)
         self._usages: dict[int, Usage] = {}
@@ -130,7 +130,7 @@ class EventStream:
         """All that has come, at least one; comments while it does not."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._patience.heartbeat_s):
+                async with asyncio.timeout(self._timeouts.heartbeat_s):
                     news = [await self._news.get()]
                 break
             await self._send(send, {"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
@@ -195,7 +195,7 @@ class EventStream:
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
         """Raises `TimeoutError` where the client does not read."""
-        async with asyncio.timeout(self._patience.write_timeout_s):
+        async with asyncio.timeout(self._timeouts.write_timeout_s):
             await send(message)
 
 

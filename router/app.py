@@ -20,7 +20,7 @@ from common.telemetry.tracing import Tracing, open_tracing
 from inflight.kserve import grpc_service_pb2_grpc
 from inflight.v1 import inference_pb2_grpc
 from router.api.service import InferenceService
-from router.auth.authenticator import Doors
+from router.auth.authenticator import Authentication
 from router.auth.call_check import caller_check
 from router.auth.client_tls import connection_limits_of, open_tls
 from router.auth.resume_secret import Learn, ResumeTokens
@@ -32,17 +32,17 @@ from router.dashboard.routes import board_routes
 from router.dashboard.sampling import Sampler
 from router.dashboard.watching import Watching
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.pools import Pool, Pools
+from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.executors.channel import ExecutorChannels
 from router.kserve import service as kserve
 from router.settings import RouterSettings
-from router.stats.gauges import LookedUpMetrics
+from router.stats.gauges import ScrapeGauges
 from router.stats.source import StatsSource
 from router.store.ledgers import Ledgers
 from router.store.settings import StoreSettings
 from router.store.types import StoreCall
 from router.telemetry.event_log import EventLog
-from router.telemetry.events import Listener, Listeners
+from router.telemetry.events import RequestObserver, RequestObservers
 from router.telemetry.latencies import Latencies
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tracing import RequestTracer, trace_store_calls
@@ -61,16 +61,16 @@ SERVICE_NAME = "inflight.v1.InferenceService"
 
 
 @dataclass(frozen=True, slots=True)
-class RouterParts:
+class RouterApp:
     """A router, built and not started. `http` is there where the settings name an address for it."""
 
     router_id: str
     admission: AdmissionFile
-    doors: Doors
+    authentication: Authentication
     certificates: tuple[TlsFiles, ...]
     ledgers: Ledgers
     tokens: ResumeTokens
-    pools: Pools
+    pools: ModelRegistry
     stats: StatsSource
     service: InferenceService
     server: GrpcServer
@@ -81,18 +81,18 @@ class RouterParts:
     sampler: Sampler | None
 
 
-def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: CollectorRegistry) -> RouterParts:
+def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: CollectorRegistry) -> RouterApp:
     """Everything that the settings ask for; what it counts goes into `registry`. Raises `SettingError`."""
     watching = Watching(History(), EventLog(), RequestLog())
     has_board = settings.board and bool(settings.http_listen)
     admission = AdmissionFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
     tls, channels = open_tls(settings), ExecutorChannels.of(settings)
-    doors = Doors(settings, lambda: {*texts, *admission.rules.variants})
+    authentication = Authentication(settings, lambda: {*texts, *admission.rules.variants})
     router_id = settings.router_id or _default_router_id(settings.listen)
     tracing = open_tracing("router", router_id, settings.otlp_endpoint)
     metrics, latencies = RouterMetrics(registry, texts), Latencies(texts)
-    heard: list[Listener] = [metrics, latencies, *([watching.requests] if has_board else [])]
-    listeners = Listeners(heard, RequestTracer(tracing.tracer) if tracing.is_on else None)
+    heard: list[RequestObserver] = [metrics, latencies, *([watching.requests] if has_board else [])]
+    listeners = RequestObservers(heard, RequestTracer(tracing.tracer) if tracing.is_on else None)
 
     def store_called(call: StoreCall) -> None:
         metrics.store_called(call)
@@ -102,26 +102,31 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
     redis_url = settings.redis_url.get_secret_value()
     ledgers = Ledgers(redis_url, router_id, store_settings_of(settings), store_called)
     tokens = resume_tokens(settings, ledgers.learn_secret)
-    models = [Pool(name, text, _dispatcher(name, ledgers, settings, tokens), listeners) for name, text in texts.items()]
-    pools = Pools(models, router_id, lambda: admission.rules.variants, channels, watching.events)
+    models = [
+        ModelBackend(name, text, _dispatcher(name, ledgers, settings, tokens), listeners)
+        for name, text in texts.items()
+    ]
+    pools = ModelRegistry(models, router_id, lambda: admission.rules.variants, channels, watching.events)
     stats = StatsSource(pools, router_id, latencies)
-    service = InferenceService(pools, settings, admission, doors.door, tokens, stats, listeners, tracing.tracer)
-    board = board_routes(Feeds(stats), doors.door, watching) if has_board else []
+    service = InferenceService(
+        pools, settings, admission, authentication.authenticator, tokens, stats, listeners, tracing.tracer
+    )
+    board = board_routes(Feeds(stats), authentication.authenticator, watching) if has_board else []
     sampler = Sampler(watching.history, watching.requests, latencies, lambda: stats.looks(SAMPLE_S / 2))
     server = GrpcServer(
         [SERVICE_NAME, kserve.SERVICE_NAME],
         limits=connection_limits_of(settings),
         tls=tls,
-        check_caller=caller_check(doors.door),
+        check_caller=caller_check(authentication.authenticator),
         wire_limits=REQUEST_WIRE_LIMITS,
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
-    kserve_service = kserve.KServeService(pools, doors.door, service, settings)
+    kserve_service = kserve.KServeService(pools, authentication.authenticator, service, settings)
     grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve_service, server.grpc)
-    return RouterParts(
+    return RouterApp(
         router_id=router_id,
         admission=admission,
-        doors=doors,
+        authentication=authentication,
         certificates=tuple(files for files in (tls, channels.tls) if files is not None),
         ledgers=ledgers,
         tokens=tokens,
@@ -130,7 +135,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         service=service,
         server=server,
         tracing=tracing,
-        http=HttpPort(http_app(registry, board, LookedUpMetrics(registry, models).refresh))
+        http=HttpPort(http_app(registry, board, ScrapeGauges(registry, models).refresh))
         if settings.http_listen
         else None,
         watching=watching,

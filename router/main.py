@@ -17,8 +17,8 @@ from common.process import EXIT_FAILED, run_process
 from common.rpc.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from common.telemetry.logs import start_logging
-from router.app import RouterParts, build
-from router.dispatch.pools import Pools
+from router.app import RouterApp, build
+from router.dispatch.pools import ModelRegistry
 from router.settings import RouterSettings
 from router.text.tokenizer import TextModel
 
@@ -93,7 +93,7 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     return 0
 
 
-async def _listen(router: RouterParts, settings: RouterSettings) -> None:
+async def _listen(router: RouterApp, settings: RouterSettings) -> None:
     """Opens the ports that the settings name. Raises `ListenError`."""
     address = await router.server.start(settings.listen)
     if settings.health_listen:
@@ -104,12 +104,12 @@ async def _listen(router: RouterParts, settings: RouterSettings) -> None:
     log.info("router %s serves %s on %s", router.router_id, ", ".join(sorted(router.pools.by_name)), address)
 
 
-async def _work(router: RouterParts, settings: RouterSettings) -> None:
+async def _work(router: RouterApp, settings: RouterSettings) -> None:
     """What goes on beside the clients' calls."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(router.pools.run(settings.executors, settings.resolve_interval_s), name="pools")
         tasks.create_task(router.admission.follow(), name="admission file")
-        tasks.create_task(router.doors.follow(), name="doors")
+        tasks.create_task(router.authentication.follow(), name="authentication")
         tasks.create_task(router.tokens.run(), name="resume secret")
         if router.sampler is not None:
             tasks.create_task(router.sampler.run(), name="board history")
@@ -117,7 +117,7 @@ async def _work(router: RouterParts, settings: RouterSettings) -> None:
             tasks.create_task(files.follow(), name="certificates")
 
 
-async def _follow_readiness(pools: Pools, server: GrpcServer) -> None:
+async def _follow_readiness(pools: ModelRegistry, server: GrpcServer) -> None:
     """Ready means: some model has an executor. A router without one still answers: UNAVAILABLE, try again."""
     while True:
         await server.set_serving(await pools.readiness_changed())

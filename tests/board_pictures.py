@@ -27,7 +27,7 @@ from inflight.local.options import StackOptions
 from inflight.local.ports import free_ports
 from inflight.local.stack import LocalStack
 from inflight.requests import Priority
-from router.auth.caller import OpenDoor
+from router.auth.caller import AnonymousAuthenticator
 from router.dashboard.feed import Feeds
 from router.dashboard.routes import board_routes
 from tests.board_browser import PATIENCE_MS, chromium
@@ -88,7 +88,7 @@ async def _take_scene(browser: Browser, folder: Path) -> None:
     """Twenty executors of 256 seats, full."""
     scene = full_fleet(20, 256)
     feeds = Feeds(ScriptedStatistics(scene.message()))
-    http = HttpPort(Starlette(routes=board_routes(feeds, OpenDoor(), watching_of(scene))))
+    http = HttpPort(Starlette(routes=board_routes(feeds, AnonymousAuthenticator(), watching_of(scene))))
     address = await http.start("127.0.0.1:0")
     try:
         await _take(browser, f"http://{address}/", FULL, folder, 2.0)

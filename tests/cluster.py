@@ -28,7 +28,7 @@ from executor.engine.watchdog import watch
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.sequence import StepPlan, TokenLogprobs
-from executor.serving.placements import Keeping
+from executor.serving.placements import RetentionPolicy
 from executor.serving.report import policy_proto
 from executor.serving.router_session import PROTOCOL_VERSION
 from executor.serving.service import ExecutorService, Identity
@@ -41,9 +41,9 @@ from inflight.v1 import (
     types_pb2,
 )
 from router.api.service import InferenceService
-from router.app import RouterParts, build
+from router.app import RouterApp, build
 from router.auth.resume_secret import ResumeTokens
-from router.dispatch.pools import Pools
+from router.dispatch.pools import ModelRegistry
 from router.settings import RouterSettings
 from router.stats.source import StatsSource
 from router.text.tokenizer import TextModel
@@ -162,12 +162,12 @@ class RunningRouter:
 
     address: str
     stub: inference_pb2_grpc.InferenceServiceStub
-    parts: RouterParts
+    parts: RouterApp
     registry: CollectorRegistry
     work: asyncio.Task[None]
 
     @property
-    def pools(self) -> Pools:
+    def pools(self) -> ModelRegistry:
         """Its models."""
         return self.parts.pools
 
@@ -213,7 +213,7 @@ async def start_executor(
     generation: int = 1,
     port: int = 0,
     *,
-    keeping: Keeping | None = None,
+    keeping: RetentionPolicy | None = None,
     watchdog_s: float | None = None,
     tracing: Tracing = NO_TRACING,
 ) -> RunningExecutor:
@@ -288,7 +288,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-async def _work(pools: Pools, tokens: ResumeTokens, addresses: list[str]) -> None:
+async def _work(pools: ModelRegistry, tokens: ResumeTokens, addresses: list[str]) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(pools.run(addresses, 0.1))
         tasks.create_task(tokens.run())

@@ -14,16 +14,16 @@ from typing import Any, cast
 from common.errors import RequestError
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.api.service import InferenceService
-from router.auth.caller import OpenDoor
+from router.auth.caller import AnonymousAuthenticator
 from router.auth.resume_secret import ResumeTokens
 from router.config.admission_file import AdmissionFile
 from router.config.tenants import NO_RULES, AdmissionRules
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lifecycle import RequestState as LifecycleState
 from router.dispatch.lifecycle import Submit
-from router.dispatch.pools import Pool, Pools
+from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.executors.link import ExecutorLink
-from router.request.delivery import Deadlines, Reading
+from router.request.delivery import Deadlines, Delivery
 from router.settings import RouterSettings
 from router.stats.source import StatsSource
 from router.store.store import AdmissionStore
@@ -121,19 +121,21 @@ class ScriptedRouter:
         self._no_executor_grace_s = no_executor_grace_s
         self.stores: dict[str, ScriptedStore] = {}
         self.admission = AdmissionFile(None, rules)
-        self.pools = Pools([self._pool(model) for model in models], "router", lambda: self.admission.rules.variants)
+        self.pools = ModelRegistry(
+            [self._pool(model) for model in models], "router", lambda: self.admission.rules.variants
+        )
         self.tokens = ResumeTokens(b"secret")
         self.stats = StatsSource(self.pools, "router", Latencies(models))
         self.service = InferenceService(
-            self.pools, RouterSettings(), self.admission, OpenDoor(), self.tokens, self.stats
+            self.pools, RouterSettings(), self.admission, AnonymousAuthenticator(), self.tokens, self.stats
         )
 
-    def _pool(self, model: str) -> Pool:
+    def _pool(self, model: str) -> ModelBackend:
         def open_store(on_event: Callable[[StoreEvent], None]) -> AdmissionStore:
             self.stores[model] = ScriptedStore(on_event)
             return cast(AdmissionStore, self.stores[model])
 
-        return Pool(model, TextModel(tiny_tokenizer()), Dispatcher(open_store, 3, self._no_executor_grace_s))
+        return ModelBackend(model, TextModel(tiny_tokenizer()), Dispatcher(open_store, 3, self._no_executor_grace_s))
 
     def link(self, executor_id: str, model: str) -> ExecutorLink:
         """Links an executor; the test plays it by `ExecutorLink.receive`."""
@@ -209,7 +211,7 @@ def steps(
 def new_stream(
     num_prompt_tokens: int = 10,
     deadline: float | None = None,
-    reading: Reading | None = None,
+    reading: Delivery | None = None,
     request_id: str = "r",
     max_tokens: int = 0,
 ) -> RequestStream:
@@ -219,9 +221,9 @@ def new_stream(
     return RequestStream(Demand(request_id, 2, 9, deadline_ms=500), submit, 0.0, deadline, reading=reading)
 
 
-def new_reading(**fields: Any) -> Reading:
+def new_reading(**fields: Any) -> Delivery:
     """What a client of request `r` reads: ids and text, for as long as it is there."""
-    return Reading(
+    return Delivery(
         accepted=inference_pb2.Accepted(request_id="r", prompt_tokens=10, max_tokens=100),
         new_text=lambda: OutputText(TextModel(tiny_tokenizer()).detokenizer()),
         name_token=lambda token: None,

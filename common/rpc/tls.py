@@ -18,7 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from common.followed import FileVersion, look_again, version_of
+from common.followed import FileVersion, poll, version_of
 from common.settings import SettingError
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class TlsFiles:
 
     async def follow(self) -> None:
         """Looks at the files again and again until cancelled."""
-        await look_again(self.look)
+        await poll(self.look)
 
     def look(self) -> None:
         """Reads the files again if one has changed since the last look."""

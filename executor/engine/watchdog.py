@@ -47,7 +47,7 @@ class Look:
     still_s: float = 0.0
 
 
-def look_again(before: Look, at_s: float, watched: Watched, interval_s: float) -> Look:
+def poll(before: Look, at_s: float, watched: Watched, interval_s: float) -> Look:
     """The next look, `interval_s` after the one before or later."""
     has_work, progress = watched.has_work, watched.progress
     if not (has_work and before.has_work) or progress != before.progress:
@@ -68,7 +68,7 @@ async def watch(
     stands_still = False
     while True:
         await asyncio.sleep(interval_s)
-        seen = look_again(seen, clock(), watched, interval_s)
+        seen = poll(seen, clock(), watched, interval_s)
         if stands_still != (seen.still_s >= limit_s):
             stands_still = not stands_still
             if stands_still:

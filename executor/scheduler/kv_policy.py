@@ -8,11 +8,11 @@ from typing import Protocol
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.plan_builder import StepDraft
 from executor.scheduler.prefix_cache import PrefixCache
-from executor.scheduler.queues import Places
+from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.sequence import Sequence
 
 
-class Room(Protocol):
+class KvPolicy(Protocol):
     """Decides about blocks, not about seats or tokens."""
 
     num_preemptions: int
@@ -53,7 +53,7 @@ class Room(Protocol):
         ...
 
 
-class ReservedRoom:
+class GuaranteedNoEvict:
     """guaranteed_no_evict: the gate has promised each sequence all that it can need, so an allocation cannot fail."""
 
     num_preemptions = 0
@@ -61,17 +61,17 @@ class ReservedRoom:
     num_overrun_blocks = 0
     num_used_host_blocks = 0
 
-    def __init__(self, pool: BlockPool, prefix_cache: PrefixCache, places: Places) -> None:
+    def __init__(self, pool: BlockPool, prefix_cache: PrefixCache, queues: SequenceQueues) -> None:
         self._pool = pool
         self._prefix_cache = prefix_cache
-        self._places = places
+        self._queues = queues
 
     def decodes(self, draft: StepDraft) -> Iterable[Sequence]:
         """Everyone."""
-        return self._places.decodes
+        return self._queues.decodes
 
     def take(self, sequence: Sequence, draft: StepDraft) -> bool:
-        """See `Room`."""
+        """See `KvPolicy`."""
         if not self._has_blocks_for(sequence):
             return False
         self._prefix_cache.attach(sequence)
@@ -82,7 +82,7 @@ class ReservedRoom:
         return []
 
     def release(self, sequence: Sequence) -> None:
-        """See `Room`."""
+        """See `KvPolicy`."""
         self._pool.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = 0
@@ -97,9 +97,9 @@ class ReservedRoom:
     def _has_blocks_for(self, sequence: Sequence) -> bool:
         """Whether its reservation fits beside what the others hold or may take until their end. The gate made sure of
         that, but for the blocks of those who are leaving."""
-        leaving = self._places.leaving
+        leaving = self._queues.leaving
         if not leaving:
             return True
-        num_taken = sum(s.num_reserved_blocks for s in self._places.boarded())
+        num_taken = sum(s.num_reserved_blocks for s in self._queues.boarded())
         num_taken += sum(len(s.block_table) for s in leaving)
         return num_taken + sequence.num_reserved_blocks <= self._pool.num_blocks

@@ -26,9 +26,16 @@ from itertools import chain, islice
 from executor.scheduler.blocks import BlockPool, HostBlocks
 from executor.scheduler.limits import SchedulerLimits
 from executor.scheduler.plan_builder import StepDraft
-from executor.scheduler.preemption import Candidate, Kept, choose_victim, is_swap_cheaper, recompute_cost, swap_cost
+from executor.scheduler.preemption import (
+    Candidate,
+    PreemptedKv,
+    choose_victim,
+    is_swap_cheaper,
+    recompute_cost,
+    swap_cost,
+)
 from executor.scheduler.prefix_cache import PrefixCache
-from executor.scheduler.queues import Places
+from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.sequence import HostCopy, Restored, Sequence
 
 LEAST_QUANTILE = 0.5
@@ -94,13 +101,15 @@ class ReserveController:
             self._hold_tokens = max(rules.hold_tokens, self._hold_tokens - num_tokens)
 
 
-class OvercommittedRoom:
-    """See `Room`."""
+class MaxUtilization:
+    """See `KvPolicy`."""
 
-    def __init__(self, limits: SchedulerLimits, pool: BlockPool, prefix_cache: PrefixCache, places: Places) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, pool: BlockPool, prefix_cache: PrefixCache, queues: SequenceQueues
+    ) -> None:
         self._pool = pool
         self._prefix_cache = prefix_cache
-        self._places = places
+        self._queues = queues
         self._host = HostBlocks(limits.num_host_blocks)
         self._cost = limits.overcommit.cost
         self._max_steps_away = limits.overcommit.max_steps_away
@@ -116,28 +125,28 @@ class OvercommittedRoom:
 
     def decodes(self, draft: StepDraft) -> Iterable[Sequence]:
         """Everyone who has its block or gets it. Usually that is clear without looking at anybody."""
-        places, pool = self._places, self._pool
-        if not places.pausing and pool.num_available >= len(places.decodes):
-            return places.decodes
+        queues, pool = self._queues, self._pool
+        if not queues.pausing and pool.num_available >= len(queues.decodes):
+            return queues.decodes
         block_size = pool.block_size
-        growing = {s: None for s in places.decodes if s.num_computed >= len(s.block_table) * block_size}
+        growing = {s: None for s in queues.decodes if s.num_computed >= len(s.block_table) * block_size}
         self._settle_pausing(growing, draft)
         num_missing = len(growing) - pool.num_available - self._num_coming_blocks()
         while num_missing > 0 and (victim := self._choose_victim(num_missing)) is not None:
             num_missing -= self._preempt_one(victim, growing, num_missing, draft)
         if len(growing) <= pool.num_available:
-            return places.decodes
+            return queues.decodes
         skipping = set(islice(growing, pool.num_available, None))
-        return [sequence for sequence in places.decodes if sequence not in skipping]
+        return [sequence for sequence in queues.decodes if sequence not in skipping]
 
     def _settle_pausing(self, growing: dict[Sequence, None], draft: StepDraft) -> None:
         """Who was to give up its seat does so once no step in flight has a row of it, or goes on after all."""
         block_size = self._pool.block_size
-        for sequence in [s for s in self._places.pausing if s.num_in_flight == 0]:
+        for sequence in [s for s in self._queues.pausing if s.num_in_flight == 0]:
             grows = sequence.num_computed >= len(sequence.block_table) * block_size
             num_coming_blocks = self._num_coming_blocks() - self._num_own_blocks(sequence)
             if len(growing) + grows <= self._pool.num_available + num_coming_blocks:
-                self._places.resume(sequence)
+                self._queues.resume(sequence)
                 if grows:
                     growing[sequence] = None
             else:
@@ -145,7 +154,7 @@ class OvercommittedRoom:
 
     def _num_coming_blocks(self) -> int:
         """Blocks that the steps in flight give back when they retire."""
-        giving = chain(self._places.pausing, self._places.ending, self._places.leaving)
+        giving = chain(self._queues.pausing, self._queues.ending, self._queues.leaving)
         return sum(self._num_own_blocks(sequence) for sequence in giving)
 
     def _num_own_blocks(self, sequence: Sequence) -> int:
@@ -159,7 +168,7 @@ class OvercommittedRoom:
         growing.pop(victim, None)
         self._last_victim = victim
         self._holds_line = True
-        self._places.pause(victim)
+        self._queues.pause(victim)
         if victim.num_in_flight > 0:
             return num_fewer + self._num_own_blocks(victim)
         num_available = self._pool.num_available
@@ -171,14 +180,14 @@ class OvercommittedRoom:
         what the others give up."""
         candidates = [
             Candidate(sequence, self._cost_of(sequence, num_missing))
-            for sequence in chain(self._places.decodes, self._places.prefills)
+            for sequence in chain(self._queues.decodes, self._queues.prefills)
         ]
         return choose_victim(candidates, self._last_victim)
 
-    def _kept(self, sequence: Sequence, num_missing: int) -> Kept:
+    def _kept(self, sequence: Sequence, num_missing: int) -> PreemptedKv:
         is_published = self._prefix_cache.is_open_to(sequence)
         num_wanted = num_missing + self._num_headroom_blocks()
-        return Kept.of(sequence, self._pool.block_size, num_wanted, is_published=is_published)
+        return PreemptedKv.of(sequence, self._pool.block_size, num_wanted, is_published=is_published)
 
     def _cost_of(self, sequence: Sequence, num_missing: int) -> float:
         kept, block_size = self._kept(sequence, num_missing), self._pool.block_size
@@ -203,7 +212,7 @@ class OvercommittedRoom:
         self._pool.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = 0
-        self._places.preempt(sequence)
+        self._queues.preempt(sequence)
         draft.preempted.append(sequence)
 
     def _swap_out(self, sequence: Sequence, draft: StepDraft) -> None:
@@ -219,9 +228,9 @@ class OvercommittedRoom:
         draft.swapped.append(sequence)
 
     def take(self, sequence: Sequence, draft: StepDraft) -> bool:
-        """See `Room`. Beside others a sequence boards only if room is left over."""
-        is_back = sequence in self._places.preempted
-        is_alone = not self._places.num_boarded
+        """See `KvPolicy`. Beside others a sequence boards only if room is left over."""
+        is_back = sequence in self._queues.preempted
+        is_alone = not self._queues.num_boarded
         if not is_back and not self._may_board_anew(sequence, is_alone):
             return False
         # Who was preempted needs room for everyone to go on; who is new must leave the watermark.
@@ -263,11 +272,11 @@ class OvercommittedRoom:
 
     def _num_headroom_blocks(self) -> int:
         """A block for everyone, with who comes back."""
-        return max(self._num_watermark_blocks, self._places.num_seated + 1)
+        return max(self._num_watermark_blocks, self._queues.num_seated + 1)
 
     def _may_board_anew(self, sequence: Sequence, is_alone: bool) -> bool:
         """Whether neither a preempted sequence nor what was promised to those on their seats stands against it."""
-        if self._places.preempted or self._places.pausing:
+        if self._queues.preempted or self._queues.pausing:
             return False
         if is_alone:
             self._holds_line = False
@@ -276,13 +285,13 @@ class OvercommittedRoom:
             if self._pool.num_available < self._num_watermark_blocks + self._num_margin_blocks:
                 return False
             self._holds_line = False
-        num_promised = sum(max(s.num_reserved_blocks, len(s.block_table)) for s in self._places.boarded())
+        num_promised = sum(max(s.num_reserved_blocks, len(s.block_table)) for s in self._queues.boarded())
         num_free = self._pool.num_blocks - self._num_watermark_blocks - num_promised
         return sequence.num_reserved_blocks <= num_free
 
     def overdue(self) -> list[Sequence]:
-        """See `Room`."""
-        away = self._places.preempted
+        """See `KvPolicy`."""
+        away = self._queues.preempted
         for sequence in away:
             sequence.num_steps_away += 1
         return [sequence for sequence in away if sequence.num_steps_away > self._max_steps_away]
@@ -290,7 +299,7 @@ class OvercommittedRoom:
     # Giving back.
 
     def release(self, sequence: Sequence) -> None:
-        """See `Room`."""
+        """See `KvPolicy`."""
         self.release_blocks(sequence)
         self._drop_copy(sequence)
         if sequence is self._last_victim:
@@ -312,10 +321,10 @@ class OvercommittedRoom:
 
     @property
     def num_overrun_blocks(self) -> int:
-        """See `Room`."""
-        places = self._places
-        num_used = sum(max(0, len(s.block_table) - s.num_reserved_blocks) for s in places.boarded())
-        return num_used + sum(max(0, self._num_blocks_for(s) - s.num_reserved_blocks) for s in places.preempted)
+        """See `KvPolicy`."""
+        queues = self._queues
+        num_used = sum(max(0, len(s.block_table) - s.num_reserved_blocks) for s in queues.boarded())
+        return num_used + sum(max(0, self._num_blocks_for(s) - s.num_reserved_blocks) for s in queues.preempted)
 
     def budget_blocks(self, num_reserved_blocks: int) -> int:
         """Less the watermark while anybody is here, and while the line is held no more than what is promised."""
@@ -326,10 +335,10 @@ class OvercommittedRoom:
 
     @property
     def num_used_host_blocks(self) -> int:
-        """See `Room`."""
+        """See `KvPolicy`."""
         return self._host.num_used
 
     def check(self) -> None:
         """Asserts that each host block is free or in one copy, and that only the preempted have any."""
-        copies = [s.host_copy.host_blocks for s in self._places.preempted if s.host_copy is not None]
+        copies = [s.host_copy.host_blocks for s in self._queues.preempted if s.host_copy is not None]
         self._host.check(copies)

@@ -12,7 +12,7 @@ from executor.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class PreemptedKv:
     """How much of a sequence's KV is in blocks of its own, and how much of that its leaving would cost.
 
     What it found in the prefix cache others may hold as well. Blocks of its own that are published stay in the cache,
@@ -23,7 +23,7 @@ class Kept:
     num_lost_tokens: int
 
     @classmethod
-    def of(cls, sequence: Sequence, block_size: int, num_wanted_blocks: int, *, is_published: bool) -> Kept:
+    def of(cls, sequence: Sequence, block_size: int, num_wanted_blocks: int, *, is_published: bool) -> PreemptedKv:
         """`is_published` says whether the full blocks that it has computed are in the prefix cache."""
         num_computed = sequence.num_computed
         num_shared = min(sequence.num_cached_tokens, num_computed) // block_size
@@ -34,17 +34,17 @@ class Kept:
         return cls(len(sequence.block_table) - num_shared, max(0, num_lost_tokens))
 
 
-def swap_cost(kept: Kept, block_size: int, cost: PreemptionCost) -> float:
+def swap_cost(kept: PreemptedKv, block_size: int, cost: PreemptionCost) -> float:
     """Out and in again."""
     return 2 * kept.num_own_blocks * block_size * cost.swap_token
 
 
-def recompute_cost(kept: Kept, cost: PreemptionCost) -> float:
+def recompute_cost(kept: PreemptedKv, cost: PreemptionCost) -> float:
     """Only what is lost is computed again."""
     return kept.num_lost_tokens * cost.recompute_token
 
 
-def is_swap_cheaper(kept: Kept, block_size: int, cost: PreemptionCost, num_free_host_blocks: int) -> bool:
+def is_swap_cheaper(kept: PreemptedKv, block_size: int, cost: PreemptionCost, num_free_host_blocks: int) -> bool:
     """Whether its KV goes to host memory rather than being computed again."""
     if kept.num_own_blocks > num_free_host_blocks:
         return False

@@ -18,7 +18,7 @@ def turn(sequence: Sequence) -> int:
     return sequence.arrival - MAX_PASSED_BY * sequence.priority
 
 
-class Places:
+class SequenceQueues:
     """The dictionaries keep the order in which sequences came to a place."""
 
     def __init__(self, num_seat_rows: int) -> None:

@@ -39,12 +39,12 @@ from itertools import chain
 
 from executor.scheduler.admission import Gate, Refusal
 from executor.scheduler.blocks import BlockError, BlockPool
-from executor.scheduler.kv_policy import ReservedRoom, Room
+from executor.scheduler.kv_policy import GuaranteedNoEvict, KvPolicy
 from executor.scheduler.limits import Batching, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.max_utilization import OvercommittedRoom, ReserveController
+from executor.scheduler.max_utilization import MaxUtilization, ReserveController
 from executor.scheduler.plan_builder import StepDraft
 from executor.scheduler.prefix_cache import PrefixCache
-from executor.scheduler.queues import Places
+from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.seat_view import Seating
 from executor.scheduler.sequence import (
     FinishEvent,
@@ -55,7 +55,7 @@ from executor.scheduler.sequence import (
     StepPlan,
     StepResult,
 )
-from executor.scheduler.shared_prefixes import Twins
+from executor.scheduler.shared_prefixes import PendingPrefixes
 from executor.scheduler.step_constraint import PrefillDemand, StepBounds, StepConstraint
 from executor.scheduler.step_record import KvCounts
 
@@ -63,12 +63,14 @@ from executor.scheduler.step_record import KvCounts
 class Boarding:
     """Seats who is in line: the preempted first, then the others by their turn. Only who waits for a twin is passed."""
 
-    def __init__(self, limits: SchedulerLimits, places: Places, room: Room, twins: Twins) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, queues: SequenceQueues, kv_policy: KvPolicy, pending_prefixes: PendingPrefixes
+    ) -> None:
         self._limits = limits
         self._is_static = limits.batching is Batching.STATIC
-        self._places = places
-        self._room = room
-        self._twins = twins
+        self._queues = queues
+        self._kv_policy = kv_policy
+        self._pending_prefixes = pending_prefixes
         self._decodes_gave_way = False
 
     def decodes_give_way(self) -> bool:
@@ -78,10 +80,10 @@ class Boarding:
         every other step, so that the decodes go on.
         """
         gave_way, self._decodes_gave_way = self._decodes_gave_way, False
-        num_decodes = len(self._places.decodes)
+        num_decodes = len(self._queues.decodes)
         if self._limits.enable_chunked_context or gave_way or not num_decodes:
             return False
-        first = next(iter(self._places.prefills), None)
+        first = next(iter(self._queues.prefills), None)
         if first is not None:
             num_tokens_left = self._limits.max_num_tokens - num_decodes
             self._decodes_gave_way = first.num_tokens - first.num_computed > num_tokens_left
@@ -93,31 +95,31 @@ class Boarding:
         A static batch fills its seats at once, even if its prompts then take several steps. In flight, who would get
         no token now waits on: later it may find more of its prefix cached.
         """
-        places = self._places
-        if not (places.waiting or places.preempted):
+        queues = self._queues
+        if not (queues.waiting or queues.preempted):
             return draft.closed_by if draft.is_cut else self._unless_full(StepConstraint.NO_WORK)
-        if self._is_static and (places.num_seated or places.leaving):
+        if self._is_static and (queues.num_seated or queues.leaving):
             return StepConstraint.STATIC_BATCH
         end = StepConstraint.NO_WORK
-        for sequence in places.in_line():
-            if places.num_seated >= self._limits.max_num_sequences:
+        for sequence in queues.in_line():
+            if queues.num_seated >= self._limits.max_num_sequences:
                 return StepConstraint.SEATS
             if draft.is_full and not self._is_static:
                 return draft.closed_by
-            if not self._is_static and self._twins.keep_waiting(sequence):
+            if not self._is_static and self._pending_prefixes.should_wait(sequence):
                 end = StepConstraint.TWIN
                 continue
-            if not self._room.take(sequence, draft):
+            if not self._kv_policy.take(sequence, draft):
                 return StepConstraint.BLOCKS
-            places.seat(sequence)
-            self._twins.begin(sequence)
+            queues.seat(sequence)
+            self._pending_prefixes.begin(sequence)
             draft.board(sequence)
             draft.add_prefill(sequence)
         return draft.closed_by if draft.is_cut else self._unless_full(end)
 
     def _unless_full(self, constraint: StepConstraint) -> StepConstraint:
         """A full step is bound by seats though nothing waits here: what waits may be in the routers' queue."""
-        return StepConstraint.SEATS if self._places.num_seated >= self._limits.max_num_sequences else constraint
+        return StepConstraint.SEATS if self._queues.num_seated >= self._limits.max_num_sequences else constraint
 
 
 # What a sequence ends with whose row has no logit above -inf, after bans.
@@ -140,11 +142,11 @@ class Scheduler:
             is_overcommitted=limits.is_overcommitted,
         )
         self.prefix_cache = PrefixCache(pool, limits.enable_prefix_cache)
-        self._places = places = Places(limits.num_seat_rows)
-        self._room = room = _room_for(limits, pool, self.prefix_cache, places)
-        self._twins = twins = Twins(pool, self.prefix_cache, limits.max_twin_steps)
-        self._boarding = Boarding(limits, places, room, twins)
-        self.seating = Seating(places, limits.max_num_sequences)
+        self._queues = queues = SequenceQueues(limits.num_seat_rows)
+        self._kv_policy = kv_policy = _kv_policy_for(limits, pool, self.prefix_cache, queues)
+        self._pending_prefixes = pending_prefixes = PendingPrefixes(pool, self.prefix_cache, limits.max_twin_steps)
+        self._boarding = Boarding(limits, queues, kv_policy, pending_prefixes)
+        self.seating = Seating(queues, limits.max_num_sequences)
         self._reserve = ReserveController() if limits.is_overcommitted else None
         self._plans: deque[StepPlan] = deque()
         # Ends that no call has returned yet.
@@ -173,14 +175,14 @@ class Scheduler:
             event = self._end(older, FinishReason.CANCELLED)
             if event is not None:
                 self._untold.append(event)
-        refusal = self._gate.enter(sequence, self._room.num_overrun_blocks)
+        refusal = self._gate.enter(sequence, self._kv_policy.num_overrun_blocks)
         if refusal is None:
             sequence.length_limit = min(
                 sequence.num_prompt_tokens + sequence.stopping.max_tokens, self.limits.context_length
             )
             self._num_arrivals += 1
             sequence.arrival = self._num_arrivals
-            self._places.waiting[sequence] = None
+            self._queues.waiting[sequence] = None
             self.num_held_changes += 1
         return refusal
 
@@ -200,11 +202,11 @@ class Scheduler:
         if len(self._plans) == 2:
             raise RuntimeError("two plans are in flight: a third would write to rows and blocks that they read")
         draft = StepDraft(self.limits, self.pool, max_prefill_tokens)
-        for sequence in self._room.overdue():
+        for sequence in self._kv_policy.overdue():
             self._untold.append(self._finish(sequence, FinishReason.PREEMPTED))
         if not self._boarding.decodes_give_way():
-            draft.add_decodes(self._room.decodes(draft))
-        for sequence in self._places.prefills:
+            draft.add_decodes(self._kv_policy.decodes(draft))
+        for sequence in self._queues.prefills:
             draft.add_prefill(sequence)
         return self._launch(draft, self._boarding.board(draft))
 
@@ -221,7 +223,7 @@ class Scheduler:
         assert len(result.sampled_ids) == num_sampling, f"{len(result.sampled_ids)} tokens for {num_sampling} rows"
         sampled_ids = iter(result.sampled_ids)
         tokens, finished = NewTokens(), list(self.take_finished())
-        block_size, leaving = self.pool.block_size, self._places.leaving
+        block_size, leaving = self.pool.block_size, self._queues.leaving
         for sequence, start, length, samples in zip(
             plan.sequences, plan.starts, plan.lengths, plan.samples, strict=True
         ):
@@ -256,7 +258,7 @@ class Scheduler:
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
             sequence.num_in_flight -= 1
             sequence.num_pending -= samples
-            if sequence in self._places.leaving:
+            if sequence in self._queues.leaving:
                 finished.extend(self._let_go(sequence))
         finished.extend(self._end_touched(plan, error))
         return StepOutcome(NewTokens(), tuple(finished))
@@ -285,17 +287,17 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences on a seat; one whose last token is on its way counts until somebody has its seat."""
-        return min(self._places.num_boarded, self.limits.max_num_sequences)
+        return min(self._queues.num_boarded, self.limits.max_num_sequences)
 
     @property
     def num_waiting(self) -> int:
         """Sequences accepted that have had no seat yet."""
-        return len(self._places.waiting)
+        return len(self._queues.waiting)
 
     @property
     def num_preempted(self) -> int:
         """Sequences that gave up their seat and wait to board again."""
-        return len(self._places.preempted)
+        return len(self._queues.preempted)
 
     @property
     def num_held(self) -> int:
@@ -305,7 +307,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is held and nothing in flight."""
-        return self._places.is_empty
+        return self._queues.is_empty
 
     @property
     def is_draining(self) -> bool:
@@ -315,18 +317,18 @@ class Scheduler:
     @property
     def waiting_prefill_tokens(self) -> int:
         """Tokens to compute until everyone held decodes."""
-        places = self._places
-        return sum(s.num_tokens - s.num_computed for s in chain(places.prefills, places.preempted, places.waiting))
+        queues = self._queues
+        return sum(s.num_tokens - s.num_computed for s in chain(queues.prefills, queues.preempted, queues.waiting))
 
     @property
     def budget_blocks(self) -> int:
         """Blocks that can be promised, those included that are."""
-        return self._room.budget_blocks(self._gate.num_reserved_blocks)
+        return self._kv_policy.budget_blocks(self._gate.num_reserved_blocks)
 
     def kv_counts(self) -> KvCounts:
         """The blocks, and what came of looking for prefixes."""
         return KvCounts.of(
-            self.pool, self.prefix_cache, self._gate.num_reserved_blocks, self._room.num_used_host_blocks
+            self.pool, self.prefix_cache, self._gate.num_reserved_blocks, self._kv_policy.num_used_host_blocks
         )
 
     @property
@@ -337,48 +339,48 @@ class Scheduler:
     @property
     def num_preemptions(self) -> int:
         """Preemptions since the start."""
-        return self._room.num_preemptions
+        return self._kv_policy.num_preemptions
 
     @property
     def num_recomputed_tokens(self) -> int:
         """Tokens computed once more because a sequence was preempted, since the start."""
-        return self._room.num_recomputed_tokens
+        return self._kv_policy.num_recomputed_tokens
 
     @property
     def num_used_host_blocks(self) -> int:
         """Host blocks that preempted sequences are kept in."""
-        return self._room.num_used_host_blocks
+        return self._kv_policy.num_used_host_blocks
 
     @property
     def has_prefill(self) -> bool:
         """Whether anybody has still to be computed up to its first token."""
-        return bool(self._places.prefills or self._places.waiting or self._places.preempted)
+        return bool(self._queues.prefills or self._queues.waiting or self._queues.preempted)
 
     def prefill_demand(self) -> PrefillDemand:
         """Who waits to be computed, beside whom."""
-        places = self._places
-        num_free_seats = self.limits.max_num_sequences - places.num_seated
-        first = next(iter(places.prefills), None)
+        queues = self._queues
+        num_free_seats = self.limits.max_num_sequences - queues.num_seated
+        first = next(iter(queues.prefills), None)
         return PrefillDemand(
-            num_decodes=len(places.decodes),
-            decode_context=sum(sequence.num_computed for sequence in places.decodes),
-            num_behind=len(places.prefills) + min(len(places.waiting) + len(places.preempted), num_free_seats),
+            num_decodes=len(queues.decodes),
+            decode_context=sum(sequence.num_computed for sequence in queues.decodes),
+            num_behind=len(queues.prefills) + min(len(queues.waiting) + len(queues.preempted), num_free_seats),
             position=first.num_computed if first is not None else 0,
         )
 
     def held(self) -> Iterator[Sequence]:
         """Everyone who has boarded, then everyone waiting. Who has been told its end is held no more."""
-        places = self._places
-        cancelled = (sequence for sequence, reason in places.leaving.items() if reason is not None)
-        return chain(places.boarded(), cancelled, places.preempted, places.waiting)
+        queues = self._queues
+        cancelled = (sequence for sequence, reason in queues.leaving.items() if reason is not None)
+        return chain(queues.boarded(), cancelled, queues.preempted, queues.waiting)
 
     def check(self) -> None:
         """Asserts that the blocks in use are exactly those of who boarded and was not released. Costs time per
         block."""
-        boarded = chain(self._places.boarded(), self._places.leaving)
+        boarded = chain(self._queues.boarded(), self._queues.leaving)
         self.pool.check(sequence.block_table for sequence in boarded)
-        self._places.check()
-        self._room.check()
+        self._queues.check()
+        self._kv_policy.check()
 
     def check_when_idle(self) -> None:
         """Asserts that an idle scheduler has every block back; does nothing while it is not idle."""
@@ -389,13 +391,13 @@ class Scheduler:
 
     def _launch(self, draft: StepDraft, constraint: StepConstraint) -> StepPlan:
         """From here on the plan is in flight, and who has its last token in it needs no seat any more."""
-        places = self._places
+        queues = self._queues
         for sequence in draft.prompts_done:
-            del places.prefills[sequence]
-            places.decodes[sequence] = None
+            del queues.prefills[sequence]
+            queues.decodes[sequence] = None
         for sequence in draft.ending:
-            del places.decodes[sequence]
-            places.ending[sequence] = None
+            del queues.decodes[sequence]
+            queues.ending[sequence] = None
         plan = draft.finish(constraint)
         for sequence, error in draft.broken.items():
             self._untold.append(self._finish(sequence, FinishReason.ERROR, error=error))
@@ -412,7 +414,7 @@ class Scheduler:
         self.prefix_cache.count(plan.boarded)
         self.num_computed_tokens += num_tokens
         if self._reserve is not None:
-            self._reserve.observe(self.num_computed_tokens, self._room.num_recomputed_tokens)
+            self._reserve.observe(self.num_computed_tokens, self._kv_policy.num_recomputed_tokens)
 
     # Retiring.
 
@@ -428,7 +430,7 @@ class Scheduler:
             self.prefix_cache.publish(sequence, start, end)
         except BlockError as error:
             return str(error)
-        self._twins.publish(sequence, start, end)
+        self._pending_prefixes.publish(sequence, start, end)
         return None
 
     def _end_touched(self, plan: StepPlan, error: str) -> Iterator[FinishEvent]:
@@ -471,15 +473,15 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """Takes the sequence off its seat and its promise back."""
-        self._places.leave(sequence, reason)
-        self._twins.forget(sequence)
+        self._queues.leave(sequence, reason)
+        self._pending_prefixes.forget(sequence)
         self._gate.leave(sequence)
 
     def _let_go(self, sequence: Sequence) -> Iterator[FinishEvent]:
         """A step that someone leaving was in has retired: if it was the last, nothing holds its blocks any more."""
         if sequence.num_in_flight > 0:
             return
-        reason = self._places.leaving[sequence]
+        reason = self._queues.leaving[sequence]
         self._release(sequence)
         if reason is not None:
             self.num_held_changes += 1
@@ -488,15 +490,17 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """The one way out: row of its seat and blocks are given back together. If one of the blocks is not its own to
         give back, all of them stay taken, which is safe, and the check of the idle scheduler says so."""
-        del self._places.leaving[sequence]
-        self._places.free_seat(sequence)
+        del self._queues.leaving[sequence]
+        self._queues.free_seat(sequence)
         try:
-            self._room.release(sequence)
+            self._kv_policy.release(sequence)
         except BlockError:
             sequence.block_table = []
 
 
-def _room_for(limits: SchedulerLimits, pool: BlockPool, prefix_cache: PrefixCache, places: Places) -> Room:
+def _kv_policy_for(
+    limits: SchedulerLimits, pool: BlockPool, prefix_cache: PrefixCache, queues: SequenceQueues
+) -> KvPolicy:
     if limits.is_overcommitted:
-        return OvercommittedRoom(limits, pool, prefix_cache, places)
-    return ReservedRoom(pool, prefix_cache, places)
+        return MaxUtilization(limits, pool, prefix_cache, queues)
+    return GuaranteedNoEvict(pool, prefix_cache, queues)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
-from executor.scheduler.queues import Places
+from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.sequence import Sequence
 
 
@@ -41,8 +41,8 @@ class SequenceStanding:
 class Seating:
     """Numbers the seats of those who are on one."""
 
-    def __init__(self, places: Places, num_seats: int) -> None:
-        self._places = places
+    def __init__(self, queues: SequenceQueues, num_seats: int) -> None:
+        self._queues = queues
         self._num_seats = num_seats
         self._seat_of: dict[Sequence, int] = {}
 
@@ -51,21 +51,21 @@ class Seating:
         self._number()
         seat_of = self._seat_of
         seated = sorted(seat_of, key=seat_of.__getitem__)
-        boarded = [sequence for sequence in self._places.boarded() if sequence not in seat_of]
-        others = chain(boarded, self._places.preempted, self._places.waiting)
+        boarded = [sequence for sequence in self._queues.boarded() if sequence not in seat_of]
+        others = chain(boarded, self._queues.preempted, self._queues.waiting)
         return tuple(self._standing(sequence) for sequence in chain(seated, others))
 
     def waiting_phase(self, sequence: Sequence) -> Phase | None:
         """Of a sequence without a seat; None of one that has a seat."""
-        if sequence in self._places.waiting:
+        if sequence in self._queues.waiting:
             return Phase.STANDBY
-        return Phase.PREEMPTED if sequence in self._places.preempted else None
+        return Phase.PREEMPTED if sequence in self._queues.preempted else None
 
     def _number(self) -> None:
         """Who has a number keeps it; who needs one gets the lowest that is free."""
-        places = self._places
-        staying = dict.fromkeys(chain(places.decodes, places.prefills))
-        yielding = dict.fromkeys(chain(places.ending, places.pausing))
+        queues = self._queues
+        staying = dict.fromkeys(chain(queues.decodes, queues.prefills))
+        yielding = dict.fromkeys(chain(queues.ending, queues.pausing))
         self._seat_of = {s: seat for s, seat in self._seat_of.items() if s in staying or s in yielding}
         newcomers = [sequence for sequence in staying if sequence not in self._seat_of]
         giving_up = [sequence for sequence in self._seat_of if sequence in yielding]
@@ -82,8 +82,8 @@ class Seating:
         waiting = self.waiting_phase(sequence)
         if waiting is not None:
             return waiting
-        places = self._places
-        is_prefill = sequence in places.prefills or places.pausing.get(sequence) is places.prefills
+        queues = self._queues
+        is_prefill = sequence in queues.prefills or queues.pausing.get(sequence) is queues.prefills
         return Phase.PREFILL if is_prefill else Phase.DECODE
 
     def _standing(self, sequence: Sequence) -> SequenceStanding:

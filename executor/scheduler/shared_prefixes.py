@@ -19,7 +19,7 @@ from executor.scheduler.sequence import Sequence
 LEAST_BLOCKS = 2
 
 
-class Twins:
+class PendingPrefixes:
     """Who computes which block. A sequence waits at most `max_steps` steps in all."""
 
     def __init__(self, pool: BlockPool, prefix_cache: PrefixCache, max_steps: int) -> None:
@@ -45,7 +45,7 @@ class Twins:
         if self._computing:
             self._forget(sequence, 0, len(sequence.block_hashes))
 
-    def keep_waiting(self, sequence: Sequence) -> bool:
+    def should_wait(self, sequence: Sequence) -> bool:
         """Whether a sequence in line does better to wait one more step."""
         if not self._computing or sequence.num_twin_steps >= self._max_steps or sequence.num_preemptions:
             return False

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class RetentionPolicy:
     """How long, in seconds, what nobody reads is kept for a router to come: running, and ended."""
 
     orphan_grace_s: float = 15.0
@@ -43,7 +43,7 @@ class Keeping:
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
+class PlacedSequence:
     """A placement that waits or runs. `attaching` are routers that wait for the engine's answer to it, with the offset
     that each wants, in the order in which they asked last."""
 
@@ -79,13 +79,13 @@ class Holding:
         )
 
 
-class Holdings:
+class PlacementTable:
     """The placements here. `cancel(request_id, attempt, reason)` asks the engine to end one; `clock` is in seconds;
     `trace` says what is to be told of one whose request is traced."""
 
     def __init__(
         self,
-        keeping: Keeping,
+        keeping: RetentionPolicy,
         cancel: Callable[[str, int, FinishReason], None],
         clock: Callable[[], float],
         ended: EndedSequences | None = None,
@@ -95,11 +95,11 @@ class Holdings:
         self._cancel = cancel
         self._clock = clock
         self._trace = trace
-        self._held: dict[Sequence, Holding] = {}
+        self._held: dict[Sequence, PlacedSequence] = {}
         # The newest attempt of each request, which is the one that can be attached to.
-        self._newest: dict[str, Holding] = {}
+        self._newest: dict[str, PlacedSequence] = {}
         # In the order in which their routers left.
-        self._orphans: dict[Holding, None] = {}
+        self._orphans: dict[PlacedSequence, None] = {}
         # Handed back, and the engine has not ended them yet.
         self._disowned: set[Sequence] = set()
         # How often the engine has come to have nothing to do: it was not at a standstill in between.
@@ -133,7 +133,7 @@ class Holdings:
         if ended is not None and submit.attempt <= ended.placed.submit.attempt:
             return False
         self.ended.forget(submit.request_id)
-        holding = Holding(sequence, self._placed(submit), sequence.num_output_tokens, session)
+        holding = PlacedSequence(sequence, self._placed(submit), sequence.num_output_tokens, session)
         holding.trace = self._trace(submit)
         self._held[sequence] = holding
         self._newest[submit.request_id] = holding
@@ -166,7 +166,7 @@ class Holdings:
         not_held = executor_pb2.REJECT_REASON_NOT_HELD
         session.reject(attach.request_id, attach.attempt, not_held, "neither runs here nor is remembered")
 
-    def _hand_over(self, holding: Holding, session: Session, offset: int) -> None:
+    def _hand_over(self, holding: PlacedSequence, session: Session, offset: int) -> None:
         if holding.reader is not None:
             holding.reader.detach(holding.sequence)
         self._orphans.pop(holding, None)
@@ -243,13 +243,13 @@ class Holdings:
         if holding is not None:
             self._tell_ended(holding, event)
 
-    def _find(self, sequence: Sequence) -> Holding | None:
+    def _find(self, sequence: Sequence) -> PlacedSequence | None:
         """The holding of a sequence; None where it was handed back."""
         holding = self._held.get(sequence)
         assert holding is not None or sequence in self._disowned, f"{sequence.request_id} is nobody's"
         return holding
 
-    def _let_go(self, sequence: Sequence) -> Holding | None:
+    def _let_go(self, sequence: Sequence) -> PlacedSequence | None:
         """The engine is through with a sequence."""
         holding = self._find(sequence)
         self._held.pop(sequence, None)
@@ -257,7 +257,7 @@ class Holdings:
         self.num_times_idle += not self.has_work
         return holding
 
-    def _tell_ended(self, holding: Holding, event: FinishEvent) -> None:
+    def _tell_ended(self, holding: PlacedSequence, event: FinishEvent) -> None:
         self._orphans.pop(holding, None)
         if holding.trace is not None:
             holding.trace.end(event.reason, event.error)
@@ -266,7 +266,7 @@ class Holdings:
         if holding.reader is not None:
             holding.reader.finish(event)
 
-    def _tell_rejected(self, holding: Holding, reason: executor_pb2.RejectReason, detail: str) -> None:
+    def _tell_rejected(self, holding: PlacedSequence, reason: executor_pb2.RejectReason, detail: str) -> None:
         self._orphans.pop(holding, None)
         self._take_from_newest(holding)
         if holding.trace is not None:
@@ -277,7 +277,7 @@ class Holdings:
         for session in holding.attaching:
             session.reject(request_id, attempt, executor_pb2.REJECT_REASON_NOT_HELD, f"refused: {detail}")
 
-    def _take_from_newest(self, holding: Holding) -> bool:
+    def _take_from_newest(self, holding: PlacedSequence) -> bool:
         """False where a newer attempt has come."""
         request_id = holding.sequence.request_id
         if self._newest.get(request_id) is not holding:
@@ -301,7 +301,7 @@ class Holdings:
             self._cancel_orphans(left)
         return len(left)
 
-    def _cancel_orphans(self, orphans: Iterable[Holding]) -> None:
+    def _cancel_orphans(self, orphans: Iterable[PlacedSequence]) -> None:
         for holding in orphans:
             self._orphans.pop(holding, None)
             self._cancel(holding.sequence.request_id, holding.sequence.attempt, FinishReason.CANCELLED)

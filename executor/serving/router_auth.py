@@ -24,7 +24,7 @@ TLS_SETTINGS = ("tls_cert_file", "tls_key_file", "tls_ca_file", "router_names")
 NAME_PROPERTIES = ("peer_dns", "peer_uri")
 
 
-def open_door(settings: ExecutorSettings) -> TlsFiles | None:
+def load_server_tls(settings: ExecutorSettings) -> TlsFiles | None:
     """The certificates to serve with; None for serving in the clear. Raises `SettingError` where the door would stand
     open."""
     given = [name for name in TLS_SETTINGS if getattr(settings, name)]
@@ -48,7 +48,7 @@ def open_door(settings: ExecutorSettings) -> TlsFiles | None:
     return TlsFiles.open(paths)
 
 
-class RouterNames:
+class PeerNameCheck:
     """Holds the names in a caller's certificate against those of routers."""
 
     def __init__(self, names: Iterable[str]) -> None:

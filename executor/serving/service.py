@@ -1,7 +1,7 @@
 """`ExecutorService`: routers' streams on one side, the engine on the other.
 
 Owns the sessions, and whether new work is taken: not while it drains, nor while the engine stands still (`watchdog`).
-Who holds and who reads what is `Holdings`' own. Engine output arrives from the engine's thread as one callback per turn
+Who holds and who reads what is `PlacementTable`' own. Engine output arrives from the engine's thread as one callback per turn
 of the loop. A stream that breaks leaves its sequences behind for another router to attach to.
 """
 
@@ -24,7 +24,7 @@ from common.telemetry.tracing import NO_TRACING, Tracing
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput, EngineStatus
 from executor.scheduler.sequence import FinishReason
-from executor.serving.placements import Holdings, Keeping
+from executor.serving.placements import PlacementTable, RetentionPolicy
 from executor.serving.report import RecentRates, Reporter, report_of
 from executor.serving.router_session import FINISH_REASON_PROTO, PROTOCOL_VERSION, Session
 from executor.serving.step_feed import StepWatch
@@ -63,7 +63,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self,
         identity: Identity,
         engine: Engine,
-        keeping: Keeping | None = None,
+        keeping: RetentionPolicy | None = None,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
         tracing: Tracing = NO_TRACING,
     ) -> None:
@@ -71,7 +71,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._hello_timeout_s = hello_timeout_s
         self._engine = engine
         trace = functools.partial(trace_submit, tracing)
-        self._holdings = Holdings(keeping or Keeping(), engine.cancel, time.monotonic, trace=trace)
+        self._holdings = PlacementTable(keeping or RetentionPolicy(), engine.cancel, time.monotonic, trace=trace)
         self._sessions: set[Session] = set()
         self._reporter = Reporter(self._send_report)
         self._rates = RecentRates()

@@ -14,8 +14,8 @@ from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 from router.auth.resume_secret import ResumeTokens
 from router.config.tenants import AdmissionRules
 from router.dispatch.lifecycle import End
-from router.dispatch.pools import Pool
-from router.request.delivery import Deadlines, Reading
+from router.dispatch.pools import ModelBackend
+from router.request.delivery import Deadlines, Delivery
 from router.request.errors import shut_out, unknown_tenant
 from router.request.ids import digest_of, keyed_request_id, keyed_seed, ledger_id
 from router.request.prefix_hashes import prefix_hashes
@@ -54,7 +54,7 @@ def choose_seed() -> int:
     return secrets.randbits(64)
 
 
-def model_limits(pool: Pool, settings: RouterSettings) -> ModelLimits:
+def model_limits(pool: ModelBackend, settings: RouterSettings) -> ModelLimits:
     """What a model allows. Raises `RequestError` while it has no executor."""
     description = pool.describe()
     return ModelLimits(
@@ -112,7 +112,7 @@ def admit(
     limits: TenantLimits,
     deadlines: Deadlines,
     arrived: float,
-    pool: Pool,
+    pool: ModelBackend,
     tokens: ResumeTokens,
 ) -> AdmittedRequest:
     """Builds everything that lives as long as the request."""
@@ -136,7 +136,7 @@ def open_stream(
     limits: TenantLimits,
     deadlines: Deadlines,
     arrived: float,
-    pool: Pool,
+    pool: ModelBackend,
     tokens: ResumeTokens,
     prior_ids: Sequence[int] = (),
 ) -> RequestStream:
@@ -145,7 +145,7 @@ def open_stream(
     deadline = deadlines.next(has_first_token=False)
     if deadline is not None:
         demand = dataclasses.replace(demand, deadline_ms=_rounded_ms(deadline - arrived))
-    reading = Reading(
+    reading = Delivery(
         accepted=inference_pb2.Accepted(
             request_id=context.request_id,
             resume_token=tokens.make(context.tenant, pool.name, context.request_id),
@@ -180,7 +180,7 @@ def restore(
     submit: executor_pb2.Submit,
     context: resume_pb2.RouterContext,
     limits: TenantLimits,
-    pool: Pool,
+    pool: ModelBackend,
     tokens: ResumeTokens,
 ) -> RequestStream:
     """The stream of a request that another router admitted, as its executor was told of it. Its deadline counts from

@@ -10,24 +10,24 @@ from common.errors import FieldViolation, invalid
 from inflight.v1 import inference_pb2
 from router.auth.caller import Caller, sees_model, tenant_of
 from router.auth.resume_secret import ResumeTokens
-from router.dispatch.pools import Pool, Pools
-from router.request.delivery import Place
+from router.dispatch.pools import ModelBackend, ModelRegistry
+from router.request.delivery import ReadPosition
 from router.request.errors import beyond_output, unknown_request
 from router.request.ids import ledger_id
 from router.stream.request_stream import RequestStream
 
 
-def resumed_place(request: inference_pb2.ResumeRequest) -> Place:
+def resumed_place(request: inference_pb2.ResumeRequest) -> ReadPosition:
     """How far the client of a resumed request has read."""
     for field, values in (("offsets", request.offsets), ("text_bytes", request.text_bytes)):
         if len(values) > 1:
             raise invalid(FieldViolation(field, f"has {len(values)} values; the request has one choice"))
     offset = request.offsets[0] if request.offsets else 0
     text_bytes = request.text_bytes[0] if request.text_bytes else None
-    return Place(offset, text_bytes, is_started=bool(offset or text_bytes))
+    return ReadPosition(offset, text_bytes, is_started=bool(offset or text_bytes))
 
 
-def check_place(place: Place, stream: RequestStream) -> None:
+def check_place(place: ReadPosition, stream: RequestStream) -> None:
     """Raises `RequestError` where a client says that it has more than there is. Of what is still on its way from an
     executor that is known at its end."""
     assert stream.reading is not None
@@ -39,14 +39,14 @@ def check_place(place: Place, stream: RequestStream) -> None:
 Named = inference_pb2.CancelRequest | inference_pb2.GetRequestRequest
 
 
-class Claims:
+class ResumeAuthorizer:
     """Holds claims against tokens."""
 
-    def __init__(self, pools: Pools, tokens: ResumeTokens) -> None:
+    def __init__(self, pools: ModelRegistry, tokens: ResumeTokens) -> None:
         self._pools = pools
         self._tokens = tokens
 
-    def claim(self, request: Named, caller: Caller) -> tuple[str, tuple[Pool, ...]]:
+    def claim(self, request: Named, caller: Caller) -> tuple[str, tuple[ModelBackend, ...]]:
         """The ledger's id of the request, and where it can be. Raises `RequestError`."""
         _check_id(request.request_id)
         if request.model and not sees_model(caller, request.model):
@@ -60,7 +60,7 @@ class Claims:
             raise unknown_request()
         return named_id, (pool,)
 
-    def claim_by_token(self, request_id: str, token: str, caller: Caller) -> tuple[str, Pool]:
+    def claim_by_token(self, request_id: str, token: str, caller: Caller) -> tuple[str, ModelBackend]:
         """As `claim`, for what nobody has without the token."""
         _check_id(request_id)
         subject = self._tokens.read(token, request_id)

@@ -32,7 +32,7 @@ from router.api.prepare import (
     tenant_limits,
 )
 from router.api.request_status import REQUEST_STATE_PROTO, request_standing
-from router.api.resume import Claims, check_place, resumed_place
+from router.api.resume import ResumeAuthorizer, check_place, resumed_place
 from router.api.tokenizing import MAX_CONTEXTS, Tokenizing, check_rates, most_tokens, take_rates
 from router.api.validation import (
     fit_tokens,
@@ -40,10 +40,10 @@ from router.api.validation import (
     validate_generate,
     validate_tokenize,
 )
-from router.auth.caller import Caller, Door, Metadata, authorize, model_of, sees_model, tenant_of
+from router.auth.caller import Authenticator, Caller, Metadata, authorize, model_of, sees_model, tenant_of
 from router.auth.resume_secret import ResumeTokens
 from router.config.admission_file import AdmissionFile
-from router.dispatch.pools import Pool, Pools
+from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.request.errors import draining, not_in_the_ledger, unknown_request
 from router.request.executor_context import context_of
 from router.request.ids import ledger_id
@@ -54,8 +54,8 @@ from router.stats.variants import VariantMeters
 from router.store.types import NO_LIMITS, Adopted, Queued, RequestState, TenantLimits
 from router.stream.relay import Relay, Write
 from router.stream.request_stream import RequestStream
-from router.stream.write_timeout import grace_after, patient
-from router.telemetry.events import NOBODY, Listeners, class_name
+from router.stream.write_timeout import grace_after, with_write_timeout
+from router.telemetry.events import NO_OBSERVERS, RequestObservers, class_name
 from router.telemetry.tracing import call_span
 
 log = logging.getLogger(__name__)
@@ -82,24 +82,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(
         self,
-        pools: Pools,
+        pools: ModelRegistry,
         settings: RouterSettings,
         admission: AdmissionFile,
-        door: Door,
+        authenticator: Authenticator,
         tokens: ResumeTokens,
         stats: StatsSource,
-        listeners: Listeners = NOBODY,
+        listeners: RequestObservers = NO_OBSERVERS,
         tracer: Tracer | None = None,
     ) -> None:
         self._pools = pools
         self._listeners = listeners
         self._stats = stats
         self._tracer = tracer or NoOpTracer()
-        self._door = door
+        self._authenticator = authenticator
         self._settings = settings
         self._admission = admission
         self._tokens = tokens
-        self._claims = Claims(pools, tokens)
+        self._claims = ResumeAuthorizer(pools, tokens)
         self._meters = VariantMeters()
         self._tokenizing = Tokenizing()
         self._is_draining = False
@@ -142,7 +142,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         `remaining_s` what is left until the call's deadline."""
         arrival = Arrival(time.monotonic())
         try:
-            caller = self._door.identify(metadata)
+            caller = self._authenticator.identify(metadata)
             authorize(request, caller)
             with self._serving(), self._span("generate", metadata):
                 await self._generate(request, caller, self._patient(write), remaining_s, arrival)
@@ -178,7 +178,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         log.info("request %s %s; metadata %s", stream.request_id, relay.summary, dict(admitted.spec.metadata))
 
     async def _admit(
-        self, request: inference_pb2.GenerateRequest, pool: Pool, arrived: float, grpc_remaining_s: float | None
+        self, request: inference_pb2.GenerateRequest, pool: ModelBackend, arrived: float, grpc_remaining_s: float | None
     ) -> AdmittedRequest:
         """From the request to what the ledger and the executors are asked for."""
         limits = model_limits(pool, self._settings)
@@ -194,7 +194,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
         return admit(fitted, names, request.model, allowed, deadlines, arrived, pool, self._tokens)
 
-    async def _begin(self, admitted: AdmittedRequest, pool: Pool, write: Write) -> tuple[Relay, RequestStream]:
+    async def _begin(self, admitted: AdmittedRequest, pool: ModelBackend, write: Write) -> tuple[Relay, RequestStream]:
         """Hands a request to the dispatcher, or finds the one that it repeats. What is to be told, and of which."""
         stream, spec, dispatcher = admitted.stream, admitted.spec, pool.dispatcher
         place = dataclasses.replace(spec.place, offset=min(spec.place.offset, len(stream.output_ids)))
@@ -214,7 +214,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             await self._tell_queued(relay, stream, outcome, pool)
         return relay, stream
 
-    async def _tell_queued(self, relay: Relay, stream: RequestStream, outcome: Queued, pool: Pool) -> None:
+    async def _tell_queued(self, relay: Relay, stream: RequestStream, outcome: Queued, pool: ModelBackend) -> None:
         try:
             await relay.queued(outcome)
         except asyncio.CancelledError:
@@ -224,7 +224,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             pool.dispatcher.leave(stream, relay.reader, grace_after(error))
             raise
 
-    async def _relay(self, relay: Relay, stream: RequestStream, pool: Pool) -> None:
+    async def _relay(self, relay: Relay, stream: RequestStream, pool: ModelBackend) -> None:
         """Tells the client what happens, to the end."""
         grace_s = 0.0
         try:
@@ -239,10 +239,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return call_span(self._tracer, f"inflight.{call}", metadata)
 
     def _caller(self, context: Context) -> Caller:
-        """Who calls. Raises `RequestError` where the door does not know."""
-        return self._door.identify(metadata_of(context))
+        """Who calls. Raises `RequestError` where the authenticator does not know."""
+        return self._authenticator.identify(metadata_of(context))
 
-    def _pool_of(self, model: str, caller: Caller) -> Pool:
+    def _pool_of(self, model: str, caller: Caller) -> ModelBackend:
         return self._pools.find(model_of(caller, model), seen=caller.models)
 
     @contextmanager
@@ -275,9 +275,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             log.info("request %s, resumed, %s", stream.request_id, relay.summary)
 
     def _patient(self, write: Write) -> Write:
-        return patient(write, self._settings.write_timeout_s)
+        return with_write_timeout(write, self._settings.write_timeout_s)
 
-    def _open_attached(self, pool: Pool, attached: executor_pb2.SequenceAttached) -> RequestStream:
+    def _open_attached(self, pool: ModelBackend, attached: executor_pb2.SequenceAttached) -> RequestStream:
         """The stream of a request that another router began. Raises `FrameError` where the executor gives back
         something else."""
         context = context_of(attached)

@@ -52,7 +52,7 @@ UNBUILT = (
 )
 
 
-def refuse_unbuilt(request: inference_pb2.GenerateRequest) -> None:
+def refuse_unsupported(request: inference_pb2.GenerateRequest) -> None:
     """Raises `RequestError` naming every field that asks for what is not built."""
     violations = [
         violation
@@ -64,7 +64,7 @@ def refuse_unbuilt(request: inference_pb2.GenerateRequest) -> None:
         raise _refusal(violations)
 
 
-def unbuilt_defaults(default_sampling: types_pb2.SamplingParams) -> Iterator[str]:
+def unsupported_defaults(default_sampling: types_pb2.SamplingParams) -> Iterator[str]:
     """The fields of a model's generation config that have no effect, for a word of warning at start."""
     for unbuilt in UNBUILT_SAMPLING:
         if _asks_for(default_sampling, unbuilt):

@@ -17,8 +17,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from common.errors import FieldViolation, invalid
 from inflight.v1 import inference_pb2, types_pb2
-from router.api.unsupported_fields import refuse_unbuilt
-from router.request.delivery import Place
+from router.api.unsupported_fields import refuse_unsupported
+from router.request.delivery import ReadPosition
 from router.request.spec import (
     MAX_TOP_LOGPROBS,
     ChatPrompt,
@@ -68,7 +68,7 @@ def validate_generate(
     )
     if violations:
         raise invalid(*violations)
-    refuse_unbuilt(request)
+    refuse_unsupported(request)
     return GenerateSpec(
         request_id=request.request_id or None,
         model=request.model or None,
@@ -383,8 +383,8 @@ def _seconds(duration: Duration) -> float:
     return duration.seconds + duration.nanos / 1e9
 
 
-def _place(prior: inference_pb2.PriorOutput) -> Place:
-    return Place(len(prior.output_ids), prior.text_bytes if prior.HasField("text_bytes") else None)
+def _place(prior: inference_pb2.PriorOutput) -> ReadPosition:
+    return ReadPosition(len(prior.output_ids), prior.text_bytes if prior.HasField("text_bytes") else None)
 
 
 def _vocabulary_violation(prompt_ids: Sequence[int], prompt: Prompt, vocabulary_size: int) -> FieldViolation | None:

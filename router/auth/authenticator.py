@@ -1,4 +1,4 @@
-"""The doors that a router can have: API keys, JSON web tokens, both, or none.
+"""The authentication that a router can have: API keys, JSON web tokens, both, or none.
 
 A caller shows one credential, as metadata `authorization: Bearer …` or `x-api-key: …`. Why it does not open is in the
 log at level debug; the caller is told the same whatever it was.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from common.errors import Reason, RequestError
 from router.auth.api_keys import ApiKey, find_key, parse_keys
-from router.auth.caller import Caller, Door, Metadata, OpenDoor
+from router.auth.caller import AnonymousAuthenticator, Authenticator, Caller, Metadata
 from router.auth.jwt import TokenError, TokenRules, VerificationKey, parse_jwks, read_token
 from router.config.watched_file import FollowedFile
 from router.settings import RouterSettings
@@ -28,7 +28,7 @@ API_KEY = "x-api-key"
 BEARER = "bearer"
 
 
-class CredentialDoor:
+class CredentialAuthenticator:
     """Knows callers by what they show."""
 
     def __init__(
@@ -44,7 +44,7 @@ class CredentialDoor:
         self._now_s = now_s
 
     def identify(self, metadata: Metadata) -> Caller:
-        """See `Door`."""
+        """See `Authenticator`."""
         credential = _credential(metadata)
         if self._tokens is not None and (self._keys is None or credential.count(".") == 2):
             return self._bearer(credential, self._tokens())
@@ -61,8 +61,8 @@ class CredentialDoor:
             raise _refused(f"the token: {error}") from None
 
 
-class Doors:
-    """The door of a router, and the files behind it."""
+class Authentication:
+    """The authenticator of a router, and the files behind it."""
 
     def __init__(self, settings: RouterSettings, served: Callable[[], Collection[str]] | None = None) -> None:
         """Reads the files. `served` are the names of models that clients may ask for. Raises `SettingError`."""
@@ -76,13 +76,15 @@ class Doors:
 
         self._keys = KeysFile(keys, "api_keys_file", "API keys file", parse) if keys else None
         self._tokens = TokensFile(tokens, "jwt_jwks_file", "JWKS file", parse_jwks) if tokens else None
-        self.door = self._door(TokenRules(settings.jwt_issuer, settings.jwt_audience, settings.jwt_tenant_claim))
+        self.authenticator = self._authenticator(
+            TokenRules(settings.jwt_issuer, settings.jwt_audience, settings.jwt_tenant_claim)
+        )
 
-    def _door(self, rules: TokenRules) -> Door:
+    def _authenticator(self, rules: TokenRules) -> Authenticator:
         keys, tokens = self._keys, self._tokens
         if keys is None and tokens is None:
-            return OpenDoor()
-        return CredentialDoor(
+            return AnonymousAuthenticator()
+        return CredentialAuthenticator(
             None if keys is None else lambda: keys.content, None if tokens is None else lambda: tokens.content, rules
         )
 

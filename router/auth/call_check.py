@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.rpc.status import CheckCaller
-from router.auth.caller import Door, Metadata
+from router.auth.caller import Authenticator, Metadata
 
 # Health and reflection are open; so is what says no more than health does.
 CLOSED_SERVICES = ("/inflight.v1.InferenceService/", "/inference.GRPCInferenceService/")
@@ -12,11 +12,11 @@ OPEN_METHODS = frozenset(
 )
 
 
-def caller_check(door: Door) -> CheckCaller:
+def caller_check(authenticator: Authenticator) -> CheckCaller:
     """Refuses calls of unknown callers."""
 
     def check(method: str, metadata: Metadata) -> None:
         if method.startswith(CLOSED_SERVICES) and method not in OPEN_METHODS:
-            door.identify(metadata)
+            authenticator.identify(metadata)
 
     return check

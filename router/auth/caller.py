@@ -1,7 +1,7 @@
 """Who calls, and what that caller may ask for.
 
-A `Door` tells from a call's metadata who it is; `authorize` holds a request against that. Nothing here trusts a name
-that a request brings, unless the door identifies nobody.
+A `Authenticator` tells from a call's metadata who it is; `authorize` holds a request against that. Nothing here trusts a name
+that a request brings, unless the authenticator identifies nobody.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ANYBODY = Caller(is_operator=True)
 """Who calls where the router identifies nobody."""
 
 
-class Door(Protocol):
+class Authenticator(Protocol):
     """Tells who calls."""
 
     def identify(self, metadata: Metadata) -> Caller:
@@ -40,11 +40,11 @@ class Door(Protocol):
         ...
 
 
-class OpenDoor:
+class AnonymousAuthenticator:
     """Identifies nobody: tenants are believed as named."""
 
     def identify(self, metadata: Metadata) -> Caller:
-        """See `Door`."""
+        """See `Authenticator`."""
         return ANYBODY
 
 

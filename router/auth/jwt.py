@@ -1,7 +1,7 @@
 """JSON web tokens: what the file of public keys says, and who a token says that its bearer is.
 
 What decides is ours: which key is the token's `kid`, but the algorithm is the key's own, never the token's, and only
-signatures by a private key that this router does not have are known: no HMAC, no `none`. Claims read:
+signatures by a private key that this router does not have are known: no HMAC, no `none`. ResumeAuthorizer read:
 
 | claim | content |
 | --- | --- |

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from common.followed import FileVersion, look_again, version_of
+from common.followed import FileVersion, poll, version_of
 from common.settings import SettingError
 from router.config.file_problems import ContentError
 
@@ -50,7 +50,7 @@ class FollowedFile(Generic[T]):
 
     async def follow(self) -> None:
         """Looks at the file again and again until cancelled."""
-        await look_again(self.look)
+        await poll(self.look)
 
     def look(self) -> None:
         """Reads the file again if it has changed since the last look."""

@@ -1,4 +1,4 @@
-"""Timelines of requests, and counts by model and tenant: a `Listener` that keeps what is live and the last that ended.
+"""Timelines of requests, and counts by model and tenant: a `RequestObserver` that keeps what is live and the last that ended.
 
 A timeline has the stages of one request with their times. It has no prompt and no output. For each delivery of tokens
 two numbers are added up and nothing else is done.
@@ -69,7 +69,7 @@ class Entry:
 
 
 class Timeline:
-    """One request. Implements `router.telemetry.events.Recorder`."""
+    """One request. Implements `router.telemetry.events.RequestRecorder`."""
 
     __slots__ = (
         "_log",
@@ -108,33 +108,33 @@ class Timeline:
         self._tally = Tally()
 
     def admitted(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._tally = self._log.tally_of(self.facts)
         self._tally.num_live += 1
         self._log.keep(self)
         self._enter(Stage.QUEUED, at_s=self.facts.arrived)
 
     def placed(self, placed: PlacedAt) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self.executor_id = placed.executor_id
         self._enter(Stage.PLACED)
 
     def boarded(self, cached_tokens: int) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self.cached_tokens = cached_tokens
         self._tally.prompt_tokens += self.facts.prompt_tokens
         self._tally.cached_tokens += cached_tokens
         self._enter(Stage.PREFILL)
 
     def boarded_again(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._enter(Stage.PREFILL)
 
     def first_sent(self, after_s: float) -> None:
         """`sent` says so too."""
 
     def sent(self, num_tokens: int, interval_s: float | None) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._tally.output_tokens += num_tokens
         if self.outcome is not None:
             return  # its end, which counts all of them, was heard of before they were sent
@@ -143,21 +143,21 @@ class Timeline:
             self._enter(Stage.DECODE)
 
     def preempted(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._enter(Stage.PREEMPTED)
 
     def moved(self, why: str) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._tally.num_moved += 1
         self._enter(Stage.QUEUED, why=why)
 
     def resumed(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self.num_resumed += 1
         self._log.changed(self)
 
     def ended(self, end: RequestEnd) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         if end.output_tokens > self.output_tokens and self.entries:
             # Tokens that came with the end.
             began_s = self._log.now_s() - (end.decode_s or 0.0)
@@ -168,7 +168,7 @@ class Timeline:
         self._close(end.outcome)
 
     def left(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._close(LEFT)
 
     def _enter(self, stage: Stage, why: str = "", at_s: float | None = None) -> None:
@@ -203,7 +203,7 @@ def _key(facts: RequestFacts) -> Key:
 
 
 class RequestLog:
-    """Live requests, and the last that ended. Implements `router.telemetry.events.Listener`."""
+    """Live requests, and the last that ended. Implements `router.telemetry.events.RequestObserver`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.now_s = clock
@@ -221,11 +221,11 @@ class RequestLog:
         return self._revision
 
     def follow(self, facts: RequestFacts) -> Timeline:
-        """See `Listener`."""
+        """See `RequestObserver`."""
         return Timeline(self, facts)
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
-        """See `Listener`."""
+        """See `RequestObserver`."""
         self._refused[model] += 1
 
     def find(self, model: str, tenant: str, request_id: str) -> Timeline | None:

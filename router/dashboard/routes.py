@@ -1,7 +1,7 @@
 """The live board over HTTP: the page at `/`, what it is made of, the stream of statistics it draws, and one request's
 timeline.
 
-The stream is one message a line. It is let in by the same door as calls, with the header `authorization: Bearer …`, and
+The stream is one message a line. It is let in by the same authenticator as calls, with the header `authorization: Bearer …`, and
 looked at again while it runs: a key withdrawn ends it within seconds. The page itself holds no secret and is open.
 """
 
@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import Reason, RequestError
-from router.auth.caller import Caller, Door, Metadata
+from router.auth.caller import Authenticator, Caller, Metadata
 from router.dashboard.feed import Feed, Feeds
 from router.dashboard.watching import Seen, Watching, joined
 
@@ -47,15 +47,15 @@ FIRST_LINE_TIMEOUT_S = 10.0
 RECHECK_S = 5.0
 
 
-def board_routes(feeds: Feeds, door: Door, watching: Watching | None = None) -> list[BaseRoute]:
+def board_routes(feeds: Feeds, authenticator: Authenticator, watching: Watching | None = None) -> list[BaseRoute]:
     """The page, its parts under `/board/`, `/board/stats` and `/board/request`."""
     watching = watching or Watching()
 
     async def stats(request: Request) -> ASGIApp:
-        return await _stats(request, feeds, door, watching)
+        return await _stats(request, feeds, authenticator, watching)
 
     async def timeline(request: Request) -> Response:
-        return _timeline(request, door, watching)
+        return _timeline(request, authenticator, watching)
 
     return [
         Route("/board/stats", stats, methods=["GET"]),
@@ -86,12 +86,12 @@ def _is_foreign(request: Request) -> bool:
     return request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
 
 
-def _timeline(request: Request, door: Door, watching: Watching) -> Response:
+def _timeline(request: Request, authenticator: Authenticator, watching: Watching) -> Response:
     """One request's timeline, where the caller may see it: `model`, `tenant` and `id` name it."""
     if _is_foreign(request):
         return _refused(403, "the board's timelines are for its own page")
     try:
-        caller = door.identify(tuple(request.headers.items()))
+        caller = authenticator.identify(tuple(request.headers.items()))
     except RequestError as error:
         return _refusal(error)
     named = [request.query_params.get(name, "") for name in ("model", "tenant", "id")]
@@ -101,7 +101,7 @@ def _timeline(request: Request, door: Door, watching: Watching) -> Response:
     return JSONResponse(found, headers={**HEADERS, "cache-control": "no-store"})
 
 
-async def _stats(request: Request, feeds: Feeds, door: Door, watching: Watching) -> ASGIApp:
+async def _stats(request: Request, feeds: Feeds, authenticator: Authenticator, watching: Watching) -> ASGIApp:
     # Another site's page could not read the stream, but it could take up the watchers' places.
     if _is_foreign(request):
         return _refused(403, "the board's statistics are for its own page")
@@ -109,13 +109,13 @@ async def _stats(request: Request, feeds: Feeds, door: Door, watching: Watching)
         return _refused(400, "there are several Authorization headers; one is allowed")
     metadata = tuple(request.headers.items())
     try:
-        caller = door.identify(metadata)
+        caller = authenticator.identify(metadata)
     except RequestError as error:
         return _refusal(error)
     feed = feeds.join(caller)
     if feed is None:
         return _refused(503, "too many watch already, or the router is stopping", retry_after_s=10)
-    return _Watch(feeds, feed, watching, caller, lambda: _lets_in(door, metadata, caller))
+    return _Watch(feeds, feed, watching, caller, lambda: _lets_in(authenticator, metadata, caller))
 
 
 class _Watch:
@@ -170,10 +170,10 @@ class _Watch:
         return joined(line, await asyncio.to_thread(news.text) if news.samples else news.text())
 
 
-def _lets_in(door: Door, metadata: Metadata, caller: Caller) -> bool:
+def _lets_in(authenticator: Authenticator, metadata: Metadata, caller: Caller) -> bool:
     """Whether the credential is still that caller's."""
     try:
-        return door.identify(metadata) == caller
+        return authenticator.identify(metadata) == caller
     except RequestError:
         return False
 

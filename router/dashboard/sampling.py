@@ -23,14 +23,14 @@ from router.dashboard.history import (
     row_of,
 )
 from router.dashboard.requests import RequestLog, Tally
-from router.dispatch.pools import Pool
+from router.dispatch.pools import ModelBackend
 from router.executors.link import ExecutorLink
 from router.store.types import Snapshot
 from router.telemetry.latencies import Latencies
 
 log = logging.getLogger(__name__)
 
-Looks = Callable[[], Awaitable[Sequence[tuple[Pool, Snapshot | None]]]]
+Looks = Callable[[], Awaitable[Sequence[tuple[ModelBackend, Snapshot | None]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Sampler:
 
     def _model(
         self,
-        pool: Pool,
+        pool: ModelBackend,
         snapshot: Snapshot | None,
         tallies: dict[str, Tally],
         num_refused: int,

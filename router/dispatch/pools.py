@@ -1,6 +1,6 @@
 """The models that this router serves, and which executor belongs to which.
 
-A pool is one model: its text side, its ledger and its live requests. `Pools` finds the pool that a request names, by
+A pool is one model: its text side, its ledger and its live requests. `ModelRegistry` finds the pool that a request names, by
 its own name or by one that stands for several models, keeps a link to every executor address, and passes what a link
 tells to the pool that its executor serves.
 """
@@ -23,20 +23,20 @@ from router.executors.link import ExecutorLink, LinkEvents
 from router.request.errors import no_executor
 from router.stream.request_stream import RequestStream
 from router.telemetry.event_log import EventLog
-from router.telemetry.events import NOBODY, Listeners
+from router.telemetry.events import NO_OBSERVERS, RequestObservers
 from router.text.tokenizer import TextModel
 
 Variants = Mapping[str, tuple[Variant, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class ModelBackend:
     """One model."""
 
     name: str
     text: TextModel
     dispatcher: Dispatcher
-    listeners: Listeners = NOBODY
+    listeners: RequestObservers = NO_OBSERVERS
 
     @property
     def links(self) -> tuple[ExecutorLink, ...]:
@@ -50,19 +50,19 @@ class Pool:
         raise no_executor(f"no executor of model {self.name} is reachable")
 
 
-class Pools:
+class ModelRegistry:
     """All models of this router, and its links. Implements `router.executors.link.LinkRegistry`."""
 
     def __init__(
         self,
-        pools: Sequence[Pool],
+        pools: Sequence[ModelBackend],
         router_id: str,
         current_variants: Callable[[], Variants] = dict,
         channels: ExecutorChannels | None = None,
         events: EventLog | None = None,
     ) -> None:
         self._events = events or EventLog()
-        self.by_name: Mapping[str, Pool] = {pool.name: pool for pool in pools}
+        self.by_name: Mapping[str, ModelBackend] = {pool.name: pool for pool in pools}
         self._current_variants = current_variants
         self._router_id = router_id
         self._channels = channels
@@ -75,7 +75,7 @@ class Pools:
         """The names that stand for several models, and those models."""
         return self._current_variants()
 
-    def find(self, model: str, key: str = "", seen: frozenset[str] | None = None) -> Pool:
+    def find(self, model: str, key: str = "", seen: frozenset[str] | None = None) -> ModelBackend:
         """The pool of the model named, or of the one that serves `key` where the name stands for several; the only one
         where no name is given. Raises `RequestError`, whose text names none but the models `seen`; None: all."""
         variants = self.variants.get(model)
@@ -84,7 +84,7 @@ class Pools:
         (pool,) = self.find_all(model, seen)
         return pool
 
-    def find_all(self, model: str, seen: frozenset[str] | None = None) -> tuple[Pool, ...]:
+    def find_all(self, model: str, seen: frozenset[str] | None = None) -> tuple[ModelBackend, ...]:
         """Every pool that a name can mean. Raises `RequestError` as `find`."""
         variants = self.variants
         if model in variants:
@@ -108,7 +108,7 @@ class Pools:
             return [model_of(caller, model)]
         return [name for name in (*self.by_name, *self.variants) if sees_model(caller, name)]
 
-    def seen_by(self, caller: Caller, model: str = "") -> list[Pool]:
+    def seen_by(self, caller: Caller, model: str = "") -> list[ModelBackend]:
         """The pools that these names can mean, in order of name. Raises `RequestError`."""
         names = self.names_seen_by(caller, model)
         pools = {pool.name: pool for name in names for pool in self.find_all(name, caller.models)}
@@ -169,7 +169,7 @@ class Pools:
 class _PoolLinks:
     """What the links of one pool tell its dispatcher and the event log. Implements `LinkEvents`."""
 
-    pool: Pool
+    pool: ModelBackend
     events: EventLog
     unlinked: Callable[[ExecutorLink], None]
 

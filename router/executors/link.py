@@ -23,7 +23,7 @@ from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from router.dispatch.lifecycle import Detached, Finished, FirstToken, LinkEvent, Rejected, Withdrawn
 from router.executors.channel import ExecutorChannels
 from router.executors.frame_checks import check_description, check_frame
-from router.executors.silence import Silence
+from router.executors.silence import LivenessTimer
 from router.request.executor_context import FrameError
 from router.stream.request_stream import RequestStream, unread_stream
 
@@ -185,7 +185,7 @@ class ExecutorLink:
         self._wake.set()
         call = stub.Serve()
         writer = asyncio.create_task(self._write(call), name=f"write {self.address}")
-        silence = Silence(MAX_SILENT_S)
+        silence = LivenessTimer(MAX_SILENT_S)
         watch = asyncio.create_task(silence.watch(call.cancel), name=f"watch {self.address}")
         try:
             # The first response is the report that the executor sends when a router joins.

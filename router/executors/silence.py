@@ -13,7 +13,7 @@ LOOK_EVERY_S = 1.0
 LATE_S = 1.0
 
 
-class Silence:
+class LivenessTimer:
     """The silence of one peer; over when it has lasted for `max_silent_s` looks."""
 
     def __init__(self, max_silent_s: int) -> None:

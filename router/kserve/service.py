@@ -1,6 +1,6 @@
 """`GRPCInferenceService`: KServe v2 with Triton's streaming, for clients that speak it already.
 
-Translates, and serves what it is asked by the same path as `InferenceService.Generate`: the same door, limits, queue,
+Translates, and serves what it is asked by the same path as `InferenceService.Generate`: the same authenticator, limits, queue,
 deadlines and drain. docs/kserve.md says what is understood.
 """
 
@@ -17,15 +17,15 @@ import grpc.aio
 from common.errors import Reason, RequestError
 from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 from inflight.v1 import inference_pb2
-from router.auth.caller import Caller, Door, Metadata, model_of, sees_model
-from router.dispatch.pools import Pool, Pools
+from router.auth.caller import Authenticator, Caller, Metadata, model_of, sees_model
+from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.kserve.infer_stream import InferStream
 from router.kserve.models import model_config, model_metadata
 from router.kserve.responses import FINAL_RESPONSE, Responder, Send
 from router.kserve.translation import VERSION, Inference, check_version, in_client_words, translate
 from router.settings import RouterSettings
 from router.stream.relay import Write
-from router.stream.write_timeout import patient
+from router.stream.write_timeout import with_write_timeout
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 
@@ -62,9 +62,11 @@ class Generator(Protocol):
 class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     """Serves clients of KServe v2. Stateless but for what runs."""
 
-    def __init__(self, pools: Pools, door: Door, generator: Generator, settings: RouterSettings) -> None:
+    def __init__(
+        self, pools: ModelRegistry, authenticator: Authenticator, generator: Generator, settings: RouterSettings
+    ) -> None:
         self._pools = pools
-        self._door = door
+        self._authenticator = authenticator
         self._generator = generator
         self._settings = settings
         # For how many more requests there is room on each connection that has streams.
@@ -163,7 +165,7 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
             # Who calls is asked again for each request: credentials expire while a stream lasts.
             await self._infer(translate(request), send, context)
 
-        write = patient(context.write, self._settings.write_timeout_s)
+        write = with_write_timeout(context.write, self._settings.write_timeout_s)
         is_strict = (STATUS_KEY, "true") in _metadata(context)
         stream = InferStream(serve, write, self._room_of(context.peer()), is_strict=is_strict)
         await stream.run(requests)
@@ -183,21 +185,21 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
             raise in_client_words(error, inference.client_names) from error
 
     def _caller(self, context: Context) -> Caller:
-        return self._door.identify(_metadata(context))
+        return self._authenticator.identify(_metadata(context))
 
-    def _pools_of(self, model: str, caller: Caller) -> tuple[Pool, ...]:
+    def _pools_of(self, model: str, caller: Caller) -> tuple[ModelBackend, ...]:
         """Every pool that a name can mean, at least one. Raises `RequestError`."""
         try:
             return self._pools.find_all(model_of(caller, model), caller.models)
         except RequestError as error:
             raise in_client_words(error, {"model": "name"}) from error
 
-    def _is_ready(self, *pools: Pool) -> bool:
+    def _is_ready(self, *pools: ModelBackend) -> bool:
         return not self._generator.is_draining and any(pool.links for pool in pools)
 
 
 def _metadata(context: Context) -> Metadata:
-    """As (key, value) pairs, which a door compares and this module looks into."""
+    """As (key, value) pairs, which a authenticator compares and this module looks into."""
     return [(key, value) for key, value in context.invocation_metadata() or ()]
 
 

@@ -23,7 +23,7 @@ class Deadlines:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Delivery:
     """What a request's client wants to read, and for how long the request goes on without one.
 
     `accepted` is the event that begins every stream of it. `name_token` writes to a token what its id stands for.
@@ -44,7 +44,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReadPosition:
     """How far a client has read: tokens, and bytes of their text; None: all text that is sent with these tokens.
 
     `is_started`: it was told, too, that the request boarded.
@@ -55,4 +55,4 @@ class Place:
     is_started: bool = False
 
 
-BEGINNING = Place()
+BEGINNING = ReadPosition()

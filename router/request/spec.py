@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inflight.v1 import inference_pb2, types_pb2
-from router.request.delivery import Place
+from router.request.delivery import ReadPosition
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class GenerateSpec:
     detach: bool
     resume_ttl_s: float | None
     prior_ids: tuple[int, ...]
-    place: Place
+    place: ReadPosition
     metadata: tuple[tuple[str, str], ...]
 
 

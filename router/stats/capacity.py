@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from router.dispatch.pools import Pool
+from router.dispatch.pools import ModelBackend
 from router.executors.link import ExecutorLink
 from router.store.types import ClassQueue, ExecutorStanding, Snapshot
 
@@ -24,7 +24,7 @@ NOT_KNOWN = types_pb2.STEP_CONSTRAINT_UNSPECIFIED
 OF_PROMPTS = (types_pb2.STEP_CONSTRAINT_TOKENS, types_pb2.STEP_CONSTRAINT_PACE)
 
 
-def described_model(pool: Pool) -> inference_pb2.Model:
+def described_model(pool: ModelBackend) -> inference_pb2.Model:
     """A model as clients see it; limits and defaults are unset while it has no executor."""
     model = inference_pb2.Model(
         name=pool.name, has_chat_template=pool.text.has_chat_template, num_executors=len(pool.links)
@@ -38,7 +38,7 @@ def described_model(pool: Pool) -> inference_pb2.Model:
     return model
 
 
-def described_variants(name: str, pools: Sequence[Pool]) -> inference_pb2.Model:
+def described_variants(name: str, pools: Sequence[ModelBackend]) -> inference_pb2.Model:
     """A name that stands for several models: what all of them allow, so that whoever serves a request can."""
     models = [described_model(pool) for pool in pools]
     linked = [model for model in models if model.num_executors]
@@ -51,7 +51,7 @@ def described_variants(name: str, pools: Sequence[Pool]) -> inference_pb2.Model:
     return combined
 
 
-def add_capacity(response: inference_pb2.GetCapacityResponse, pool: Pool, snapshot: Snapshot) -> None:
+def add_capacity(response: inference_pb2.GetCapacityResponse, pool: ModelBackend, snapshot: Snapshot) -> None:
     """Adds a pool's executors and queues, and how well its waits were foretold."""
     response.executors.extend(capacity for _, capacity in executor_capacities(pool, snapshot))
     for priority, num_requests in enumerate(snapshot.num_waiting, start=1):
@@ -68,7 +68,7 @@ def add_capacity(response: inference_pb2.GetCapacityResponse, pool: Pool, snapsh
 
 
 def executor_capacities(
-    pool: Pool, snapshot: Snapshot
+    pool: ModelBackend, snapshot: Snapshot
 ) -> Iterator[tuple[ExecutorLink, inference_pb2.ExecutorCapacity]]:
     """How each executor of a pool stands that can be used now, in order of id."""
     standings = {standing.executor_id: standing for standing in snapshot.executors}

@@ -12,18 +12,18 @@ from collections.abc import Callable, Collection
 from prometheus_client import CollectorRegistry, Gauge
 
 from common.errors import RequestError
-from router.dispatch.pools import Pool
+from router.dispatch.pools import ModelBackend
 from router.store.types import Snapshot
 from router.telemetry.events import CLASS_NAMES
 
 MIN_INTERVAL_S = 1.0
 
 
-class LookedUpMetrics:
+class ScrapeGauges:
     """The gauges of `pools`; `refresh` brings them up to date."""
 
     def __init__(
-        self, registry: CollectorRegistry, pools: Collection[Pool], clock: Callable[[], float] = time.monotonic
+        self, registry: CollectorRegistry, pools: Collection[ModelBackend], clock: Callable[[], float] = time.monotonic
     ) -> None:
         def gauge(name: str, text: str, *more_labels: str) -> Gauge:
             return Gauge(f"inflight_{name}", text, ("model", *more_labels), registry=registry)
@@ -80,7 +80,7 @@ class LookedUpMetrics:
         self._reserved_sequences.labels(model).set(sum(executor.reserved_sequences for executor in accepting))
 
 
-async def _look(pool: Pool) -> Snapshot | None:
+async def _look(pool: ModelBackend) -> Snapshot | None:
     """What the ledger says of a pool; None while it does not answer."""
     try:
         return await pool.dispatcher.snapshot()

@@ -17,7 +17,7 @@ from common.errors import FieldViolation, RequestError, invalid
 from common.time_of_day import unix_ms
 from inflight.v1 import inference_pb2
 from router.auth.caller import Caller
-from router.dispatch.pools import Pool, Pools
+from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.executors.step_feed import StepFeeds, Subscription, Wants
 from router.stats.capacity import executor_capacities
 from router.stats.visibility import seen_queues, seen_sequence
@@ -28,7 +28,7 @@ MIN_AGE_S = 0.25
 MAX_LINES = 100
 
 
-class LedgerLook:
+class SnapshotCache:
     """One pool's. `ask` is given the number of lines of tenants that are wanted."""
 
     def __init__(self, ask: Callable[[int], Awaitable[Snapshot]], clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,11 +72,11 @@ NOTHING_KNOWN = Snapshot((), ())
 class StatsSource:
     """All who watch. `close` ends what they watch."""
 
-    def __init__(self, pools: Pools, router_id: str, latencies: Latencies) -> None:
+    def __init__(self, pools: ModelRegistry, router_id: str, latencies: Latencies) -> None:
         self._pools = pools
         self._router_id = router_id
         self._latencies = latencies
-        self._looks = {name: LedgerLook(pool.dispatcher.snapshot) for name, pool in pools.by_name.items()}
+        self._looks = {name: SnapshotCache(pool.dispatcher.snapshot) for name, pool in pools.by_name.items()}
         self._feeds = StepFeeds()
         self._intervals_ms: Counter[int] = Counter()
         self._closing = asyncio.Event()
@@ -90,7 +90,7 @@ class StatsSource:
         """Ends everybody's stream."""
         self._closing.set()
 
-    async def looks(self, max_age_s: float) -> list[tuple[Pool, Snapshot | None]]:
+    async def looks(self, max_age_s: float) -> list[tuple[ModelBackend, Snapshot | None]]:
         """What each pool's ledger says, at most so old; None where it does not answer."""
         pools = list(self._pools.by_name.values())
         found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
@@ -127,7 +127,7 @@ class StatsSource:
             self._intervals_ms[interval_ms] -= 1
             self._intervals_ms += Counter()
 
-    async def _look(self, pools: Sequence[Pool]) -> list[Snapshot]:
+    async def _look(self, pools: Sequence[ModelBackend]) -> list[Snapshot]:
         """What the ledgers say; nothing is known of one that is away."""
         max_age_s = min(self._intervals_ms) / 1000
         found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
@@ -136,7 +136,7 @@ class StatsSource:
     def _response(
         self,
         request: inference_pb2.GetStatsRequest,
-        pools: Sequence[Pool],
+        pools: Sequence[ModelBackend],
         snapshots: Sequence[Snapshot],
         subscription: Subscription,
         caller: Caller,

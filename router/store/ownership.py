@@ -21,7 +21,7 @@ KEPT_MS = 60_000
 OVERTAKEN_MS = 5_000
 
 
-class Tenures:
+class OwnershipFilter:
     """Hands events on to `on_event`, but for words that a request is gone from before it was (again) this router's."""
 
     def __init__(self, on_event: Callable[[StoreEvent], None]) -> None:

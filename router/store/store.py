@@ -43,7 +43,7 @@ from router.store.keys import NUM_CLASSES, PoolKeys
 from router.store.lua import Argument, Script, load_scripts
 from router.store.mailbox import Mailbox
 from router.store.outage import Outage
-from router.store.ownership import StoreClock, Tenures
+from router.store.ownership import OwnershipFilter, StoreClock
 from router.store.settings import StoreSettings
 from router.store.turns import Turns
 from router.store.types import (
@@ -124,7 +124,7 @@ class AdmissionStore:
         self._settings = settings
         self._on_event = on_event
         self._on_call = on_call
-        self._tenures = Tenures(on_event)
+        self._tenures = OwnershipFilter(on_event)
         self._clock = StoreClock()
         self._scripts = scripts or load_scripts()
         self._peers: frozenset[str] = frozenset()

@@ -16,7 +16,7 @@ from google.protobuf import duration_pb2
 
 from inflight.v1 import inference_pb2, types_pb2
 from router.dispatch.lifecycle import DEADLINE_END, End
-from router.request.delivery import BEGINNING, Place
+from router.request.delivery import BEGINNING, ReadPosition
 from router.request.errors import beyond_output, output_lost
 from router.store.types import Queued
 from router.stream.request_stream import News, RequestStream
@@ -30,7 +30,7 @@ Write = Callable[[inference_pb2.StreamEvent], Awaitable[None]]
 class Relay:
     """Writes the events of one request to its newest reader. Without `write` nobody reads, for now."""
 
-    def __init__(self, stream: RequestStream, write: Write | None, place: Place = BEGINNING) -> None:
+    def __init__(self, stream: RequestStream, write: Write | None, place: ReadPosition = BEGINNING) -> None:
         assert stream.reading is not None
         self._stream = stream
         self._reading = stream.reading

@@ -19,11 +19,11 @@ from enum import Enum, IntEnum, auto
 from common.errors import RequestError
 from inflight.v1 import executor_pb2, types_pb2
 from router.dispatch.lifecycle import End, Lifecycle, ReaderEnded, RequestState, Submit
-from router.request.delivery import Reading
+from router.request.delivery import Delivery
 from router.request.errors import taken_over
 from router.request.executor_context import FrameError, context_of
 from router.store.types import Demand, Ending, Placement, Queued, TakenOver
-from router.telemetry.events import CANCELLED, NOBODY, RequestFacts, RequestRecord, outcome_of
+from router.telemetry.events import CANCELLED, NO_OBSERVERS, RequestFacts, RequestRecord, outcome_of
 
 OWN_ENDS = frozenset({types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASON_LENGTH})
 
@@ -95,13 +95,13 @@ class RequestStream:
         arrived: float,
         deadline: float | None = None,
         prior_ids: Sequence[int] = (),
-        reading: Reading | None = None,
+        reading: Delivery | None = None,
         record: RequestRecord | None = None,
     ) -> None:
         self.request_id = demand.request_id
         self.reading = reading
         self.life = Lifecycle(demand.request_id, self, deadline, is_repeatable=bool(self.digest))
-        self.record = record or NOBODY.follow(RequestFacts())
+        self.record = record or NO_OBSERVERS.follow(RequestFacts())
         self._demand = demand
         # What an executor is told, except the attempt and the output so far.
         self._submit = submit

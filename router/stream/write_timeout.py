@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from common.errors import Reason, RequestError
-from router.request.delivery import Reading
+from router.request.delivery import Delivery
 
 Event = TypeVar("Event")
 
@@ -20,7 +20,9 @@ Event = TypeVar("Event")
 STALLED_GRACE_S = 10.0
 
 
-def patient(write: Callable[[Event], Awaitable[None]], timeout_s: float) -> Callable[[Event], Awaitable[None]]:
+def with_write_timeout(
+    write: Callable[[Event], Awaitable[None]], timeout_s: float
+) -> Callable[[Event], Awaitable[None]]:
     """The same, but for a write that takes longer, which raises `RequestError` STALLED."""
 
     async def bounded(event: Event) -> None:
@@ -39,7 +41,7 @@ def grace_after(error: RequestError) -> float:
     return STALLED_GRACE_S if error.reason is Reason.STALLED else 0.0
 
 
-def unattended_s(reading: Reading | None, grace_s: float, most_s: float) -> float | None:
+def unattended_s(reading: Delivery | None, grace_s: float, most_s: float) -> float | None:
     """For how many seconds a request goes on without a reader; None: to its end. A `resume_ttl` of 0 is a wish, too."""
     if reading is None:
         return 0.0

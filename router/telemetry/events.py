@@ -1,7 +1,7 @@
 """What a router tells of its requests to whoever counts, measures or traces them.
 
-A `Listener` follows every request with a `Recorder` of its own; `RequestRecord` tells all recorders of a request, each
-fact once: however often a stream is read again, a token is sent once and a request ends once. Listeners are called in
+A `RequestObserver` follows every request with a `RequestRecorder` of its own; `RequestRecord` tells all recorders of a request, each
+fact once: however often a stream is read again, a token is sent once and a request ends once. RequestObservers are called in
 the path of tokens: they must neither raise nor wait. No text or token passes here.
 """
 
@@ -71,7 +71,7 @@ class RequestEnd:
     decode_s: float | None
 
 
-class Recorder(Protocol):
+class RequestRecorder(Protocol):
     """Told of one request."""
 
     def admitted(self) -> None:
@@ -108,7 +108,7 @@ class Recorder(Protocol):
         """It goes on without this router."""
 
 
-class Trace(Recorder, Protocol):
+class Trace(RequestRecorder, Protocol):
     """A recorder whose spans go on elsewhere."""
 
     @property
@@ -124,10 +124,10 @@ class Tracer(Protocol):
         ...
 
 
-class Listener(Protocol):
+class RequestObserver(Protocol):
     """Told of all requests."""
 
-    def follow(self, facts: RequestFacts) -> Recorder:
+    def follow(self, facts: RequestFacts) -> RequestRecorder:
         """A request has come that is sound; its recorder."""
         ...
 
@@ -138,7 +138,9 @@ class Listener(Protocol):
 class RequestRecord:
     """One request, told to its recorders, `trace` among them. What was never admitted has no end."""
 
-    def __init__(self, facts: RequestFacts, recorders: Sequence[Recorder] = (), trace: Trace | None = None) -> None:
+    def __init__(
+        self, facts: RequestFacts, recorders: Sequence[RequestRecorder] = (), trace: Trace | None = None
+    ) -> None:
         self._facts = facts
         self._recorders = recorders if trace is None else (*recorders, trace)
         self._trace = trace
@@ -238,10 +240,10 @@ class RequestRecord:
                 recorder.left()
 
 
-class Listeners:
+class RequestObservers:
     """All that listen, and who traces."""
 
-    def __init__(self, listeners: Sequence[Listener] = (), tracer: Tracer | None = None) -> None:
+    def __init__(self, listeners: Sequence[RequestObserver] = (), tracer: Tracer | None = None) -> None:
         self._listeners = tuple(listeners)
         self._tracer = tracer
 
@@ -251,9 +253,9 @@ class Listeners:
         return RequestRecord(facts, tuple(listener.follow(facts) for listener in self._listeners), trace)
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
-        """See `Listener`."""
+        """See `RequestObserver`."""
         for listener in self._listeners:
             listener.refused(model, priority_class, reason)
 
 
-NOBODY = Listeners()
+NO_OBSERVERS = RequestObservers()

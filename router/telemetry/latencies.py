@@ -1,4 +1,4 @@
-"""How fast this router has served each model lately: a `Listener` that keeps a minute and no more.
+"""How fast this router has served each model lately: a `RequestObserver` that keeps a minute and no more.
 
 Times are counted in classes of 2 % each, by the second, so that a minute takes little memory however much is served.
 """
@@ -104,43 +104,43 @@ class ModelLatencies:
         self._refused.add(self._clock())
 
     def admitted(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
 
     def placed(self, placed: PlacedAt) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
 
     def boarded(self, cached_tokens: int) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
 
     def boarded_again(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
 
     def preempted(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
 
     def first_sent(self, after_s: float) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._first_token_ms.add(self._clock(), after_s * 1000)
 
     def sent(self, num_tokens: int, interval_s: float | None) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         now_s = self._clock()
         self._tokens.add(now_s, num_tokens)
         if interval_s is not None:
             self._inter_token_ms.add(now_s, interval_s * 1000 / num_tokens)
 
     def moved(self, why: str) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
 
     def resumed(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
 
     def ended(self, end: RequestEnd) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._ended.add(self._clock())
 
     def left(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
 
     def recent(self, within_s: int) -> tuple[list[float] | None, list[float] | None]:
         """Median and 99th percentile of the time to the first token and between tokens, milliseconds, over the last so
@@ -169,16 +169,16 @@ class ModelLatencies:
 
 
 class Latencies:
-    """All models of a router. See `router.telemetry.events.Listener`."""
+    """All models of a router. See `router.telemetry.events.RequestObserver`."""
 
     def __init__(self, models: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self.by_model: Mapping[str, ModelLatencies] = {model: ModelLatencies(clock) for model in models}
 
     def follow(self, facts: RequestFacts) -> ModelLatencies:
-        """See `Listener`."""
+        """See `RequestObserver`."""
         return self.by_model[facts.model]
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
-        """See `Listener`."""
+        """See `RequestObserver`."""
         if model in self.by_model:
             self.by_model[model].refused()

@@ -32,7 +32,7 @@ REDIS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 
 
 class RouterMetrics:
-    """The metrics of one router: a `router.telemetry.events.Listener`. `store_called` is the store's observer."""
+    """The metrics of one router: a `router.telemetry.events.RequestObserver`. `store_called` is the store's observer."""
 
     def __init__(self, registry: CollectorRegistry, models: Iterable[str]) -> None:
         self._registry = registry
@@ -82,7 +82,7 @@ class RouterMetrics:
         return Counter(name, text, labels, registry=self._registry)
 
     def follow(self, facts: RequestFacts) -> RequestMeter:
-        """See `Listener`."""
+        """See `RequestObserver`."""
         key = (facts.model, facts.priority_class, facts.operation)
         measures = self._recorders.get(key)
         if measures is None:
@@ -90,7 +90,7 @@ class RouterMetrics:
         return RequestMeter(measures, facts.prompt_tokens, facts.prior_tokens)
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
-        """See `Listener`."""
+        """See `RequestObserver`."""
         self.refusals.labels(model, priority_class, reason.value).inc()
 
     def store_called(self, call: StoreCall) -> None:
@@ -129,7 +129,7 @@ class _Measures:
 
 
 class RequestMeter:
-    """Implements `router.telemetry.events.Recorder`."""
+    """Implements `router.telemetry.events.RequestRecorder`."""
 
     def __init__(self, measures: _Measures, prompt_tokens: int, prior_tokens: int) -> None:
         self._measures = measures
@@ -140,42 +140,42 @@ class RequestMeter:
         """Counts when it is placed."""
 
     def placed(self, placed: PlacedAt) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         if placed.wait_s is not None:
             self._measures.admissions.inc()
             self._measures.queue_wait.observe(placed.wait_s)
 
     def boarded(self, cached_tokens: int) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._measures.prompt_tokens.inc(self._prompt_tokens)
         self._measures.cached_tokens.inc(cached_tokens)
 
     def boarded_again(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
 
     def preempted(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
 
     def first_sent(self, after_s: float) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._measures.first_token.observe(after_s)
 
     def sent(self, num_tokens: int, interval_s: float | None) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._measures.output_tokens.inc(num_tokens)
         if interval_s is not None:
             self._measures.inter_token.observe(interval_s / num_tokens)
 
     def moved(self, why: str) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._measures.moved(why)
 
     def resumed(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._measures.resumed.inc()
 
     def ended(self, end: RequestEnd) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._measures.ended(end)
         num_later = end.output_tokens - self._prior_tokens - 1
         if end.decode_s is not None and num_later > 0:

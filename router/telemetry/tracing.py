@@ -54,13 +54,13 @@ def trace_store_calls(tracer: Tracer, call: StoreCall) -> None:
 
 
 class RequestTracer:
-    """Implements `router.telemetry.events.Listener`, with traces of requests whose call is traced."""
+    """Implements `router.telemetry.events.RequestObserver`, with traces of requests whose call is traced."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def follow(self, facts: RequestFacts) -> RequestTrace:
-        """See `Listener`. Called within the request's own call."""
+        """See `RequestObserver`. Called within the request's own call."""
         return RequestTrace(self._tracer, facts)
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
@@ -68,7 +68,7 @@ class RequestTracer:
 
 
 class RequestTrace:
-    """Implements `router.telemetry.events.Recorder`."""
+    """Implements `router.telemetry.events.RequestRecorder`."""
 
     def __init__(self, tracer: Tracer, facts: RequestFacts) -> None:
         self._context = current.get_current()
@@ -93,11 +93,11 @@ class RequestTrace:
         return "" if self._placement is None else traceparent_of(self._placement)
 
     def admitted(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._queue = self._tracer.start_span("inflight.queue", self._context)
 
     def placed(self, placed: PlacedAt) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._end_all()
         self._placement = self._tracer.start_span(
             "inflight.placement",
@@ -107,22 +107,22 @@ class RequestTrace:
         )
 
     def boarded(self, cached_tokens: int) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         if self._placement is not None:
             self._placement.add_event("boarded", {"inflight.cached_tokens": cached_tokens})
 
     def boarded_again(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         if self._placement is not None:
             self._placement.add_event("boarded again")
 
     def preempted(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         if self._placement is not None:
             self._placement.add_event("preempted")
 
     def first_sent(self, after_s: float) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         if self._placement is not None:
             self._placement.add_event("first token sent")
 
@@ -130,7 +130,7 @@ class RequestTrace:
         """Spans do not count tokens one by one."""
 
     def moved(self, why: str) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         if self._placement is not None:
             self._placement.set_attribute("inflight.moved", why)
         self._end_all()
@@ -140,7 +140,7 @@ class RequestTrace:
         """A call of its own."""
 
     def ended(self, end: RequestEnd) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         if self._placement is not None and end.is_error:
             _fail(self._placement, end.outcome)
         self._end_all()
@@ -149,7 +149,7 @@ class RequestTrace:
             self._call.set_attribute("gen_ai.response.finish_reasons", [end.outcome])
 
     def left(self) -> None:
-        """See `Recorder`."""
+        """See `RequestRecorder`."""
         self._end_all()
 
     def _end_all(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from executor.serving.placements import Keeping
+from executor.serving.placements import RetentionPolicy
 from inflight.v1 import executor_pb2, types_pb2
 from tests.cluster import ExecutorShape, RunningExecutor, start_executor
 from tests.integration.test_requests import expected_ids
@@ -151,7 +151,7 @@ async def test_placement_that_is_not_here_is_not_held(executor: RunningExecutor,
 async def test_orphan_is_cancelled_when_its_time_is_over_or_nobody_could_come(
     protocol_version: int, orphan_grace_s: float
 ) -> None:
-    keeping = Keeping(orphan_grace_s=orphan_grace_s)
+    keeping = RetentionPolicy(orphan_grace_s=orphan_grace_s)
     executor = await start_executor("executor", "model", ExecutorShape(), keeping=keeping)
     executor.brake.hold()
     try:
@@ -200,7 +200,7 @@ async def test_attempt_that_is_known_is_not_taken_again(executor: RunningExecuto
 
 
 async def test_what_is_not_kept_is_not_held() -> None:
-    forgetful = await start_executor("executor", "model", ExecutorShape(), keeping=Keeping(retain_ended_s=0))
+    forgetful = await start_executor("executor", "model", ExecutorShape(), keeping=RetentionPolicy(retain_ended_s=0))
     try:
         async with router_stream(forgetful.address) as router:
             router.send(submits=[make_submit("a", [1], 4)])

@@ -22,8 +22,8 @@ from starlette.applications import Starlette
 
 from common.http.port import HttpPort
 from inflight.v1 import inference_pb2, types_pb2
-from router.auth.authenticator import Doors
-from router.auth.caller import Door, OpenDoor
+from router.auth.authenticator import Authentication
+from router.auth.caller import AnonymousAuthenticator, Authenticator
 from router.dashboard.feed import Feeds
 from router.dashboard.history import MODEL_FIELDS, ModelSample, row_of
 from router.dashboard.routes import board_routes
@@ -67,21 +67,23 @@ class Served:
 
 async def serve(
     *messages: inference_pb2.GetStatsResponse,
-    door: Door | None = None,
+    authenticator: Authenticator | None = None,
     listen: str = "127.0.0.1:0",
     watching: Watching | None = None,
 ) -> Served:
     source = ScriptedStatistics(*messages)
     feeds = Feeds(source)
-    http = HttpPort(Starlette(routes=board_routes(feeds, door or OpenDoor(), watching)))
+    http = HttpPort(Starlette(routes=board_routes(feeds, authenticator or AnonymousAuthenticator(), watching)))
     return Served(source, feeds, http, await http.start(listen))
 
 
 @asynccontextmanager
 async def board(
-    *messages: inference_pb2.GetStatsResponse, door: Door | None = None, watching: Watching | None = None
+    *messages: inference_pb2.GetStatsResponse,
+    authenticator: Authenticator | None = None,
+    watching: Watching | None = None,
 ) -> AsyncIterator[Served]:
-    served = await serve(*messages, door=door, watching=watching)
+    served = await serve(*messages, authenticator=authenticator, watching=watching)
     try:
         yield served
     finally:
@@ -284,9 +286,9 @@ async def test_page_connects_again_after_the_router_restarts(browser: Browser) -
 async def test_locked_router_asks_for_a_key_and_keeps_it_in_the_tab_alone(browser: Browser, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(key_entry(KEY, "acme"))
-    door = Doors(RouterSettings(api_keys_file=keys)).door
+    authenticator = Authentication(RouterSettings(api_keys_file=keys)).authenticator
     async with (
-        board(scene_with([rider(0)]).message(), door=door) as served,
+        board(scene_with([rider(0)]).message(), authenticator=authenticator) as served,
         opened(browser, served.url) as (page, complaints),
     ):
         field = page.get_by_label("API key or token")

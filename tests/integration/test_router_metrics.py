@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from inflight.v1 import inference_pb2
-from router.stats.gauges import LookedUpMetrics
+from router.stats.gauges import ScrapeGauges
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, run_router, token_request
 
 ONE_SEAT = ExecutorShape(max_num_sequences=1)
@@ -103,7 +103,7 @@ async def test_ledger_is_looked_up_at_most_once_a_second(redis_url: str, pool: s
     now, registry = [0.0], CollectorRegistry()
     async with run_cluster(redis_url, pool, shape=ONE_SEAT) as cluster:
         (router,) = cluster.routers
-        looked_up = LookedUpMetrics(registry, list(router.pools.by_name.values()), lambda: now[0])
+        looked_up = ScrapeGauges(registry, list(router.pools.by_name.values()), lambda: now[0])
 
         def see(name: str, **labels: str) -> float | None:
             return registry.get_sample_value(f"inflight_{name}", {"model": pool, **labels})
@@ -129,7 +129,7 @@ async def test_ledger_is_looked_up_at_most_once_a_second(redis_url: str, pool: s
 async def test_figures_of_a_redis_that_is_away_are_left_out(pool: str) -> None:
     registry = CollectorRegistry()
     async with run_router("lonely", pool, "redis://127.0.0.1:1/0", []) as router:
-        await LookedUpMetrics(registry, list(router.pools.by_name.values())).refresh()
+        await ScrapeGauges(registry, list(router.pools.by_name.values())).refresh()
         assert registry.get_sample_value("inflight_streams", {"model": pool}) == 0
         assert registry.get_sample_value("inflight_ledger_blocks", {"model": pool}) is None
         assert router.registry.get_sample_value("inflight_redis_up") == 0

@@ -294,7 +294,7 @@ async def test_who_is_let_in_no_longer_is_told_nothing_more(
             def shut(metadata: object) -> Caller:
                 raise RequestError(Reason.UNAUTHENTICATED, "the key is not known")
 
-            monkeypatch.setattr(router.service._door, "identify", shut)
+            monkeypatch.setattr(router.service._authenticator, "identify", shut)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await first_with(messages, lambda one: False)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED

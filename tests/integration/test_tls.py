@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.rpc.server import GrpcServer
 from common.rpc.tls import TlsFiles, TlsPaths
 from common.settings import load
-from executor.serving.router_auth import RouterNames, open_door
+from executor.serving.router_auth import PeerNameCheck, load_server_tls
 from executor.settings import ExecutorSettings
 from inflight.local.certificates import EXECUTOR_NAME, ROUTER_NAME, CertificateFolder, make_certificates
 from inflight.v1 import executor_pb2, executor_pb2_grpc
@@ -83,7 +83,7 @@ async def executor_behind(
     door: TlsFiles | None, names: tuple[str, ...] = (ROUTER_NAME,)
 ) -> AsyncIterator[tuple[str, Executor, GrpcServer]]:
     servicer = Executor()
-    server = GrpcServer([SERVICE], tls=door, check_peer=RouterNames(names).check)
+    server = GrpcServer([SERVICE], tls=door, check_peer=PeerNameCheck(names).check)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server.grpc)
     address = await server.start("127.0.0.1:0")
     await server.set_serving(True)
@@ -98,7 +98,7 @@ def arguments_of(settings: dict[str, str]) -> list[str]:
 
 
 def door_of(made: CertificateFolder) -> TlsFiles:
-    door = open_door(load(ExecutorSettings, "inflight executor", arguments_of(made.executor_settings())))
+    door = load_server_tls(load(ExecutorSettings, "inflight executor", arguments_of(made.executor_settings())))
     assert door is not None
     return door
 
@@ -236,7 +236,7 @@ async def test_link_goes_on_through_a_rotation_and_comes_back_with_the_new_certi
             assert await observer.seqs.get() == 2
         await observer.broke.wait()
         # Then the executor comes back on the same address with the new certificates, and the link with it
-        server = GrpcServer([SERVICE], tls=door_of(made), check_peer=RouterNames([ROUTER_NAME]).check)
+        server = GrpcServer([SERVICE], tls=door_of(made), check_peer=PeerNameCheck([ROUTER_NAME]).check)
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server.grpc)
         await server.start(address)
         servicer.reports.put_nowait(executor_pb2.Report(seq=3))

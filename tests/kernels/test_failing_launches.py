@@ -132,7 +132,7 @@ class Ride:
         """Asserts that the rows of those on a seat are theirs. Who boarded is told to the device with a launch."""
         runner = self.runner.runner
         tables = runner._buffers._tables
-        for sequence in (*self.scheduler._places.decodes, *self.scheduler._places.prefills):
+        for sequence in (*self.scheduler._queues.decodes, *self.scheduler._queues.prefills):
             seat, table = sequence.seat, sequence.block_table
             assert seat is not None
             assert tables[seat, : len(table)].tolist() == table, f"device table of {sequence.request_id}"

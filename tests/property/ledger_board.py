@@ -27,7 +27,7 @@ class Dealt(Enum):
 
 
 def board(pool: Pool, caller_id: str) -> None:
-    """Places as many as fit."""
+    """SequenceQueues as many as fit."""
     _age(pool)
     passed: list[str] = []
     while _may_offer(pool):

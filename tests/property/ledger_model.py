@@ -33,7 +33,7 @@ from router.store.types import (
 )
 from tests.property import ledger_adoption as adoption
 from tests.property.ledger_board import board, place
-from tests.property.ledger_pool import LEASE_MS, NOBODY, Executor, Pool, Request
+from tests.property.ledger_pool import LEASE_MS, NO_OBSERVERS, Executor, Pool, Request
 from tests.property.ledger_refusals import impossible, refusal_of_waiting
 from tests.property.ledger_strikes import forgive, judge, strike
 from tests.property.ledger_tenants import smoothed_share
@@ -343,7 +343,7 @@ class Ledger:
         """A request that only its executor knows of: of no tenant, and nobody's until somebody hands it back."""
         pool = self.pool
         demand = Demand(name, 2, blocks, tenant="", block_size=1)
-        pool.requests[name] = Request(demand, NOBODY, pool.num_arrivals, pool.now_ms, 0, 2, None, charge=0)
+        pool.requests[name] = Request(demand, NO_OBSERVERS, pool.num_arrivals, pool.now_ms, 0, 2, None, charge=0)
         pool.num_arrivals += 1
 
     def reap(self, router_id: str) -> None:

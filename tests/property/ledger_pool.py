@@ -16,7 +16,7 @@ SILENT_MS = 2000
 LEASE_MS = 5000
 PATIENCE_MS = 60_000
 MAX_IMBALANCE = 0.25
-NOBODY = ""
+NO_OBSERVERS = ""
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class Pool:
 
     def lives(self, owner_id: str, caller_id: str) -> bool:
         """Whether the router is there."""
-        return owner_id != NOBODY and (owner_id in self.routers or owner_id == caller_id)
+        return owner_id != NO_OBSERVERS and (owner_id in self.routers or owner_id == caller_id)
 
     # Tenants ---------------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class Pool:
         request.charge = tenant.expected_charge(request.demand, request.output)
         tenant.counter += request.charge
 
-    # Places ----------------------------------------------------------------------------------------------------
+    # SequenceQueues ----------------------------------------------------------------------------------------------------
 
     def takes_work(self, executor_id: str) -> bool:
         """Whether anything may board there."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.dispatch.lifecycle import End
-from router.request.delivery import Deadlines, Place, Reading
+from router.request.delivery import Deadlines, Delivery, ReadPosition
 from router.store.types import Demand
 from router.stream.relay import Relay
 from router.stream.request_stream import RequestStream
@@ -28,7 +28,7 @@ class Stage:
     def __init__(self, stops: list[str], include_stop: bool, min_tokens: int, ids: list[int]) -> None:
         self.ids = ids
         model = text_model(text_models.smollm2)
-        reading = Reading(
+        reading = Delivery(
             accepted=inference_pb2.Accepted(request_id="r", prompt_tokens=1, max_tokens=100),
             new_text=lambda: OutputText(
                 model.detokenizer(), stops=stops, include_stop=include_stop, min_tokens=min_tokens
@@ -41,7 +41,9 @@ class Stage:
         self.stream = RequestStream(Demand("r", 2, 1), executor_pb2.Submit(), 0.0, reading=reading)
         self.stream.accept()
 
-    async def read(self, ends: list[int], place: Place, num_events: int | None) -> list[inference_pb2.StreamEvent]:
+    async def read(
+        self, ends: list[int], place: ReadPosition, num_events: int | None
+    ) -> list[inference_pb2.StreamEvent]:
         """Lets a reader who knows so much read while the output comes up to these ends; a connection that breaks after
         `num_events`."""
         events: list[inference_pb2.StreamEvent] = []
@@ -109,7 +111,7 @@ def test_text_and_tokens_do_not_depend_on_where_a_stream_was_cut(
     async def run() -> None:
         at_once = Stage(stops, include_stop, min_tokens, ids)
         expected_ids: list[int] = []
-        events = await at_once.read([len(ids)], Place(), None)
+        events = await at_once.read([len(ids)], ReadPosition(), None)
         expected_text = told(events, expected_ids)
 
         cut = Stage(stops, include_stop, min_tokens, ids)
@@ -117,10 +119,10 @@ def test_text_and_tokens_do_not_depend_on_where_a_stream_was_cut(
         known_text = ""
         ends_left = list(ends)
         for number in num_events:
-            place = Place(len(known_ids), len(known_text.encode()))
+            place = ReadPosition(len(known_ids), len(known_text.encode()))
             now, ends_left = ends_left[:2], ends_left[2:]
             known_text += told(await cut.read(now, place, number), known_ids)
-        place = Place(len(known_ids), len(known_text.encode()))
+        place = ReadPosition(len(known_ids), len(known_text.encode()))
         last = await cut.read([*ends_left, len(ids)], place, None)
         known_text += told(last, known_ids)
 
@@ -143,11 +145,11 @@ def test_without_a_count_of_bytes_text_goes_on_behind_what_the_tokens_bring(
 
     async def run() -> None:
         stage = Stage(stops, False, 0, ids)
-        whole_text = told(await stage.read([len(ids)], Place(), None), [])
+        whole_text = told(await stage.read([len(ids)], ReadPosition(), None), [])
         output = OutputText(model.detokenizer(), stops=stops)
         known = output.feed(0, ids[:cut])
         if known.matched is None:
-            rest = told(await stage.read([len(ids)], Place(cut), None), ids[:cut])
+            rest = told(await stage.read([len(ids)], ReadPosition(cut), None), ids[:cut])
             assert known.text + rest == whole_text
 
     asyncio.run(run())

@@ -10,7 +10,7 @@ from router.dashboard.history import History
 from router.dashboard.requests import MAX_ENDED, MAX_ENTRIES, RequestLog, Timeline
 from router.dashboard.watching import MAX_TIMELINES, Watching, joined, timeline_as_json
 from router.telemetry.event_log import EventKind, EventLog
-from router.telemetry.events import Listeners, PlacedAt, RequestEnd, RequestFacts
+from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts, RequestObservers
 
 ACME = Caller(tenant="acme")
 
@@ -115,7 +115,7 @@ def test_request_that_is_preempted_without_end_has_a_bounded_timeline() -> None:
 
 def test_request_never_admitted_leaves_no_trace() -> None:
     log = RequestLog(Clock())
-    record = Listeners([log]).follow(RequestFacts(model="tiny", request_id="one", tenant="acme"))
+    record = RequestObservers([log]).follow(RequestFacts(model="tiny", request_id="one", tenant="acme"))
     record.ended("cancelled", 0, None)
     assert list(log.since(0)) == []
     assert log.take() == ({}, {})

@@ -17,8 +17,8 @@ from starlette.types import Message
 
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2
-from router.auth.authenticator import Doors
-from router.auth.caller import ANYBODY, Caller, Door, OpenDoor
+from router.auth.authenticator import Authentication
+from router.auth.caller import ANYBODY, AnonymousAuthenticator, Authenticator, Caller
 from router.dashboard.as_json import line_of
 from router.dashboard.feed import Feeds
 from router.dashboard.routes import board_routes
@@ -99,18 +99,18 @@ async def get(app: Starlette, path: str, *more: tuple[bytes, bytes], **headers: 
         await asyncio.wait_for(reply.reading, 20)
 
 
-def application(feeds: Feeds, door: Door | None = None) -> Starlette:
-    return Starlette(routes=board_routes(feeds, door or OpenDoor()))
+def application(feeds: Feeds, authenticator: Authenticator | None = None) -> Starlette:
+    return Starlette(routes=board_routes(feeds, authenticator or AnonymousAuthenticator()))
 
 
 def numbered(number: int) -> inference_pb2.GetStatsResponse:
     return inference_pb2.GetStatsResponse(router_id="router", timestamp_ms=number)
 
 
-def locked(tmp_path: Path) -> Door:
+def locked(tmp_path: Path) -> Authenticator:
     path = tmp_path / "keys.toml"
     path.write_text(key_entry(KEY, "acme"))
-    return Doors(RouterSettings(api_keys_file=path)).door
+    return Authentication(RouterSettings(api_keys_file=path)).authenticator
 
 
 @pytest.mark.parametrize("message", [Scene().message(), full_bus(64), inference_pb2.GetStatsResponse()])
@@ -155,7 +155,9 @@ async def test_every_part_of_the_page_is_there_and_nothing_is_fetched_from_elsew
     folder = resources.files("router.dashboard") / "static"
     names = {path.name for path in folder.iterdir()}
     assert {"index.html", "board.css", "board.js"} <= names
-    paths = {getattr(route, "path", "") for route in board_routes(Feeds(ScriptedStatistics()), OpenDoor())}
+    paths = {
+        getattr(route, "path", "") for route in board_routes(Feeds(ScriptedStatistics()), AnonymousAuthenticator())
+    }
     assert paths == {"/", "/board/stats", "/board/request"} | {f"/board/{name}" for name in names - {"index.html"}}
     for path in folder.iterdir():
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
@@ -241,8 +243,8 @@ async def test_locked_door_opens_to_its_key_alone(tmp_path: Path) -> None:
 
 async def test_two_authorization_headers_are_refused(tmp_path: Path) -> None:
     source = ScriptedStatistics(numbered(1))
-    for door in (locked(tmp_path), OpenDoor()):
-        app, second = application(Feeds(source), door), (b"authorization", b"Bearer another")
+    for authenticator in (locked(tmp_path), AnonymousAuthenticator()):
+        app, second = application(Feeds(source), authenticator), (b"authorization", b"Bearer another")
         async with get(app, "/board/stats", second, authorization=f"Bearer {KEY}") as refused:
             await refused.body()
         assert refused.status == 400
@@ -259,10 +261,10 @@ async def test_key_withdrawn_ends_its_stream(monkeypatch: pytest.MonkeyPatch) ->
             return ANYBODY
 
     monkeypatch.setattr("router.dashboard.routes.RECHECK_S", 0.0)
-    source, door = ScriptedStatistics(numbered(1)), Closing()
-    async with get(application(Feeds(source), door), "/board/stats") as reply:
+    source, authenticator = ScriptedStatistics(numbered(1)), Closing()
+    async with get(application(Feeds(source), authenticator), "/board/stats") as reply:
         await reply.line()
-        door.is_open = False
+        authenticator.is_open = False
         source.show(numbered(2))
         assert await reply.body() == b""
 
@@ -353,7 +355,7 @@ async def test_first_line_has_the_history_and_later_ones_what_is_new() -> None:
     for number in range(180):
         watching.history.add(5.0 * number, 5.0, {})
     watching.events.executor_lost("executor-0", "tiny", 6)
-    app = Starlette(routes=board_routes(Feeds(source), OpenDoor(), watching))
+    app = Starlette(routes=board_routes(Feeds(source), AnonymousAuthenticator(), watching))
     async with get(app, "/board/stats") as reply:
         first = await reply.line()
         assert len(first["board"]["samples"]) == 180

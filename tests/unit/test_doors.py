@@ -1,4 +1,4 @@
-"""Who the doors let in, as whom, and that whatever is wrong with a credential is answered the same."""
+"""Who the authentication let in, as whom, and that whatever is wrong with a credential is answered the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from common.settings import SettingError
 from inflight.cli.main import main
 from inflight.v1 import types_pb2
 from router.auth.api_keys import ApiKey, find_key, parse_keys
-from router.auth.authenticator import CredentialDoor, Doors
+from router.auth.authenticator import Authentication, CredentialAuthenticator
 from router.auth.caller import ANYBODY, Caller, Metadata
 from router.auth.jwt import LEEWAY_S, TokenRules, parse_jwks
 from router.config.file_problems import ContentError
@@ -47,9 +47,9 @@ def bearer(credential: str) -> Metadata:
     return (("user-agent", "test"), ("authorization", f"Bearer {credential}"))
 
 
-def keys_door(path: Path, text: str) -> Doors:
+def keys_authentication(path: Path, text: str) -> Authentication:
     path.write_text(text)
-    return Doors(RouterSettings(api_keys_file=path))
+    return Authentication(RouterSettings(api_keys_file=path))
 
 
 def tokens_settings(path: Path, *entries: dict[str, Any], **settings: Any) -> RouterSettings:
@@ -57,15 +57,15 @@ def tokens_settings(path: Path, *entries: dict[str, Any], **settings: Any) -> Ro
     return RouterSettings(jwt_jwks_file=path, jwt_issuer=ISSUER, jwt_audience=AUDIENCE, **settings)
 
 
-def tokens_door(path: Path, *entries: dict[str, Any], **settings: Any) -> CredentialDoor:
-    door = Doors(tokens_settings(path, *entries, **settings)).door
-    assert isinstance(door, CredentialDoor)
-    return door
+def tokens_door(path: Path, *entries: dict[str, Any], **settings: Any) -> CredentialAuthenticator:
+    authenticator = Authentication(tokens_settings(path, *entries, **settings)).authenticator
+    assert isinstance(authenticator, CredentialAuthenticator)
+    return authenticator
 
 
-def refusal(door: Any, metadata: Metadata) -> str:
+def refusal(authenticator: Any, metadata: Metadata) -> str:
     with pytest.raises(RequestError) as caught:
-        door.identify(metadata)
+        authenticator.identify(metadata)
     assert caught.value.reason is Reason.UNAUTHENTICATED
     return str(caught.value.description)
 
@@ -76,20 +76,20 @@ def test_key_for_a_model_that_is_not_served_is_warned_about_at_start_and_when_th
     path = tmp_path / "keys.toml"
     entry = f'[[key]]\nid = "acme-1"\nhash = "sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"\ntenant = "acme"\n'
     path.write_text(entry + 'models = ["smol", "Smol"]\n')
-    doors = Doors(RouterSettings(api_keys_file=path), lambda: {"smol", "smol-ab"})
+    authentication = Authentication(RouterSettings(api_keys_file=path), lambda: {"smol", "smol-ab"})
     assert [record.getMessage() for record in caplog.records] == [
         "API key 'acme-1' names the model 'Smol', which is not served here; served: smol, smol-ab"
     ]
 
     caplog.clear()
     path.write_text(entry + 'models = ["smol-ab", "gone"]\n')
-    assert doors._keys is not None
-    doors._keys.look()
+    assert authentication._keys is not None
+    authentication._keys.look()
     assert "'gone'" in caplog.records[0].getMessage()
 
 
 def test_no_file_is_an_open_door() -> None:
-    assert Doors(RouterSettings()).door.identify(()) == ANYBODY
+    assert Authentication(RouterSettings()).authenticator.identify(()) == ANYBODY
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_no_file_is_an_open_door() -> None:
     ids=["bearer", "case and blanks", "x-api-key"],
 )
 def test_key_opens(tmp_path: Path, metadata: Metadata) -> None:
-    assert keys_door(tmp_path / "keys", key_entry(KEY)).door.identify(metadata) == ACME
+    assert keys_authentication(tmp_path / "keys", key_entry(KEY)).authenticator.identify(metadata) == ACME
 
 
 def test_key_says_what_its_bearer_may(tmp_path: Path) -> None:
     text = key_entry(KEY, classes='["standard", "batch"]', models='["m"]', operator="true")
     classes = frozenset({types_pb2.PRIORITY_CLASS_STANDARD, types_pb2.PRIORITY_CLASS_BATCH})
     expected = Caller("acme", classes, frozenset({"m"}), is_operator=True)
-    assert keys_door(tmp_path / "keys", text).door.identify(bearer(KEY)) == expected
+    assert keys_authentication(tmp_path / "keys", text).authenticator.identify(bearer(KEY)) == expected
 
 
 @pytest.mark.parametrize(
@@ -127,19 +127,19 @@ def test_key_says_what_its_bearer_may(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_and_missing_credentials_are_answered_the_same(tmp_path: Path, metadata: Metadata) -> None:
-    door = keys_door(tmp_path / "keys", key_entry(KEY)).door
-    assert refusal(door, metadata) == refusal(door, bearer("disabled"))
+    authenticator = keys_authentication(tmp_path / "keys", key_entry(KEY)).authenticator
+    assert refusal(authenticator, metadata) == refusal(authenticator, bearer("disabled"))
 
 
 def test_expired_and_disabled_keys_open_nothing() -> None:
     keys = parse_keys(
         key_entry(KEY, expires="2027-01-01T00:00:00Z") + key_entry(OTHER_KEY, id='"off"', disabled="true")
     )
-    door = CredentialDoor(lambda: keys, None, TokenRules("", "", "tenant"), lambda: now_s)
+    authenticator = CredentialAuthenticator(lambda: keys, None, TokenRules("", "", "tenant"), lambda: now_s)
     now_s = 1798761600.0 - 1
-    assert door.identify(bearer(KEY)) == ACME
+    assert authenticator.identify(bearer(KEY)) == ACME
     now_s += 1
-    assert refusal(door, bearer(KEY)) == refusal(door, bearer(OTHER_KEY))
+    assert refusal(authenticator, bearer(KEY)) == refusal(authenticator, bearer(OTHER_KEY))
 
 
 def test_every_key_is_compared_in_constant_time_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,22 +192,22 @@ def test_error_in_the_file_of_keys_names_line_and_key(text: str, problem: str) -
 
 
 def test_rotated_file_is_read_and_a_broken_one_keeps_the_old(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    doors = keys_door(tmp_path / "keys", key_entry(KEY))
-    assert doors._keys is not None
+    authentication = keys_authentication(tmp_path / "keys", key_entry(KEY))
+    assert authentication._keys is not None
 
     def rewrite(text: str) -> None:
         replacement = tmp_path / "new"
         replacement.write_text(text)
         os.replace(replacement, tmp_path / "keys")
-        assert doors._keys is not None
-        doors._keys.look()
+        assert authentication._keys is not None
+        authentication._keys.look()
 
     rewrite(key_entry(OTHER_KEY))
-    assert doors.door.identify(bearer(OTHER_KEY)) == ACME
-    refusal(doors.door, bearer(KEY))
+    assert authentication.authenticator.identify(bearer(OTHER_KEY)) == ACME
+    refusal(authentication.authenticator, bearer(KEY))
     rewrite("[[key")
-    doors._keys.look()
-    assert doors.door.identify(bearer(OTHER_KEY)) == ACME
+    authentication._keys.look()
+    assert authentication.authenticator.identify(bearer(OTHER_KEY)) == ACME
     assert [one.levelno for one in caplog.records].count(logging.ERROR) == 1
 
 
@@ -250,12 +250,12 @@ def test_entry_that_would_open_nothing_is_not_made(
     ],
 )
 def test_token_opens(tmp_path: Path, key: Any, algorithm: str, fields: dict[str, str]) -> None:
-    door = tokens_door(tmp_path / "jwks", public_jwk(key(), "one", **fields))
-    assert door.identify(bearer(Signer(key(), algorithm).token())) == ACME
+    authenticator = tokens_door(tmp_path / "jwks", public_jwk(key(), "one", **fields))
+    assert authenticator.identify(bearer(Signer(key(), algorithm).token())) == ACME
 
 
 def test_token_says_what_its_bearer_may(tmp_path: Path) -> None:
-    door = tokens_door(tmp_path / "jwks", public_jwk(ec_key(), "one"), jwt_tenant_claim="https://test/org")
+    authenticator = tokens_door(tmp_path / "jwks", public_jwk(ec_key(), "one"), jwt_tenant_claim="https://test/org")
     token = Signer(ec_key(), "ES256", claims={"https://test/org": "umbrella"}).token(
         tenant=None,
         nbf=None,
@@ -264,7 +264,7 @@ def test_token_says_what_its_bearer_may(tmp_path: Path) -> None:
         inflight_operator=True,
     )
     expected = Caller("umbrella", frozenset({types_pb2.PRIORITY_CLASS_BATCH}), frozenset({"m"}), is_operator=True)
-    assert door.identify(bearer(token)) == expected
+    assert authenticator.identify(bearer(token)) == expected
 
 
 def signed_by_hand(header: dict[str, Any], claims: dict[str, Any], secret: bytes | None) -> str:
@@ -319,32 +319,32 @@ def _with_claims(token: str, claims: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", BAD_TOKENS)
 def test_bad_token_opens_nothing_and_is_answered_as_any_other(tmp_path: Path, name: str) -> None:
-    door = tokens_door(tmp_path / "jwks", public_jwk(rsa_key(), "one"))
-    assert refusal(door, bearer(BAD_TOKENS[name]())) == refusal(door, ())
+    authenticator = tokens_door(tmp_path / "jwks", public_jwk(rsa_key(), "one"))
+    assert refusal(authenticator, bearer(BAD_TOKENS[name]())) == refusal(authenticator, ())
 
 
 def test_clocks_may_differ_a_little(tmp_path: Path) -> None:
-    door = tokens_door(tmp_path / "jwks", public_jwk(ec_key(), "one"))
+    authenticator = tokens_door(tmp_path / "jwks", public_jwk(ec_key(), "one"))
     token = Signer(ec_key(), "ES256").token(exp=int(time.time()) - LEEWAY_S // 2, nbf=int(time.time()) + LEEWAY_S // 2)
-    assert door.identify(bearer(token)) == ACME
+    assert authenticator.identify(bearer(token)) == ACME
 
 
 def test_both_doors_at_once(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(key_entry(KEY, "of-key"))
     settings = tokens_settings(tmp_path / "jwks", public_jwk(ec_key(), "one"), api_keys_file=tmp_path / "keys")
-    door = Doors(settings).door
-    assert door.identify(bearer(KEY)).tenant == "of-key"
-    assert door.identify(bearer(Signer(ec_key(), "ES256").token())).tenant == "acme"
-    assert refusal(door, bearer(OTHER_KEY)) == refusal(door, bearer("a.b.c"))
+    authenticator = Authentication(settings).authenticator
+    assert authenticator.identify(bearer(KEY)).tenant == "of-key"
+    assert authenticator.identify(bearer(Signer(ec_key(), "ES256").token())).tenant == "acme"
+    assert refusal(authenticator, bearer(OTHER_KEY)) == refusal(authenticator, bearer("a.b.c"))
 
 
 def test_rotated_jwks_lets_the_new_key_in_and_the_old_one_out(tmp_path: Path) -> None:
-    doors = Doors(tokens_settings(tmp_path / "jwks", public_jwk(rsa_key(), "one")))
+    authentication = Authentication(tokens_settings(tmp_path / "jwks", public_jwk(rsa_key(), "one")))
     write_jwks(tmp_path / "jwks", public_jwk(ec_key(), "one"))
-    assert doors._tokens is not None
-    doors._tokens.look()
-    assert doors.door.identify(bearer(Signer(ec_key(), "ES256").token())) == ACME
-    refusal(doors.door, bearer(Signer(rsa_key()).token()))
+    assert authentication._tokens is not None
+    authentication._tokens.look()
+    assert authentication.authenticator.identify(bearer(Signer(ec_key(), "ES256").token())) == ACME
+    refusal(authentication.authenticator, bearer(Signer(rsa_key()).token()))
 
 
 @pytest.mark.parametrize(
@@ -399,4 +399,4 @@ def test_half_a_door_is_refused(fields: dict[str, Any], named: str) -> None:
 
 def test_file_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"--api-keys-file .*cannot read"):
-        Doors(RouterSettings(api_keys_file=tmp_path / "nowhere"))
+        Authentication(RouterSettings(api_keys_file=tmp_path / "nowhere"))

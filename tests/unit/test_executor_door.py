@@ -9,7 +9,7 @@ import pytest
 
 from common.addresses import is_loopback
 from common.settings import SettingError, load
-from executor.serving.router_auth import open_door
+from executor.serving.router_auth import load_server_tls
 from executor.settings import ExecutorSettings
 from inflight.cli.up import _parser as up_parser
 from inflight.cli.up import stack_options
@@ -27,18 +27,18 @@ def arguments_of(settings: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("listen", ["127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1"])
 def test_insecure_executor_serves_on_loopback(listen: str) -> None:
     assert is_loopback(listen)
-    assert open_door(ExecutorSettings(insecure=True, listen=listen)) is None
+    assert load_server_tls(ExecutorSettings(insecure=True, listen=listen)) is None
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:1", "[::]:1", ":1", "10.0.0.1:1", "example.org:1", "localhost.example:1"])
 def test_insecure_executor_refuses_every_other_address(listen: str) -> None:
     with pytest.raises(SettingError, match=r"insecure is only for a loopback address.*tls_cert_file"):
-        open_door(ExecutorSettings(insecure=True, listen=listen))
+        load_server_tls(ExecutorSettings(insecure=True, listen=listen))
 
 
 def test_executor_without_certificates_says_what_to_do() -> None:
     with pytest.raises(SettingError, match=r"set tls_cert_file, tls_key_file, tls_ca_file, router_names .*--insecure"):
-        open_door(ExecutorSettings())
+        load_server_tls(ExecutorSettings())
 
 
 @pytest.mark.parametrize("missing", ["--tls-cert-file", "--tls-key-file", "--tls-ca-file", "--router-names"])
@@ -47,20 +47,20 @@ def test_executor_names_what_its_door_lacks(tmp_path: Path, missing: str) -> Non
     del given[missing]
     settings = load(ExecutorSettings, "inflight executor", arguments_of(given))
     with pytest.raises(SettingError, match=f"set {missing[2:].replace('-', '_')} "):
-        open_door(settings)
+        load_server_tls(settings)
 
 
 def test_insecure_and_certificates_contradict(tmp_path: Path) -> None:
     given = arguments_of(CertificateFolder(tmp_path).executor_settings())
     with pytest.raises(SettingError, match="insecure contradicts tls_cert_file"):
-        open_door(load(ExecutorSettings, "inflight executor", ["--insecure", *given]))
+        load_server_tls(load(ExecutorSettings, "inflight executor", ["--insecure", *given]))
 
 
 def test_settings_that_certs_prints_open_every_door(tmp_path: Path) -> None:
     made = make_certificates(tmp_path)
     executor = load(ExecutorSettings, "inflight executor", arguments_of(made.executor_settings()))
     router = load(RouterSettings, "inflight router", arguments_of(made.router_settings()))
-    door, channels, port = open_door(executor), ExecutorChannels.of(router), open_tls(router)
+    door, channels, port = load_server_tls(executor), ExecutorChannels.of(router), open_tls(router)
     assert door is not None
     assert door.material.ca is not None
     assert channels.tls is not None

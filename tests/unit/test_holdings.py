@@ -9,7 +9,7 @@ import pytest
 from executor.engine.output import EngineOutput, HeldSequence
 from executor.scheduler.admission import Refusal
 from executor.scheduler.sequence import FinishEvent, FinishReason, NewTokens, Sequence
-from executor.serving.placements import Holdings, Keeping
+from executor.serving.placements import PlacementTable, RetentionPolicy
 from executor.serving.router_session import Session
 from inflight.v1 import executor_pb2, types_pb2
 from tests.scheduling import make_sequence
@@ -17,15 +17,15 @@ from tests.scheduling import make_sequence
 
 @dataclass(slots=True)
 class World:
-    """Holdings with a clock that stands still, and what they asked of the engine."""
+    """PlacementTable with a clock that stands still, and what they asked of the engine."""
 
     now_s: float = 0.0
     cancels: list[tuple[str, int, FinishReason]] = field(default_factory=list)
-    holdings: Holdings = field(init=False)
+    holdings: PlacementTable = field(init=False)
 
     def __post_init__(self) -> None:
-        keeping = Keeping(orphan_grace_s=15, retain_ended_s=60)
-        self.holdings = Holdings(keeping, lambda *cancel: self.cancels.append(cancel), lambda: self.now_s)
+        keeping = RetentionPolicy(orphan_grace_s=15, retain_ended_s=60)
+        self.holdings = PlacementTable(keeping, lambda *cancel: self.cancels.append(cancel), lambda: self.now_s)
 
     def offer(self, session: Session, request_id: str, attempt: int = 1) -> Sequence:
         """A placement that the engine has not answered."""

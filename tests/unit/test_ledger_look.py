@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from common.errors import Reason, RequestError
-from router.stats.source import MAX_LINES, LedgerLook
+from router.stats.source import MAX_LINES, SnapshotCache
 from router.store.types import ClassQueue, Snapshot
 
 
@@ -16,7 +16,7 @@ class Ledger:
         self.num_asked = 0
         self.now_s = 0.0
         self.answer: asyncio.Future[Snapshot] | None = None
-        self.look = LedgerLook(self.ask, lambda: self.now_s)
+        self.look = SnapshotCache(self.ask, lambda: self.now_s)
 
     async def ask(self, max_lines: int) -> Snapshot:
         assert max_lines == MAX_LINES

@@ -61,7 +61,7 @@ class OverSilence:
 
 
 async def test_link_that_is_stopped_while_its_executor_is_silent_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "Silence", OverSilence)
+    monkeypatch.setattr(links, "LivenessTimer", OverSilence)
     observer: Any = None
     stub: Any = StillExecutor()
     serving = asyncio.create_task(ExecutorLink("e:1", "router", observer)._serve(stub))

@@ -11,7 +11,7 @@ from inflight.v1 import inference_pb2, types_pb2
 from router.dispatch.lifecycle import DEADLINE_END, End, Leave, Submit, Unlinked
 from router.stream.relay import Relay
 from router.stream.request_stream import RequestStream
-from router.telemetry.events import Listeners, RequestFacts, RequestRecord, class_name, outcome_of
+from router.telemetry.events import RequestFacts, RequestObservers, RequestRecord, class_name, outcome_of
 from tests.scripted_store import new_reading, new_stream, place, placement
 
 
@@ -159,7 +159,7 @@ def test_every_listener_hears_everything() -> None:
         def refused(self, model: str, priority_class: str, reason: Reason) -> None:
             self.recorder.facts.append((model, priority_class, reason))
 
-    listeners = Listeners([One(one) for one in told])
+    listeners = RequestObservers([One(one) for one in told])
     listeners.refused("m", "batch", Reason.QUEUE_FULL)
     listeners.follow(RequestFacts()).moved("preempted")
     assert told[0].facts == told[1].facts == [("m", "batch", Reason.QUEUE_FULL), ("moved", "preempted")]

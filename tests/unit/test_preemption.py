@@ -9,9 +9,16 @@ import pytest
 
 from executor.scheduler.blocks import HostBlocks
 from executor.scheduler.limits import Overcommit, PreemptionCost
-from executor.scheduler.max_utilization import OvercommittedRoom
+from executor.scheduler.max_utilization import MaxUtilization
 from executor.scheduler.plan_builder import StepDraft
-from executor.scheduler.preemption import Candidate, Kept, choose_victim, is_swap_cheaper, recompute_cost, swap_cost
+from executor.scheduler.preemption import (
+    Candidate,
+    PreemptedKv,
+    choose_victim,
+    is_swap_cheaper,
+    recompute_cost,
+    swap_cost,
+)
 from executor.scheduler.scheduler import Batching, Refusal, Scheduler, SchedulerPolicy
 from executor.scheduler.sequence import FinishReason, Sequence, StepPlan
 from tests.scheduling import BLOCK_SIZE, LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, step
@@ -84,10 +91,12 @@ class TestVictims:
 
 
 class TestCost:
-    def kept(self, *, num_computed: int, num_cached: int = 0, num_wanted: int = 0, is_published: bool = True) -> Kept:
+    def kept(
+        self, *, num_computed: int, num_cached: int = 0, num_wanted: int = 0, is_published: bool = True
+    ) -> PreemptedKv:
         sequence = modest("a", [1], num_computed=num_computed, num_cached_tokens=num_cached)
         sequence.block_table = list(range(num_computed // BLOCK_SIZE + 1))
-        return Kept.of(sequence, BLOCK_SIZE, num_wanted, is_published=is_published)
+        return PreemptedKv.of(sequence, BLOCK_SIZE, num_wanted, is_published=is_published)
 
     def test_counts_only_tokens_that_are_not_still_cached(self) -> None:
         assert self.kept(num_computed=14).num_lost_tokens == 2
@@ -113,11 +122,11 @@ def paused_in_flight() -> tuple[Scheduler, Sequence, list[StepPlan]]:
     """A victim that the step in flight still has a row of, and the plans in flight."""
     scheduler, _, _ = crowded()
     plans = [scheduler.schedule()]
-    while not scheduler._places.pausing:
+    while not scheduler._queues.pausing:
         plans.append(scheduler.schedule())
-        if not scheduler._places.pausing:
+        if not scheduler._queues.pausing:
             retire(scheduler, plans.pop(0))
-    (pausing,) = scheduler._places.pausing
+    (pausing,) = scheduler._queues.pausing
     return scheduler, pausing, [plan for plan in plans if plan.rows]
 
 
@@ -363,8 +372,8 @@ def test_sequence_in_flight_keeps_its_blocks_and_ends_instead_of_giving_them_up(
     table = list(first.block_table)
     assert first.num_in_flight > 0
     draft = StepDraft(TIGHT, scheduler.pool, None)
-    room = scheduler._room
-    assert isinstance(room, OvercommittedRoom)
+    room = scheduler._kv_policy
+    assert isinstance(room, MaxUtilization)
     room._preempt(first, 1, draft)
 
     assert list(draft.broken) == [first]

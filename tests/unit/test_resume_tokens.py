@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2
-from router.api.resume import Claims
+from router.api.resume import ResumeAuthorizer
 from router.api.service import InferenceService
 from router.api.validation import REQUEST_ID
 from router.auth.caller import ANYBODY, Caller
@@ -28,8 +28,8 @@ ACME_N = Caller(tenant="acme", models=frozenset({"n"}))
 OPERATOR = Caller(tenant="ops", is_operator=True)
 
 
-def claims_of(router: ScriptedRouter) -> Claims:
-    return Claims(router.pools, router.tokens)
+def claims_of(router: ScriptedRouter) -> ResumeAuthorizer:
+    return ResumeAuthorizer(router.pools, router.tokens)
 
 
 def cancel(**fields: str) -> inference_pb2.CancelRequest:

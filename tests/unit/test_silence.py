@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from router.executors.silence import Silence
+from router.executors.silence import LivenessTimer
 
 
 def test_silence_is_over_after_so_many_looks() -> None:
-    silence = Silence(3)
+    silence = LivenessTimer(3)
     assert [silence.look(0.0) for _ in range(3)] == [False, False, True]
     assert silence.is_over
 
 
 def test_a_word_begins_the_count_anew() -> None:
-    silence = Silence(2)
+    silence = LivenessTimer(2)
     assert not silence.look(0.0)
     silence.hear()
     assert not silence.look(0.0)
@@ -21,7 +21,7 @@ def test_a_word_begins_the_count_anew() -> None:
 
 
 def test_a_late_look_begins_the_count_anew() -> None:
-    silence = Silence(2)
+    silence = LivenessTimer(2)
     assert not silence.look(0.0)
     assert not silence.look(7.0)
     assert not silence.look(0.0)

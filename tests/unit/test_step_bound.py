@@ -13,7 +13,7 @@ from executor.scheduler.blocks import BlockPool
 from executor.scheduler.limits import Overcommit, SchedulerLimits
 from executor.scheduler.scheduler import Scheduler, SchedulerPolicy
 from executor.scheduler.sequence import FinishReason, Sequence
-from executor.serving.placements import Holdings, Keeping
+from executor.serving.placements import PlacementTable, RetentionPolicy
 from executor.serving.router_session import Session
 from inflight.v1 import executor_pb2
 from tests.fake_device import FakeDevice
@@ -38,8 +38,8 @@ class Turns:
         self.engine = Engine(
             self.scheduler, device, self._publish, lambda error: None, overlap=overlap, clock=lambda: self.now_s
         )
-        keeping = Keeping(orphan_grace_s=0)
-        self.holdings = Holdings(keeping, self.engine.cancel, lambda: self.now_s)
+        keeping = RetentionPolicy(orphan_grace_s=0)
+        self.holdings = PlacementTable(keeping, self.engine.cancel, lambda: self.now_s)
         self.router = Session("router", 1, 64)
 
     def submit(self, sequence: Sequence, session: Session | None = None) -> Sequence:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from router.store.codec import parse_reply, submit_args
-from router.store.ownership import KEPT_MS, Tenures
+from router.store.ownership import KEPT_MS, OwnershipFilter
 from router.store.types import (
     Adopted,
     Attempt,
@@ -182,7 +182,7 @@ async def test_word_of_a_take_over_from_before_the_request_came_back_is_not_told
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report())
     told: list[StoreEvent] = []
-    tenures = Tenures(told.append)
+    tenures = OwnershipFilter(told.append)
     a.store._tenures = tenures
     placement = await a.place_demand(KEYED)
     await store_pool.wait(10)
@@ -202,7 +202,7 @@ async def test_word_of_a_take_over_from_before_the_request_came_back_is_not_told
 
 def test_word_of_a_take_over_is_held_until_the_answer_says_which_came_first() -> None:
     told: list[StoreEvent] = []
-    tenures = Tenures(told.append)
+    tenures = OwnershipFilter(told.append)
     with tenures.asked("k"):
         tenures.tell(TakenOver("k", 5))
         tenures.begin("k", 7)
@@ -216,7 +216,7 @@ def test_word_of_a_take_over_is_held_until_the_answer_says_which_came_first() ->
 
 def test_word_of_a_take_over_counts_in_a_ledger_whose_clock_is_behind_that_of_the_lost_one() -> None:
     told: list[StoreEvent] = []
-    tenures = Tenures(told.append)
+    tenures = OwnershipFilter(told.append)
     tenures.begin("k", 3_600_000)
     tenures.begin("other", 10_000)
 
@@ -229,7 +229,7 @@ async def test_word_of_a_cancel_says_nothing_of_a_repeat_that_began_behind_it(st
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(sequences=1))
     told: list[StoreEvent] = []
-    tenures = Tenures(told.append)
+    tenures = OwnershipFilter(told.append)
     a.store._tenures = tenures
     await a.place("running")
     await a.queue(KEYED)
@@ -265,7 +265,7 @@ async def test_call_that_comes_when_its_caller_has_given_up_takes_nothing(store_
 
 
 def test_old_tenures_are_forgotten() -> None:
-    tenures = Tenures(lambda event: None)
+    tenures = OwnershipFilter(lambda event: None)
     tenures.begin("old", 1)
     tenures.begin("new", KEPT_MS + 2)
     assert list(tenures._since_ms) == ["new"]

@@ -16,7 +16,7 @@ from executor.engine.output import EngineStatus
 from executor.serving.report import Reporter
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.executors.link import MAX_SILENT_S
-from router.executors.silence import Silence
+from router.executors.silence import LivenessTimer
 from router.request.delivery import Deadlines
 from router.store.settings import StoreSettings
 from router.store.store import _repeat
@@ -217,7 +217,7 @@ def test_router_ends_a_request_at_its_deadline(is_placed: bool, monkeypatch: pyt
 def test_executor_that_says_nothing_is_given_up_before_its_lease_lapses() -> None:
     async def work() -> None:
         ended_s: list[float] = []
-        await Silence(MAX_SILENT_S).watch(lambda: ended_s.append(now_s()))
+        await LivenessTimer(MAX_SILENT_S).watch(lambda: ended_s.append(now_s()))
         assert ended_s == pytest.approx([4.0])
         assert ended_s[0] < LEASE_S
 

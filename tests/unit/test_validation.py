@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
-from router.api.unsupported_fields import unbuilt_defaults
+from router.api.unsupported_fields import unsupported_defaults
 from router.api.validation import MAX_DEADLINE_S, validate_generate
 from router.request.spec import ChatPrompt, ModelLimits, ResolvedSampling, TextPrompt, TokenPrompt
 from tests.validated import SEED, limits_of, validated
@@ -278,4 +278,4 @@ def test_all_functions_that_are_not_built_are_named() -> None:
 
 def test_generation_config_that_has_no_effect_is_known() -> None:
     defaults = types_pb2.SamplingParams(temperature=0.6, min_p=0, repetition_penalty=1.1, typical_p=0.9)
-    assert list(unbuilt_defaults(defaults)) == ["typical_p", "repetition_penalty"]
+    assert list(unsupported_defaults(defaults)) == ["typical_p", "repetition_penalty"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from executor.engine.watchdog import Look, look_again
+from executor.engine.watchdog import Look, poll
 
 INTERVAL_S = 1.0
 
@@ -20,7 +20,7 @@ class Engine:
 def looks(engine: Engine, before: Look, *times_s: float) -> Look:
     """The last of looks at these times."""
     for at_s in times_s:
-        before = look_again(before, at_s, engine, INTERVAL_S)
+        before = poll(before, at_s, engine, INTERVAL_S)
     return before
 
 

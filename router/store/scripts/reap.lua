@@ -6,7 +6,7 @@
 -- complexity  O((MAX_PLACEMENTS + MAX_SWEPT + MAX_TOMBSTONES) · log N + T / SWEEP_REAPS) for T tenants, and that of
 --             board
 -- An executor's reservations are lost, and their owners told. A router's waiting requests are forgotten; those placed
--- run on, and the audit returns them. Safe to run from every router at any time. Silence counts only while somebody was
+-- run on, and the audit returns them. Safe to run from every router at any time. LivenessTimer counts only while somebody was
 -- there to hear it: after a gap in the calls (Redis was away, or every router was) all leases start anew.
 local MAX_EXECUTORS, MAX_PLACEMENTS = 4, 256 -- the second for each executor
 local MAX_ROUTERS, MAX_SWEPT = 64, 256       -- the second of all requests

@@ -113,7 +113,7 @@ local function available_blocks(executor)
   return executor.budget_blocks - executor.reserved_blocks
 end
 
--- Whether and how much room the executors have that were changed. Silence takes one out of `room` only when `choose`
+-- Whether and how much room the executors have that were changed. LivenessTimer takes one out of `room` only when `choose`
 -- meets it there; one that is claimed is not for everybody.
 local function flush_executors()
   for id, executor in pairs(dirty_executors) do

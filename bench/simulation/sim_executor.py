@@ -247,7 +247,7 @@ class SimExecutor:
     def _newest_report(self) -> ExecutorReport:
         limits = self.scheduler.limits
         status = self._status
-        # What was published, as `PlacementTable.reported`: the loop is a step ahead, and has ended what still brings tokens.
+        # As `PlacementTable.reported`: only what was published, because the loop is a step ahead of the tokens.
         known = status.held if status else ()
         held = [HeldSequence(one.request_id, one.attempt, one.reserved_blocks) for one in known]
         held += [HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in self._offered]

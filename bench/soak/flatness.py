@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-# ModelRegistry, caches and allocators fill once, and ends are remembered for a minute.
+# Pools, caches and allocators fill once, and ends are remembered for a minute.
 WARM_UP_SHARE = 0.2
 MIN_READINGS = 6
 

@@ -1,8 +1,8 @@
 """`ExecutorService`: routers' streams on one side, the engine on the other.
 
-Owns the sessions, and whether new work is taken: not while it drains, nor while the engine stands still (`watchdog`).
-Who holds and who reads what is `PlacementTable`' own. Engine output arrives from the engine's thread as one callback per turn
-of the loop. A stream that breaks leaves its sequences behind for another router to attach to.
+Owns the sessions, and whether new work is accepted: not while it drains, nor while the engine stalls (`watchdog`).
+`PlacementTable` owns the sequences and their readers. Engine output arrives from the engine's thread as one callback
+per turn of the loop. A stream that breaks leaves its sequences behind for another router to attach to.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return call_span(self._tracer, f"inflight.{call}", metadata)
 
     def _caller(self, context: Context) -> Caller:
-        """Who calls. Raises `RequestError` where the authenticator does not know."""
+        """Returns the caller. Raises `RequestError` for invalid credentials."""
         return self._authenticator.identify(metadata_of(context))
 
     def _pool_of(self, model: str, caller: Caller) -> ModelBackend:

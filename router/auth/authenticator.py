@@ -1,4 +1,4 @@
-"""The authentication that a router can have: API keys, JSON web tokens, both, or none.
+"""Authentication of a router's callers: by API keys, JSON web tokens, both, or not at all.
 
 A caller shows one credential, as metadata `authorization: Bearer …` or `x-api-key: …`. Why it does not open is in the
 log at level debug; the caller is told the same whatever it was.
@@ -62,7 +62,7 @@ class CredentialAuthenticator:
 
 
 class Authentication:
-    """The authenticator of a router, and the files behind it."""
+    """A router's authenticator, and the files that it reads."""
 
     def __init__(self, settings: RouterSettings, served: Callable[[], Collection[str]] | None = None) -> None:
         """Reads the files. `served` are the names of models that clients may ask for. Raises `SettingError`."""

@@ -1,7 +1,7 @@
 """Who calls, and what that caller may ask for.
 
-A `Authenticator` tells from a call's metadata who it is; `authorize` holds a request against that. Nothing here trusts a name
-that a request brings, unless the authenticator identifies nobody.
+An `Authenticator` identifies the caller by the metadata of a call; `authorize` checks a request against the caller. A
+tenant that a request names is trusted only where callers are not authenticated.
 """
 
 from __future__ import annotations

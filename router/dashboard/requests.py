@@ -1,4 +1,6 @@
-"""Timelines of requests, and counts by model and tenant: a `RequestObserver` that keeps what is live and the last that ended.
+"""Timelines of requests, and counts by model and tenant: a `RequestObserver`.
+
+It keeps live requests and the last that ended.
 
 A timeline has the stages of one request with their times. It has no prompt and no output. For each delivery of tokens
 two numbers are added up and nothing else is done.

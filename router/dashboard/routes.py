@@ -1,8 +1,9 @@
 """The live board over HTTP: the page at `/`, what it is made of, the stream of statistics it draws, and one request's
 timeline.
 
-The stream is one message a line. It is let in by the same authenticator as calls, with the header `authorization: Bearer …`, and
-looked at again while it runs: a key withdrawn ends it within seconds. The page itself holds no secret and is open.
+The stream is one message a line. Its caller is authenticated as that of a call, with the header `authorization: Bearer
+…`, and checked again while it runs: it ends within seconds after its key was withdrawn.
+The page itself holds no secret and is open.
 """
 
 from __future__ import annotations

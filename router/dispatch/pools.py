@@ -1,8 +1,8 @@
 """The models that this router serves, and which executor belongs to which.
 
-A pool is one model: its text side, its ledger and its live requests. `ModelRegistry` finds the pool that a request names, by
-its own name or by one that stands for several models, keeps a link to every executor address, and passes what a link
-tells to the pool that its executor serves.
+A `ModelBackend` is one model: its tokenizer, its ledger and its live requests. `ModelRegistry` finds the backend that a
+request names, by the model's name or by a name that stands for several models. It keeps a link to every executor
+address and passes the events of a link to the backend that its executor serves.
 """
 
 from __future__ import annotations

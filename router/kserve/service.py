@@ -1,7 +1,7 @@
 """`GRPCInferenceService`: KServe v2 with Triton's streaming, for clients that speak it already.
 
-Translates, and serves what it is asked by the same path as `InferenceService.Generate`: the same authenticator, limits, queue,
-deadlines and drain. docs/kserve.md says what is understood.
+Translates each request and serves it by the same path as `InferenceService.Generate`: the same authentication, limits,
+queue, deadlines and drain. docs/kserve.md says what is understood.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def _metadata(context: Context) -> Metadata:
-    """As (key, value) pairs, which a authenticator compares and this module looks into."""
+    """Returns (key, value) pairs, as authentication expects them."""
     return [(key, value) for key, value in context.invocation_metadata() or ()]
 
 

@@ -1,8 +1,8 @@
-"""What a router tells of its requests to whoever counts, measures or traces them.
+"""Events of a router's requests, for metrics, traces and the dashboard.
 
-A `RequestObserver` follows every request with a `RequestRecorder` of its own; `RequestRecord` tells all recorders of a request, each
-fact once: however often a stream is read again, a token is sent once and a request ends once. RequestObservers are called in
-the path of tokens: they must neither raise nor wait. No text or token passes here.
+A `RequestObserver` makes a `RequestRecorder` for every request. `RequestRecord` reports each event of a request once to
+all its recorders: even if a stream is read again, a token is sent once and a request ends once. Observers are called in
+the path of tokens, so they must neither raise nor wait. They get no text and no tokens.
 """
 
 from __future__ import annotations

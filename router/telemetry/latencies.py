@@ -1,4 +1,4 @@
-"""How fast this router has served each model lately: a `RequestObserver` that keeps a minute and no more.
+"""Latencies and rates of each model on this router over the last minute: a `RequestObserver`.
 
 Times are counted in classes of 2 % each, by the second, so that a minute takes little memory however much is served.
 """

@@ -32,7 +32,7 @@ REDIS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 
 
 class RouterMetrics:
-    """The metrics of one router: a `router.telemetry.events.RequestObserver`. `store_called` is the store's observer."""
+    """The metrics of one router: a `router.telemetry.events.RequestObserver`. The store calls `store_called`."""
 
     def __init__(self, registry: CollectorRegistry, models: Iterable[str]) -> None:
         self._registry = registry

@@ -121,7 +121,7 @@ def test_every_metric_is_documented(page: Path) -> None:
     documented = set(METRIC.findall((REPOSITORY / "docs" / "metrics.md").read_text(encoding="utf-8")))
     named = {found[0] for span in code_spans(page) if (found := METRIC.match(span))} - NAMES_OF_OTHERS
     roots = {re.sub(r"_(bucket|sum|count)$", "", name): name for name in named}
-    # ResumeAuthorizer of tokens, for one, and fields begin with our name, too.
+    # Claims of tokens, for one, and fields begin with our name, too.
     assert not sorted(root for root in roots if root not in documented and not is_in_sources(root))
 
 

@@ -27,7 +27,7 @@ class Dealt(Enum):
 
 
 def board(pool: Pool, caller_id: str) -> None:
-    """SequenceQueues as many as fit."""
+    """Places as many as fit."""
     _age(pool)
     passed: list[str] = []
     while _may_offer(pool):

@@ -238,7 +238,7 @@ class Pool:
         request.charge = tenant.expected_charge(request.demand, request.output)
         tenant.counter += request.charge
 
-    # SequenceQueues ----------------------------------------------------------------------------------------------------
+    # Places -----------------------------------------------------------------------------------------------------------
 
     def takes_work(self, executor_id: str) -> bool:
         """Whether anything may board there."""

@@ -1,4 +1,4 @@
-"""Who the authentication let in, as whom, and that whatever is wrong with a credential is answered the same."""
+"""Authentication: which credentials identify which caller; every invalid credential gets the same answer."""
 
 from __future__ import annotations
 

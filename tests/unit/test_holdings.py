@@ -17,7 +17,7 @@ from tests.scheduling import make_sequence
 
 @dataclass(slots=True)
 class World:
-    """PlacementTable with a clock that stands still, and what they asked of the engine."""
+    """A placement table with a clock that stands still, and the commands that it gave to the engine."""
 
     now_s: float = 0.0
     cancels: list[tuple[str, int, FinishReason]] = field(default_factory=list)

@@ -7,7 +7,7 @@ from tests.store_pool import RouterSide, StorePool
 
 
 async def suspects(store_pool: StorePool, router: RouterSide, *names: str, reporting: tuple[str, ...] = ("x",)) -> None:
-    """SequenceQueues these, has their engine stand still, and executors report again that could take all of them."""
+    """Places these, has their engine stand still, and executors report again that could take all of them."""
     for name in names:
         await router.place(name)
     for name in names:

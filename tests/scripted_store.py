@@ -19,10 +19,10 @@ from router.auth.resume_secret import ResumeTokens
 from router.config.admission_file import AdmissionFile
 from router.config.tenants import NO_RULES, AdmissionRules
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.lifecycle import RequestState as LifecycleState
-from router.dispatch.lifecycle import Submit
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.executors.link import ExecutorLink
+from router.lifecycle.events import RequestState as LifecycleState
+from router.lifecycle.events import Submit
 from router.request.delivery import Deadlines, Delivery
 from router.settings import RouterSettings
 from router.stats.source import StatsSource

@@ -13,8 +13,8 @@ from common.time_of_day import unix_ms
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 from router.auth.resume_secret import ResumeTokens
 from router.config.tenants import AdmissionRules
-from router.dispatch.lifecycle import End
 from router.dispatch.pools import ModelBackend
+from router.lifecycle.events import End
 from router.request.delivery import Deadlines, Delivery
 from router.request.errors import shut_out, unknown_tenant
 from router.request.ids import digest_of, keyed_request_id, keyed_seed, ledger_id

@@ -21,51 +21,53 @@ from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, types_pb2
 from router.dispatch.ended_streams import EndedStreams
 from router.dispatch.ledger_writer import LedgerWriter, ledger_report
-from router.dispatch.lifecycle import (
-    Admitted,
-    AdoptedElsewhere,
-    Answer,
-    AskLedger,
-    Attach,
-    AttachAnswered,
-    AttachResult,
-    CancelFound,
-    CancelSequence,
-    ClearSuspicion,
-    Effect,
-    Effects,
-    Event,
-    ExpectReport,
-    Forget,
-    Forgotten,
-    HandBack,
-    HandBackAnswered,
-    HandBackOutcome,
-    Lifecycle,
-    LinkEvent,
-    LiveRequests,
-    NoteMoved,
-    NotSent,
-    RecordAdmitted,
-    RequestState,
-    RequeueReason,
-    Resubmit,
-    Send,
-    Settle,
-    SettleUnused,
-    SubmitOutcome,
-    TakeIn,
-    TellEnd,
-    Unlinked,
-    Withdraw,
-    WithdrawAnswered,
-)
 from router.dispatch.queue_updates import QueueWatch
 from router.dispatch.retry_queue import STORE_RETRY_S, RetryQueue
 from router.dispatch.submit_limiter import SubmitTurns
 from router.dispatch.waiting_audit import WaitingAudit
 from router.executors.link import Answer as LinkAnswer
 from router.executors.link import ExecutorLink, NotAttached, OnAnswer
+from router.lifecycle.events import (
+    Admitted,
+    AdoptedElsewhere,
+    AttachAnswered,
+    AttachResult,
+    CancelFound,
+    Event,
+    Forgotten,
+    HandBackAnswered,
+    HandBackOutcome,
+    LinkEvent,
+    NotSent,
+    RequestState,
+    RequeueReason,
+    SubmitOutcome,
+    Unlinked,
+    WithdrawAnswered,
+)
+from router.lifecycle.lifecycle import (
+    Answer,
+    AskLedger,
+    Attach,
+    CancelSequence,
+    ClearSuspicion,
+    Effect,
+    Effects,
+    ExpectReport,
+    Forget,
+    HandBack,
+    Lifecycle,
+    NoteMoved,
+    RecordAdmitted,
+    Resubmit,
+    Send,
+    Settle,
+    SettleUnused,
+    TakeIn,
+    TellEnd,
+    Withdraw,
+)
+from router.lifecycle.live_requests import LiveRequests
 from router.request.errors import (
     being_cancelled,
     draining,

@@ -17,9 +17,9 @@ from router.auth.caller import Caller, model_of, sees_model
 from router.config.variants import Variant, choose_variant
 from router.discovery import watch
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.lifecycle import Finished, LinkEvent
 from router.executors.channel import ExecutorChannels
 from router.executors.link import ExecutorLink, LinkEvents
+from router.lifecycle.events import Finished, LinkEvent
 from router.request.errors import no_executor
 from router.stream.request_stream import RequestStream
 from router.telemetry.event_log import EventLog

@@ -20,10 +20,10 @@ import grpc.aio
 
 from common.cancellation import task_is_cancelled
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
-from router.dispatch.lifecycle import Detached, Finished, FirstToken, LinkEvent, Rejected, Withdrawn
 from router.executors.channel import ExecutorChannels
 from router.executors.frame_checks import check_description, check_frame
 from router.executors.silence import LivenessTimer
+from router.lifecycle.events import Detached, Finished, FirstToken, LinkEvent, Rejected, Withdrawn
 from router.request.executor_context import FrameError
 from router.stream.request_stream import RequestStream, unread_stream
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from google.protobuf import duration_pb2
 
 from inflight.v1 import inference_pb2, types_pb2
-from router.dispatch.lifecycle import DEADLINE_END, End
+from router.lifecycle.events import DEADLINE_END, End
 from router.request.delivery import BEGINNING, ReadPosition
 from router.request.errors import beyond_output, output_lost
 from router.store.types import Queued

@@ -2,7 +2,7 @@
 
 `RequestStream` collects what executors send, keyed by absolute offset, and hands it to the one reader that writes to
 the client; a reader that comes later is told everything from the beginning, and the one before it that it was taken
-over. Where the request is, its life cycle knows (`router.dispatch.lifecycle`). A stream never touches Redis or gRPC. Invariants:
+over. Where the request is, its life cycle knows (`router.lifecycle`). A stream never touches Redis or gRPC. Invariants:
 `output_ids[i]` is the token at offset i and never changes; after the end nothing more comes.
 """
 
@@ -18,7 +18,8 @@ from enum import Enum, IntEnum, auto
 
 from common.errors import RequestError
 from inflight.v1 import executor_pb2, types_pb2
-from router.dispatch.lifecycle import End, Lifecycle, ReaderEnded, RequestState, Submit
+from router.lifecycle.events import End, ReaderEnded, RequestState, Submit
+from router.lifecycle.lifecycle import Lifecycle
 from router.request.delivery import Delivery
 from router.request.errors import taken_over
 from router.request.executor_context import FrameError, context_of

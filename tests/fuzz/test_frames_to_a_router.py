@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 from router.dispatch.ledger_writer import ledger_report
-from router.dispatch.lifecycle import LinkEvent, Withdrawn
 from router.executors.frame_checks import check_description, check_frame
 from router.executors.link import ExecutorLink, LinkEvents
+from router.lifecycle.events import LinkEvent, Withdrawn
 from router.request.executor_context import FrameError, context_of
 from router.store.types import Demand, Ending
 from router.stream.request_stream import RequestStream

@@ -20,9 +20,9 @@ from executor.serving.router_auth import PeerNameCheck, load_server_tls
 from executor.settings import ExecutorSettings
 from inflight.local.certificates import EXECUTOR_NAME, ROUTER_NAME, CertificateFolder, make_certificates
 from inflight.v1 import executor_pb2, executor_pb2_grpc
-from router.dispatch.lifecycle import LinkEvent
 from router.executors.channel import ExecutorChannels
 from router.executors.link import PROTOCOL_VERSION, ExecutorLink, LinkEvents
+from router.lifecycle.events import LinkEvent
 from router.settings import RouterSettings
 from router.stream.request_stream import RequestStream
 

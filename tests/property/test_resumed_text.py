@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from router.dispatch.lifecycle import End
+from router.lifecycle.events import End
 from router.request.delivery import Deadlines, Delivery, ReadPosition
 from router.store.types import Demand
 from router.stream.relay import Relay

@@ -12,7 +12,8 @@ from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.dispatch import retry_queue
 from router.dispatch.ledger_writer import ledger_report
-from router.dispatch.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS, Unlinked
+from router.lifecycle.events import Unlinked
+from router.lifecycle.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS
 from router.request.delivery import Deadlines
 from router.store.types import (
     CancelAsked,

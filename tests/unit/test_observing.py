@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
-from router.dispatch.lifecycle import DEADLINE_END, End, Leave, Submit, Unlinked
+from router.lifecycle.events import DEADLINE_END, End, Leave, Submit, Unlinked
 from router.stream.relay import Relay
 from router.stream.request_stream import RequestStream
 from router.telemetry.events import RequestFacts, RequestObservers, RequestRecord, class_name, outcome_of

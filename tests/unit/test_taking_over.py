@@ -11,8 +11,8 @@ import pytest
 from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.lifecycle import End
 from router.executors.link import ExecutorLink
+from router.lifecycle.events import End
 from router.store.types import (
     Adopted,
     Demand,

@@ -1,11 +1,10 @@
 """The life cycle of requests on one router: a pure state machine.
 
-Events go in: words and answers of the ledger, what links and clients report, and timers. Effects come out, for one
-module to execute (`router.dispatch.dispatcher`; `bench.simulation` in virtual time). Nothing here does I/O, waits, reads a clock
-or draws a random number.
+Events go in: words and answers of the ledger, what links and clients report, and timers (`router.lifecycle.events`).
+Effects come out, for one module to execute: `router.dispatch.dispatcher`, and `bench.simulation` in virtual time.
+Nothing in this folder does I/O, waits, reads a clock or draws a random number.
 
-`Lifecycle` is one request, `LiveRequests` are those that a router serves, by id. The state says where the request is,
-as far as this router knows:
+`Lifecycle` is one request. The state says where it is, as far as this router knows:
 
     NEW           not submitted yet
     SUBMITTING    the first submit is under way, and nothing is known of its outcome
@@ -36,20 +35,55 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from common.errors import Reason, RequestError
 from inflight.v1 import types_pb2
+from router.lifecycle.events import (
+    CANCELLED_END,
+    DEADLINE_END,
+    FENCED,
+    LENGTH_END,
+    Admitted,
+    AdoptedElsewhere,
+    AttachAnswered,
+    AttachResult,
+    Call,
+    CancelFound,
+    Detached,
+    End,
+    Event,
+    Finished,
+    FirstToken,
+    Forgotten,
+    GiveUp,
+    HandBackAnswered,
+    Leave,
+    NoExecutor,
+    NotSent,
+    ReaderEnded,
+    Rejected,
+    Release,
+    RequestState,
+    RequeueReason,
+    ResubmitAnswered,
+    ResubmitDue,
+    Submit,
+    SubmitAnswered,
+    SubmitOutcome,
+    TurnAway,
+    Unlinked,
+    WithdrawAnswered,
+    WithdrawDue,
+    Withdrawn,
+)
 from router.request.errors import duplicate, mismatch, out_of_reach, output_lost, refusal, taken_over
 from router.request.ids import client_id
 from router.store.types import (
     Adopted,
     CancelAsked,
     Cancelled,
-    CancelOutcome,
     Dropped,
     DropReason,
     Duplicate,
@@ -61,7 +95,6 @@ from router.store.types import (
     PreemptAsked,
     Queued,
     Refused,
-    StoreEvent,
     TakenOver,
 )
 from router.store.types import RequestState as LedgerState
@@ -75,71 +108,6 @@ NO_ATTEMPT = 0
 
 # What a waiting request outlasts when it is submitted again.
 PASSING_REASONS = frozenset({Reason.NO_EXECUTOR, Reason.STORE_UNAVAILABLE})
-
-SubmitOutcome = Placement | Queued | Dropped | Adopted | Refused | Duplicate | RequestError
-Admitted = Placement | Queued | Dropped | Adopted
-HandBackOutcome = Placement | Queued | Dropped | HandBackRefusal
-
-
-class RequestState(Enum):
-    """Where a request is; see the module's table."""
-
-    NEW = auto()
-    SUBMITTING = auto()
-    WAITING = auto()
-    RESUBMITTING = auto()
-    ATTACHING = auto()
-    PLACED = auto()
-    REPLAYING = auto()
-    HANDING_BACK = auto()
-    WITHDRAWING = auto()
-    ENDED = auto()
-    LEFT = auto()
-
-
-class Call(Enum):
-    """What is under way for a request."""
-
-    SUBMIT = auto()
-    """Its first submit, with the attachment that follows from it."""
-    RESUBMIT_QUEUED = auto()
-    """Waits for its turn to be submitted again."""
-    RESUBMIT = auto()
-    ATTACH = auto()
-    HAND_BACK = auto()
-    WITHDRAW_QUEUED = auto()
-    """Waits for its turn to be taken out of the queue."""
-    WITHDRAW = auto()
-
-
-class RequeueReason(Enum):
-    """Why a placement came to nothing."""
-
-    LOST = auto()
-    """Its executor is gone or has forgotten it."""
-    REJECTED = auto()
-    """Its executor has not taken it."""
-    STALLED = auto()
-    """The engine made no step."""
-    PREEMPTED = auto()
-    """It gave way to another sequence."""
-    HANDED_BACK = auto()
-    """Its executor drains, or preempted it again and again: nothing new for it before its next report."""
-    WITHDRAWN = auto()
-    """It was cancelled although neither its client nor another caller asked for that."""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The end that the executor reported (a value of `FinishReason` of the protocol)."""
-
-    reason: int
-    stop_token_id: int | None
-
-
-CANCELLED_END = End(types_pb2.FINISH_REASON_CANCELLED, None)
-LENGTH_END = End(types_pb2.FINISH_REASON_LENGTH, None)
-DEADLINE_END = End(types_pb2.FINISH_REASON_DEADLINE, None)
 
 
 class Output(Protocol):
@@ -156,233 +124,6 @@ class Output(Protocol):
     @property
     def has_been_accepted(self) -> bool:
         """Whether an executor has ever taken it."""
-
-
-# Events of the client and of this router ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """A client's request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """The client is gone, or has what it wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReaderEnded:
-    """Whoever reads the request ends it: a deadline has passed, or its text has come to a stop."""
-
-    end: End
-
-
-@dataclass(frozen=True, slots=True)
-class TurnAway:
-    """This router drains: what waits ends, or is left in the queue for a repeat at another router."""
-
-    error: RequestError
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """This router stops: the request is left as it stands to the router that its client turns to."""
-
-    error: RequestError
-
-
-@dataclass(frozen=True, slots=True)
-class NoExecutor:
-    """There has been no executor for the grace period."""
-
-    error: RequestError
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """The ledger has known no executor for the grace period, and the request is still to be submitted again."""
-
-    error: RequestError
-
-
-# Answers of the ledger, and turns of calls that wait for one ----------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitAnswered:
-    """The answer to the first submit."""
-
-    outcome: SubmitOutcome
-
-
-@dataclass(frozen=True, slots=True)
-class ResubmitDue:
-    """It is the request's turn to be submitted again."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResubmitAnswered:
-    """The answer to a later submit."""
-
-    outcome: SubmitOutcome
-
-
-@dataclass(frozen=True, slots=True)
-class HandBackAnswered:
-    """The answer to a hand-back of this placement, whose request is allowed so many attempts."""
-
-    placement: Placement
-    why: RequeueReason
-    outcome: HandBackOutcome
-    max_attempts: int
-
-
-@dataclass(frozen=True, slots=True)
-class WithdrawDue:
-    """It is the request's turn to be taken out of the queue. `is_replaced`: a repeat is served under its id by now."""
-
-    is_replaced: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WithdrawAnswered:
-    """The answer to that; None: the ledger does not answer."""
-
-    outcome: CancelOutcome | None
-
-
-@dataclass(frozen=True, slots=True)
-class CancelFound:
-    """A caller has cancelled the request, which the ledger had in this state."""
-
-    was: LedgerState
-
-
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """The ledger does not have the request, which waits here, in its queue (`router.dispatch.waiting_audit`)."""
-
-
-# Events of links ------------------------------------------------------------------------------------------------------
-
-
-class AttachResult(Enum):
-    """What an executor answers that is asked for a sequence."""
-
-    ATTACHED = auto()
-    MISMATCH = auto()
-    """It holds another request under this id."""
-    NOT_HELD = auto()
-    LINK_LOST = auto()
-    """It did not answer, or cannot be reached."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttachAnswered:
-    """The executor's answer, and what it knows of the sequence. `is_first`: the first submit has led to it."""
-
-    adopted: Adopted
-    result: AttachResult
-    is_first: bool = False
-    has_started: bool = False
-    num_cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptedElsewhere:
-    """The executor of a request that another router began has given back what it was told of it."""
-
-    adopted: Adopted
-    has_started: bool = False
-    num_cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class NotSent:
-    """The executor of a placement is not linked."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unlinked:
-    """The link to the executor broke."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """The executor did not take the placement. `refusal`: nor would any other."""
-
-    attempt: int
-    refusal: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
-    """The placement was given up by its link."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Detached:
-    """Another router reads the sequence."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """A suspect has brought a token."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The sequence ended and its blocks are free. `is_draining`: so is its executor. With an `error` PREEMPTED says
-    that the engine made no step."""
-
-    attempt: int
-    reason: int
-    stop_token_id: int | None = None
-    error: str = ""
-    is_draining: bool = False
-
-    @property
-    def is_stall(self) -> bool:
-        """Whether the executor ended it because its engine made no step."""
-        return self.reason == types_pb2.FINISH_REASON_PREEMPTED and bool(self.error)
-
-
-LinkEvent = NotSent | Unlinked | Rejected | Withdrawn | Detached | FirstToken | Finished
-# Fenced by their attempt.
-FENCED = frozenset({NotSent, Unlinked, Rejected, Withdrawn, Detached, FirstToken, Finished, PreemptAsked})
-
-Event = (
-    Submit
-    | Release
-    | ReaderEnded
-    | TurnAway
-    | Leave
-    | NoExecutor
-    | GiveUp
-    | SubmitAnswered
-    | ResubmitDue
-    | ResubmitAnswered
-    | HandBackAnswered
-    | WithdrawDue
-    | WithdrawAnswered
-    | CancelFound
-    | Forgotten
-    | AttachAnswered
-    | AdoptedElsewhere
-    | LinkEvent
-    | StoreEvent
-)
 
 
 # Effects --------------------------------------------------------------------------------------------------------------
@@ -658,14 +399,14 @@ class Lifecycle:
         allowed = TRANSITIONS.get((self.state, kind))
         if allowed is None:
             raise IllegalTransition(f"{self.request_id}: {kind.__name__} in state {self.state.name}")
-        before = _CHANGING(self)
+        before = CHANGING(self)
         effects = self._effects = []
         try:
             _HANDLERS[kind](self, event)
             if self.state not in allowed:
                 raise IllegalTransition(f"{self.request_id}: {kind.__name__} led to {self.state.name}")
         except IllegalTransition:
-            for name, value in zip(_CHANGING_FIELDS, before, strict=True):
+            for name, value in zip(CHANGING_FIELDS, before, strict=True):
                 setattr(self, name, value)
             raise
         return effects
@@ -752,7 +493,7 @@ class Lifecycle:
         elif outcome.reason is Reason.DUPLICATE_REQUEST_ID and (self.attempt or self.is_repeatable):
             self._leave(taken_over())
         elif self.is_abandoned and outcome.reason is Reason.STORE_UNAVAILABLE:
-            self._withdraw()  # the ledger may have taken it
+            self._stop()  # the ledger may have taken it
         elif self.is_abandoned or outcome.reason not in PASSING_REASONS:
             self._fail(outcome)
             self._forget()
@@ -1147,12 +888,117 @@ _HANDLERS: Mapping[type, Callable[[Lifecycle, Any], None]] = {
     Finished: Lifecycle._on_finished,
 }
 
+# By event: the states that allow it, and those that it can lead to; "=" is the same state, "SERVED" are all but NEW,
+# ENDED and LEFT. An answer is legal only while its call is under way, whatever the state.
+_TABLE: Mapping[tuple[type, ...], Mapping[str, str]] = {
+    (Submit,): {"NEW": "SUBMITTING"},
+    (AdoptedElsewhere,): {"NEW": "PLACED REPLAYING"},
+    (Release,): {
+        "SUBMITTING PLACED REPLAYING WITHDRAWING": "=",
+        "WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING",
+    },
+    (ReaderEnded,): {"ANY": "="},
+    (TurnAway,): {
+        "SUBMITTING PLACED REPLAYING": "=",
+        "WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING LEFT",
+        "WITHDRAWING": "= LEFT",
+    },
+    (Leave, TakenOver): {"SERVED": "LEFT"},
+    (NoExecutor,): {
+        "SUBMITTING WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING",
+        "PLACED REPLAYING WITHDRAWING": "=",
+    },
+    (GiveUp,): {
+        "WAITING RESUBMITTING": "= ENDED",
+        "ATTACHING PLACED REPLAYING HANDING_BACK WITHDRAWING ENDED LEFT": "=",
+    },
+    (SubmitAnswered,): {
+        "SUBMITTING": "WAITING ATTACHING PLACED WITHDRAWING ENDED",
+        "WAITING": "= ATTACHING PLACED HANDING_BACK WITHDRAWING ENDED",
+        "RESUBMITTING": "= WAITING ATTACHING PLACED HANDING_BACK WITHDRAWING ENDED",
+        "ATTACHING": "= PLACED HANDING_BACK WITHDRAWING ENDED",
+        "PLACED WITHDRAWING": "= ENDED",
+        "REPLAYING": "= PLACED ENDED",
+        "HANDING_BACK": "= PLACED WITHDRAWING ENDED",
+        "ENDED LEFT": "=",
+    },
+    (ResubmitDue,): {"WAITING RESUBMITTING ATTACHING PLACED REPLAYING HANDING_BACK WITHDRAWING ENDED LEFT": "="},
+    (ResubmitAnswered,): {
+        "WAITING": "= ATTACHING PLACED HANDING_BACK WITHDRAWING ENDED LEFT",
+        "RESUBMITTING": "= WAITING ATTACHING PLACED HANDING_BACK WITHDRAWING ENDED LEFT",
+        "ATTACHING": "= PLACED HANDING_BACK WITHDRAWING ENDED LEFT",
+        "PLACED WITHDRAWING": "= ENDED LEFT",
+        "REPLAYING": "= PLACED ENDED LEFT",
+        "HANDING_BACK": "= PLACED WITHDRAWING ENDED LEFT",
+        "ENDED LEFT": "=",
+    },
+    (HandBackAnswered,): {
+        "WAITING": "= RESUBMITTING PLACED HANDING_BACK WITHDRAWING ENDED",
+        "RESUBMITTING ATTACHING": "= PLACED HANDING_BACK WITHDRAWING ENDED",
+        "PLACED WITHDRAWING": "= ENDED",
+        "REPLAYING": "= PLACED ENDED",
+        "HANDING_BACK": "= WAITING RESUBMITTING PLACED WITHDRAWING ENDED",
+        "ENDED LEFT": "=",
+    },
+    (WithdrawDue,): {"PLACED REPLAYING WITHDRAWING ENDED LEFT": "="},
+    (WithdrawAnswered,): {"PLACED REPLAYING WITHDRAWING": "ENDED", "ENDED LEFT": "="},
+    (CancelFound,): {"SERVED": "= ENDED"},
+    (Forgotten,): {"WAITING": "RESUBMITTING"},
+    (LeaseLapsed,): {
+        "SUBMITTING WAITING": "= RESUBMITTING",
+        "RESUBMITTING ATTACHING PLACED REPLAYING HANDING_BACK WITHDRAWING": "=",
+    },
+    (Placement,): {
+        "SUBMITTING": "PLACED ENDED",
+        "WAITING RESUBMITTING ATTACHING": "PLACED HANDING_BACK ENDED",
+        "PLACED": "= ENDED",
+        "REPLAYING HANDING_BACK": "= PLACED ENDED",
+        "WITHDRAWING": "ENDED",
+    },
+    (Lost,): {
+        "SUBMITTING WAITING RESUBMITTING ATTACHING": "= HANDING_BACK",
+        "PLACED": "= HANDING_BACK ENDED",
+        "REPLAYING": "= ENDED",
+        "HANDING_BACK WITHDRAWING": "=",
+    },
+    (CancelAsked,): {"SERVED": "="},
+    (PreemptAsked, FirstToken): {"PLACED REPLAYING ENDED": "="},
+    (Cancelled, Dropped): {"SERVED": "ENDED"},
+    (AttachAnswered,): {
+        "WAITING RESUBMITTING": "= PLACED HANDING_BACK ENDED",
+        "ATTACHING": "PLACED REPLAYING HANDING_BACK ENDED",
+        "PLACED": "= ENDED",
+        "REPLAYING HANDING_BACK": "= PLACED ENDED",
+        "WITHDRAWING": "= PLACED REPLAYING ENDED",
+        "ENDED LEFT": "=",
+    },
+    (NotSent, Unlinked, Rejected, Withdrawn, Finished): {
+        "PLACED": "HANDING_BACK ENDED",
+        "REPLAYING": "ENDED",
+        "ENDED": "=",
+    },
+    (Detached,): {"PLACED REPLAYING": "LEFT", "ENDED": "="},
+}
+
+
+def _states(words: str, state: RequestState | None = None) -> frozenset[RequestState]:
+    """The states that a cell of the table names."""
+    groups = {"ANY": ALL, "SERVED": SERVED, "=": frozenset({state})}
+    return frozenset(
+        one for word in words.split() for one in groups.get(word) or {RequestState[word]} if one is not None
+    )
+
+
 TRANSITIONS: Mapping[tuple[RequestState, type], frozenset[RequestState]] = {
-    (state, kind): ALL for state in S for kind in _HANDLERS
+    (state, kind): _states(following, state)
+    for kinds, rows in _TABLE.items()
+    for states, following in rows.items()
+    for state in _states(states)
+    for kind in kinds
 }
 
 # What an illegal transition must leave as it was.
-_CHANGING_FIELDS = (
+CHANGING_FIELDS = (
     "state",
     "calls",
     "placement",
@@ -1168,133 +1014,4 @@ _CHANGING_FIELDS = (
     "is_known_uncancelled",
     "consecutive_preemptions",
 )
-_CHANGING = attrgetter(*_CHANGING_FIELDS)
-
-
-class LiveRequests:
-    """The requests that one router serves of one model, by id, and what the ledger says of ids that it does not."""
-
-    def __init__(self, no_executor_grace_s: float) -> None:
-        self._no_executor_grace_s = no_executor_grace_s
-        self._served: dict[str, Lifecycle] = {}
-        self.served: Mapping[str, Lifecycle] = MappingProxyType(self._served)
-        # Left in the queue for another router, which has their clients: what the ledger tells of them is not for us.
-        self._left: set[str] = set()
-        self._draining: RequestError | None = None
-        # Those that wait for their turn to be submitted again, and since when the ledger answers that there is no
-        # executor.
-        self._to_resubmit: dict[Lifecycle, None] = {}
-        self._no_executor_since: float | None = None
-
-    def waiting(self) -> list[Lifecycle]:
-        """The requests that are in the queue, as far as this router knows."""
-        return [life for life in self._served.values() if life.is_in_queue]
-
-    def submit(self, life: Lifecycle) -> Effects:
-        """A client's request. Raises `RequestError` where one of its id is served."""
-        if life.request_id in self._served:
-            raise duplicate(client_id(life.request_id))
-        self._served[life.request_id] = life
-        return self.tell(life, Submit())
-
-    def adopt(self, life: Lifecycle, event: AdoptedElsewhere) -> Effects:
-        """Goes on with a request that another router began."""
-        before = self._served.get(life.request_id)
-        effects = [] if before is None else self.tell(before, TakenOver(life.request_id))
-        self._served[life.request_id] = life
-        return effects + self.tell(life, event)
-
-    def tell(self, life: Lifecycle, event: Event) -> Effects:
-        """Has a request take an event in."""
-        effects = life.handle(event)
-        for index in range(len(effects)):
-            match effects[index]:
-                case Forget():
-                    if self._served.get(life.request_id) is life:
-                        del self._served[life.request_id]
-                case Resubmit(is_retry=is_retry):
-                    if not (is_retry or self._to_resubmit):
-                        self._no_executor_since = None
-                    self._to_resubmit[life] = None
-                case Stray(outcome):
-                    effects += self.on_store_event(outcome)
-        if life.state is S.LEFT and isinstance(event, TurnAway | Leave):
-            self._left.add(life.request_id)
-        return effects
-
-    def release(self, life: Lifecycle) -> Effects:
-        """The client wants no more. Safe to repeat, also after the request's end."""
-        return self.tell(life, Release()) if self._served.get(life.request_id) is life else []
-
-    def submit_answered(self, life: Lifecycle, outcome: SubmitOutcome) -> Effects:
-        """The ledger's answer to a first submit."""
-        effects = self.tell(life, SubmitAnswered(outcome))
-        if self._draining is not None and life.is_served:
-            effects += self.tell(life, TurnAway(self._draining))
-        return effects
-
-    def resubmit_due(self, life: Lifecycle) -> Effects:
-        """It is a request's turn to be submitted again."""
-        self._to_resubmit.pop(life, None)
-        return self.tell(life, ResubmitDue())
-
-    def resubmit_answered(self, life: Lifecycle, outcome: SubmitOutcome, now: float) -> Effects:
-        """The ledger's answer to a later submit."""
-        effects = self.tell(life, ResubmitAnswered(outcome))
-        if not isinstance(outcome, RequestError | Refused | Duplicate):
-            self._no_executor_since = None
-        elif isinstance(outcome, Refused) and outcome.reason is Reason.NO_EXECUTOR and life.is_resubmit_queued:
-            effects += self._give_up_without_executor(refusal(outcome), now)
-        return effects
-
-    def withdraw_due(self, life: Lifecycle) -> Effects:
-        """It is a request's turn to be taken out of the queue."""
-        return self.tell(life, WithdrawDue(self._served.get(life.request_id, life) is not life))
-
-    def turn_away_waiting(self, error: RequestError) -> Effects:
-        """This router drains: what waits ends now, and what comes to wait. A request that can be repeated keeps its
-        place in the queue."""
-        self._draining = error
-        return self._tell_all(TurnAway(error))
-
-    def leave_all(self, error: RequestError) -> Effects:
-        """This router stops."""
-        return self._tell_all(Leave(error))
-
-    def no_executor(self, error: RequestError) -> Effects:
-        """No executor has been linked for the grace period. Requests with a deadline wait until that."""
-        return self._tell_all(NoExecutor(error))
-
-    def on_store_event(self, event: StoreEvent) -> Effects:
-        """What the ledger tells without being asked. Placements of requests that are not served are settled."""
-        if isinstance(event, LeaseLapsed):
-            return self._tell_all(event)
-        life = self._served.get(event.request_id)
-        if life is not None:
-            return self.tell(life, event)
-        if event.request_id not in self._left:
-            match event:
-                case Placement(request_id, attempt):
-                    return [SettleUnused(Ending(request_id, attempt, 0, 0, cancelled=True))]
-                case Lost(request_id, attempt):
-                    return [SettleUnused(Ending(request_id, attempt, cancelled=True))]
-        return []
-
-    def _tell_all(self, event: Event) -> Effects:
-        effects: Effects = []
-        for life in tuple(self._served.values()):
-            effects += self.tell(life, event)
-        return effects
-
-    def _give_up_without_executor(self, error: RequestError, now: float) -> Effects:
-        """When the ledger has known no executor for the grace period: ends the requests still to be submitted again,
-        except those that have a deadline to wait for."""
-        if self._no_executor_since is None:
-            self._no_executor_since = now
-        effects: Effects = []
-        if now - self._no_executor_since > self._no_executor_grace_s:
-            for life in tuple(self._to_resubmit):
-                if life.deadline is None or now > life.deadline:
-                    del self._to_resubmit[life]
-                    effects += self.tell(life, GiveUp(error))
-        return effects
+CHANGING = attrgetter(*CHANGING_FIELDS)

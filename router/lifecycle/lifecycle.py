@@ -402,7 +402,7 @@ class Lifecycle:
         before = CHANGING(self)
         effects = self._effects = []
         try:
-            _HANDLERS[kind](self, event)
+            ON_EVENT[kind](self, event)
             if self.state not in allowed:
                 raise IllegalTransition(f"{self.request_id}: {kind.__name__} led to {self.state.name}")
         except IllegalTransition:
@@ -853,7 +853,7 @@ _VOID = {
     Withdrawn: RequeueReason.WITHDRAWN,
 }
 
-_HANDLERS: Mapping[type, Callable[[Lifecycle, Any], None]] = {
+ON_EVENT: dict[type, Callable[[Lifecycle, Any], None]] = {
     Submit: Lifecycle._on_submit,
     Release: Lifecycle._on_release,
     ReaderEnded: Lifecycle._on_reader_ended,

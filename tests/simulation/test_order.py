@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from bench.simulation.faults import FaultRates
-from bench.simulation.sim_stream import RouterShape
 from bench.simulation.timeline import US_PER_S
 from bench.simulation.traffic import SimRequest, prompt_of
+from bench.simulation.virtual_router import RouterShape
 from bench.simulation.witness import Fate
 from router.store.settings import StoreSettings
 from tests.simulation.worlds import make_world, run_world

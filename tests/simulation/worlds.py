@@ -9,8 +9,8 @@ from bench.simulation.faults import NO_FAULTS, FaultRates, SpacedFaults
 from bench.simulation.population import Population
 from bench.simulation.push import PushPolicy
 from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.sim_stream import RouterShape
 from bench.simulation.traffic import SimRequest
+from bench.simulation.virtual_router import RouterShape
 from bench.simulation.world import World, WorldSettings
 from executor.scheduler.scheduler import SchedulerPolicy
 

@@ -51,7 +51,6 @@ from router.lifecycle.lifecycle import (
     Attach,
     CancelSequence,
     ClearSuspicion,
-    Effect,
     Effects,
     ExpectReport,
     Forget,
@@ -153,11 +152,12 @@ class Dispatcher:
         self._on_lapse = on_lapse
         self._submitting: dict[Lifecycle, asyncio.Future[Admitted | RequestError]] = {}
         self._resuming: dict[str, asyncio.Task[RequestStream | RequestError]] = {}
-        self._resubmissions: RetryQueue[Lifecycle] = RetryQueue(self._submit_again, self._spawn)
-        self._withdrawals: RetryQueue[Lifecycle] = RetryQueue(self._withdraw, self._spawn)
+        self._resubmissions: RetryQueue[Lifecycle] = RetryQueue(self._try_to_submit, self._spawn)
+        self._withdrawals: RetryQueue[Lifecycle] = RetryQueue(self._try_to_withdraw, self._spawn)
         self._queue_watch = QueueWatch(self._store.explain, queue_event_interval_s)
         self._waiting_audit = WaitingAudit(self, self._store.find_forgotten)
         self._turns = SubmitTurns()
+        self._executors = self._executors_of_effects()
         self._tasks = asyncio.TaskGroup()
         self._has_stopped = False
 
@@ -414,73 +414,75 @@ class Dispatcher:
 
     def _execute(self, effects: Effects) -> None:
         for effect in effects:
-            self._execute_one(effect)
+            self._executors[type(effect)](effect)
 
-    def _execute_one(self, effect: Effect) -> None:
-        match effect:
-            case Send(life, placement):
-                self._send(life, placement)
-            case Settle(life, attempt):
-                self._ledger.settle(stream_of(life).ending(attempt))
-            case SettleUnused(ending):
-                self._ledger.settle(ending)
-            case TellEnd(life):
-                stream_of(life).tell_end()
-            case Forget(life):
-                self._forget(stream_of(life))
-            case RecordAdmitted(life):
-                stream_of(life).record.admitted()
-            case Answer(life, outcome):
-                self._answer(life, outcome)
-            case CancelSequence(executor_id, request_id, attempt, reason):
-                link = self._links.get(executor_id)
-                if link is not None:
-                    link.cancel(request_id, attempt, cast(types_pb2.FinishReason, reason))
-            case NoteMoved(life, why):
-                stream_of(life).pause()
-                stream_of(life).record.moved(WHY_MOVED[why])
-            case TakeIn(life, has_started, num_cached_tokens):
-                stream_of(life).attach(has_started=has_started, num_cached_tokens=num_cached_tokens)
-            case ExpectReport(executor_id):
-                self._ledger.expect_report(executor_id)
-            case _:
-                self._call(effect)
+    def _executors_of_effects(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            AskLedger: self._ask_ledger,
+            Answer: self._answer,
+            RecordAdmitted: lambda effect: stream_of(effect.life).record.admitted(),
+            Resubmit: self._resubmit,
+            Withdraw: self._withdraw,
+            Attach: lambda effect: self._spawn(self._attach(effect)),
+            TakeIn: self._take_in,
+            Send: self._send,
+            CancelSequence: self._cancel_sequence,
+            HandBack: lambda effect: self._spawn(self._hand_back(effect)),
+            ExpectReport: lambda effect: self._ledger.expect_report(effect.executor_id),
+            Settle: lambda effect: self._ledger.settle(stream_of(effect.life).ending(effect.attempt)),
+            SettleUnused: lambda effect: self._ledger.settle(effect.ending),
+            ClearSuspicion: lambda effect: self._spawn(self._clear_suspicion(effect)),
+            NoteMoved: self._note_moved,
+            TellEnd: lambda effect: stream_of(effect.life).tell_end(),
+            Forget: self._forget,
+        }
 
-    def _call(self, effect: Effect) -> None:
-        """Begins what is answered later."""
-        match effect:
-            case AskLedger(life, is_served=False):
-                self._tasks.create_task(self._submit_first(life))
-            case Resubmit(life, is_retry=False):
-                self._resubmissions.add(life)
-            case Withdraw(life, is_retry=False):
-                self._withdrawals.add(life)
-            case Attach(life, adopted, is_first):
-                self._spawn(self._attach(life, adopted, is_first=is_first))
-            case HandBack(life, placement, why):
-                self._spawn(self._hand_back(life, placement, why))
-            case ClearSuspicion(life, attempt):
-                self._spawn(self._clear_suspicion(life.request_id, attempt))
+    def _ask_ledger(self, effect: AskLedger) -> None:
+        if not effect.is_served:  # else the queue of resubmissions waits for the answer
+            self._tasks.create_task(self._submit_first(effect.life))
 
-    def _send(self, life: Lifecycle, placement: Placement) -> None:
-        submit = stream_of(life).place(placement)
+    def _answer(self, effect: Answer) -> None:
+        answered = self._submitting.pop(effect.life)
+        if not answered.done():  # its caller may be gone
+            answered.set_result(effect.outcome)
+
+    def _resubmit(self, effect: Resubmit) -> None:
+        if not effect.is_retry:  # else it stays in its queue
+            self._resubmissions.add(effect.life)
+
+    def _withdraw(self, effect: Withdraw) -> None:
+        if not effect.is_retry:
+            self._withdrawals.add(effect.life)
+
+    def _take_in(self, effect: TakeIn) -> None:
+        stream_of(effect.life).attach(has_started=effect.has_started, num_cached_tokens=effect.num_cached_tokens)
+
+    def _send(self, effect: Send) -> None:
+        stream, placement = stream_of(effect.life), effect.placement
+        submit = stream.place(placement)
         link = self._links.get(placement.executor_id)
         if link is None or link.description.generation != placement.generation:
-            self._tell(life, NotSent(placement.attempt))
+            self._tell(effect.life, NotSent(placement.attempt))
         else:
-            link.submit(stream_of(life), submit)
+            link.submit(stream, submit)
 
-    def _forget(self, stream: RequestStream) -> None:
+    def _cancel_sequence(self, effect: CancelSequence) -> None:
+        link = self._links.get(effect.executor_id)
+        if link is not None:
+            link.cancel(effect.request_id, effect.attempt, cast(types_pb2.FinishReason, effect.reason))
+
+    def _note_moved(self, effect: NoteMoved) -> None:
+        stream = stream_of(effect.life)
+        stream.pause()
+        stream.record.moved(WHY_MOVED[effect.why])
+
+    def _forget(self, effect: Forget) -> None:
+        stream = stream_of(effect.life)
         stream.forget()
         is_lasting = stream.error is not None and stream.error.reason in LASTING_ERRORS
         is_left = stream.life.state is RequestState.LEFT
         if stream.reading is not None and not is_left and (stream.end is not None or is_lasting):
             self._ended.keep(stream, time.monotonic())
-
-    def _answer(self, life: Lifecycle, outcome: Admitted | RequestError) -> None:
-        answered = self._submitting.pop(life)
-        if not answered.done():  # its caller may be gone
-            answered.set_result(outcome)
 
     async def _submit_first(self, life: Lifecycle) -> None:
         async def submit_unless_abandoned() -> SubmitOutcome:
@@ -491,7 +493,7 @@ class Dispatcher:
         outcome = await self._turns.take(submit_unless_abandoned)
         self._execute(self._requests.submit_answered(life, outcome))
 
-    async def _submit_again(self, life: Lifecycle) -> bool:
+    async def _try_to_submit(self, life: Lifecycle) -> bool:
         """Tries to put a request into the queue whose placement or place the ledger has lost. Returns whether that is
         done with. While Redis is away that waits, as requests in the queue do."""
         if not self._requests.resubmit_due(life):
@@ -506,7 +508,7 @@ class Dispatcher:
         except RequestError as error:
             return error
 
-    async def _withdraw(self, life: Lifecycle) -> bool:
+    async def _try_to_withdraw(self, life: Lifecycle) -> bool:
         """Takes a request out of the queue. Returns whether that is done with."""
         if not self._requests.withdraw_due(life):
             return True
@@ -518,12 +520,12 @@ class Dispatcher:
         self._tell(life, WithdrawAnswered(outcome))
         return outcome is not None
 
-    async def _hand_back(self, life: Lifecycle, placement: Placement, why: RequeueReason) -> None:
-        outcome = await self._hand_back_to_ledger(life, placement, why)
-        self._tell(life, HandBackAnswered(placement, why, outcome, self._max_attempts))
+    async def _hand_back(self, effect: HandBack) -> None:
+        outcome = await self._hand_back_to_ledger(effect)
+        self._tell(effect.life, HandBackAnswered(effect.placement, effect.why, outcome, self._max_attempts))
 
-    async def _hand_back_to_ledger(self, life: Lifecycle, placement: Placement, why: RequeueReason) -> HandBackOutcome:
-        stream = stream_of(life)
+    async def _hand_back_to_ledger(self, effect: HandBack) -> HandBackOutcome:
+        stream, placement, why = stream_of(effect.life), effect.placement, effect.why
         while True:
             with suppress(RequestError):  # the ledger is away
                 outcome = await self._store.hand_back(
@@ -540,16 +542,17 @@ class Dispatcher:
                     return outcome
             await asyncio.sleep(STORE_RETRY_S)
 
-    async def _clear_suspicion(self, ledger_id: str, attempt: int) -> None:
+    async def _clear_suspicion(self, effect: ClearSuspicion) -> None:
         try:
-            await self._store.absolve(ledger_id, attempt)
+            await self._store.absolve(effect.life.request_id, effect.attempt)
         except RequestError as error:
-            log.debug("%s stays under suspicion: %s", ledger_id, error)
+            log.debug("%s stays under suspicion: %s", effect.life.request_id, error)
 
     # How requests of other routers are taken over.
 
-    async def _attach(self, life: Lifecycle, adopted: Adopted, *, is_first: bool) -> None:
+    async def _attach(self, effect: Attach) -> None:
         """Asks for the output of a request whose repeat this router has."""
+        life, adopted, is_first = effect.life, effect.adopted, effect.is_first
 
         def on_answer(answer: LinkAnswer) -> RequestStream | None:
             if not isinstance(answer, executor_pb2.SequenceAttached):

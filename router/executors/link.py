@@ -271,7 +271,7 @@ class ExecutorLink:
     def _current(self, slot: int) -> RequestStream | None:
         """The stream of the request in a slot; None where the slot's placement is not the current one any more."""
         stream, attempt = self._seated[slot]
-        return stream if stream.life.is_current(attempt) else None
+        return stream if stream.life.current_attempt == attempt else None
 
     def _accept(self, accepted: executor_pb2.SequenceAccepted) -> None:
         stream = self._offered.pop((accepted.request_id, accepted.attempt), None)

@@ -32,7 +32,6 @@ one `Forget`; after its end or error nothing changes either.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -337,6 +336,8 @@ class Lifecycle:
         self.admitted: Admitted | None = None
         self.end: End | None = None
         self.error: RequestError | None = None
+        # An executor died under it before its next token, which the current placement has not brought yet.
+        self.is_suspect = False
         # The client is gone, or has what it wanted.
         self.is_abandoned = False
         # A caller has cancelled it: whatever comes next, it ends.
@@ -376,11 +377,6 @@ class Lifecycle:
     def is_in_queue(self) -> bool:
         """Whether the ledger has it in its queue, as far as this router knows, and nothing about that is under way."""
         return self.state is S.WAITING and not (self.calls or self.is_abandoned or self.has_ended)
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether an executor died under it before its next token, which has not come yet."""
-        return self.placement is not None and self.placement.suspect
 
     @property
     def was_cancelled(self) -> bool:
@@ -623,8 +619,7 @@ class Lifecycle:
         self._effects.append(Settle(self, event.attempt))
 
     def _on_first_token(self, event: FirstToken) -> None:
-        assert self.placement is not None
-        self.placement = dataclasses.replace(self.placement, suspect=False)
+        self.is_suspect = False
         self._effects.append(ClearSuspicion(self, event.attempt))
 
     def _on_finished(self, event: Finished) -> None:
@@ -822,6 +817,7 @@ class Lifecycle:
     def _make_current(self, placement: Placement) -> None:
         self.placement = placement
         self.attempt = self.current_attempt = placement.attempt
+        self.is_suspect = placement.suspect
         self.executor_id = placement.executor_id
 
     def _clear_placement(self) -> None:
@@ -1008,6 +1004,7 @@ CHANGING_FIELDS = (
     "admitted",
     "end",
     "error",
+    "is_suspect",
     "is_abandoned",
     "is_cancelled",
     "has_matched_stop",

@@ -13,7 +13,6 @@ from router.lifecycle.events import (
     Leave,
     NoExecutor,
     Release,
-    RequestState,
     ResubmitAnswered,
     ResubmitDue,
     Submit,
@@ -64,19 +63,20 @@ class LiveRequests:
     def tell(self, life: Lifecycle, event: Event) -> Effects:
         """Has a request take an event in."""
         effects = life.handle(event)
-        for index in range(len(effects)):
-            match effects[index]:
-                case Forget():
-                    if self._served.get(life.request_id) is life:
-                        del self._served[life.request_id]
-                case Resubmit(is_retry=is_retry):
-                    if not (is_retry or self._to_resubmit):
-                        self._no_executor_since = None
-                    self._to_resubmit[life] = None
-                case Stray(outcome):
-                    effects += self.on_store_event(outcome)
-        if life.state is RequestState.LEFT and isinstance(event, TurnAway | Leave):
-            self._left.add(life.request_id)
+        for effect in tuple(effects):
+            kind = type(effect)
+            if kind is Forget:
+                if self._served.get(life.request_id) is life:
+                    del self._served[life.request_id]
+                if type(event) in (TurnAway, Leave):
+                    self._left.add(life.request_id)
+            elif isinstance(effect, Resubmit):
+                if not (effect.is_retry or self._to_resubmit):
+                    self._no_executor_since = None
+                self._to_resubmit[life] = None
+            elif isinstance(effect, Stray):
+                effects.remove(effect)
+                effects += self.on_store_event(effect.outcome)
         return effects
 
     def release(self, life: Lifecycle) -> Effects:

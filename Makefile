@@ -4,6 +4,7 @@
 #   make setup PIP_ARGS="--extra-index-url URL"      another source of packages, say for a CPU build of torch
 #   make bench-peers PEERS=vllm                      some of the engines to compare with
 #   make test PYTEST_ARGS="tests/unit -k scheduler"  some of the tests
+#   make test-all WORKERS=4                          more tests side by side
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,6 +14,8 @@ SHELL := bash
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Tests that run side by side: more than there are cores, since most of them wait for something.
+WORKERS ?= 3
 ARGS ?=
 PEERS ?=
 SOAK_REQUESTS ?= 10000
@@ -40,19 +43,25 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)
 GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 
-.PHONY: help setup clients demo up test test-gpu lint format protos chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu audit clean pictures docs docs-links docs-reference bench-openai loadgen
+# Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu reports audit clean pictures docs docs-links docs-reference bench-openai loadgen
 
 help:
 	@echo "make setup   install everything into .venv"
 	@echo "make demo    start the whole stack, send a dozen prompts at once, watch them board and leave"
 	@echo "make up      start the stack and keep it up; ARGS=\"--executors 2 --model …\""
-	@echo "make test    run the tests; PYTEST_ARGS=\"…\""
+	@echo "make test    run the fast tests: unit, properties, contracts, integration; PYTEST_ARGS=\"…\""
+	@echo "make test-all   run them and the slow ones: whole stacks, chaos, browser, deployment, kernels, fuzzing"
+	@echo "make mutations  whether the tests detect deliberate bugs; ARGS=\"--tier all --only 3 7\""
 	@echo "make clients    install the clients of others that tests drive, into $(CLIENTS)"
 	@echo "make test-gpu   run the tests that need an NVIDIA GPU"
 	@echo "make audit   look the dependencies up in the vulnerability databases (needs pypi.org)"
-	@echo "make lint    formatting, lint, types, generated code"
+	@echo "make lint    formatting, lint, types, generated code, what the documentation names"
 	@echo "make format  put the sources into the format that lint expects"
 	@echo "make protos  generate inflight/v1 and inflight/kserve again"
+	@echo "make sync-client  generate the blocking client from the asynchronous one"
 	@echo "make docs    build the documentation's site into build/docs; every warning is an error"
 	@echo "make docs-reference  write the pages again that are made from settings, commands and .proto files"
 	@echo "make docs-links  ask whether addresses that the pages name are there (needs the internet)"
@@ -62,12 +71,13 @@ help:
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
 	@echo "make bench-host   what the host's part of a step costs"
 	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
-	@echo "make bench-soak   10,000 short requests, watching the memory of the processes"
+	@echo "make bench-soak   the soak test over 10,000 short requests; SOAK_REQUESTS=1000"
 	@echo "make bench-openai  GuideLLM, a load generator of others, through the OpenAI-compatible gateway"
 	@echo "make loadgen  install GuideLLM into .clients, for its test and make bench-openai"
 	@echo "make bench-admission  what the admission ledger does on one core of Redis; QUEUED=1000000 EXECUTORS=1000, or ARGS=--matrix"
 	@echo "make bench-scheduling  scheduling policies side by side, in virtual time; ARGS=\"--scale 0.3\""
 	@echo "make bench-gpu  decode, prefill and workloads on an NVIDIA GPU against its limits and transformers"
+	@echo "make reports  build the pages with charts of bench/reports"
 	@echo "make clean   remove .venv and everything generated at run time"
 
 setup: $(INSTALLED)
@@ -104,7 +114,14 @@ $(CLIENTS)/%/.installed: $(CLIENT_LISTS)/%.txt
 		|| { rm -rf $(@D); echo "warning: $* could not be installed; its tests are skipped" >&2; }
 
 test: setup clients
-	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	@HYPOTHESIS_PROFILE=short $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not slow and not lint" $(PYTEST_ARGS)
+
+test-all: setup clients
+	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not lint" $(PYTEST_ARGS)
+
+# A mutation that the tests named with it do not detect costs a run of the whole tier.
+mutations: setup
+	@$(BIN)/python -m tests.mutations.main $(ARGS)
 
 pictures: setup
 	@$(BIN)/python -m tests.board_pictures docs/pictures $(ARGS)
@@ -116,7 +133,8 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/contract/test_protos.py tests/contract/test_imports.py tests/contract/test_style.py
+	$(BIN)/python -m pytest -q -m lint tests/contract
+	$(BIN)/python -m tests.mutations.main --check
 
 format: setup
 	$(BIN)/ruff format .
@@ -125,6 +143,9 @@ format: setup
 protos: setup
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 	$(BIN)/python -m tests.contract.baseline
+
+sync-client: setup
+	$(BIN)/python -m tests.contract.sync_client
 
 docs: setup
 	@$(BIN)/python -m sphinx -q -n -W --keep-going -c docs -d build/docs-doctrees -b html . build/docs
@@ -146,7 +167,7 @@ bench: setup
 	@$(BIN)/inflight bench $(ARGS)
 
 bench-host: setup
-	@$(BIN)/python -m bench.host_time $(ARGS)
+	@$(BIN)/python -m bench.engine.host_time $(ARGS)
 
 bench-peers: setup
 	@$(BIN)/python bench/peers/install.py $(PEERS)
@@ -175,7 +196,10 @@ bench-admission: setup
 	@$(BIN)/python -m bench.ledger.main --queued $(QUEUED) --executors $(EXECUTORS) $(ARGS)
 
 bench-scheduling: setup
-	@$(BIN)/python -m bench.simulation.compare $(ARGS)
+	@$(BIN)/python -m bench.scheduling.compare $(ARGS)
+
+reports: setup
+	@$(BIN)/python -m bench.build_reports $(ARGS)
 
 bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m bench.gpu.main $(ARGS)

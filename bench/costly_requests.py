@@ -1,9 +1,9 @@
-"""What costly requests do to the streams of others: how soon each is refused, and the longest pause meanwhile.
+"""The effect of costly requests on the streams of others: the time to their refusal, and the longest pause meanwhile.
 
     python -m bench.costly_requests [--rounds 5]
 
-A local stack with SmolLM2 serves one stream, and health checks are asked for one after the other, while requests of
-4 MB that a client can make in a moment are sent. A pause is the time between two events of the stream, or a health
+A local stack with SmolLM2 serves one stream and health checks, one after the other, while requests of 4 MB are sent
+that cost a client little to make. A pause is the time between two events of the stream, or a health
 check's round trip; the first row has both without any such request.
 """
 
@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.report.table import UNKNOWN, Table
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -124,29 +125,31 @@ async def _health(channel: grpc.aio.Channel, longest: Longest) -> None:
         await asyncio.sleep(0.002)
 
 
-async def _measure(rounds: int, show: Callable[[str], None]) -> None:
+async def _measure(rounds: int) -> Table:
     with tempfile.TemporaryDirectory() as folder:
         async with LocalStack(StackOptions(run_dir=Path(folder))) as stack:
-            show(f"{'request of 4 MB':<22} {'refused after':>14} {'stream':>10} {'health':>10}   longest, ms")
             async with watched(stack.address) as longest:
                 await asyncio.sleep(QUIET_S)
-            show(f"{'(none)':<22} {'':>14} {longest.of_stream * 1000:>10.1f} {longest.of_health * 1000:>10.1f}")
+            rows = [["(none)", UNKNOWN, _ms(longest.of_stream), _ms(longest.of_health)]]
             for costly in costly_requests():
                 took: list[float] = []
                 async with watched(stack.address) as longest, grpc.aio.insecure_channel(stack.address) as channel:
                     for _ in range(rounds):
                         took.append(await refused_within_s(channel, costly))
                         await asyncio.sleep(0.2)
-                figures = [max(took), longest.of_stream, longest.of_health]
-                refused, stream, health = (f"{figure * 1000:.1f}" for figure in figures)
-                show(f"{costly.name:<22} {refused:>14} {stream:>10} {health:>10}")
+                rows.append([costly.name, _ms(max(took)), _ms(longest.of_stream), _ms(longest.of_health)])
+    return Table(["request of 4 MB", "refused after, ms", "pause of the stream, ms", "health check, ms"], rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a row for each kind of request."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="how often each is sent")
-    asyncio.run(_measure(parser.parse_args(argv).rounds, lambda line: print(line, flush=True)))
+    print(asyncio.run(_measure(parser.parse_args(argv).rounds)).text())
 
 
 if __name__ == "__main__":

@@ -1,63 +1,46 @@
-"""`inflight bench`: starts what is to be compared, runs it in turn, writes the report.
+"""`inflight bench`: compares targets side by side and writes the report, or runs a soak test.
 
-Everything is up during the whole run; only one target works at a time, and an idle one uses no processor time. Each
-runs once per round, on the same requests, so that whatever disturbs the machine disturbs all of them.
+Everything is up during the whole run. Only one target works at a time, and an idle one uses no processor time. Each
+runs once per round, on the same requests, so that a disturbance of the machine affects all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from pathlib import Path
 
 from rich.console import Console
 
-from bench.measures import Run
-from bench.options import BenchOptions, parse_options
-from bench.progress import Progress
-from bench.report.report import Report, Section
-from bench.report.terminal import print_report
-from bench.report.write import write_report
-from bench.soak.count import soak
-from bench.stacks import planned_workload
-from bench.start import Field, circumstances, start_field
+from bench.comparison.options import BenchOptions, parse_options
+from bench.comparison.pages import page, terminal_lines, values_of
+from bench.comparison.progress import Progress
+from bench.comparison.report import Report, Section, section_of
+from bench.comparison.stacks import planned_workload
+from bench.comparison.start import Field, circumstances, start_field
+from bench.measures.run import Run
+from bench.report.page import write_report
+from bench.soak.soak import SoakOptions, soak
+from bench.targets.command_errors import with_command_errors
 from bench.targets.target import Target, TargetError
 from bench.workloads.generate import build_workload
-from bench.workloads.plan import Workload, WorkloadError
-from common.model_source import ModelError
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError, in_words
-from inflight.errors import InflightError
-from inflight.local.stack import StackError
+from bench.workloads.plan import Workload
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, run_in_foreground
 
-# The first steps of a process allocate, compile and fill caches; these requests take that on themselves.
+# The first steps of a process allocate, compile and fill caches. These requests bear that cost.
 WARM_UP_VARIANT = -1
 WARM_UP_SCALE = 0.25
+SOAK_FOLDER = Path("run/bench-soak")
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark and returns the exit code: 0 where every request went well."""
     options = parse_options(argv)
-    if options.num_soak_requests is not None:
-        return run_in_foreground(lambda: _in_words(options, soak(options, options.num_soak_requests or 0)))
-    return run_in_foreground(lambda: _in_words(options, _bench(options)))
+    command = _compare if options.num_soak_requests is None else _soak
+    return run_in_foreground(lambda: with_command_errors(command(options), options.address))
 
 
-async def _in_words(options: BenchOptions, command: Coroutine[Any, Any, int]) -> int:
-    """Runs a command; what goes wrong outside of it becomes a line for the user."""
-    try:
-        return await command
-    except StackError as error:
-        raise CommandError(str(error), EXIT_USAGE if error.is_setting else EXIT_FAILURE) from None
-    except (ModelError, WorkloadError) as error:
-        raise CommandError(str(error), EXIT_USAGE) from None
-    except TargetError as error:
-        raise CommandError(str(error)) from None
-    except InflightError as error:
-        raise CommandError(in_words(error, options.address or "the stack")) from None
-
-
-async def _bench(options: BenchOptions) -> int:
+async def _compare(options: BenchOptions) -> int:
     console = Console()
     for name in options.workloads:
         planned_workload(options, name, vocabulary_size=1)  # a file that is wrong is found before anything starts
@@ -67,14 +50,16 @@ async def _bench(options: BenchOptions) -> int:
         started = await start_field(options, opened, progress)
         sections = [await compare(started, options, name, progress) for name in options.workloads]
         report = Report(circumstances(options, started), tuple(sections), options.price_per_hour, options.slo)
-    print_report(report, console)
-    paths = write_report(report, options.out, options.name, options.json_path)
+    for line in terminal_lines(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    paths = write_report(options.out, options.name, values_of(report), page(report))
+    _copy_json(paths[0], options.json_path)
     console.print("report: " + ", ".join(str(path) for path in paths), highlight=False, soft_wrap=True)
     return EXIT_FAILURE if any(run.measures.num_failed for section in sections for run in section.runs) else 0
 
 
 async def compare(started: Field, options: BenchOptions, name: str, progress: Progress) -> Section:
-    """Runs everything once per round. Each round begins with another one, so that nobody is always the first."""
+    """Runs everything once per round. Each round begins with another target, so that none is always the first."""
     runs: list[Run] = []
     warm_up = _warm_up(started, options)
     for target in list(started.targets):
@@ -90,11 +75,11 @@ async def compare(started: Field, options: BenchOptions, name: str, progress: Pr
                 runs.append(run)
                 progress.end(workload, run)
     ordered = sorted(runs, key=lambda run: (run.round, started.place(run.mode)))
-    return Section(planned_workload(options, name, started.vocabulary_size), tuple(ordered))
+    return section_of(planned_workload(options, name, started.vocabulary_size), ordered)
 
 
 async def _run(started: Field, target: Target, workload: Workload, number: int, progress: Progress) -> Run | None:
-    """One run; a peer that breaks is left out from then on, one of ours ends the benchmark."""
+    """One run. A peer that breaks is left out from then on; any other target that breaks ends the benchmark."""
     try:
         return await target.run(workload, number, progress.advance)
     except TargetError as error:
@@ -113,3 +98,32 @@ def _warm_up(started: Field, options: BenchOptions) -> Workload:
         num_requests=options.seats * options.executors,
         variant=WARM_UP_VARIANT,
     )
+
+
+async def _soak(options: BenchOptions) -> int:
+    if options.address is not None:
+        raise CommandError("--soak needs the processes on this machine: leave --address out", EXIT_USAGE)
+    num_requests = options.num_soak_requests
+    code = await soak(
+        SoakOptions(
+            seconds=0.0,
+            seed=options.seed,
+            model=options.model or "",
+            routers=1,
+            executors=options.executors,
+            seats=options.seats,
+            run_dir=SOAK_FOLDER,
+            out=SOAK_FOLDER,
+            command=f"inflight bench --soak {num_requests} --seats {options.seats}",
+            num_requests=num_requests,
+            executor_args=options.executor_args,
+        )
+    )
+    _copy_json(SOAK_FOLDER / "soak.json", options.json_path)
+    return code
+
+
+def _copy_json(report: Path, path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(report.read_bytes())

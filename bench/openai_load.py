@@ -1,4 +1,4 @@
-"""Loads a local stack through its OpenAI-compatible gateway with GuideLLM, a load generator that others wrote.
+"""Load of a local stack through its OpenAI-compatible gateway, by the load generator GuideLLM.
 
 `make bench-openai` installs it into .clients/guidellm and runs this. Nothing is loaded from a model hub: prompts are
 synthetic text, counted by the model's own tokenizer. Writes GuideLLM's figures with the command, machine and date.
@@ -14,24 +14,29 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench.report.page import Page, Part
+from bench.report.table import Table
 from common.machine import num_usable_cores
 from common.model_source import load_tokenizer, resolve_model
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 
 GUIDELLM = Path(".clients/guidellm/bin/guidellm")
+COLUMNS = (
+    "concurrency", "succeeded", "failed", "requests/s", "output tok/s", "TTFT ms", "inter-token ms", "latency s",
+)  # fmt: skip
 REPORT = Path("bench/reports/openai")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class GuideLlmLoad:
     """What is sent: `num_requests` with each number of `streams` at a time, to one path of the API."""
 
     model: str
@@ -42,8 +47,7 @@ class Load:
     output_tokens: int = 64
 
 
-def guidellm_command(program: Path, load: Load, target: str, tokenizer: Path, report: Path) -> list[str]:
-    """GuideLLM's command line."""
+def guidellm_command(program: Path, load: GuideLlmLoad, target: str, tokenizer: Path, report: Path) -> list[str]:
     data = f"prompt_tokens={load.prompt_tokens},output_tokens={load.output_tokens}"
     return [
         *(str(program), "run", "--disable-console-interactive"),
@@ -83,8 +87,8 @@ def write_tokenizer(model: str, folder: Path) -> Path:
     return folder
 
 
-def row(streams: int, benchmark: dict[str, Any]) -> str:
-    """A line of the report's table."""
+def row(streams: int, benchmark: Mapping[str, Any]) -> list[str]:
+    """The figures of one run of GuideLLM."""
     metrics = benchmark["metrics"]
     totals = metrics["request_totals"]
 
@@ -94,38 +98,32 @@ def row(streams: int, benchmark: dict[str, Any]) -> str:
     def p99(name: str) -> float:
         return float(metrics[name]["successful"]["percentiles"]["p99"])
 
-    cells = (
+    return [
         f"{streams}", f"{totals['successful']}", f"{totals['errored']}", f"{mean('requests_per_second'):.2f}",
         f"{mean('output_tokens_per_second'):.1f}",
         f"{mean('time_to_first_token_ms'):.0f} / {p99('time_to_first_token_ms'):.0f}",
         f"{mean('inter_token_latency_ms'):.1f} / {p99('inter_token_latency_ms'):.1f}",
         f"{mean('request_latency'):.2f} / {p99('request_latency'):.2f}",
-    )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+    ]  # fmt: skip
 
 
-def report_text(load: Load, benchmarks: Sequence[dict[str, Any]], command: str, load_average: float) -> str:
-    """The report. `load_average`: the machine's before anything ran, which says whether the figures mean much."""
-    lines = [
-        "# GuideLLM through the OpenAI-compatible gateway",
-        "",
-        f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()} with {num_usable_cores()} cores, Linux "
-        f"{platform.release()}; load generator, gateway, router, executor and Redis share them. Model {load.model}, "
-        f"{load.prompt_tokens} prompt and {load.output_tokens} output tokens a request, `{load.path}`, streamed.",
-        "",
-        f"    {command}",
-        "",
-        "The figures are GuideLLM's own, mean / p99; at the same time means how many requests it keeps under way. The "
-        f"machine's load average was {load_average:.1f} at the beginning.",
-        "",
-        "| at the same time | succeeded | failed | requests/s | output tok/s | TTFT ms | inter-token ms | latency s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        *(row(streams, benchmark) for streams, benchmark in zip(load.streams, benchmarks, strict=True)),
-    ]
-    return "\n".join(lines) + "\n"
+def page(load: GuideLlmLoad, benchmarks: Sequence[Mapping[str, Any]], command: str, load_average: float) -> Page:
+    """The report. `load_average` is the machine's before the run, which shows how much other load it had."""
+    rows = [row(streams, benchmark) for streams, benchmark in zip(load.streams, benchmarks, strict=True)]
+    circumstances = {
+        "command": command,
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "machine": f"{platform.machine()} with {num_usable_cores()} cores, Linux {platform.release()}; load generator, "
+        f"gateway, router, executor and Redis share them; load average at the beginning: {load_average:.1f}",
+        "model": load.model,
+        "load": f"{load.prompt_tokens} prompt and {load.output_tokens} output tokens each, `{load.path}`, streamed",
+    }
+    note = "The figures are GuideLLM's own, mean / p99. Concurrency is the number of requests that it keeps under way."
+    parts = [Part("Figures", note, table=Table(COLUMNS, rows))]
+    return Page("GuideLLM through the OpenAI-compatible gateway", circumstances, parts)
 
 
-async def measure(load: Load, options: StackOptions, program: Path, source: str) -> list[dict[str, Any]]:
+async def measure(load: GuideLlmLoad, options: StackOptions, program: Path, source: str) -> list[dict[str, Any]]:
     """Starts the stack, loads it, and returns GuideLLM's benchmarks."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(source, Path(folder) / "tokenizer")
@@ -141,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
     if not GUIDELLM.exists():
         print(f"error: there is no {GUIDELLM}; make bench-openai installs it", file=sys.stderr)
         return 2
-    load = Load(
+    load = GuideLlmLoad(
         model=resolve_model(flags.model).name,
         streams=tuple(int(one) for one in flags.streams.split(",")),
         num_requests=flags.requests,
@@ -155,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
     load_average = os.getloadavg()[0]
     benchmarks = asyncio.run(measure(load, options, GUIDELLM, flags.model))
     given = f" ARGS={shlex.quote(' '.join(argv))}" if argv else ""
-    text = report_text(load, benchmarks, f"make bench-openai{given}", load_average)
+    text = page(load, benchmarks, f"make bench-openai{given}", load_average).markdown()
     flags.report.parent.mkdir(parents=True, exist_ok=True)
     flags.report.with_suffix(".md").write_text(text)
     print(text)

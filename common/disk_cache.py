@@ -12,8 +12,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock
-
 CACHE_VARIABLE = "INFLIGHT_CACHE_DIR"
 
 
@@ -34,6 +32,8 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """
     if target.exists():
         return target
+    from filelock import FileLock  # only where something is built: `inflight doctor` runs without the extra `serve`
+
     lock = FileLock(target.parent / f".{target.name}.lock")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

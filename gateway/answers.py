@@ -22,7 +22,7 @@ _FINISH: dict[FinishReason, Literal["stop", "length"]] = {
 
 
 @dataclass(slots=True)
-class Choice:
+class FinishedChoice:
     """One choice that has been read to its end."""
 
     text: str
@@ -51,7 +51,7 @@ class Chunks:
 
     def finished(self, index: int, reason: FinishReason) -> dict[str, Any]:
         """The end of a choice. Raises `ApiError` for one that OpenAI's API has no word for."""
-        end = {"logprobs": None, "finish_reason": finish_reason(reason)}
+        end = {"logprobs": None, "finish_reason": openai_finish_reason(reason)}
         empty: dict[str, Any] = {"text": ""} if self.ask.kind == "completion" else {"delta": {}}
         return self._chunk([{"index": index, **empty, **end}])
 
@@ -87,7 +87,7 @@ class Chunks:
 _UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 
-def whole_answer(ask: Ask, answer: AnswerId, choices: Sequence[Choice]) -> dict[str, Any]:
+def whole_answer(ask: Ask, answer: AnswerId, choices: Sequence[FinishedChoice]) -> dict[str, Any]:
     """The answer in one piece. Raises `ApiError` where a choice ended in a way that OpenAI's API has no word for."""
     return {
         "id": answer.name,
@@ -99,8 +99,8 @@ def whole_answer(ask: Ask, answer: AnswerId, choices: Sequence[Choice]) -> dict[
     }
 
 
-def _whole_choice(ask: Ask, index: int, choice: Choice) -> dict[str, Any]:
-    end = {"logprobs": logprobs_of(ask, choice.logprobs), "finish_reason": finish_reason(choice.reason)}
+def _whole_choice(ask: Ask, index: int, choice: FinishedChoice) -> dict[str, Any]:
+    end = {"logprobs": logprobs_of(ask, choice.logprobs), "finish_reason": openai_finish_reason(choice.reason)}
     if ask.kind == "completion":
         return {"index": index, "text": choice.text, **end}
     return {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None}, **end}
@@ -115,7 +115,7 @@ def logprobs_of(ask: Ask, positions: Sequence[PositionLogprobs | None], text_off
     return openai_logprobs.of_completion(positions, text_offset)
 
 
-def finish_reason(reason: FinishReason) -> Literal["stop", "length"]:
+def openai_finish_reason(reason: FinishReason) -> Literal["stop", "length"]:
     """OpenAI's word. Raises `ApiError` where there is none."""
     if reason not in _FINISH:
         raise from_end(reason)

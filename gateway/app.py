@@ -60,7 +60,7 @@ class GatewayApp:
             async with asyncio.timeout(timeout_s):
                 await self._is_idle.wait()
         except TimeoutError:
-            log.warning("drain: %d requests still run; they are cut off", self._num_requests)
+            log.warning("drain: %d requests still run; they are aborted", self._num_requests)
 
     @contextmanager
     def serving(self) -> Iterator[None]:

@@ -252,7 +252,7 @@ def _explained(error: ValidationError) -> ApiError:
     param = _path(detail)
     match detail["type"]:
         case "extra_forbidden":
-            return refused(param, "is no parameter that is known here", "unknown_parameter")
+            return refused(param, "is not a known parameter", "unknown_parameter")
         case "missing":
             return refused(param, "is required", "missing_required_parameter")
         case "value_error":

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from gateway.answers import Choice
+from gateway.answers import FinishedChoice
 from gateway.asking import Ask
 from gateway.event_ids import Place
-from inflight.aio import Client, Stream
+from inflight import AsyncClient, AsyncStream
 from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs
 from inflight.v1 import inference_pb2
 
@@ -25,7 +25,7 @@ MAX_KEYS = 4
 class Source:
     """Where choices come from: the routers, and what goes with the calls of this client's."""
 
-    client: Client
+    client: AsyncClient
     metadata: Mapping[str, str]
 
     async def begun(self, request: inference_pb2.GenerateRequest, *, takes_back: bool) -> AsyncGenerator[Event, None]:
@@ -50,7 +50,7 @@ class Source:
 
     async def resumed(self, place: Place) -> AsyncGenerator[Event, None]:
         """The events of a request behind a place. Raises as `begun`."""
-        stream: Stream = self.client.resume(
+        stream: AsyncStream = self.client.resume(
             place.request_id,
             place.resume_token,
             offset=place.num_tokens,
@@ -61,7 +61,7 @@ class Source:
             async for event in events:
                 yield event
 
-    async def collected(self, ask: Ask) -> list[Choice]:
+    async def collected(self, ask: Ask) -> list[FinishedChoice]:
         """Every choice, read to its end. Raises as `begun`; the others are cancelled then."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -70,7 +70,7 @@ class Source:
             raise failed.exceptions[0] from None
         return [choice.result() for choice in reading]
 
-    async def _collect(self, request: inference_pb2.GenerateRequest) -> Choice:
+    async def _collect(self, request: inference_pb2.GenerateRequest) -> FinishedChoice:
         texts: list[str] = []
         logprobs: list[PositionLogprobs | None] = []
         reason = FinishReason.UNKNOWN
@@ -86,7 +86,7 @@ class Source:
                     case Finished():
                         reason = event.reason
                     case Done():
-                        return Choice("".join(texts), reason, event.usage, logprobs)
+                        return FinishedChoice("".join(texts), reason, event.usage, logprobs)
         raise AssertionError("a stream without an error ends with Done")
 
 

@@ -54,7 +54,7 @@ class Exchange:
         except ClientGone:
             self._status = self._status or CLIENT_CLOSED_REQUEST
         except TimeoutError:
-            log.warning("request %s: its client did not read; cut off", self._request_id)
+            log.warning("request %s: the client did not read; aborted", self._request_id)
         except Exception:
             log.exception("request %s failed", self._request_id)
             await self._answer(ApiError(500, "the gateway failed", "server_error", code="internal"), receive)

@@ -22,8 +22,8 @@ from gateway.app import GatewayApp
 from gateway.metrics import Metrics
 from gateway.service import GatewayService
 from gateway.settings import GatewaySettings
-from inflight.aio import Client
-from inflight.channel import is_this_machine
+from inflight import AsyncClient
+from inflight.access import is_this_machine
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ def _run_with_settings(argv: Sequence[str]) -> int:
     for line in describe(settings):
         log.info("setting %s", line)
     check_listen(settings.listen)
-    return asyncio.run(run(settings))
+    return asyncio.run(run_gateway(settings))
 
 
-async def run(settings: GatewaySettings) -> int:
+async def run_gateway(settings: GatewaySettings) -> int:
     """start → serve → drain → stop."""
     signals = Signals(asyncio.get_running_loop())
     client = open_client(settings)
@@ -61,14 +61,14 @@ async def run(settings: GatewaySettings) -> int:
     return 0
 
 
-def open_client(settings: GatewaySettings) -> Client:
+def open_client(settings: GatewaySettings) -> AsyncClient:
     """The client of the routers. Raises `SettingError` where there can be none."""
     try:
         if settings.router_tls_ca_file is None:
             if not all(map(is_this_machine, settings.routers)):
-                log.warning("routers: keys that clients send travel to them in the clear; see router_tls_ca_file")
-            return Client(*settings.routers)
-        return Client(
+                log.warning("the keys of clients are sent to routers without TLS: set router_tls_ca_file")
+            return AsyncClient(*settings.routers)
+        return AsyncClient(
             *settings.routers, credentials=_credentials(settings), server_name=settings.router_tls_name or None
         )
     except ValueError as error:

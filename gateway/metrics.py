@@ -19,16 +19,16 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = new_registry()
         self._requests = Counter(
-            "inflight_gateway_requests", "HTTP requests ended", ("route", "status"), registry=self.registry
+            "inflight_gateway_requests", "HTTP requests that ended.", ("route", "status"), registry=self.registry
         )
         self._seconds = Histogram(
             "inflight_gateway_request_seconds",
-            "from the request's arrival to the last byte",
+            "Time from the arrival of a request to the last byte of the response.",
             ("route",),
             registry=self.registry,
             buckets=BUCKETS_S,
         )
-        self._streams = Gauge("inflight_gateway_streams", "answers being streamed", registry=self.registry)
+        self._streams = Gauge("inflight_gateway_streams", "Responses that are being streamed.", registry=self.registry)
 
     def ended(self, route: str, status: int, seconds: float) -> None:
         """An HTTP request has ended."""

@@ -23,7 +23,7 @@ from gateway.leaving import ClientGone, while_connected
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
 from gateway.streaming import EventStream, WriteTimeouts
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 
 KEY_HEADER = "Idempotency-Key"
@@ -42,7 +42,7 @@ MakeAsk = Callable[[bytes, str], Ask]
 class GatewayService:
     """The routes. Stateless but for the requests under way, which `app` counts."""
 
-    def __init__(self, client: Client, settings: GatewaySettings, metrics: Metrics) -> None:
+    def __init__(self, client: AsyncClient, settings: GatewaySettings, metrics: Metrics) -> None:
         self._client = client
         self._settings = settings
         self._metrics = metrics
@@ -159,7 +159,7 @@ def _metadata(request: Request) -> dict[str, str]:
     for authorization in shown:
         is_plain = authorization.isascii() and authorization.isprintable()
         if not is_plain or len(authorization) > MAX_AUTHORIZATION_CHARACTERS:
-            raise ApiError(401, "Authorization: is no key", "authentication_error", code="invalid_api_key")
+            raise ApiError(401, "Authorization: is not a valid key", "authentication_error", code="invalid_api_key")
         metadata["authorization"] = authorization
     return metadata
 

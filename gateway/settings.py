@@ -1,4 +1,4 @@
-"""What a gateway process can be told. Read once, validated, never changed."""
+"""Settings of a gateway process. Read once, validated, never changed."""
 
 from __future__ import annotations
 
@@ -11,50 +11,61 @@ from common.settings import ProcessSettings
 
 
 class GatewaySettings(ProcessSettings):
-    """Settings of `inflight gateway`, the OpenAI-compatible HTTP API in front of routers."""
+    """Settings of the gateway, the OpenAI-compatible HTTP API in front of routers."""
 
-    listen: str = Field("127.0.0.1:8000", description="address to serve HTTP on, host:port; port 0 takes a free one")
+    listen: str = Field("127.0.0.1:8000", description="address for HTTP, host:port; port 0 picks a free port")
     routers: tuple[str, ...] = Field(
         ("127.0.0.1:50051",),
         min_length=1,
-        description="router addresses host:port, comma-separated; dns:///name:port alone means every address of a name",
+        description="router addresses host:port, comma-separated; a single dns:///name:port stands for every "
+        "address of the name",
     )
     router_tls_ca_file: Path | None = Field(
-        None, description="PEM certificates of who may sign routers' certificates; unset: no TLS to routers"
+        None, description="PEM certificates of the authorities that sign router certificates; unset: no TLS to routers"
     )
-    router_tls_cert_file: Path | None = Field(None, description="PEM certificate chain shown to routers")
+    router_tls_cert_file: Path | None = Field(None, description="PEM certificate chain presented to routers")
     router_tls_key_file: Path | None = Field(None, description="PEM private key of router_tls_cert_file")
     router_tls_name: str = Field(
-        "", description="name that routers' certificates must bear; empty: the host of their address"
+        "", description="name that router certificates must contain; empty: the host of the router's address"
     )
-    tls_cert_file: Path | None = Field(None, description="PEM certificate chain for clients; unset: HTTP in the clear")
+    tls_cert_file: Path | None = Field(None, description="PEM certificate chain for clients; unset: no TLS")
     tls_key_file: Path | None = Field(None, description="PEM private key of tls_cert_file")
-    max_body_bytes: int = Field(4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="largest body of a request")
-    max_requests: int = Field(2000, ge=1, description="requests under way; more are refused with 503")
-    max_choices: int = Field(128, ge=1, le=10_000, description="choices of one request: prompts times n")
+    max_body_bytes: int = Field(
+        4 * 1024 * 1024, ge=1024, le=64 * 1024 * 1024, description="maximum size of a request body in bytes"
+    )
+    max_requests: int = Field(2000, ge=1, description="maximum concurrent requests; more are refused with status 503")
+    max_choices: int = Field(128, ge=1, le=10_000, description="maximum choices of one request: prompts times n")
     default_priority: Literal["interactive", "standard", "batch"] | None = Field(
-        None, description="class of requests that name none; unset: the router's default for the caller"
+        None, description="class of requests that do not name one; unset: the router's default"
     )
     default_resume_ttl_s: float = Field(
         0.0,
         ge=0,
         le=3600,
-        description="seconds that a stream which names no resume_ttl_s goes on without its client; 0: it is cancelled "
-        "at once",
+        description="seconds that a stream without resume_ttl_s continues after its client disconnects; 0: it is "
+        "cancelled at once",
     )
     heartbeat_s: float = Field(
-        10.0, gt=0, le=3600, description="seconds of silence after which a stream gets a comment, so that it stays open"
+        10.0,
+        gt=0,
+        le=3600,
+        description="seconds of silence after which a stream gets an SSE comment, so that proxies keep it open",
     )
-    body_timeout_s: float = Field(30.0, gt=0, le=3600, description="seconds that a request's body may take to arrive")
+    body_timeout_s: float = Field(30.0, gt=0, le=3600, description="maximum seconds for a request body to arrive")
     write_timeout_s: float = Field(
-        30.0, gt=0, le=3600, description="seconds that a client may leave its stream unread; then it is cut off"
+        30.0,
+        gt=0,
+        le=3600,
+        description="seconds that a client may leave its stream unread; then the connection is closed",
     )
     cors_origins: tuple[str, ...] = Field(
-        (), description="origins whose pages may call from a browser, comma-separated, * for any; empty: none"
+        (), description="origins whose pages may call from a browser, comma-separated; * for any; empty: none"
     )
-    drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running requests get to end on SIGTERM")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
-    log_format: Literal["text", "json"] = Field("text", description="json: every line of the log is one JSON object")
+    drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running requests have to finish after SIGTERM")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="minimum severity of log messages"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="json: one JSON object per line")
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:

@@ -44,7 +44,7 @@ class WriteTimeouts:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class ChoiceEvent:
     """An event of a choice, or what its stream broke off with."""
 
     index: int
@@ -70,7 +70,7 @@ class EventStream:
         self._places = places
         self._timeouts = timeouts
         self._metrics = metrics
-        self._news: asyncio.Queue[News] = asyncio.Queue(MAX_WAITING_EVENTS)
+        self._news: asyncio.Queue[ChoiceEvent] = asyncio.Queue(MAX_WAITING_EVENTS)
         self._usages: dict[int, Usage] = {}
         self._prompt_tokens = [0] * len(places)
         self._has_opened = [bool(place.resume_token) for place in places]
@@ -95,13 +95,13 @@ class EventStream:
         try:
             async with aclosing(source) as events:
                 async for event in events:
-                    await self._news.put(News(index, event))
+                    await self._news.put(ChoiceEvent(index, event))
         except InflightError as error:
-            await self._news.put(News(index, error))
+            await self._news.put(ChoiceEvent(index, error))
 
-    async def _until_all_are_taken(self) -> list[News]:
+    async def _until_all_are_taken(self) -> list[ChoiceEvent]:
         """The first news, with at least one event of each choice."""
-        first: list[News] = []
+        first: list[ChoiceEvent] = []
         silent = set(range(len(self._places)))
         while silent:
             news = await self._news.get()
@@ -111,7 +111,7 @@ class EventStream:
             first.append(news)
         return first
 
-    async def _relay(self, send: Send, news: list[News]) -> None:
+    async def _relay(self, send: Send, news: list[ChoiceEvent]) -> None:
         while True:
             try:
                 body = b"".join(part for one in news for part in self._told(one))
@@ -126,7 +126,7 @@ class EventStream:
                 return
             news = await self._next_news(send)
 
-    async def _next_news(self, send: Send) -> list[News]:
+    async def _next_news(self, send: Send) -> list[ChoiceEvent]:
         """All that has come, at least one; comments while it does not."""
         while True:
             with contextlib.suppress(TimeoutError):
@@ -138,7 +138,7 @@ class EventStream:
             news.append(self._news.get_nowait())
         return news
 
-    def _told(self, news: News) -> Iterator[bytes]:
+    def _told(self, news: ChoiceEvent) -> Iterator[bytes]:
         """What the client is told of it. Raises `ApiError` where that ends the stream."""
         index, place = news.index, self._places[news.index]
         match news.event:

@@ -1,0 +1,123 @@
+"""The Python client of inflight: `from inflight import Client, AsyncClient`.
+
+A name is loaded when it is first used, so importing the generated messages (`inflight.v1`) loads nothing else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inflight.access import AccessOptions
+    from inflight.aio import AsyncClient
+    from inflight.aio_stream import AsyncStream
+    from inflight.catalogue import (
+        Capacity,
+        EstimateQuality,
+        ExecutorCapacity,
+        Model,
+        QueueDepth,
+        RequestStanding,
+        RequestState,
+        VariantCapacity,
+    )
+    from inflight.errors import FieldError, InflightError
+    from inflight.events import (
+        Accepted,
+        Choice,
+        Completion,
+        Delta,
+        Done,
+        Event,
+        Finished,
+        FinishReason,
+        Logprob,
+        Notice,
+        PositionLogprobs,
+        Queued,
+        Resumed,
+        Started,
+        Timing,
+        Usage,
+    )
+    from inflight.requests import ChatMessage, GenerateOptions
+    from inflight.statistics import (
+        ExecutorStatistics,
+        Iteration,
+        ModelLatency,
+        SequenceOnExecutor,
+        Statistics,
+        TenantQueue,
+    )
+    from inflight.sync import Client
+    from inflight.sync_stream import Stream
+
+__all__ = [
+    "Accepted",
+    "AccessOptions",
+    "AsyncClient",
+    "AsyncStream",
+    "Capacity",
+    "ChatMessage",
+    "Choice",
+    "Client",
+    "Completion",
+    "Delta",
+    "Done",
+    "EstimateQuality",
+    "Event",
+    "ExecutorCapacity",
+    "ExecutorStatistics",
+    "FieldError",
+    "FinishReason",
+    "Finished",
+    "GenerateOptions",
+    "InflightError",
+    "Iteration",
+    "Logprob",
+    "Model",
+    "ModelLatency",
+    "Notice",
+    "PositionLogprobs",
+    "QueueDepth",
+    "Queued",
+    "RequestStanding",
+    "RequestState",
+    "Resumed",
+    "SequenceOnExecutor",
+    "Started",
+    "Statistics",
+    "Stream",
+    "TenantQueue",
+    "Timing",
+    "Usage",
+    "VariantCapacity",
+]
+
+# In an order that loads no more than a name needs.
+_MODULES = (
+    "errors",
+    "access",
+    "requests",
+    "events",
+    "catalogue",
+    "statistics",
+    "sync_stream",
+    "sync",
+    "aio_stream",
+    "aio",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for module in _MODULES:
+            loaded = import_module(f"inflight.{module}")
+            if hasattr(loaded, name):
+                return getattr(loaded, name)
+    raise AttributeError(f"module 'inflight' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

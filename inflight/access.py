@@ -1,31 +1,108 @@
-"""How a client gets in: TLS to the router, and what says who is calling. Shared by both clients and the command line.
+"""The way to the routers: targets, channel options, TLS and credentials. Shared by both clients and the command line.
 
-A key or token goes with each call as `authorization: Bearer …`, over TLS or to this very machine; it is never sent in
-the clear to another one, and is part of no text that this library makes.
+gRPC's own retries cover everything before the first event of a stream: the router sends no headers before a request has
+a seat, so a router that goes away or has no executor yet is retried transparently, on another router if there is one.
+Unary calls are safe to repeat and are retried, too. Nothing is hedged: the router would end one of two streams of a
+request, and a second request would cost a second seat. `service_config.json` is this policy, for any gRPC client: see
+docs/client.md.
+
+A key or token is sent with each call as `authorization: Bearer …`, over TLS or on loopback, never unencrypted to
+another machine. It is part of no text that this library produces.
 """
 
 from __future__ import annotations
 
+import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import TypedDict
 
 import grpc
 
-from common.telemetry.trace_context import metadata_of
-from inflight.channel import channel_target, client_options, hosts_of, is_this_machine
+from common.addresses import is_loopback
+from common.rpc.options import channel_options
+
+# For unary calls, which a router answers from memory. `Generate` has only the caller's deadline.
+UNARY_TIMEOUT_S = 10.0
+
+SERVICE_CONFIG = resources.files("inflight").joinpath("service_config.json")
+
+
+def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, int | str]]:
+    """Channel options for these targets."""
+    options: list[tuple[str, int | str]] = [
+        *channel_options(),
+        ("grpc.enable_retries", int(retries)),
+        ("grpc.service_config", SERVICE_CONFIG.read_text(encoding="utf-8")),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+    if all(is_this_machine(target) for target in targets):
+        options.append(("grpc.enable_http_proxy", 0))
+    return options
+
+
+def channel_target(targets: Sequence[str]) -> str:
+    """gRPC's target for the routers at `targets`, each `host:port`.
+
+    A single target is passed on unchanged, so that gRPC schemes (`dns:///name:port`, `unix:/path`) work. The host names
+    of several are resolved here, once: gRPC takes a list of addresses, not of names.
+    """
+    if not targets:
+        raise ValueError("a client needs at least one address host:port")
+    for target in targets:
+        if not target or target != target.strip():
+            raise ValueError(f"not an address host:port: {target!r}")
+    if len(targets) == 1:
+        return targets[0]
+    numeric = [_lookup(target) for target in targets]
+    families = {family for family, _ in numeric}
+    if len(families) > 1:
+        raise ValueError("IPv4 and IPv6 addresses cannot be mixed: " + ", ".join(targets))
+    scheme = "ipv4" if families == {socket.AF_INET} else "ipv6"
+    return f"{scheme}:" + ",".join(address for _, address in numeric)
+
+
+def hosts_of(targets: Sequence[str]) -> set[str]:
+    """The hosts of addresses `host:port`."""
+    return {_split(target)[0] for target in targets}
+
+
+def is_this_machine(target: str) -> bool:
+    """Whether the target is on this machine."""
+    return target.startswith("unix:") or is_loopback(target.removeprefix("dns:///"))
+
+
+def _lookup(target: str) -> tuple[socket.AddressFamily, str]:
+    host, port = _split(target)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"cannot look up {target!r}: {error}") from None
+    family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, f"{address[0]}:{port}" if family == socket.AF_INET else f"[{address[0]}]:{port}"
+
+
+def _split(target: str) -> tuple[str, int]:
+    host, _, port = target.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"not an address host:port: {target!r}")
+    return host.strip("[]"), int(port)
+
 
 Metadata = tuple[tuple[str, str], ...]
 
 
 class AccessOptions(TypedDict, total=False):
-    """Keywords of both clients about who calls and how the connection is protected.
+    """Keywords of both clients for credentials and TLS.
 
-    `api_key` and `token` differ only in that a token may be a function, which is called for each call and must answer
-    at once, so that a short-lived token can be renewed elsewhere. `ca_file` holds PEM certificates of who may sign the
-    router's; it implies `tls`, which without it trusts what gRPC trusts. `server_name` is the name that the router's
-    certificate must bear, where that is not the host of its address. `credentials` replace all of TLS's options.
+    `api_key` and `token` differ only in that a token may be a function. It is called for each call and must not block,
+    so that a short-lived token can be renewed elsewhere. `ca_file` holds PEM certificates of the authorities to trust
+    and implies `tls`, which alone trusts gRPC's default authorities. `server_name` is the name expected in the router's
+    certificate if it is not the host of the address. `credentials` replace all TLS options.
     """
 
     api_key: str | None
@@ -38,7 +115,7 @@ class AccessOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """All that is needed to open a channel and to make a call on it. `credentials` None: in the clear."""
+    """Everything needed to open a channel and to make a call on it. `credentials` None: no TLS."""
 
     target: str
     options: Sequence[tuple[str, int | str]]
@@ -47,8 +124,8 @@ class Access:
     token: Callable[[], str] | None
 
     def metadata(self) -> Metadata:
-        """What goes with a call that is made now, the caller's trace included where there is one."""
-        metadata = (*self.fixed_metadata, *metadata_of())
+        """The metadata of a call that is made now, with the caller's trace context where there is one."""
+        metadata = (*self.fixed_metadata, *_trace_metadata())
         if self.token is None:
             return metadata
         return (*metadata, ("authorization", f"Bearer {self.token()}"))
@@ -57,10 +134,10 @@ class Access:
 def open_access(
     targets: Sequence[str], options: AccessOptions, *, metadata: Mapping[str, str] | None, retries: bool
 ) -> Access:
-    """Checks that the options go together.
+    """Checks the options and combines them.
 
     Raises:
-        ValueError: they do not, an address is none, or a file cannot be read.
+        ValueError: options contradict each other, an address is invalid, or a file cannot be read.
     """
     target = channel_target(targets)
     token = _token(options)
@@ -71,16 +148,25 @@ def open_access(
             raise ValueError("give either credentials or tls and ca_file")
         credentials = grpc.ssl_channel_credentials(_read_certificates(options.get("ca_file")))
     if server_name and credentials is None:
-        raise ValueError("server_name: is the name in a certificate; give tls or ca_file, too")
+        raise ValueError("server_name: needs tls or ca_file")
     if token is not None and credentials is None and not all(map(is_this_machine, targets)):
         raise ValueError(
-            "an API key or token would travel in the clear to another machine: give tls or ca_file. Where something "
-            "else encrypts the way there, pass metadata={'authorization': 'Bearer …'}"
+            "an API key or token would be sent unencrypted to another machine: give tls or ca_file. If something else "
+            "encrypts the connection, pass metadata={'authorization': 'Bearer …'}"
         )
     channel_options = client_options(targets, retries=retries)
     if credentials is not None and (name := server_name or _common_name(targets)):
         channel_options.append(("grpc.ssl_target_name_override", name))
     return Access(target, channel_options, credentials, tuple((metadata or {}).items()), token)
+
+
+def _trace_metadata() -> Metadata:
+    """The current trace context. A program that has not loaded OpenTelemetry's API has none."""
+    if "opentelemetry.trace" not in sys.modules:
+        return ()
+    from common.telemetry.trace_context import trace_metadata
+
+    return trace_metadata()
 
 
 def _token(options: AccessOptions) -> Callable[[], str] | None:
@@ -97,12 +183,12 @@ def _token(options: AccessOptions) -> Callable[[], str] | None:
 
 
 def _common_name(targets: Sequence[str]) -> str | None:
-    """The name to expect of routers whose addresses gRPC gets as numbers, which have no name of their own."""
+    """The name to expect of several routers, whose addresses gRPC gets as numbers."""
     if len(targets) == 1:
         return None
     hosts = hosts_of(targets)
     if len(hosts) > 1:
-        raise ValueError("server_name: needed with TLS to several hosts; the name that all their certificates bear")
+        raise ValueError("server_name: required for TLS to several hosts; a name that all their certificates have")
     return hosts.pop()
 
 

@@ -1,39 +1,35 @@
-"""The asynchronous answer to one request: what `Client.generate` returns.
+"""The asynchronous answer to one request: what `AsyncClient.generate` returns.
 
-Owns the calls of one stream, one after the other where its connection breaks. Left early, it is cancelled on the
-server too.
+Owns the calls of one stream: a call follows the one before if its connection breaks. A stream that the caller leaves
+early is also cancelled on the server.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
-import grpc
-import grpc.aio
-
-from common.cancellation import task_is_cancelled
-from inflight.errors import InflightError, client_closed, from_rpc_error
+from inflight.aio_connection import CALL_FAILURES, CancelFlag, StreamCalls, error_of
+from inflight.errors import InflightError
 from inflight.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
-from inflight.recovery import Again, Call, Recovery
+from inflight.recovery import Again, Recovery
 
 
-class Stream:
+class AsyncStream:
     """The answer to one request: iterate over it for its deltas, or over `events()` for everything.
 
-    It is read once. `request_id` is known from the first event on, `usage` and `timing` when it has ended.
+    It can be read once. `request_id` is set from the first event on, `usage` and `timing` at the end.
     """
 
-    def __init__(self, recovery: Recovery, start: Callable[[Call], Any]) -> None:
+    def __init__(self, recovery: Recovery, calls: StreamCalls) -> None:
         self._recovery = recovery
-        self._start = start
-        self._call = start(recovery.call(time.monotonic()))
+        self._calls = calls
+        self._call = calls.start(recovery.call(time.monotonic()))
         self._is_over = False
-        self._left = asyncio.Event()
+        self._cancelled = CancelFlag()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self._deltas()
@@ -46,11 +42,11 @@ class Stream:
     ) -> None:
         self.cancel()
 
-    async def events(self) -> AsyncGenerator[Event, None]:
-        """Every event, in order, and `Resumed` wherever the connection broke and the stream went on.
+    async def events(self) -> AsyncGenerator[Event]:
+        """Every event, in order, and `Resumed` where the stream continues after a broken connection.
 
         Raises:
-            InflightError: the request was refused, or broke off and could not be continued.
+            InflightError: the request was refused, or failed and could not be continued.
         """
         try:
             while True:
@@ -59,31 +55,27 @@ class Stream:
                     async for response in self._call:
                         for event in self._recovery.take(response.event, time.monotonic()):
                             yield event
-                except grpc.aio.AioRpcError as broken:
-                    error = from_rpc_error(broken)
-                except asyncio.CancelledError:
-                    if task_is_cancelled():
-                        raise
-                    if not self._left.is_set():
-                        self._is_over = True
-                        raise client_closed() from None
+                except CALL_FAILURES as failure:
+                    error = error_of(failure)
                 if not await self._goes_on(error):
                     return
         finally:
             self.cancel()
 
     async def _goes_on(self, error: InflightError | None) -> bool:
-        """Makes the next call after one that is over; False where there is none to make."""
-        if self._left.is_set():
+        """Makes the next call after one that has ended; False if there is none to make."""
+        if self._cancelled.is_set():
             return False
         try:
             again = self._recovery.broken(error, time.monotonic())
             if isinstance(again, Again):
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._left.wait(), again.delay_s)
-                if self._left.is_set():
+                self._calls.check_open()
+                if await self._cancelled.wait(again.delay_s):
                     return False
-                self._call = self._start(self._recovery.call(time.monotonic()))
+                with self._cancelled.lock:
+                    if self._cancelled.is_set():
+                        return False
+                    self._call = self._calls.start(self._recovery.call(time.monotonic()))
                 return True
         except InflightError:
             self._is_over = True
@@ -92,22 +84,23 @@ class Stream:
         return False
 
     def cancel(self) -> None:
-        """Ends the request, if it still runs; iterating ends without an error.
+        """Cancels the request if it still runs; iterating ends without an error. May be called from another task.
 
-        One that asked for `detach` or `resume_ttl_s` is only left: `Client.cancel` ends it.
+        A request with `detach` or `resume_ttl_s` goes on: `AsyncClient.cancel` ends it.
         """
-        if not (self._is_over or self._left.is_set()):
-            self._left.set()
-            self._call.cancel()
-            self.transcript.mark_cancelled()
+        with self._cancelled.lock:
+            if not (self._is_over or self._cancelled.is_set()):
+                self._cancelled.set()
+                self._call.cancel()
+                self.transcript.mark_cancelled()
 
     def __repr__(self) -> str:
         choice = self.transcript.choices[0]
         ending = "runs" if choice.finish_reason is None else choice.finish_reason.value
-        return f"<Stream {self.request_id or 'not accepted yet'}: {choice.num_tokens} tokens, {ending}>"
+        return f"<AsyncStream {self.request_id or 'not accepted yet'}: {choice.num_tokens} tokens, {ending}>"
 
     async def show(self, out: TextIO | None = None) -> None:
-        """Reads to the end and prints the text of the first choice as it comes, here or to `out`."""
+        """Reads to the end and prints the text of the first choice as it arrives, to `out` or standard output."""
         async for delta in self:
             if delta.choice == 0:
                 print(delta.text, end="", flush=True, file=out)
@@ -132,7 +125,7 @@ class Stream:
 
     @property
     def resume_token(self) -> str | None:
-        """With the request's id, what `Client.resume` needs; a secret."""
+        """The token that `AsyncClient.resume` needs; a secret."""
         return self.transcript.resume_token
 
     @property
@@ -142,25 +135,25 @@ class Stream:
 
     @property
     def usage(self) -> Usage | None:
-        """Tokens counted."""
+        """Token counts."""
         return self.transcript.usage
 
     @property
     def timing(self) -> Timing | None:
-        """Where the time went."""
+        """Times of the request."""
         return self.transcript.timing
 
     @property
     def transcript(self) -> Transcript:
-        """All that the stream has brought so far."""
+        """All events so far, added up."""
         return self._recovery.transcript
 
     @property
     def num_resumes(self) -> int:
-        """How often the connection broke and the stream went on."""
+        """How often the stream continued after a broken connection."""
         return self._recovery.num_resumes
 
-    async def _deltas(self) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self) -> AsyncGenerator[Delta]:
         async with aclosing(self.events()) as events:
             async for event in events:
                 if isinstance(event, Delta):

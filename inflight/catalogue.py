@@ -1,4 +1,4 @@
-"""What the routers say about models, capacity and requests, as plain frozen values. Shared by both clients."""
+"""Models, capacity and states of requests, as frozen values. Shared by both clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
 
 class RequestState(Enum):
-    """Where a request stands."""
+    """State of a request."""
 
     UNKNOWN = "unknown"
     WAITING = "waiting"
@@ -21,7 +21,7 @@ class RequestState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that can be asked for."""
+    """A model that the routers serve."""
 
     name: str
     context_length: int
@@ -33,13 +33,13 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCapacity:
-    """What one executor holds. `batching` is `inflight`, `static` or `unspecified`.
+    """Use and speed of one executor. `batching` is `inflight`, `static` or `unspecified`.
 
     `output_tokens_per_s` and `steps_per_s` are means over the last ten seconds, `step_ms` over about the last 20 steps.
     `device_busy_s` of the `elapsed_s` in which there was work are totals since its start; None where not measured.
-    `scheduler_policy` is `guaranteed_no_evict` or `max_utilization`, under which output stays within what is reserved
-    for it with a likelihood of `reserve_quantile`. `constraint` is what keeps the requests that wait from it now,
-    `bounds` its steps by what bound them: `no_work`, `seats`, `blocks`, `tokens`, `pace`, `static_batch` or `twin`.
+    `scheduler_policy` is `guaranteed_no_evict` or `max_utilization`, which reserves the `reserve_quantile` of the
+    likely output. `constraint` is what keeps waiting requests from it now, and `bounds` counts its steps by what bound
+    them: `no_work`, `seats`, `blocks`, `tokens`, `pace`, `static_batch` or `twin`.
     """
 
     executor_id: str
@@ -73,13 +73,13 @@ class ExecutorCapacity:
 
     @property
     def stands_still(self) -> bool:
-        """Whether it made no step within the last ten seconds, so that `step_ms` is of the past."""
+        """Whether it made no step within the last ten seconds, so that `step_ms` is old."""
         return self.steps_per_s == 0
 
 
 @dataclass(frozen=True, slots=True)
 class QueueDepth:
-    """What waits for a model in one class: `interactive`, `standard` or `batch`."""
+    """Requests that wait for a model in one class: `interactive`, `standard` or `batch`."""
 
     model: str
     priority: str
@@ -88,7 +88,7 @@ class QueueDepth:
 
 @dataclass(frozen=True, slots=True)
 class VariantCapacity:
-    """How one of the models behind a name has served the clients of the router that was asked. None: nothing yet."""
+    """Figures of a model variant, as the router that was asked served it. None: not measured yet."""
 
     model: str
     variant: str
@@ -105,7 +105,7 @@ class VariantCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EstimateQuality:
-    """How well waits for a model were foretold: the mean relative error, and what raw estimates are multiplied by."""
+    """Quality of wait estimates for a model: the mean relative error, and the factor that corrects estimates."""
 
     model: str
     num_estimates: int
@@ -115,11 +115,11 @@ class EstimateQuality:
 
 @dataclass(frozen=True, slots=True)
 class RequestStanding:
-    """Where a request stands. What concerns waiting is there while it waits, `executor_id` while it has a place.
+    """State of a request. The fields about waiting are set while it waits, `executor_id` while it is placed.
 
-    One that waits and has an `executor_id` waits there for a seat.
+    A request that waits and has an `executor_id` waits there for a seat.
 
-    `waiting_for` is a sentence, `wait_reason` the same in a word: `blocks`, `seat`, `fairness`, `order`, `class`,
+    `waiting_for` is a sentence, `wait_reason` the same as one word: `blocks`, `seat`, `fairness`, `order`, `class`,
     `tenant_limit`, `held_line`, `executor`, or `unspecified`.
     """
 
@@ -141,7 +141,7 @@ class RequestStanding:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Every executor and every queue in which something waits; the models behind a name; how waits were foretold."""
+    """All executors, queues that are not empty, model variants, and the quality of wait estimates."""
 
     executors: tuple[ExecutorCapacity, ...]
     queues: tuple[QueueDepth, ...]
@@ -150,7 +150,7 @@ class Capacity:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait, in every queue."""
+        """Waiting requests in all queues."""
         return sum(queue.num_requests for queue in self.queues)
 
     def _repr_html_(self) -> str:
@@ -192,7 +192,7 @@ def decode_capacity(response: inference_pb2.GetCapacityResponse) -> Capacity:
 
 
 def decode_standing(response: inference_pb2.GetRequestResponse) -> RequestStanding:
-    """Where a request stands, from an answer."""
+    """The state of a request, from an answer."""
     wait_s = response.estimated_wait.ToNanoseconds() / 1e9 if response.HasField("estimated_wait") else None
     return RequestStanding(
         request_id=response.request_id,
@@ -213,13 +213,13 @@ def decode_standing(response: inference_pb2.GetRequestResponse) -> RequestStandi
 
 
 def decode_state(state: inference_pb2.RequestState) -> RequestState:
-    """Where a request stands; `UNKNOWN` for a state that this version does not know."""
+    """The state; `UNKNOWN` for one that this version does not know."""
     name = enum_name(inference_pb2.RequestState, state, "REQUEST_STATE_")
     return RequestState(name) if name in {known.value for known in RequestState} else RequestState.UNKNOWN
 
 
 def decode_executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
-    """What one executor holds."""
+    """The plain form of one executor."""
     return ExecutorCapacity(
         executor_id=wire.executor_id,
         model=wire.model,
@@ -289,6 +289,6 @@ def enum_name(
     value: int,
     prefix: str,
 ) -> str:
-    """The last part of a value's name in small letters; its number where this version does not know it."""
+    """The last part of a value's name in lower case; its number if this version does not know it."""
     known: dict[int, str] = {number: name for name, number in enum.items()}
     return known[value].removeprefix(prefix).lower() if value in known else str(value)

@@ -1,7 +1,4 @@
-"""What a call can fail with: one exception, read from the status that the server sent.
-
-Owns `InflightError` and how a gRPC error becomes one. Works on the errors of both gRPC APIs, which share their methods.
-"""
+"""The error of a call, decoded from the status that the server sent. Shared by both clients."""
 
 from __future__ import annotations
 
@@ -12,13 +9,12 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from common.errors import Reason
-from common.rpc.status import DETAILS_KEY
+from common.errors import DETAILS_KEY, Reason
 
 
 @dataclass(frozen=True, slots=True)
 class FieldError:
-    """One field of the request that is wrong: its path (`sampling.temperature`) and what is wrong with it."""
+    """An invalid field of the request: its path (`sampling.temperature`) and the reason."""
 
     field: str
     description: str
@@ -26,10 +22,10 @@ class FieldError:
 
 @dataclass(slots=True, eq=False)
 class InflightError(Exception):
-    """A call that the server refused or that broke on the way.
+    """A call that the server refused, or whose connection broke.
 
-    `reason` is one of `common.errors.Reason` as text, empty where the error did not come from our server (a broken
-    connection, say). `retry_after_s` is set where the server says that trying again may help.
+    `reason` is a name of `common.errors.Reason`, empty for an error that did not come from an inflight server, such as
+    a broken connection. `retry_after_s` is set if the server says that another try may succeed.
     """
 
     code: grpc.StatusCode
@@ -47,29 +43,29 @@ class InflightError(Exception):
 
     @property
     def hint(self) -> str:
-        """What the caller can do about it; empty where the description says all that is known."""
+        """What the caller can do; may be empty."""
         description = self.description.lower()
         if self.code is grpc.StatusCode.UNAUTHENTICATED:
             return "set api_key or token of the client, INFLIGHT_API_KEY or --api-key-file on the command line"
         if self.code is grpc.StatusCode.UNAVAILABLE and not self.reason:
             if "certificate_verify_failed" in description or "hostname verification" in description:
-                return "the router's certificate is not trusted or bears another name: see ca_file and server_name"
+                return "the router's certificate is not trusted or has another name: check ca_file and server_name"
             if "wrong_version_number" in description or "handshake failed" in description:
-                return "perhaps the router speaks no TLS: see tls and ca_file"
+                return "the router may not use TLS: check tls and ca_file"
             if "failing" in description and "socket closed" in description:  # at once, when connecting
-                return "perhaps the router speaks TLS: see tls and ca_file"
+                return "the router may require TLS: check tls and ca_file"
         if self.reason == Reason.TAKEN_OVER.value:
-            return "a request has one reader, and another has resumed it"
+            return "another client has resumed the request, which has one reader"
         return ""
 
 
 def client_closed() -> InflightError:
-    """What ends a stream whose client was closed."""
+    """The error of a stream whose client was closed."""
     return InflightError(grpc.StatusCode.CANCELLED, "the client was closed")
 
 
 def from_rpc_error(error: grpc.RpcError) -> InflightError:
-    """The typed form of a gRPC error, with what its status details say."""
+    """The error of a gRPC error, with its status details."""
     result = InflightError(error.code(), error.details() or error.code().name)
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
@@ -82,7 +78,7 @@ def _read_details(serialized: bytes, error: InflightError) -> None:
     try:
         status = status_pb2.Status.FromString(serialized)
     except DecodeError:
-        return  # a proxy's, not ours: the code and the text stand
+        return  # not from an inflight server
     info = error_details_pb2.ErrorInfo()
     bad_request = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()

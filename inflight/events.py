@@ -1,7 +1,4 @@
-"""What a stream brings, as plain frozen values, and the transcript that a stream adds up to. Shared by both clients.
-
-Owns the decoding of `StreamEvent` and of the answers about models and capacity. Never reads from the network.
-"""
+"""Events of a stream, as frozen values, and the transcript that they add up to. Shared by both clients."""
 
 from __future__ import annotations
 
@@ -31,9 +28,9 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token with the natural logarithm of its probability, which is minus infinity where it cannot come.
+    """A token with the natural logarithm of its probability, which is minus infinity for an impossible token.
 
-    A character may need the `text_bytes` of several tokens. `is_special`: it is left out of the text.
+    A character may need the `text_bytes` of several tokens. The text leaves out a token that `is_special`.
     """
 
     token_id: int
@@ -43,13 +40,13 @@ class Logprob:
 
     @property
     def text(self) -> str:
-        """What it stands for; parts of characters are U+FFFD."""
+        """The text of the token; parts of characters are U+FFFD."""
         return self.text_bytes.decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The token produced at a position and the likeliest ones there."""
+    """The token produced at a position, and the most likely ones there."""
 
     chosen: Logprob
     top: tuple[Logprob, ...]
@@ -67,7 +64,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The request waits. Sent where `want_queue_events` is set; the first of a stream names the request."""
+    """The request waits. Sent with `want_queue_events`; the first of a stream names the request."""
 
     position: int
     estimated_wait_s: float | None
@@ -88,7 +85,7 @@ class Started:
 class Delta:
     """More output. `offset` is the index of its first token among the choice's output tokens.
 
-    `logprobs` has one value for each token, where they were asked for; `None` where it is not known any more.
+    `logprobs` has one value for each token if they were requested; `None` if it is no longer known.
     """
 
     text: str
@@ -104,7 +101,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A choice ended; `stop` or `stop_token_id` says on what."""
+    """A choice ended. `stop` or `stop_token_id` is what it matched."""
 
     choice: int
     reason: FinishReason
@@ -114,7 +111,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens counted."""
+    """Token counts."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -124,7 +121,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time went, as the router saw it. `None` is what did not happen."""
+    """Times of a request, measured by the router. `None`: did not happen."""
 
     queue_s: float | None
     prefill_s: float | None
@@ -143,7 +140,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something worth knowing; the stream goes on. `kind` is `migrated`, `paused` or `unspecified`."""
+    """Information; the stream goes on. `kind` is `migrated`, `paused` or `unspecified`."""
 
     kind: str
     text: str
@@ -151,7 +148,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The connection broke, for this cause, and the stream goes on behind what came before. Made by the client."""
+    """The connection broke for this cause, and the stream continues. Made by the client."""
 
     number: int
     cause: str
@@ -226,7 +223,7 @@ class Transcript:
         self.timing: Timing | None = None
 
     def add(self, wire: inference_pb2.StreamEvent) -> Event | None:
-        """Takes an event in and returns its plain form; `None` for a kind that this version does not know."""
+        """Adds an event and returns its plain form; `None` for a kind that this version does not know."""
         event = decode_event(wire)
         match event:
             case Accepted():
@@ -252,7 +249,7 @@ class Transcript:
         return event
 
     def mark_cancelled(self) -> None:
-        """The caller ended the stream: what has not finished was cancelled."""
+        """Marks unfinished choices as cancelled."""
         for choice in self.choices:
             choice.finish_reason = choice.finish_reason or FinishReason.CANCELLED
 
@@ -260,7 +257,7 @@ class Transcript:
         """The whole result of a stream that has ended.
 
         Raises:
-            InflightError: its last event never came.
+            InflightError: its last event is missing.
         """
         if self.usage is None or self.timing is None:
             cancelled = self.choices[0].finish_reason is FinishReason.CANCELLED

@@ -1,6 +1,6 @@
-"""How results look in a notebook: HTML for the `_repr_html_` that Jupyter calls. Shared by everything that is shown.
+"""HTML of results for the `_repr_html_` that Jupyter calls.
 
-What a model or another tenant wrote is escaped: a notebook runs the scripts in what it is given.
+Text of a model or another tenant is escaped, because a notebook runs scripts in HTML.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _NOTE = "<small>{}</small>"
 
 
 def answer(texts: Sequence[str], note: str) -> str:
-    """The text of each choice as it is, line breaks kept, and a line in small print."""
+    """The text of each choice with its line breaks, and a line in small print."""
     return "".join(_ANSWER.format(escape(text)) for text in texts) + _NOTE.format(escape(note))
 
 

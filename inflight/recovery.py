@@ -1,18 +1,18 @@
-"""How a stream goes on when its connection breaks: what is asked next, how long to wait, and when to give up.
+"""Recovery of a stream whose connection breaks: the next call, the wait before it, and when to give up.
 
-Told what happened and what time it is, answers with what to do; sends nothing and reads no clock. Both clients run it.
+Pure: events and times go in, decisions come out; sends nothing and reads no clock. Both clients use it.
 
-    broke                                    next
-    nothing came yet                         the same Generate
-    a resume token is known                  Resume behind what came
-    Resume: nobody holds the output          the same Generate with what came as `prior_output`
-    that: it has ended, and is lost          the same under another key, with the seed of the first
-    taken over, soon after a call began      as above, once: the taker may be an earlier try of ours, long given up
-    the request was refused, or taken over   the error
+    failure                                  next
+    nothing received yet                     the same Generate
+    a resume token is known                  Resume after what was received
+    Resume: the output is lost               the same Generate with the received output as `prior_output`
+    that: the request has ended and is lost  the same under another key, with the seed of the first
+    taken over soon after a call began       as above, once: the other reader may be an earlier call of this client
+    refused, or taken over                   the error
 
-A repeated Generate bears the same idempotency key, which makes it the same request: it attaches to the first where that
-still exists and has the same seed where not. Without a key a request whose output is lost is asked for anew, with the
-seed that the first was accepted with. Nothing is ever asked of two routers at once.
+A repeated Generate has the same idempotency key, so it is the same request: it attaches to the first if that still
+exists, and otherwise has the same seed. Without a key, a request whose output is lost is sent again with the seed that
+the first was accepted with. Only one router is called at a time.
 """
 
 from __future__ import annotations
@@ -26,35 +26,84 @@ from typing import Literal
 import grpc
 
 from common.errors import Reason
-from common.rpc.server import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
+from common.rpc.options import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
 from inflight.errors import InflightError
 from inflight.events import Event, Resumed, Transcript
-from inflight.received import Received
 from inflight.v1 import inference_pb2, types_pb2
+
+
+class Received:
+    """One choice. `text_bytes` is None if the text before the start of the stream is unknown."""
+
+    def __init__(
+        self, token_ids: tuple[int, ...] = (), *, offset: int | None = None, text_bytes: int | None = 0
+    ) -> None:
+        self.token_ids = list(token_ids)
+        self.num_tokens = len(self.token_ids) if offset is None else offset
+        self.text_bytes = text_bytes
+        self.has_finished = False
+
+    @property
+    def has_all_ids(self) -> bool:
+        """Whether the id of each token is known, which continuing without the server's copy needs."""
+        return len(self.token_ids) == self.num_tokens
+
+    def take(self, delta: inference_pb2.Delta) -> bool:
+        """Adds an event and cuts from it what was received before; False if nothing is left.
+
+        Raises:
+            InflightError: tokens before it are missing, or repeated ones differ.
+        """
+        if delta.offset > self.num_tokens:
+            missing = f"[{self.num_tokens}, {delta.offset})"
+            raise InflightError(grpc.StatusCode.INTERNAL, f"tokens {missing} of choice {delta.choice} never came")
+        num_repeated = min(self.num_tokens - delta.offset, delta.num_tokens)
+        if num_repeated:
+            self._check_repeated(delta, num_repeated)
+            delta.num_tokens -= num_repeated
+            del delta.token_ids[:num_repeated]
+            del delta.logprobs[:num_repeated]
+        # Also if only text is left, which may follow its tokens.
+        delta.offset = self.num_tokens
+        if not (delta.num_tokens or delta.text):
+            return False
+        self.token_ids.extend(delta.token_ids)
+        self.num_tokens += delta.num_tokens
+        if self.text_bytes is not None:
+            self.text_bytes += len(delta.text.encode())
+        return True
+
+    def _check_repeated(self, delta: inference_pb2.Delta, num_repeated: int) -> None:
+        repeated = delta.token_ids[:num_repeated]
+        known = self.token_ids[delta.offset : delta.offset + len(repeated)]
+        if self.has_all_ids and list(repeated) != known:
+            text = f"the output of choice {delta.choice} is another one from token {delta.offset} on"
+            raise InflightError(grpc.StatusCode.INTERNAL, text)
+
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 
-# A request that nobody has answered yet may have a wrong address; a person waits for that.
+# A request without any answer may have a wrong address, and a person waits for that error.
 SUBMIT_TIMEOUT_S = 10.0
-# A call that stayed open for longer was with a router: keepalive would have ended it else.
+# A call that stayed open for longer had reached a router: otherwise keepalive would have ended it.
 ANSWERED_S = (KEEPALIVE_TIME_MS + CHANNEL_KEEPALIVE_TIMEOUT_MS) / 1000
-# A request whose client vanishes is cancelled. Who resumes or repeats it sees that with the first events, however long
-# the router needs to find it; a cancel that comes later is somebody's wish.
+# A router cancels a request whose client disappears. A call that resumes or repeats it sees that with the first events,
+# however long the router needs to find the request; a later cancel is a deliberate one.
 VANISHED_S = 5.0
 # gRPC repeats a call on another router by itself, while the first may still be waiting for its ledger.
 LATE_TRY_S = 10.0
-# A call that is answered sooner was not repeated: the first try would have failed only after a router's timeout.
+# A call that is answered sooner was not repeated: a first try fails only after a router's timeout.
 UNREPEATED_S = 0.5
 
 _OUTPUT_LOST = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS, grpc.StatusCode.UNIMPLEMENTED})
-# Without a reason of ours these come from gRPC itself or a proxy: a reset stream or connection.
+# Without a `Reason` these come from gRPC itself or a proxy: a reset stream or connection.
 _BROKEN_UNLESS_OURS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED})
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPolicy:
-    """What a client does by itself. `repeats_submit`: also ask again before anything came."""
+    """What a client does by itself. `repeats_submit`: also repeat a call that received nothing."""
 
     resume: bool = True
     repeats_submit: bool = True
@@ -78,12 +127,12 @@ class Again:
 
 
 def new_idempotency_key() -> str:
-    """A key that nobody else has."""
+    """A random key."""
     return secrets.token_urlsafe(16)
 
 
 class Recovery:
-    """One stream, from its first call to its end. Times are seconds of any one clock that never goes back."""
+    """One stream, from its first call to its end. Times are seconds of a monotonic clock."""
 
     def __init__(self, policy: RecoveryPolicy, timeout_s: float | None, now_s: float, random: Random) -> None:
         self.transcript = Transcript()
@@ -100,7 +149,7 @@ class Recovery:
         self._received: list[Received] = [Received()]
         self._method: Literal["Generate", "Resume"] = "Generate"
         self._has_asked = False
-        # The call now under way asks for what an earlier one may have begun; when its first event came.
+        # Whether an earlier call may have begun what the current one asks for; time of the current one's first event.
         self._is_repeat = False
         self._answered_s: float | None = None
         self._has_begun = False
@@ -124,7 +173,7 @@ class Recovery:
         random: Random,
         new_key: Callable[[], str],
     ) -> Recovery:
-        """A request that is to be sent."""
+        """For a request that is to be sent."""
         recovery = cls(policy, timeout_s, now_s, random)
         recovery._request = sent = inference_pb2.GenerateRequest()
         sent.CopyFrom(request)
@@ -149,7 +198,7 @@ class Recovery:
         now_s: float,
         random: Random,
     ) -> Recovery:
-        """A request that runs, or ended lately, of which the caller has the beginning."""
+        """For a request that runs or ended recently, of which the caller has the beginning."""
         recovery = cls(policy, timeout_s, now_s, random)
         recovery._token = (request.request_id, request.resume_token)
         offset = request.offsets[0] if request.offsets else 0
@@ -159,7 +208,7 @@ class Recovery:
         return recovery
 
     def call(self, now_s: float) -> Call:
-        """The call to make now."""
+        """Returns the call to make now."""
         self._call_began_s, self._answered_s = now_s, None
         timeout_s = None if self._deadline_s is None else max(0.0, self._deadline_s - now_s)
         self._is_repeat = self._has_asked or self._token is not None
@@ -173,10 +222,10 @@ class Recovery:
         return Call("Generate", request, timeout_s)
 
     def take(self, wire: inference_pb2.StreamEvent, now_s: float) -> list[Event]:
-        """What the user is to see of an event: what has been seen before is cut from it.
+        """Returns the new part of an event, as the user sees it.
 
         Raises:
-            InflightError: output is missing, or is not a continuation of what came.
+            InflightError: output is missing, or does not continue what was received.
         """
         events: list[Event] = []
         self._answered_s = now_s if self._answered_s is None else self._answered_s
@@ -192,10 +241,10 @@ class Recovery:
         return events
 
     def broken(self, error: InflightError | None, now_s: float) -> Again | None:
-        """What to do now that a call is over, with this error or none; None: the request has ended.
+        """Decides what to do after a call has ended, with this error or none; None: the request has ended.
 
         Raises:
-            InflightError: there is nothing to be done about it.
+            InflightError: the stream cannot be continued.
         """
         if self._has_ended or (error is None and not self._policy.resume):
             return None
@@ -220,7 +269,7 @@ class Recovery:
         backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._num_breaks)
         delay_s = self._random.uniform(0.0, backoff_s)
         if self._num_breaks or error.reason != Reason.DRAINING.value:
-            # A router that drains has others beside it: what it says holds where it is asked again.
+            # Other routers run beside one that drains: its retry time concerns only itself.
             delay_s = max(delay_s, error.retry_after_s or 0.0)
         self._num_breaks += 1
         patience_s = self._policy.resume_timeout_s
@@ -250,8 +299,10 @@ class Recovery:
                 return code in _BROKEN_UNLESS_OURS and not error.reason
 
     def _may_retake(self, now_s: float) -> bool:
-        """Whether what has taken the stream over may be a late try of ours. Once: two clients of one request must not
-        take it from each other for ever."""
+        """Whether the reader that took the stream over may be an earlier call of this client.
+
+        At most once: two clients of a request must not take it from each other forever.
+        """
         is_soon = now_s - self._call_began_s < LATE_TRY_S
         answered_s = now_s if self._answered_s is None else self._answered_s
         has_tried_before = self._num_breaks > 0 or answered_s - self._call_began_s > UNREPEATED_S
@@ -260,23 +311,23 @@ class Recovery:
         return may
 
     def _says_lost(self, error: InflightError) -> bool:
-        """Whether the server's copy of the output is gone."""
+        """Whether the server has lost the output."""
         if self._is_lost:
             return True
         if self._method == "Generate":
             return error.code is grpc.StatusCode.DATA_LOSS and self._new_key is not None
-        # It holds less than we have.
+        # The server has less than was received.
         is_behind = any(field.field.startswith("offsets") for field in error.fields)
         return error.code in _OUTPUT_LOST or is_behind
 
     def _told(self, error: InflightError) -> InflightError:
-        """What the user is told: that recovering is not built there says less than what broke."""
+        """The error for the user: what broke says more than a server without `Resume`."""
         if error.code is grpc.StatusCode.UNIMPLEMENTED and self._first_error is not None:
             return self._first_error
         return error
 
     def _can_start_anew(self) -> bool:
-        """`prior_output` holds one choice."""
+        """Whether a new Generate can continue: `prior_output` holds one choice only."""
         others = any(received.num_tokens for received in self._received[1:])
         return self._request is not None and self._received[0].has_all_ids and not others
 
@@ -288,14 +339,14 @@ class Recovery:
             assert self._new_key is not None
             self._request.idempotency_key = self._new_key()
         elif not self._request.idempotency_key and self._has_begun:
-            # The id may still be known, with another's or with no output.
+            # The id may still be known to the server, without this output.
             self._request.request_id = ""
         if self._seed is not None and (is_key_spent or not self._request.idempotency_key):
             self._request.sampling.seed = self._seed
         self._is_lost = False
 
     def _drop_key(self) -> None:
-        """A router of an earlier version: it takes the request, and cannot tell a repeated one."""
+        """For a router of an earlier version, which does not know the key."""
         assert self._request is not None
         self._request.idempotency_key = ""
         self._new_key = None
@@ -319,13 +370,13 @@ class Recovery:
             if received.text_bytes is not None:
                 request.prior_output.text_bytes = received.text_bytes
         if self._has_asked and not request.idempotency_key and request.deadlines.HasField("total"):
-            # No router knows when the request began. With a key its deadlines are part of what is compared.
+            # Routers do not know when the request began. With a key they compare the deadlines, so those stay.
             left_s = request.deadlines.total.ToNanoseconds() / 1e9 - (now_s - self._began_s)
             request.deadlines.total.FromNanoseconds(max(1, round(left_s * 1e9)))
         return request
 
     def _new_of(self, wire: inference_pb2.StreamEvent, now_s: float) -> inference_pb2.StreamEvent | None:
-        """The part of an event that has not come before; None where nothing is new."""
+        """The part of an event that was not received before; None if nothing is new."""
         match wire.WhichOneof("event"):
             case "accepted":
                 return self._new_accepted(wire)
@@ -375,7 +426,7 @@ class Recovery:
         return wire
 
     def _was_cancelled_for_us(self, now_s: float) -> bool:
-        """Whether a cancelled end is that of the connection which broke."""
+        """Whether the request was cancelled because the earlier connection broke."""
         assert self._answered_s is not None
         return self._is_repeat and now_s - self._answered_s < VANISHED_S and self._can_start_anew()
 

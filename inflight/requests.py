@@ -1,8 +1,8 @@
-"""Builds the requests of the client API from plain Python values. Shared by both clients; sends nothing.
+"""Request messages built from plain Python values. Shared by both clients; sends nothing.
 
 `GenerateOptions` lists every keyword of `generate` and `complete`. A keyword left out is left unset in the request, so
-that the model's own defaults hold. Values are checked by the server, which names the field; only what does not fit the
-field's type is refused here.
+the model's default applies. The server checks values and names the field; only a value that does not fit the field's
+type is refused here.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def generate_request(
     """The request for one prompt, given as text, as chat or as token ids.
 
     Raises:
-        TypeError: not exactly one prompt, or a keyword that does not exist.
-        ValueError: a value that its field cannot hold; the text names the keyword.
+        TypeError: not exactly one prompt, or an unknown keyword.
+        ValueError: a value does not fit its field; the text names the keyword.
     """
     if sum(given is not None for given in (prompt, chat, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, chat and token_ids")
@@ -155,13 +155,13 @@ def generate_request(
 
 
 def chat_prompt(chat: Chat) -> inference_pb2.Chat:
-    """A conversation. A plain text is one message of the user's."""
+    """A conversation. A plain text is one user message."""
     turns: Sequence[ChatMessage] = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     result = inference_pb2.Chat()
     for turn in turns:
         unknown = set(turn) - {"role", "content", "name"}
         if unknown or "role" not in turn:
-            raise ValueError(f"chat: a message has role, content and perhaps name, not {sorted(turn)}")
+            raise ValueError(f"chat: a message has role, content and optionally name, not {sorted(turn)}")
         message = result.messages.add()
         _assign(message, "role", turn["role"], keyword="chat")
         _assign(message, "name", turn.get("name", ""), keyword="chat")
@@ -172,7 +172,7 @@ def chat_prompt(chat: Chat) -> inference_pb2.Chat:
 
 
 def tokenize_request(text: str | None, *, chat: Chat | None, model: str | None) -> inference_pb2.TokenizeRequest:
-    """Asks for the token ids of a text or of a conversation."""
+    """The request for the token ids of a text or of a conversation."""
     if (text is None) == (chat is None):
         raise TypeError("give exactly one of text and chat")
     request = inference_pb2.TokenizeRequest(model=model or "")
@@ -184,7 +184,7 @@ def tokenize_request(text: str | None, *, chat: Chat | None, model: str | None) 
 
 
 def detokenize_request(token_ids: Sequence[int], *, model: str | None) -> inference_pb2.DetokenizeRequest:
-    """Asks for the text of token ids."""
+    """The request for the text of token ids."""
     request = inference_pb2.DetokenizeRequest(model=model or "")
     _assign(request, "token_ids", token_ids, keyword="token_ids")
     return request
@@ -193,7 +193,7 @@ def detokenize_request(token_ids: Sequence[int], *, model: str | None) -> infere
 def resume_request(
     request_id: str, resume_token: str, *, offset: int, text_bytes: int | None
 ) -> inference_pb2.ResumeRequest:
-    """Asks for the rest of a stream of which so many tokens and bytes of text are there."""
+    """The request for the rest of a stream after so many tokens and bytes of text."""
     request = inference_pb2.ResumeRequest()
     _assign(request, "request_id", request_id, keyword="request_id")
     _assign(request, "resume_token", resume_token, keyword="resume_token")
@@ -222,7 +222,7 @@ def _set_option(request: inference_pb2.GenerateRequest, keyword: str, value: Any
 
 
 def _assign(owner: Message, field: str, value: Any, *, keyword: str) -> None:
-    """Sets a field of any kind; protobuf's complaint about the value gets the keyword's name."""
+    """Sets a field of any kind; an error names the keyword."""
     try:
         if keyword.endswith("_s"):
             getattr(owner, field).FromNanoseconds(round(value * 1e9))

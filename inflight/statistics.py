@@ -1,7 +1,4 @@
-"""What the routers tell again and again about themselves, as plain frozen values: `stats()` of both clients.
-
-`Statistics.wire` is the same as it came, for what wants protobuf or its JSON.
-"""
+"""Statistics of the routers, as frozen values: `stats()` of both clients. `Statistics.wire` is the message itself."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ class Iteration:
 class SequenceOnExecutor:
     """A sequence that an executor holds. `phase` is `standby`, `prefill`, `decode`, `preempted` or `unspecified`.
 
-    `request_id` and `tenant` are empty where they are not the caller's to know.
+    `request_id` and `tenant` are empty if the caller may not see them.
     """
 
     request_id: str
@@ -67,7 +64,7 @@ class SequenceOnExecutor:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatistics:
-    """An executor: how it stands, its newest steps, oldest first, and what it holds. Both last where asked for."""
+    """An executor: its capacity, and on request its latest steps, oldest first, and its sequences."""
 
     capacity: ExecutorCapacity
     iterations: tuple[Iteration, ...]
@@ -76,7 +73,7 @@ class ExecutorStatistics:
 
 @dataclass(frozen=True, slots=True)
 class TenantQueue:
-    """What a tenant has waiting in a class. `tenant` empty: tenants that are not the caller's to know, together."""
+    """Waiting requests of a tenant in a class. `tenant` empty: all tenants that the caller may not see."""
 
     model: str
     tenant: str
@@ -88,8 +85,10 @@ class TenantQueue:
 
 @dataclass(frozen=True, slots=True)
 class ModelLatency:
-    """How fast a model was within the last minute, as the router that was asked served it; tokens within the last ten
-    seconds. None: nothing yet."""
+    """Latencies of a model in the last minute, as the router that was asked served it; tokens of the last ten seconds.
+
+    None: not measured yet.
+    """
 
     model: str
     num_ended: int
@@ -103,7 +102,7 @@ class ModelLatency:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """How everything stands at one time."""
+    """Statistics of one moment."""
 
     router_id: str
     time: datetime
@@ -114,7 +113,7 @@ class Statistics:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait, in every queue."""
+        """Waiting requests in all queues."""
         return sum(queue.num_requests for queue in self.queues)
 
     def as_json(self) -> str:
@@ -133,17 +132,17 @@ class Statistics:
 
 
 def stats_json(wire: inference_pb2.GetStatsResponse) -> str:
-    """One line of JSON. Zeros are there, so that every line has the same names."""
+    """One line of JSON, with zeros, so that every line has the same names."""
     return json_format.MessageToJson(wire, indent=None, always_print_fields_with_no_presence=True)
 
 
 def stats_request(
     model: str, interval_s: float, *, want_iterations: bool, want_sequences: bool
 ) -> inference_pb2.GetStatsRequest:
-    """Asks for statistics every so many seconds.
+    """The request for statistics every so many seconds.
 
     Raises:
-        ValueError: the interval is not within what routers take.
+        ValueError: the interval is out of range.
     """
     if not 0.05 <= interval_s <= 60:
         raise ValueError(f"interval: {interval_s} is not between 0.05 and 60 seconds")

@@ -1,39 +1,36 @@
+# Generated from aio_stream.py by `make sync-client`. Do not edit.
 """The blocking answer to one request: what `Client.generate` returns.
 
-Owns the calls of one stream, one after the other where its connection breaks. Left early, it is cancelled on the
-server too.
+Owns the calls of one stream: a call follows the one before if its connection breaks. A stream that the caller leaves
+early is also cancelled on the server.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
-import grpc
-
-from inflight.errors import InflightError, from_rpc_error
+from inflight.errors import InflightError
 from inflight.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
-from inflight.recovery import Again, Call, Recovery
+from inflight.recovery import Again, Recovery
+from inflight.sync_connection import CALL_FAILURES, CancelFlag, StreamCalls, error_of
 
 
 class Stream:
     """The answer to one request: iterate over it for its deltas, or over `events()` for everything.
 
-    It is read once. `request_id` is known from the first event on, `usage` and `timing` when it has ended.
+    It can be read once. `request_id` is set from the first event on, `usage` and `timing` at the end.
     """
 
-    def __init__(self, recovery: Recovery, start: Callable[[Call], Any]) -> None:
+    def __init__(self, recovery: Recovery, calls: StreamCalls) -> None:
         self._recovery = recovery
-        self._start = start
-        self._call = start(recovery.call(time.monotonic()))
+        self._calls = calls
+        self._call = calls.start(recovery.call(time.monotonic()))
         self._is_over = False
-        self._left = threading.Event()
-        # Between the decision to make a call and the call itself nobody may leave.
-        self._leaving = threading.Lock()
+        self._cancelled = CancelFlag()
 
     def __iter__(self) -> Iterator[Delta]:
         return self._deltas()
@@ -46,11 +43,11 @@ class Stream:
     ) -> None:
         self.cancel()
 
-    def events(self) -> Generator[Event, None, None]:
-        """Every event, in order, and `Resumed` wherever the connection broke and the stream went on.
+    def events(self) -> Generator[Event]:
+        """Every event, in order, and `Resumed` where the stream continues after a broken connection.
 
         Raises:
-            InflightError: the request was refused, or broke off and could not be continued.
+            InflightError: the request was refused, or failed and could not be continued.
         """
         try:
             while True:
@@ -58,26 +55,27 @@ class Stream:
                 try:
                     for response in self._call:
                         yield from self._recovery.take(response.event, time.monotonic())
-                except grpc.RpcError as broken:
-                    error = from_rpc_error(broken)
+                except CALL_FAILURES as failure:
+                    error = error_of(failure)
                 if not self._goes_on(error):
                     return
         finally:
             self.cancel()
 
     def _goes_on(self, error: InflightError | None) -> bool:
-        """Makes the next call after one that is over; False where there is none to make."""
-        if self._left.is_set():
+        """Makes the next call after one that has ended; False if there is none to make."""
+        if self._cancelled.is_set():
             return False
         try:
             again = self._recovery.broken(error, time.monotonic())
             if isinstance(again, Again):
-                if self._left.wait(again.delay_s):
+                self._calls.check_open()
+                if self._cancelled.wait(again.delay_s):
                     return False
-                with self._leaving:
-                    if self._left.is_set():
+                with self._cancelled.lock:
+                    if self._cancelled.is_set():
                         return False
-                    self._call = self._start(self._recovery.call(time.monotonic()))
+                    self._call = self._calls.start(self._recovery.call(time.monotonic()))
                 return True
         except InflightError:
             self._is_over = True
@@ -86,13 +84,13 @@ class Stream:
         return False
 
     def cancel(self) -> None:
-        """Ends the request, if it still runs; iterating ends without an error. May be called from another thread.
+        """Cancels the request if it still runs; iterating ends without an error. May be called from another thread.
 
-        One that asked for `detach` or `resume_ttl_s` is only left: `Client.cancel` ends it.
+        A request with `detach` or `resume_ttl_s` goes on: `Client.cancel` ends it.
         """
-        with self._leaving:
-            if not (self._is_over or self._left.is_set()):
-                self._left.set()
+        with self._cancelled.lock:
+            if not (self._is_over or self._cancelled.is_set()):
+                self._cancelled.set()
                 self._call.cancel()
                 self.transcript.mark_cancelled()
 
@@ -102,7 +100,7 @@ class Stream:
         return f"<Stream {self.request_id or 'not accepted yet'}: {choice.num_tokens} tokens, {ending}>"
 
     def show(self, out: TextIO | None = None) -> None:
-        """Reads to the end and prints the text of the first choice as it comes, here or to `out`."""
+        """Reads to the end and prints the text of the first choice as it arrives, to `out` or standard output."""
         for delta in self:
             if delta.choice == 0:
                 print(delta.text, end="", flush=True, file=out)
@@ -110,8 +108,9 @@ class Stream:
 
     def text(self) -> str:
         """Reads to the end and returns the text of the first choice."""
-        for _ in self.events():
-            pass
+        with closing(self.events()) as events:
+            for _ in events:
+                pass
         return self.transcript.choices[0].text
 
     def result(self) -> Completion:
@@ -126,7 +125,7 @@ class Stream:
 
     @property
     def resume_token(self) -> str | None:
-        """With the request's id, what `Client.resume` needs; a secret."""
+        """The token that `Client.resume` needs; a secret."""
         return self.transcript.resume_token
 
     @property
@@ -136,25 +135,25 @@ class Stream:
 
     @property
     def usage(self) -> Usage | None:
-        """Tokens counted."""
+        """Token counts."""
         return self.transcript.usage
 
     @property
     def timing(self) -> Timing | None:
-        """Where the time went."""
+        """Times of the request."""
         return self.transcript.timing
 
     @property
     def transcript(self) -> Transcript:
-        """All that the stream has brought so far."""
+        """All events so far, added up."""
         return self._recovery.transcript
 
     @property
     def num_resumes(self) -> int:
-        """How often the connection broke and the stream went on."""
+        """How often the stream continued after a broken connection."""
         return self._recovery.num_resumes
 
-    def _deltas(self) -> Generator[Delta, None, None]:
+    def _deltas(self) -> Generator[Delta]:
         with closing(self.events()) as events:
             for event in events:
                 if isinstance(event, Delta):

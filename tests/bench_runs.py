@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bench.measures import NO_SLO, Outcome, Run, SeatSample, Slo, distributions, measure
-from bench.report.report import Report, Section
+from bench.comparison.report import Report, Section, section_of
+from bench.measures.run import NO_SLO, Outcome, Run, SeatSample, Slo, distributions, measure
 from bench.workloads.generate import build_workload
 
+WORKLOAD = build_workload("mixed", vocabulary_size=1000, scale=0.1, num_requests=3)
 SECONDS = {"inflight": 2.0, "static": 6.0, "engine": 1.6, "vllm": 4.0}
 
 
@@ -22,7 +23,7 @@ def finished_run(mode: str, number: int, *errors: str, slo: Slo = NO_SLO) -> Run
 def section(*modes: str, num_rounds: int = 2) -> Section:
     """Every mode in every round of a small workload."""
     runs = tuple(finished_run(mode, number) for number in range(1, num_rounds + 1) for mode in modes)
-    return Section(build_workload("mixed", vocabulary_size=1000, scale=0.1, num_requests=3), runs)
+    return section_of(WORKLOAD, runs)
 
 
 def report(*modes: str) -> Report:

@@ -22,7 +22,7 @@ from playwright.async_api import Browser, Page, expect
 from starlette.applications import Starlette
 
 from common.http.port import HttpPort
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.local.options import StackOptions
 from inflight.local.ports import free_ports
 from inflight.local.stack import LocalStack
@@ -108,7 +108,7 @@ async def _take_stack(browser: Browser, folder: Path, seconds: float) -> None:
             router_args=("--http-listen", http),
             run_dir=Path(run_dir),
         )
-        async with LocalStack(options) as stack, Client(stack.address) as client:
+        async with LocalStack(options) as stack, AsyncClient(stack.address) as client:
             await _take(browser, f"http://{http}/", IDLE, folder, 12.0)
             load = [asyncio.create_task(_requests(client, number)) for number in range(NUM_CLIENTS)]
             try:
@@ -119,7 +119,7 @@ async def _take_stack(browser: Browser, folder: Path, seconds: float) -> None:
                 await asyncio.wait(load)
 
 
-async def _requests(client: Client, number: int) -> None:
+async def _requests(client: AsyncClient, number: int) -> None:
     """One client: a request after the other, of many lengths."""
     lengths = random.Random(number)
     for round_number in itertools.count():

@@ -19,18 +19,18 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from common.protocol import PROTOCOL_VERSION
 from common.rpc.server import GrpcServer
 from common.telemetry.tracing import NO_TRACING, Tracing
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput
 from executor.engine.runner import PendingStep
-from executor.engine.watchdog import watch
+from executor.engine.watchdog import watch_engine
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.sequence import StepPlan, TokenLogprobs
 from executor.serving.placements import RetentionPolicy
 from executor.serving.report import policy_proto
-from executor.serving.router_session import PROTOCOL_VERSION
 from executor.serving.service import ExecutorService, Identity
 from executor.serving.submission import SubmissionLimits
 from inflight.v1 import (
@@ -41,8 +41,8 @@ from inflight.v1 import (
     types_pb2,
 )
 from router.api.service import InferenceService
-from router.app import RouterApp, build
-from router.auth.resume_secret import ResumeTokens
+from router.app import RouterApp, build_router
+from router.auth.resume_token import ResumeTokens
 from router.dispatch.pools import ModelRegistry
 from router.settings import RouterSettings
 from router.stats.source import StatsSource
@@ -253,7 +253,7 @@ async def start_executor(
 
     work = [asyncio.create_task(service.run())]
     if watchdog_s is not None:
-        work.append(asyncio.create_task(watch(service, watchdog_s, tell)))
+        work.append(asyncio.create_task(watch_engine(service, watchdog_s, tell)))
     return RunningExecutor(address, scheduler, brake, device, engine, server, work, service)
 
 
@@ -302,7 +302,7 @@ async def run_router(
     settings = settings or RouterSettings(no_executor_grace_s=1.0)
     own = {"redis_url": SecretStr(redis_url), "router_id": name}
     registry = CollectorRegistry()
-    parts = build(settings.model_copy(update=own), {model: TextModel(tiny_tokenizer())}, registry)
+    parts = build_router(settings.model_copy(update=own), {model: TextModel(tiny_tokenizer())}, registry)
     address = await parts.server.start("127.0.0.1:0")
     work = asyncio.create_task(_work(parts.pools, parts.tokens, addresses))
     async with grpc.aio.insecure_channel(address) as channel:

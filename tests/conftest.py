@@ -1,29 +1,85 @@
-"""What every test may ask for: a real Redis, started once per session, and a pool name of one's own in it."""
+"""The tiers of tests, and what every test may ask for: a real Redis, started once per worker, and an unused pool."""
 
 from __future__ import annotations
 
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # Kernels run under Triton's interpreter, on tensors of the CPU. It is chosen when triton is imported, which
 # transformers may do at any time; `make test-gpu` chooses the GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# OpenMP threads wait for each other by spinning. Workers of pytest-xdist share the cores, so each of them, and what it
+# starts, uses one thread.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from inflight.local.redis_server import PrivateRedis
 from router.store.connection import connect
 from router.store.keys import PoolKeys
 from tests.store_pool import SETTINGS, START_MS, StorePool
 
-# The same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones.
-settings.register_profile("fixed", derandomize=True, deadline=None)
+TESTS = Path(__file__).parent
+# Left to `make test-all`: systems of several processes, chaos, browsers, other programs, Triton's interpreter, fuzzing,
+# and virtual time by the hour. A single long test in another file has the mark `slow` itself.
+SLOW = (
+    "chaos/",
+    "dashboards/",
+    "deploy/test_exercise.py",
+    "fuzz/test_call_sequences.py",
+    "fuzz/test_client_api.py",
+    "fuzz/test_frames_to_an_executor.py",
+    "fuzz/test_gateway_bodies.py",
+    "fuzz/test_hostile_executor.py",
+    "fuzz/test_kserve_api.py",
+    "gpu/",
+    "integration/test_board_cluster.py",
+    "integration/test_board_layout.py",
+    "integration/test_board_page.py",
+    "integration/test_local_stack.py",
+    "kernels/",
+    "simulation/",
+    "stack/",
+)
+# Run by `make lint`: what only reads sources and pages.
+LINT = (
+    "contract/test_docs_name_what_is_there.py",
+    "contract/test_docs_reference.py",
+    "contract/test_documented_tests.py",
+    "contract/test_imports.py",
+    "contract/test_kserve_page.py",
+    "contract/test_protos.py",
+    "contract/test_settings_are_read.py",
+    "contract/test_statuses.py",
+    "contract/test_style.py",
+    "contract/test_sync_client.py",
+    "contract/test_troubleshooting.py",
+)
+
+# `fixed` tries the same examples in every run, `short` a quarter of them, and `explore` looks for new ones.
+# The other two only ask whether a property fails (`tests/mutations`): they do not look for the smallest example.
+for name, num_examples in (("fixed", 100), ("short", 25)):
+    settings.register_profile(name, derandomize=True, deadline=None, max_examples=num_examples)
+    settings.register_profile(f"{name}-unshrunk", settings.get_profile(name), phases=(Phase.explicit, Phase.generate))
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 _pool_numbers = itertools.count()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of each tier by their path."""
+    for item in items:
+        path = item.path.relative_to(TESTS).as_posix()
+        if path.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
+        if path.startswith(LINT):
+            item.add_marker(pytest.mark.lint)
 
 
 @pytest.fixture(scope="session")

@@ -120,8 +120,11 @@ def at_terminal(
         os.close(ours)
 
 
+# A shell ignores SIGINT and SIGQUIT for what it starts in the background, tests for instance; at a terminal they count.
 TAKE_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from executor.step.philox import philox
+from executor.step.philox import philox_words
 from executor.step.sampling import LARGEST_UNIFORM, SampleRow, keep_top
 
 TOP_P_TOLERANCE = 1e-6
@@ -65,7 +65,7 @@ def _noise(row: SampleRow, size: int) -> NDArray[np.float64]:
     seed, mask = row.sampling.seed, 0xFFFF_FFFF
     index, zero = torch.tensor([row.output_index]), torch.tensor([0])
     words = torch.stack(
-        philox((counters, index, zero, zero), (torch.tensor([seed & mask]), torch.tensor([seed >> 32]))), -1
+        philox_words((counters, index, zero, zero), (torch.tensor([seed & mask]), torch.tensor([seed >> 32]))), -1
     ).flatten()[:size]
     uniform = ((words.float() + 0.5) * 2.0**-32).clamp_(max=LARGEST_UNIFORM).double().numpy()
     noise: NDArray[np.float64] = -np.log(-np.log1p(-uniform))

@@ -15,9 +15,8 @@ from common.errors import RequestError
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.api.service import InferenceService
 from router.auth.caller import AnonymousAuthenticator
-from router.auth.resume_secret import ResumeTokens
-from router.config.admission_file import AdmissionFile
-from router.config.tenants import NO_RULES, AdmissionRules
+from router.auth.resume_token import ResumeTokens
+from router.config.tenants import NO_CONFIG, TenantConfig, TenantConfigFile
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.executors.link import ExecutorLink
@@ -114,15 +113,34 @@ class ScriptedStore:
         return answer
 
 
+class CallContext:
+    """The context of a call without a deadline and without metadata. Keeps what is written."""
+
+    def __init__(self) -> None:
+        self.events: list[inference_pb2.StreamEvent] = []
+
+    def time_remaining(self) -> float | None:
+        """See `grpc.aio.ServicerContext`."""
+        return None
+
+    def invocation_metadata(self) -> tuple[()]:
+        """See `grpc.aio.ServicerContext`."""
+        return ()
+
+    async def write(self, response: inference_pb2.GenerateResponse) -> None:
+        """See `grpc.aio.ServicerContext`."""
+        self.events.append(response.event)
+
+
 class ScriptedRouter:
     """A router of some models, each with a scripted ledger."""
 
-    def __init__(self, *models: str, rules: AdmissionRules = NO_RULES, no_executor_grace_s: float = 1.0) -> None:
+    def __init__(self, *models: str, rules: TenantConfig = NO_CONFIG, no_executor_grace_s: float = 1.0) -> None:
         self._no_executor_grace_s = no_executor_grace_s
         self.stores: dict[str, ScriptedStore] = {}
-        self.admission = AdmissionFile(None, rules)
+        self.admission = TenantConfigFile(None, rules)
         self.pools = ModelRegistry(
-            [self._pool(model) for model in models], "router", lambda: self.admission.rules.variants
+            [self._pool(model) for model in models], "router", lambda: self.admission.config.variants
         )
         self.tokens = ResumeTokens(b"secret")
         self.stats = StatsSource(self.pools, "router", Latencies(models))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from bench.chaos.main import main
-from inflight.cli.outcome import CommandError
+from inflight.cli.console import CommandError
 
 if __name__ == "__main__":
     try:

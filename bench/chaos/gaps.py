@@ -1,4 +1,4 @@
-"""How long streams paused around a fault, held against what is promised. Pure.
+"""The pauses of streams around a fault, compared with their bounds. Pure.
 
 A stream's gap is its longest pause between two tokens that overlaps the time from the fault until the system was whole
 again. Streams that went on elsewhere or were resumed then are the interrupted ones; the others may have noticed

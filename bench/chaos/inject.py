@@ -1,4 +1,4 @@
-"""Makes a fault happen to a fleet, for as long as it lasts."""
+"""Injection of faults into a fleet, for as long as they last."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
 
-from bench.chaos.fleet import Fleet, Member
-from bench.chaos.proxy import Proxy, Weather
 from bench.chaos.schedule import Fault, FaultKind
+from bench.fleet.fleet import Fleet, Member
+from bench.fleet.proxy import Proxy, Weather
 from bench.simulation.store_link import REMEMBER, RESTORE
 from common.errors import RequestError
 from router.store.connection import answered, connect

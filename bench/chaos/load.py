@@ -17,9 +17,9 @@ from enum import Enum
 import grpc
 
 from bench.chaos.observed import Observed, Verdict, judge
-from bench.chaos.specimens import Expected, Specimen
+from bench.chaos.requests import Expected, SampleRequest
 from common.errors import Reason
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.v1 import inference_pb2
 
@@ -32,7 +32,7 @@ MAX_RETRY_S = 2.0
 
 
 class Manner(Enum):
-    """How a client treats its request. The library gives each a key of its own, but for one that bears an id."""
+    """How a client treats its request. The library gives each request a key, except one that has an id."""
 
     READ = "read"
     WATCH_QUEUE = "watch-queue"
@@ -57,8 +57,8 @@ class Sent:
 class Load:
     """Everything that was sent. `stop` ends it: requests under way are read to their end."""
 
-    client: Client
-    expected: Mapping[Specimen, Expected]
+    client: AsyncClient
+    expected: Mapping[SampleRequest, Expected]
     seed: int
     manners: Sequence[Manner]
     on_end: Callable[[Sent], None] = lambda sent: None
@@ -74,41 +74,40 @@ class Load:
                 group.create_task(self._send_on(random.Random(f"load/{self.seed}/{index}")))
 
     def stop(self) -> None:
-        """No more requests."""
         self.is_stopping = True
 
     async def _send_on(self, rng: random.Random) -> None:
         choices = list(self.expected)
         while not self.is_stopping:
-            specimen, manner = rng.choice(choices), rng.choice(list(self.manners))
-            sent = await self._send(specimen, manner, rng)
+            sample, manner = rng.choice(choices), rng.choice(list(self.manners))
+            sent = await self._send(sample, manner, rng)
             if sent.refused:
                 assert sent.observed.error is not None
                 await asyncio.sleep(min(sent.observed.error.retry_after_s or 0.0, MAX_RETRY_S))
 
-    async def _send(self, specimen: Specimen, manner: Manner, rng: random.Random) -> Sent:
-        leave_after = rng.randrange(specimen.max_tokens) + 1
+    async def _send(self, sample: SampleRequest, manner: Manner, rng: random.Random) -> Sent:
+        leave_after = rng.randrange(sample.max_tokens) + 1
         key = f"chaos-{self.seed}-{rng.getrandbits(64):016x}"
         match manner:
             case Manner.CANCEL:
-                return await self._read(specimen, manner, specimen.request(), leave_after)
+                return await self._read(sample, manner, sample.request(), leave_after)
             case Manner.WATCH_QUEUE:
-                return await self._read(specimen, manner, specimen.request(want_queue_events=True))
+                return await self._read(sample, manner, sample.request(want_queue_events=True))
             case Manner.UNKEYED:
-                return await self._read(specimen, manner, specimen.request(request_id=key))
+                return await self._read(sample, manner, sample.request(request_id=key))
             case Manner.REPEAT:
-                request = specimen.request(idempotency_key=key, resume_ttl_s=REPEAT_WITHIN_S)
-                first = await self._read(specimen, manner, request, leave_after)
+                request = sample.request(idempotency_key=key, resume_ttl_s=REPEAT_WITHIN_S)
+                first = await self._read(sample, manner, request, leave_after)
                 if first.refused:
                     return first
                 await asyncio.sleep(rng.uniform(0, MAX_REPEAT_PAUSE_S))
-                return await self._read(specimen, manner, request)
+                return await self._read(sample, manner, request)
             case Manner.READ:
-                return await self._read(specimen, manner, specimen.request())
+                return await self._read(sample, manner, sample.request())
 
     async def _read(
         self,
-        specimen: Specimen,
+        sample: SampleRequest,
         manner: Manner,
         request: inference_pb2.GenerateRequest,
         leave_after: int | None = None,
@@ -117,7 +116,7 @@ class Load:
         self.num_begun += 1
         number = self.num_begun
         self.under_way.add(number)
-        observed = Observed(specimen, time.monotonic())
+        observed = Observed(sample, time.monotonic())
         try:
             async with asyncio.timeout(STREAM_TIMEOUT_S):
                 await self._follow(request, observed, leave_after)
@@ -146,13 +145,13 @@ class Load:
 
     def _judged(self, number: int, manner: Manner, observed: Observed) -> Sent:
         if observed.error is None and not observed.has_timed_out:
-            verdict = judge(observed, self.expected[observed.specimen])
+            verdict = judge(observed, self.expected[observed.sample])
             return Sent(number, manner, observed, verdict, refused=False, failed=not verdict.is_right)
         if observed.error is not None and is_promised_refusal(observed, manner):
             return Sent(number, manner, observed, Verdict(), refused=True, failed=False)
         # What came before it broke must be right all the same.
         observed.was_left = True
-        verdict = judge(observed, self.expected[observed.specimen])
+        verdict = judge(observed, self.expected[observed.sample])
         return Sent(number, manner, observed, verdict, refused=False, failed=True)
 
 

@@ -15,31 +15,29 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from bench.chaos.fleet import Fleet, running_fleet
 from bench.chaos.gaps import Window
-from bench.chaos.health import Leak, Observer
 from bench.chaos.inject import inject
 from bench.chaos.load import Load, Sent
-from bench.chaos.measured import fill
-from bench.chaos.nursery import Nursery
 from bench.chaos.options import ChaosOptions, parse_options
 from bench.chaos.reference import Reference, load_or_make
-from bench.chaos.report import write_report
+from bench.chaos.report import fill, page, values_of
+from bench.chaos.requests import sample_requests
 from bench.chaos.schedule import Fault, faults
 from bench.chaos.setting import Setting, setting_of
-from bench.chaos.specimens import specimens
 from bench.chaos.tally import Tally, tally
-from common.model_source import ModelError
-from inflight.aio import Client
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
-from inflight.local.stack import StackError
+from bench.fleet.fleet import Fleet, running_fleet
+from bench.fleet.fork_server import ForkServer
+from bench.fleet.health import Leak, Observer
+from bench.report.page import write_report
+from bench.targets.command_errors import with_command_errors
+from inflight import AsyncClient
+from inflight.cli.console import EXIT_FAILURE, run_in_foreground
 
 LEAK_TIMEOUT_S = 30.0
 
 
 @dataclass(slots=True)
-class Run:
+class ChaosRun:
     """A run under way, and what has come of it so far."""
 
     options: ChaosOptions
@@ -60,24 +58,15 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     console = Console()
     console.print(f"seed {options.seed}", highlight=False)
-    return run_in_foreground(lambda: _in_words(options, console))
-
-
-async def _in_words(options: ChaosOptions, console: Console) -> int:
-    try:
-        return await chaos(options, console)
-    except StackError as error:
-        raise CommandError(str(error), EXIT_USAGE if error.is_setting else EXIT_FAILURE) from None
-    except ModelError as error:
-        raise CommandError(str(error), EXIT_USAGE) from None
+    return run_in_foreground(lambda: with_command_errors(chaos(options, console)))
 
 
 async def chaos(options: ChaosOptions, console: Console) -> int:
     """One run; 0 where every promise was kept."""
     with setting_of(options) as setting:
-        run = Run(options, setting, console)
+        run = ChaosRun(options, setting, console)
         result = await _run(run)
-    paths = write_report(result, run.windows, run.began_s, options.out)
+    paths = write_report(options.out, "chaos", values_of(result, run.windows, run.began_s), page(result))
     if options.measured is not None:
         fill(options.measured, result)
     for failure in result.failures:
@@ -87,13 +76,13 @@ async def chaos(options: ChaosOptions, console: Console) -> int:
     return 0 if result.is_right else EXIT_FAILURE
 
 
-async def _run(run: Run) -> Tally:
+async def _run(run: ChaosRun) -> Tally:
     options = run.options
     run.say(f"starting {options.routers} routers and {options.executors} executors with {run.setting.pool}")
     async with (
-        _nursery(options) as nursery,
-        running_fleet(run.setting.stack, nursery) as fleet,
-        Client(*fleet.addresses) as client,
+        _fork_server(options) as fork_server,
+        running_fleet(run.setting.stack, fork_server) as fleet,
+        AsyncClient(*fleet.addresses) as client,
         Observer(fleet, run.setting.pool) as observer,
     ):
         await observer.wait_until_whole(options.recovery_timeout_s)
@@ -113,18 +102,18 @@ async def _run(run: Run) -> Tally:
 
 
 @asynccontextmanager
-async def _nursery(options: ChaosOptions) -> AsyncIterator[Nursery | None]:
+async def _fork_server(options: ChaosOptions) -> AsyncIterator[ForkServer | None]:
     """What processes are copies of, where they are to be."""
     if not options.copies:
         yield None
         return
     options.run_dir.mkdir(parents=True, exist_ok=True)
-    async with Nursery(options.run_dir / "nursery.log") as nursery:
-        yield nursery
+    async with ForkServer(options.run_dir / "fork-server.log") as fork_server:
+        yield fork_server
 
 
-async def _reference(run: Run, client: Client) -> Reference:
-    wanted = list(specimens(run.setting.num_specimens, run.setting.lengths, run.setting.vocabulary_size))
+async def _reference(run: ChaosRun, client: AsyncClient) -> Reference:
+    wanted = list(sample_requests(run.setting.num_samples, run.setting.lengths, run.setting.vocabulary_size))
     run.say(f"what {len(wanted)} requests bring undisturbed")
     reference = await load_or_make(client, wanted, run.setting.system)
     left_out = f", {reference.num_left_out} left out for a tie" if reference.num_left_out else ""
@@ -132,7 +121,7 @@ async def _reference(run: Run, client: Client) -> Reference:
     return reference
 
 
-async def _disturbed(run: Run, fleet: Fleet, observer: Observer, load: Load) -> None:
+async def _disturbed(run: ChaosRun, fleet: Fleet, observer: Observer, load: Load) -> None:
     """The load with faults, until the time is over and every stream has ended."""
     async with asyncio.TaskGroup() as group:
         sending = group.create_task(load.run(run.options.clients))
@@ -144,7 +133,7 @@ async def _disturbed(run: Run, fleet: Fleet, observer: Observer, load: Load) -> 
         await sending
 
 
-async def _disturb(run: Run, fleet: Fleet, observer: Observer, load: Load) -> None:
+async def _disturb(run: ChaosRun, fleet: Fleet, observer: Observer, load: Load) -> None:
     options = run.options
     ends_s = time.monotonic() + options.seconds
     schedule = faults(options.seed, options.kinds, options.routers, options.executors)
@@ -163,7 +152,7 @@ async def _disturb(run: Run, fleet: Fleet, observer: Observer, load: Load) -> No
             group.create_task(disturb())
 
 
-async def _one_fault(run: Run, fleet: Fleet, observer: Observer, load: Load, fault: Fault) -> None:
+async def _one_fault(run: ChaosRun, fleet: Fleet, observer: Observer, load: Load, fault: Fault) -> None:
     """Makes it happen and waits until the system is whole again."""
     began_s = time.monotonic()
     run.say(f"{fault.number:3d}. {fault.kind.value}: {fault.target}, {len(load.under_way)} streams under way")
@@ -186,14 +175,14 @@ async def _one_fault(run: Run, fleet: Fleet, observer: Observer, load: Load, fau
     )
 
 
-def _tell(run: Run, sent: Sent) -> None:
+def _tell(run: ChaosRun, sent: Sent) -> None:
     if sent.failed:
         observed = sent.observed
-        why = observed.error or sent.verdict.complaint or "its stream did not end"
-        run.say(f"     request {sent.number} ({observed.specimen.name}, {sent.manner.value}) failed: {why}")
+        why = observed.error or sent.verdict.problem or "its stream did not end"
+        run.say(f"     request {sent.number} ({observed.sample.name}, {sent.manner.value}) failed: {why}")
 
 
-def _circumstances(run: Run, reference: Reference) -> dict[str, str]:
+def _circumstances(run: ChaosRun, reference: Reference) -> dict[str, str]:
     options = run.options
     return {
         "command": f"make chaos SECONDS={options.seconds:g} SEED={options.seed}"

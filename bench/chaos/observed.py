@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from bench.chaos.specimens import Expected, Specimen
+from bench.chaos.requests import Expected, SampleRequest
 from inflight.errors import InflightError
 from inflight.events import Accepted, Delta, Done, Event, Finished, Notice, Resumed
 
@@ -19,7 +19,7 @@ from inflight.events import Accepted, Delta, Done, Event, Finished, Notice, Resu
 class Observed:
     """What a stream brought. Times are of the monotonic clock."""
 
-    specimen: Specimen
+    sample: SampleRequest
     began_s: float
     request_id: str | None = None
     arrivals_s: list[float] = field(default_factory=list)
@@ -38,11 +38,9 @@ class Observed:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that arrived."""
         return sum(number for _, number in self.offsets)
 
     def add(self, event: Event, at_s: float) -> None:
-        """Takes in an event."""
         match event:
             case Accepted():
                 self.was_accepted = True
@@ -70,40 +68,40 @@ class Verdict:
 
     lost: int = 0
     duplicated: int = 0
-    complaint: str | None = None
+    problem: str | None = None
 
     @property
     def is_right(self) -> bool:
         """Whether nothing is wrong."""
-        return not (self.lost or self.duplicated or self.complaint)
+        return not (self.lost or self.duplicated or self.problem)
 
 
 def judge(observed: Observed, expected: Expected) -> Verdict:
     """Holds a stream that ended, or that its client left, against the undisturbed one."""
     lost, duplicated, num_tokens = _judge_offsets(observed.offsets)
-    complaints = []
-    if observed.specimen.wants_ids:
+    problems = []
+    if observed.sample.wants_ids:
         wrong = list(_wrong_offsets(observed, expected))
         if wrong:
             lost += len(wrong)
-            complaints.append(f"{len(wrong)} wrong tokens, the first at offset {wrong[0]}")
+            problems.append(f"{len(wrong)} wrong tokens, the first at offset {wrong[0]}")
         if len(observed.token_ids) != observed.num_tokens:
-            complaints.append(f"{len(observed.token_ids)} token ids with {observed.num_tokens} tokens")
+            problems.append(f"{len(observed.token_ids)} token ids with {observed.num_tokens} tokens")
     if num_tokens > len(expected.token_ids):
         duplicated += num_tokens - len(expected.token_ids)
-        complaints.append(f"{num_tokens} tokens instead of {len(expected.token_ids)}")
+        problems.append(f"{num_tokens} tokens instead of {len(expected.token_ids)}")
     if not observed.was_left:
         if num_tokens < len(expected.token_ids):
             lost += len(expected.token_ids) - num_tokens
-            complaints.append(f"ended after {num_tokens} of {len(expected.token_ids)} tokens")
-        complaints += _judge_end(observed, expected)
+            problems.append(f"ended after {num_tokens} of {len(expected.token_ids)} tokens")
+        problems += _judge_end(observed, expected)
     text_lost, text_duplicated, about_text = _judge_text(observed, expected)
     if about_text is not None:
-        complaints.append(about_text)
+        problems.append(about_text)
         # A wrong text with right tokens is one thing lost or repeated; with wrong tokens it has been counted.
         if not (lost or duplicated):
             lost, duplicated = text_lost, text_duplicated
-    return Verdict(lost, duplicated, "; ".join(complaints) or None)
+    return Verdict(lost, duplicated, "; ".join(problems) or None)
 
 
 def _judge_offsets(offsets: list[tuple[int, int]]) -> tuple[int, int, int]:
@@ -136,9 +134,9 @@ def _judge_text(observed: Observed, expected: Expected) -> tuple[int, int, str |
 
 
 def _judge_end(observed: Observed, expected: Expected) -> list[str]:
-    complaints = []
+    problems = []
     if observed.finish_reason != expected.finish_reason:
-        complaints.append(f"finished by {observed.finish_reason} instead of {expected.finish_reason}")
+        problems.append(f"finished by {observed.finish_reason} instead of {expected.finish_reason}")
     if observed.counted_tokens != len(expected.token_ids):
-        complaints.append(f"{observed.counted_tokens} output tokens counted instead of {len(expected.token_ids)}")
-    return complaints
+        problems.append(f"{observed.counted_tokens} output tokens counted instead of {len(expected.token_ids)}")
+    return problems

@@ -1,4 +1,4 @@
-"""What `python -m bench.chaos` can be told."""
+"""The options of `python -m bench.chaos`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.chaos.load import Manner
 from bench.chaos.schedule import FaultKind
-from bench.chaos.tiny_model import NAME as TINY
+from bench.fleet.tiny_model import NAME as TINY
 
 
 @dataclass(frozen=True, slots=True)

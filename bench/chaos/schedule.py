@@ -1,4 +1,4 @@
-"""What goes wrong, and when: a seeded sequence of faults. Pure; a seed always gives the same sequence.
+"""A seeded sequence of faults. Pure; a seed always gives the same sequence.
 
 Every kind comes once before any comes again, in an order that the seed shuffles. The next fault waits until the system
 has recovered from the one before: the promise is that any *single* death goes unnoticed.
@@ -80,7 +80,7 @@ class Fault:
 
     @property
     def target(self) -> str:
-        """What it happens to, in words."""
+        """The process or link that it hits, in words."""
         match self.kind.value.partition("-")[0]:
             case "executor":
                 return f"executor-{self.executor}"

@@ -1,4 +1,4 @@
-"""What a run is made of: the model, how the processes are started, and what requests there are."""
+"""The model, the processes and the requests of a chaos run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.chaos.options import ChaosOptions
-from bench.chaos.specimens import Lengths
-from bench.chaos.tiny_model import write_tiny_model
-from bench.model import local_model
+from bench.chaos.requests import LengthRanges
+from bench.fleet.tiny_model import write_tiny_model
+from bench.targets.model import local_model
 from common.model_source import resolve_model
 from inflight.local.options import StackOptions
 
@@ -20,10 +20,10 @@ DTYPE = "float32"
 TOKENS_PER_BLOCK = 16
 # A step of the tiny model takes so long: an output of a hundred tokens, a second or two.
 TINY_STEP_MS = 12
-TINY_LENGTHS = Lengths(prompt=(8, 60), output=(20, 180))
-LENGTHS = Lengths(prompt=(8, 120), output=(12, 72))
-NUM_TINY_SPECIMENS = 24
-NUM_SPECIMENS = 32
+TINY_LENGTHS = LengthRanges(prompt=(8, 60), output=(20, 180))
+LENGTHS = LengthRanges(prompt=(8, 120), output=(12, 72))
+NUM_TINY_SAMPLES = 24
+NUM_SAMPLES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Setting:
     pool: str
     system: str
     vocabulary_size: int
-    lengths: Lengths
-    num_specimens: int
+    lengths: LengthRanges
+    num_samples: int
 
 
 @contextmanager
@@ -55,13 +55,13 @@ def setting_of(options: ChaosOptions) -> Iterator[Setting]:
             system=f"{source.name} ({source.revision}) in {DTYPE}",
             vocabulary_size=local_model(model).vocabulary_size,
             lengths=lengths,
-            num_specimens=NUM_TINY_SPECIMENS if options.is_tiny else NUM_SPECIMENS,
+            num_samples=NUM_TINY_SAMPLES if options.is_tiny else NUM_SAMPLES,
         )
 
 
-def _stack(options: ChaosOptions, model: str, lengths: Lengths) -> StackOptions:
+def _stack(options: ChaosOptions, model: str, lengths: LengthRanges) -> StackOptions:
     inflight = (sys.executable, "-m", "inflight.cli.main")
-    paced = (sys.executable, "-m", "bench.chaos.paced", str(TINY_STEP_MS))
+    paced = (sys.executable, "-m", "bench.fleet.paced", str(TINY_STEP_MS))
     return StackOptions(
         executors=options.executors,
         routers=options.routers,
@@ -76,7 +76,7 @@ def _stack(options: ChaosOptions, model: str, lengths: Lengths) -> StackOptions:
     )
 
 
-def _num_kv_tokens(seats: int, lengths: Lengths) -> int:
+def _num_kv_tokens(seats: int, lengths: LengthRanges) -> int:
     """Room for the longest requests on all seats but one: some wait for blocks, some for a seat."""
     longest = lengths.prompt[1] + lengths.output[1] + TOKENS_PER_BLOCK
     return max(2, seats - 1) * -(-longest // TOKENS_PER_BLOCK) * TOKENS_PER_BLOCK

@@ -1,4 +1,4 @@
-"""What a run came to: the counts that its last line tells, and everything that the report shows. Pure."""
+"""The figures of a chaos run: the counts of its last line, and everything in the report. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.chaos.fleet import Exit
 from bench.chaos.gaps import Gaps, Window, gaps_by_kind
-from bench.chaos.health import Leak
 from bench.chaos.load import Sent
+from bench.fleet.fleet import Exit
+from bench.fleet.health import Leak
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,6 @@ def tally(
     *,
     was_interrupted: bool,
 ) -> Tally:
-    """Adds everything up."""
     streams = [one.observed for one in sent]
     return Tally(
         circumstances=circumstances,
@@ -95,11 +94,11 @@ def _refusal(one: Sent) -> str:
 
 def _failure(one: Sent) -> str:
     observed = one.observed
-    what = f"request {one.number} ({observed.request_id}), {observed.specimen.name}, {one.manner.value}"
+    what = f"request {one.number} ({observed.request_id}), {observed.sample.name}, {one.manner.value}"
     what += f", after {observed.num_tokens} tokens"
     if observed.has_timed_out:
         return f"{what}: its stream did not end"
     if observed.error is not None:
         reason = f" {observed.error.reason}" if observed.error.reason else ""
         return f"{what}:{reason} {observed.error}"
-    return f"{what}: {one.verdict.complaint or 'a token came twice or was missing'}"
+    return f"{what}: {one.verdict.problem or 'a token came twice or was missing'}"

@@ -1,14 +1,13 @@
-"""How far each part of a step on a CPU is from its limit: `python -m bench.engine.native_step`.
+"""The parts of a step on a CPU against their limits: `python -m bench.engine.native_step`.
 
-Loads a model, computes steps of some shapes through our own forward, and sets the time of each part beside the least
-that it could take here: reading its weights or KV once at the measured bandwidth, or its operations at the measured
-rate of a large matrix product, whichever is longer. Prints Markdown; the shapes take turns, so that a disturbance meets
-all of them.
+Loads a model, computes steps of some shapes through the native forward pass, and compares the time of each part with
+its limit here: reading its weights or KV once at the measured bandwidth, or its operations at the measured rate of a
+large matrix product, whichever is longer. Prints Markdown. The shapes take turns, so that a disturbance affects all of
+them.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -17,16 +16,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from bench.engine.model_steps import BLOCK_SIZE, greedy_sequence, made_up_ids, model_parser
+from bench.report.table import Table, shown
 from common.machine import num_usable_cores
 from common.model_source import resolve_model
 from executor.checkpoint.decoder_weights import DecoderShape
 from executor.cpu.decoder import PARTS, NativeDecoder
 from executor.model.model import PagedModel
-from executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
-from executor.scheduler.sequence import Sequence as TokenSequence
+from executor.scheduler.sequence import PlanRow, StepPlan
 from executor.step.batch import StepBatch, pack
 
-BLOCK_SIZE = 16
 # Larger than caches that belong to this machine alone.
 READ_BYTES = 512 << 20
 MATRIX_SIZE = 2048
@@ -54,13 +53,13 @@ class Work:
     num_bytes: float
     num_operations: float
 
-    def least_s(self, limits: Limits) -> float:
+    def least_s(self, limits: MachineLimits) -> float:
         """The time that it takes at the machine's limits."""
         return max(self.num_bytes / limits.bytes_per_s, self.num_operations / limits.operations_per_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MachineLimits:
     """What this machine does at most, measured."""
 
     bytes_per_s: float
@@ -95,7 +94,7 @@ def part_works(shape: DecoderShape, step: StepShape, num_weight_bytes: int, num_
     return works
 
 
-def measure_limits(native: NativeDecoder, dtype: torch.dtype) -> Limits:
+def measure_limits(native: NativeDecoder, dtype: torch.dtype) -> MachineLimits:
     """Reads a large buffer on all threads, and multiplies large matrices; the best of some tries."""
     matrix = torch.rand(MATRIX_SIZE, MATRIX_SIZE).to(dtype)
     rates = []
@@ -104,7 +103,7 @@ def measure_limits(native: NativeDecoder, dtype: torch.dtype) -> Limits:
         began = time.perf_counter()
         matrix @ matrix
         rates.append(2 * MATRIX_SIZE**3 / (time.perf_counter() - began))
-    return Limits(native.read_bytes_per_s(READ_BYTES), max(rates))
+    return MachineLimits(native.read_bytes_per_s(READ_BYTES), max(rates))
 
 
 def measure_steps(model: PagedModel, shapes: Sequence[StepShape], rounds: int) -> list[dict[str, float]]:
@@ -127,19 +126,17 @@ def measure_steps(model: PagedModel, shapes: Sequence[StepShape], rounds: int) -
     return [dict(zip((*PARTS, "step"), median.tolist(), strict=True)) for median in medians]
 
 
-def to_markdown(shape: StepShape, measured: dict[str, float], works: dict[str, Work], limits: Limits) -> str:
-    """The table of one shape."""
-    lines = [f"## {shape}", "", "| part | measured ms | limit ms | measured / limit |", "| --- | --- | --- | --- |"]
-    for part in PARTS:
-        lines.append(_line(part, measured[part], works[part].least_s(limits) if part in works else None))
-    lines.append(_line("**step**", measured["step"], sum(work.least_s(limits) for work in works.values())))
-    return "\n".join(lines) + "\n"
+def table_of(measured: dict[str, float], works: dict[str, Work], limits: MachineLimits) -> Table:
+    """The parts of one shape, and the whole step."""
+    rows = [_row(part, measured[part], works[part].least_s(limits) if part in works else None) for part in PARTS]
+    whole = _row("**step**", measured["step"], sum(work.least_s(limits) for work in works.values()))
+    return Table(["part", "measured ms", "limit ms", "measured / limit"], [*rows, whole])
 
 
-def _line(part: str, measured_s: float, least_s: float | None) -> str:
-    if least_s is None:
-        return f"| {part} | {measured_s * 1e3:.2f} | – | – |"
-    return f"| {part} | {measured_s * 1e3:.2f} | {least_s * 1e3:.2f} | {measured_s / least_s:.2f} |"
+def _row(part: str, measured_s: float, least_s: float | None) -> list[str]:
+    of_limit = None if least_s is None else measured_s / least_s
+    limit_ms = None if least_s is None else least_s * 1e3
+    return [part, f"{measured_s * 1e3:.2f}", shown(limit_ms, ".2f"), shown(of_limit, ".2f")]
 
 
 def _blocks_of(shape: StepShape) -> int:
@@ -153,30 +150,21 @@ def _batch(shape: StepShape) -> StepBatch:
         list(range(1 + i, 1 + blocks * shape.num_sequences, shape.num_sequences)) for i in range(shape.num_sequences)
     ]
     rows = [
-        PlanRow(_sequence(shape.num_context, table), shape.num_context - shape.num_new, shape.num_new, True)
+        PlanRow(
+            greedy_sequence(made_up_ids(shape.num_context), table),
+            shape.num_context - shape.num_new,
+            shape.num_new,
+            True,
+        )
         for table in tables
     ]
     return pack(StepPlan.of(rows), BLOCK_SIZE)
 
 
-def _sequence(num_tokens: int, block_table: list[int]) -> TokenSequence:
-    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    token_ids = [1 + i % 97 for i in range(num_tokens)]
-    return TokenSequence(
-        "measure", 1, token_ids, num_tokens, greedy, Stopping(1, 0, frozenset()), 0, None, block_table=block_table
-    )
-
-
 def main(argv: Sequence[str]) -> int:
     """Measures and prints; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct"
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="default: bfloat16")
-    parser.add_argument("--weight-dtype", default="auto", choices=["auto", "int8"], help="default: auto")
+    parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=30)
     parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
-    parser.add_argument("--rounds", type=int, default=30, help="steps of each shape; default: 30")
     options = parser.parse_args(argv)
     torch.set_num_threads(num_usable_cores())
     model = PagedModel.load(
@@ -198,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
     weight_bytes = 1 if options.weight_dtype == "int8" else element_bytes
     for shape, parts in zip(SHAPES, measured, strict=True):
         works = part_works(model.native.form.shape, shape, weight_bytes, element_bytes)
-        print(to_markdown(shape, parts, works, limits))
+        print(f"## {shape}\n\n{table_of(parts, works, limits).markdown()}\n")
     return 0
 
 

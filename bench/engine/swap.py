@@ -1,13 +1,12 @@
-"""When swapping a sequence's KV beats computing it again: `python -m bench.engine.swap`.
+"""The cost of swapping a sequence's KV against recomputing it: `python -m bench.engine.swap`.
 
 Loads a model and, for contexts of some lengths, copies their blocks to host memory and back as a preemption does, and
-computes the same tokens anew in steps of `--max-num-tokens`. The two take turns, so that a disturbance meets both.
-Prints Markdown, and as the last line what the scheduler wants to know: one way of a token's KV, and its computation.
+recomputes the same tokens in steps of `--max-num-tokens`. The two take turns, so that a disturbance affects both.
+Prints Markdown, and in the last line the costs per token: one way of its KV, and its computation.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
@@ -17,21 +16,21 @@ from functools import partial
 
 import torch
 
+from bench.engine.model_steps import BLOCK_SIZE, greedy_sequence, made_up_ids, model_parser
+from bench.report.table import Table
 from common.machine import num_usable_cores
 from common.model_source import resolve_model
 from executor.attention.host_tier import open_host_tier
 from executor.model.model import PagedModel
-from executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
-from executor.scheduler.sequence import Sequence as TokenSequence
+from executor.scheduler.sequence import PlanRow, StepPlan
 from executor.step.batch import StepBatch, pack
 
-BLOCK_SIZE = 16
 CONTEXTS = (16, 128, 512, 2048)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Least seconds for a context of so many tokens: who else uses the machine lengthens times and shortens none."""
+    """Least seconds for a context of `num_tokens`: other load on the machine only lengthens times."""
 
     num_tokens: int
     out_s: float
@@ -40,7 +39,6 @@ class Measured:
 
     @property
     def round_trip_s(self) -> float:
-        """Out and in again."""
         return self.out_s + self.in_s
 
 
@@ -83,11 +81,7 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 def _batches(num_tokens: int, max_num_tokens: int, block_table: list[int]) -> list[StepBatch]:
     """The chunks in which a prompt of so many tokens is computed. Only the last asks for logits."""
-    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    token_ids = [1 + i % 97 for i in range(num_tokens)]
-    sequence = TokenSequence(
-        "measure", 1, token_ids, num_tokens, greedy, Stopping(1, 0, frozenset()), 0, None, block_table=block_table
-    )
+    sequence = greedy_sequence(made_up_ids(num_tokens), block_table)
     ends = [min(start + max_num_tokens, num_tokens) for start in range(0, num_tokens, max_num_tokens)]
     rows = [
         PlanRow(sequence, start, end - start, end == num_tokens) for start, end in zip([0, *ends], ends, strict=False)
@@ -95,33 +89,27 @@ def _batches(num_tokens: int, max_num_tokens: int, block_table: list[int]) -> li
     return [pack(StepPlan.of([row]), BLOCK_SIZE) for row in rows]
 
 
-def to_markdown(measured: Sequence[Measured], bytes_per_block: int) -> str:
-    """A line for each context."""
-    lines = [
-        "| tokens | out, µs per block | in, µs per block | GB/s | recompute, µs per token | recompute / swap |",
-        "| --- | --- | --- | --- | --- | --- |",
+def table_of(measured: Sequence[Measured], bytes_per_block: int) -> Table:
+    header = ["tokens", "out, µs per block", "in, µs per block", "GB/s", "recompute, µs per token", "recompute / swap"]
+    return Table(header, [_row(one, one.num_tokens / BLOCK_SIZE, bytes_per_block) for one in measured])
+
+
+def _row(one: Measured, num_blocks: float, bytes_per_block: int) -> list[str]:
+    return [
+        str(one.num_tokens),
+        f"{one.out_s / num_blocks * 1e6:.0f}",
+        f"{one.in_s / num_blocks * 1e6:.0f}",
+        f"{2 * num_blocks * bytes_per_block / one.round_trip_s / 1e9:.1f}",
+        f"{one.recompute_s / one.num_tokens * 1e6:.0f}",
+        f"{one.recompute_s / one.round_trip_s:.1f}",
     ]
-    for one in measured:
-        num_blocks = one.num_tokens / BLOCK_SIZE
-        lines.append(
-            f"| {one.num_tokens} | {one.out_s / num_blocks * 1e6:.0f} | {one.in_s / num_blocks * 1e6:.0f} "
-            f"| {2 * num_blocks * bytes_per_block / one.round_trip_s / 1e9:.1f} "
-            f"| {one.recompute_s / one.num_tokens * 1e6:.0f} | {one.recompute_s / one.round_trip_s:.1f} |"
-        )
-    return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str]) -> int:
     """Measures and prints; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct"
-    )
+    parser = model_parser(__doc__, ["auto", "bfloat16", "float32"], rounds=5)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: auto")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="default: auto")
-    parser.add_argument("--weight-dtype", default="auto", choices=["auto", "int8"], help="default: auto")
     parser.add_argument("--max-num-tokens", type=int, default=1024, help="most tokens in a step; default: 1024")
-    parser.add_argument("--rounds", type=int, default=5, help="times that each context is measured; default: 5")
     options = parser.parse_args(argv)
     torch.set_num_threads(num_usable_cores())
     model = PagedModel.load(
@@ -135,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     measured = measure(model, contexts, options.max_num_tokens, options.rounds)
     print(f"- {model.device}, {model.dtype_name}, weights: {options.weight_dtype}; {model.backend_reason}")
     print(f"- a block of {BLOCK_SIZE} tokens takes {bytes_per_block} bytes\n")
-    print(to_markdown(measured, bytes_per_block))
+    print(table_of(measured, bytes_per_block).markdown() + "\n")
     longest = measured[-1]
     swap_us, recompute_us = (s / longest.num_tokens * 1e6 for s in (longest.round_trip_s / 2, longest.recompute_s))
     print(f"swap: one_way_us_per_token={swap_us:.2f} recompute_us_per_token={recompute_us:.1f}")

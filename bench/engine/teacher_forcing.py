@@ -1,7 +1,6 @@
-"""What a model would say after every token of given prompts, by our own forward and by transformers'.
+"""A model's predictions after every token of given prompts, by the engine's forward pass and by transformers'.
 
-Serves to compare the two; nothing here serves requests. Numbers come back as plain lists, so that whoever weighs them
-needs no torch.
+Results are plain lists, so that the code that compares them needs no torch.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from bench.engine.model_steps import BLOCK_SIZE, greedy_sequence
 from common.model_source import ModelSource, model_errors
 from executor.checkpoint.gguf import import_gguf
 from executor.checkpoint.quiet import quiet_transformers
 from executor.model.model import PagedModel
-from executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
+from executor.scheduler.sequence import PlanRow, StepPlan
 from executor.scheduler.sequence import Sequence as TokenSequence
 from executor.step.batch import pack
 
-BLOCK_SIZE = 16
 # The logits of a step are kept whole: 50 MB for these many tokens and a vocabulary of 50,000.
 MAX_TOKENS_OF_STEP = 256
 
@@ -65,7 +64,7 @@ def paged_predictions(model: PagedModel, prompts: Sequence[Sequence[int]], chunk
     for first in range(0, len(prompts), prompts_at_once):
         some = prompts[first : first + prompts_at_once]
         tables = (range(1 + i * num_blocks, 1 + (i + 1) * num_blocks) for i in range(len(some)))
-        sequences = [_sequence(prompt, list(table)) for prompt, table in zip(some, tables, strict=True)]
+        sequences = [greedy_sequence(prompt, list(table)) for prompt, table in zip(some, tables, strict=True)]
         parts += _forced(model, sequences, chunk_tokens)
     return _joined(parts)
 
@@ -101,12 +100,4 @@ def _joined(parts: Sequence[Predictions]) -> Predictions:
         top_ids=[value for part in parts for value in part.top_ids],
         top_gaps=[value for part in parts for value in part.top_gaps],
         log_probabilities=[value for part in parts for value in part.log_probabilities],
-    )
-
-
-def _sequence(token_ids: Sequence[int], block_table: list[int]) -> TokenSequence:
-    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
-    prompt = list(token_ids)
-    return TokenSequence(
-        "quality", 1, prompt, len(prompt), greedy, Stopping(1, 0, frozenset()), 0, None, block_table=block_table
     )

@@ -1,4 +1,4 @@
-"""What was measured on a GPU, as plain values: seconds and counts, nothing derived."""
+"""Measurements on a GPU as plain values: seconds and counts, nothing derived."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Missing:
 
 
 @dataclass(slots=True)
-class Figures:
+class GpuFigures:
     """All of one run."""
 
     circumstances: dict[str, str]

@@ -16,9 +16,10 @@ from typing import TypeVar
 
 from bench.gpu.engine import session as gpu
 from bench.gpu.engine.serving import Served, TimedRequest
-from bench.gpu.figures import AttentionPoint, DecodePoint, Figures, Missing, PrefillPoint, ServedRun
-from bench.gpu.report import OWN_ENGINE, to_json, to_markdown
+from bench.gpu.figures import AttentionPoint, DecodePoint, GpuFigures, Missing, PrefillPoint, ServedRun
+from bench.gpu.report import OWN_ENGINE, page, values_of
 from bench.gpu.roofline import SHAPES, ModelShape
+from bench.report.page import write_report
 from bench.workloads.generate import build_workload
 from bench.workloads.plan import Workload
 
@@ -41,15 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for name in arguments.models.split(","):
         figures = measure(SHAPES[name], arguments)
-        for path in write(figures, SHAPES[name], arguments.out, f"gpu-{name}"):
-            print(f"written: {path}")
+        report = page(figures, SHAPES[name])
+        paths = write_report(arguments.out, f"gpu-{name}", values_of(figures), report)
+        print(f"\n{report.markdown()}\nreport: " + ", ".join(str(path) for path in paths))
     return 0
 
 
-def measure(shape: ModelShape, arguments: argparse.Namespace) -> Figures:
+def measure(shape: ModelShape, arguments: argparse.Namespace) -> GpuFigures:
     """Everything about one model, as far as it can be had."""
     print(f"==> {shape.name}: limits of this GPU")
-    figures = Figures(gpu.circumstances(), shape.name, gpu.copy_bytes_per_s(), gpu.matrix_operations_per_s())
+    figures = GpuFigures(gpu.circumstances(), shape.name, gpu.copy_bytes_per_s(), gpu.matrix_operations_per_s())
     sizes = {name: value for name, value in asdict(shape).items() if name != "name"}
     session = attempt(figures, "the model", lambda: gpu.GpuSession(gpu.Sizes(**sizes)))
     if session is None:
@@ -61,7 +63,7 @@ def measure(shape: ModelShape, arguments: argparse.Namespace) -> Figures:
     return figures
 
 
-def _measure_steps(figures: Figures, session: gpu.GpuSession) -> None:
+def _measure_steps(figures: GpuFigures, session: gpu.GpuSession) -> None:
     for count in DECODE_COUNTS:
         decode = attempt(figures, f"decode, {count} sequences", partial(session.decode_s, count, CONTEXT))
         if decode is not None:
@@ -77,7 +79,7 @@ def _measure_steps(figures: Figures, session: gpu.GpuSession) -> None:
 
 
 def _measure_workload(
-    figures: Figures, session: gpu.GpuSession, workload: Workload, arguments: argparse.Namespace
+    figures: GpuFigures, session: gpu.GpuSession, workload: Workload, arguments: argparse.Namespace
 ) -> None:
     requests = [TimedRequest(r.prompt_ids, r.output_tokens, r.arrival_s) for r in workload.requests]
     seats = arguments.seats
@@ -108,7 +110,7 @@ def _served_run(engine: str, workload: str, served: Served) -> ServedRun:
     )
 
 
-def attempt(figures: Figures, what: str, work: Callable[[], Found]) -> Found | None:
+def attempt(figures: GpuFigures, what: str, work: Callable[[], Found]) -> Found | None:
     """The result, or None with the reason noted where this machine cannot do it."""
     print(f"==> {figures.model}: {what}", flush=True)
     try:
@@ -119,17 +121,6 @@ def attempt(figures: Figures, what: str, work: Callable[[], Found]) -> Found | N
         print(f"    {what} is not measured: {reason}", file=sys.stderr)
         figures.missing.append(Missing(what, reason))
         return None
-
-
-def write(figures: Figures, shape: ModelShape, folder: Path, name: str) -> tuple[Path, Path]:
-    """Writes JSON and Markdown, prints the latter, and returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / f"{name}.json", folder / f"{name}.md"
-    report = to_markdown(figures, shape)
-    paths[0].write_text(to_json(figures), encoding="utf-8")
-    paths[1].write_text(report, encoding="utf-8")
-    print(f"\n{report}")
-    return paths
 
 
 def _parser() -> argparse.ArgumentParser:

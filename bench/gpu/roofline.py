@@ -1,4 +1,4 @@
-"""What a step must move and compute at least, and how long that takes on a GPU with measured limits. Pure.
+"""The least that a step must move and compute, and its time on a GPU with measured limits. Pure.
 
     a decode step reads     every weight but the embedding's, and the keys and values of every context
     a prefill computes      two operations for each weight of the layers and each token, and attention

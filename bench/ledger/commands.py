@@ -102,7 +102,7 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
             [AdmissionStore(cast(Any, recorder), pool, name, each, lambda event: None) for name in names]
             for each in (settings, ageing)
         )
-        for _ in range(2):  # in the second round everybody is known to everybody
+        for _ in range(2):  # in the second round all routers know each other
             for store in (*stores, *ageing_stores):
                 await store.renew()
         random_numbers = random.Random(seed)
@@ -123,7 +123,7 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
 
 
 async def take_snapshot(url: str, pool: str) -> Snapshot:
-    """What the store says of the pool."""
+    """The store's snapshot of the pool."""
     settings = StoreSettings()
     redis = connect(url, settings)
     try:

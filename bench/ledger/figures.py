@@ -1,4 +1,4 @@
-"""What a run of the ledger's benchmark found. Pure."""
+"""The results of the ledger's benchmark. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ class ScriptCost:
 
     @property
     def num_commands(self) -> float:
-        """Redis commands in a call."""
         return sum(usage.calls for usage in self.inner.values()) / max(1, self.script.calls)
 
     @property
@@ -156,7 +155,7 @@ class Point:
 
     @property
     def boarding_us(self) -> float:
-        """Microseconds to seat one waiting request: what a settle costs more, for each end, where somebody waits."""
+        """Microseconds to seat one waiting request: what a settle costs more, for each end, where requests wait."""
         return (self.costs[refilled(SETTLED[-1])].us - self.costs[UNFILLED].us) / SETTLED[-1]
 
     @property

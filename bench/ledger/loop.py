@@ -1,4 +1,4 @@
-"""Sends a traffic's calls over many connections and takes their replies, on one thread.
+"""The load generator's loop: a traffic's calls over many connections, on one thread.
 
 One call at a time on each connection, as a router's are; beside them one connection for each mailbox, which blocks in
 its read as a router's reader does. Upkeep goes first when it is due.
@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from bench.ledger.traffic import Call, Traffic, TrafficError
-from bench.ledger.wire import Connection, encode
+from bench.ledger.wire import Connection
+from bench.redis.wire import command
 
 MAX_ENTRIES = 256
 BLOCK_MS = 2000
@@ -48,7 +49,7 @@ class MailReader:
 
     def _ask(self) -> None:
         self.connection.send(
-            encode(["XREAD", "COUNT", MAX_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", self._key, self._cursor])
+            command("XREAD", "COUNT", MAX_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", self._key, self._cursor)
         )
 
 
@@ -118,7 +119,6 @@ class Loop:
                 raise TrafficError("the mailboxes do not say that the seats were taken")
 
     def close(self) -> None:
-        """Closes all connections."""
         self._selector.close()
         for connection in (*self._connections, *(reader.connection for reader in self._readers)):
             connection.close()

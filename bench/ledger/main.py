@@ -1,34 +1,45 @@
-"""How far the admission ledger scales: `make bench-admission QUEUED=1000000 EXECUTORS=1000`.
+"""Throughput and latency of the admission ledger: `make bench-admission QUEUED=1000000 EXECUTORS=1000`.
 
     python -m bench.ledger.main [--queued 10000] [--executors 100] [--redis-url URL]
     python -m bench.ledger.main --matrix [1x10,100x10000] [--out bench/reports]
 
-A private Redis is filled with a line of waiting requests of 100 tenants and three classes, on executors whose seats
-are all taken, by 16 routers. Then every end frees a seat that somebody who waits takes, and somebody new comes.
-The last line says how many requests are admitted in a second when as much is sent as goes through, and how long
-admission takes at half of that: the round trip of a submit, and from an end that frees a seat until the owner of the
-request that gets it knows. With `--matrix` that is done at many sizes, and a report with charts is written.
+A private Redis is filled with a queue of waiting requests of 100 tenants and three classes, on executors whose seats
+are all taken, by 16 routers. Then every end frees a seat that a waiting request takes, and a new request arrives.
+The last line says how many requests are admitted per second at saturation, and how long admission takes at half of that
+rate: the round trip of a submit, plus the time from an end that frees a seat until the owner of the request that gets
+the seat is told. With `--matrix` that is done at many sizes, and a report with charts is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import platform
+import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 from bench.ledger.figures import Point
-from bench.ledger.matrix import WHOLE_MATRIX, cells, circumstances, run_matrix, write_matrix
 from bench.ledger.measure import measure
+from bench.ledger.report import KIND, page_of, values_of
 from bench.ledger.scale import PoolScale
 from bench.ledger.server import Server
 from bench.ledger.traffic import TrafficError
-from bench.ledger.wire import WireError
+from bench.redis.wire import WireError
+from bench.report.page import write_report
+from bench.report.table import Table
+from common.machine import num_usable_cores
 from inflight.local.redis_server import PrivateRedis, RedisStartError
 from router.store.keys import PoolKeys
 
 POOL = "bench-admission"
+MATRIX_QUEUED = (10, 10_000, 100_000, 1_000_000)
+MATRIX_EXECUTORS = (1, 100, 1_000)
+WHOLE_MATRIX = tuple(product(MATRIX_EXECUTORS, MATRIX_QUEUED))
+CELL = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,23 +47,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     chosen = options.matrix or ((options.executors, options.queued),)
 
-    def measured(scale: PoolScale) -> Point:
-        point = measure_alone(scale, options.redis_url, options.seconds, options.seed)
-        print(shown(point), flush=True)
-        return point
-
+    points = []
     try:
-        points = run_matrix(chosen, options.seats, measured, _say)
+        for number, (executors, queued) in enumerate(chosen, 1):
+            _say(f"size {number} of {len(chosen)}: {executors:,} executors, {queued:,} queued")
+            scale = PoolScale(queued, executors, options.seats)
+            points.append(measure_alone(scale, options.redis_url, options.seconds, options.seed))
+            print(point_text(points[-1]), flush=True)
     except (RedisStartError, WireError, TrafficError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if options.matrix:
-        words = circumstances(points, options.seconds, options.seed)
-        paths = write_matrix(points, words, options.out)
+        values = values_of(points, _circumstances(points, options.seconds, options.seed))
+        paths = write_report(options.out, KIND, values, page_of(values))
         print("report: " + ", ".join(str(path) for path in paths))
     for point in points:
         print(point.line)
     return 0
+
+
+def cells(text: str) -> tuple[tuple[int, int], ...]:
+    """Executors and queued requests of each cell, from `1x10,100x10000`. For argparse."""
+    found = [CELL.fullmatch(cell) for cell in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form EXECUTORSxQUEUED,… such as 1x10,100x10000")
+    return tuple((int(cell[1]), int(cell[2])) for cell in found if cell)
 
 
 def measure_alone(scale: PoolScale, url: str | None, seconds: float, seed: int) -> Point:
@@ -68,19 +87,13 @@ def measure_alone(scale: PoolScale, url: str | None, seconds: float, seed: int) 
         server.close()
 
 
-def shown(point: Point) -> str:
+def point_text(point: Point) -> str:
     """The figures in lines."""
     saturation, latency = point.saturation, point.latency
     lines = [
         f"Redis {point.redis_version}, {point.memory_bytes / 1e6:,.1f} MB, "
         f"{point.bytes_per_waiting:,.0f} bytes per waiting request; filled in {point.fill_s:.1f} s",
-        f"{'script':<28}{'calls':>9}{'µs a call':>11}{'commands':>10}{'their µs':>10}",
-    ]
-    lines += [
-        f"{name:<28}{cost.script.calls:>9,}{cost.us:>11.1f}{cost.num_commands:>10.1f}{cost.commands_us:>10.1f}"
-        for name, cost in point.costs.items()
-    ]
-    lines += [
+        _costs(point).text(),
         "scripts alone, on one core: "
         + ", ".join(f"{rate:,.0f}/s where {num} end at a time" for num, rate in point.scripts_per_s.items()),
         f"boarding of one waiting request: {point.boarding_us:.1f} µs; "
@@ -98,6 +111,26 @@ def shown(point: Point) -> str:
         f"{_both(latency.submit_ms)}, seat {_both(latency.seat_ms)}, the load itself late {_both(latency.late_ms)}",
     ]
     return "\n".join(lines)
+
+
+def _circumstances(points: Sequence[Point], seconds: float, seed: int) -> Mapping[str, str]:
+    """The machine, Redis and pool of a run, in words."""
+    scale = points[0].scale
+    return {
+        "machine": f"{num_usable_cores()} cores, {platform.machine()}, Python {platform.python_version()}; "
+        "the load generator and Redis share it",
+        "Redis": f"{points[0].redis_version}, one process, no persistence",
+        "pool": f"{scale.routers} routers, {scale.tenants} tenants, 3 classes, {scale.seats} seats an executor",
+        "run": f"about {seconds:g} s for each part, seed {seed}",
+    }
+
+
+def _costs(point: Point) -> Table:
+    rows = [
+        [name, f"{cost.script.calls:,}", f"{cost.us:.1f}", f"{cost.num_commands:.1f}", f"{cost.commands_us:.1f}"]
+        for name, cost in point.costs.items()
+    ]
+    return Table(["script", "calls", "µs a call", "commands", "their µs"], rows)
 
 
 def _both(figures_ms: Sequence[float]) -> str:
@@ -132,4 +165,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    # Recorded calls are not sent, and the store would warn of each router's first.
+    logging.getLogger("router.store").setLevel(logging.ERROR)
     sys.exit(main())

@@ -39,7 +39,7 @@ NUM_CONNECTIONS = 32
 ENDS_PER_FRAME, MAX_SETTLED = SETTLED[1], SETTLED[-1]
 # Executors get no new work 2 s after their last report, and on a busy machine it takes long until all have reported.
 REFRESH_S = 0.7
-FILL_REFRESH_S = 1.2  # while all seats are taken a late report holds nobody up
+FILL_REFRESH_S = 1.2  # while all seats are taken a late report delays nothing
 PROGRESS_S = 10.0
 AUDIT_S = 1.05
 AGE_S = 2e-3
@@ -125,7 +125,7 @@ class _Measurement:
     # Costs of scripts ------------------------------------------------------------------------------------------
 
     def _seat_and_end(self, costs: dict[str, ScriptCost]) -> None:
-        """Requests that find a seat at once, and ends that nobody waits for."""
+        """Requests that are placed at once, and ends for which no request waits."""
         until_s = time.perf_counter() + self.seconds
         count = self.scale.num_seats // MAX_SETTLED * MAX_SETTLED
         while True:
@@ -228,7 +228,7 @@ class _Measurement:
     # The whole -------------------------------------------------------------------------------------------------
 
     def _saturate(self, report_us: float) -> Saturation:
-        """As much as goes through: a new request for everybody seated, an end whenever the line is long enough."""
+        """Saturation: a new request for every placed one, and an end whenever the queue is long enough."""
         traffic = self.traffic
         traffic.start_upkeep(self.loop.now_s())
 

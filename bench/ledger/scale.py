@@ -1,4 +1,4 @@
-"""How large the measured pool is, and how its parts are called. Names have one length, so that commands have blanks."""
+"""The size of the measured pool, and the names of its parts. Names have one length, so that commands have blanks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class PoolScale:
 
     @property
     def num_seats(self) -> int:
-        """Seats of all executors."""
         return self.executors * self.seats
 
 
@@ -31,7 +30,6 @@ def request_id(number: int) -> bytes:
 
 
 def executor_id(number: int) -> bytes:
-    """The id of an executor."""
     return b"executor-%05d:50061" % number
 
 

@@ -1,4 +1,4 @@
-"""What Redis says of itself: calls and microseconds by command, processor time, memory."""
+"""Redis' own figures: calls and microseconds by command, processor time, memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SlowCall:
 
 
 class Server:
-    """A connection for questions."""
+    """A connection for queries about the server."""
 
     def __init__(self, url: str) -> None:
         self._connection = Connection(url)
@@ -67,7 +67,6 @@ class Server:
         return int(self._fields("memory")["used_memory"])
 
     def load_script(self, source: str) -> None:
-        """Makes a script known by its hash."""
         self._connection.ask("SCRIPT", "LOAD", source)
 
     def set_option(self, name: str, value: str) -> str:
@@ -97,7 +96,6 @@ class Server:
                 return
 
     def close(self) -> None:
-        """Closes the connection."""
         self._connection.close()
 
     def _fields(self, section: str) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The steady state: who waits, who is seated, and which calls keep it so.
 
-Every end frees a seat that somebody who waits takes, and for everybody seated somebody new comes: the line keeps its
+Every end frees a seat that a waiting request takes, and for every placed request a new one arrives: the queue keeps its
 length. Knows the calls and what their replies mean; sends nothing.
 """
 
@@ -32,8 +32,8 @@ class TrafficError(Exception):
     """The pool did not do what it does in a steady state; the text says what it said instead."""
 
 
-class Kind(Enum):
-    """What a call is for."""
+class CallKind(Enum):
+    """The purpose of a call."""
 
     SUBMIT = auto()
     SETTLE = auto()
@@ -47,7 +47,7 @@ class Kind(Enum):
 class Call:
     """One script call: `ids` are the requests that it is about, `due_s` is when it was to be sent."""
 
-    kind: Kind
+    kind: CallKind
     encoded: bytes
     ids: tuple[bytes, ...] = ()
     due_s: float = 0.0
@@ -94,7 +94,6 @@ class Traffic:
 
     @property
     def num_reported(self) -> int:
-        """Reports made so far."""
         return self._num_reported
 
     @property
@@ -110,7 +109,7 @@ class Traffic:
         self._num_submitting += 1
         new_id = request_id(self._num_made)
         encoded = self._random.choice(templates).fill({ID_MARKERS[0]: new_id})
-        return Call(Kind.SUBMIT, encoded, (new_id,), due_s)
+        return Call(CallKind.SUBMIT, encoded, (new_id,), due_s)
 
     def settle(self, count: int, due_s: float = 0.0) -> Call:
         """The end of those seated longest on one executor, as in its step frame; `count` as in `Commands.settles`."""
@@ -122,44 +121,43 @@ class Traffic:
         self._num_free += count
         self._freed[executor].extend([due_s] * count)
         template = self._random.choice(self._random.choice(self._commands.settles[count]))
-        return Call(Kind.SETTLE, template.fill(dict(zip(ID_MARKERS, ids, strict=False))), ids, due_s)
+        return Call(CallKind.SETTLE, template.fill(dict(zip(ID_MARKERS, ids, strict=False))), ids, due_s)
 
     def cancel(self, waiting_id: bytes) -> Call:
         """The client of a waiting request goes away."""
         template = self._random.choice(self._commands.cancels)
-        return Call(Kind.CANCEL, template.fill({ID_MARKERS[0]: waiting_id}), (waiting_id,))
+        return Call(CallKind.CANCEL, template.fill({ID_MARKERS[0]: waiting_id}), (waiting_id,))
 
     def explain(self, waiting_id: bytes) -> Call:
-        """The client of a waiting request asks."""
+        """Asks for the state of a waiting request."""
         template = self._random.choice(self._commands.explains)
-        return Call(Kind.EXPLAIN, template.fill({ID_MARKERS[0]: waiting_id}), (waiting_id,))
+        return Call(CallKind.EXPLAIN, template.fill({ID_MARKERS[0]: waiting_id}), (waiting_id,))
 
     def report(self, executor: bytes) -> Call:
-        """What the executor says now."""
+        """Reports the current state of an executor."""
         held = self._held[executor]
         self._num_reported += 1
         blanks = dict(zip(ID_MARKERS, held, strict=False))
         blanks[EXECUTOR_MARKER] = executor
         blanks[SEQ_MARKER] = b"%d" % (FIRST_SEQ + self._num_reported)
-        return Call(Kind.UPKEEP, self._random.choice(self._commands.reports)[len(held)].fill(blanks))
+        return Call(CallKind.UPKEEP, self._random.choice(self._commands.reports)[len(held)].fill(blanks))
 
     def all_reports(self) -> Iterator[Call]:
-        """A report of every executor."""
         return (self.report(executor) for executor in self._held)
 
     def all_renewals(self) -> Iterator[Call]:
         """Every router renews its lease."""
-        return (Call(Kind.UPKEEP, encoded) for encoded in self._commands.renews)
+        return (Call(CallKind.UPKEEP, encoded) for encoded in self._commands.renews)
 
     # Upkeep ----------------------------------------------------------------------------------------------------
 
     def start_upkeep(self, now_s: float) -> None:
-        """Everybody reports, renews and reaps from now on, evenly spread."""
+        """Starts reports, renewals and reaping, evenly spread."""
         self._upkeep.clear()
         every: list[tuple[float, Callable[[], Call]]] = []
         every += [(REPORT_S, partial(self.report, executor)) for executor in self._held]
-        every += [(RENEW_S, partial(Call, Kind.UPKEEP, encoded)) for encoded in self._commands.renews]
-        every += [(REAP_S, partial(Call, Kind.UPKEEP, encoded)) for encoded in self._commands.reaps]
+        every += [(RENEW_S, partial(Call, CallKind.UPKEEP, encoded)) for encoded in self._commands.renews]
+        every += [(REAP_S, partial(Call, CallKind.UPKEEP, encoded)) for encoded in self._commands.reaps]
         for number, (interval_s, made) in enumerate(every):
             self._upkeep.append((now_s + interval_s * self._random.random(), number, made))
         heapq.heapify(self._upkeep)
@@ -167,7 +165,6 @@ class Traffic:
 
     @property
     def upkeep_due_s(self) -> float:
-        """When the next call of upkeep is due."""
         return self._upkeep[0][0]
 
     def upkeep(self) -> Call:
@@ -179,13 +176,13 @@ class Traffic:
     # Replies ---------------------------------------------------------------------------------------------------
 
     def take(self, call: Call, reply: bytes, now_s: float) -> None:
-        """What the reply to a call says."""
+        """Takes in the reply to a call."""
         match call.kind:
-            case Kind.SUBMIT:
+            case CallKind.SUBMIT:
                 self._submitted(call, reply, now_s)
-            case Kind.SETTLE:
+            case CallKind.SETTLE:
                 self._settled(call, reply)
-            case Kind.CANCEL:
+            case CallKind.CANCEL:
                 if b"WAITING" not in reply:
                     raise _unexpected("cancel", reply)
                 self.num_waiting -= 1

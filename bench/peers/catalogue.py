@@ -14,7 +14,7 @@ from pathlib import Path
 FOLDER = Path(".peers")
 INSTALLED_MARK = "installed"
 
-# The bench package must be found by interpreters that have nothing else of ours.
+# The bench package must be found by interpreters in which inflight is not installed.
 SOURCES = Path(__file__).parents[2]
 
 # Both speed vLLM up on a CPU: its documentation asks for them.

@@ -1,4 +1,4 @@
-"""What every engine's driver shares: the protocol on stdin and stdout, and the loop that sends and notes times.
+"""The common part of all engine drivers: the protocol on stdin and stdout, and the loop that sends and notes times.
 
 Standard library only: drivers run in the engines' own environments. One JSON object per line.
 

@@ -47,7 +47,6 @@ class OpenVinoEngine:
         }
 
     def describe(self) -> dict[str, str]:
-        """What runs, in words."""
         return self._words
 
     def add(self, request: Request) -> None:
@@ -55,7 +54,7 @@ class OpenVinoEngine:
         self._waiting.append(request)
 
     def advance(self, wait_s: float | None) -> list[TokenBatch]:
-        """Seats whom it can, then one step."""
+        """Starts the requests that fit, then computes one step."""
         while self._waiting and len(self._running) < self._seats:
             self._seat(self._waiting.popleft())
         self._pipeline.step()
@@ -65,7 +64,6 @@ class OpenVinoEngine:
         return [TokenBatch(at, tokens)] if tokens else []
 
     def figures(self) -> dict[str, float]:
-        """Steps of the run."""
         num_steps, self._num_steps = self._num_steps, 0
         return {"num_steps": num_steps}
 

@@ -32,7 +32,7 @@ LONGEST_WAIT_S = 60.0
 
 
 class StaticEngine:
-    """`generate` with whoever is there, up to a batch, which ends with its longest answer; nobody joins before."""
+    """`generate` on the waiting requests, up to a batch. It ends with its longest answer; none joins before."""
 
     def __init__(self, model: Any, batch_size: int) -> None:
         self._model = model
@@ -41,15 +41,13 @@ class StaticEngine:
         self._num_steps = 0
 
     def describe(self) -> dict[str, str]:
-        """What runs, in words."""
         return {"engine": f"transformers {transformers_version}", "mode": f"generate, batches of {self._batch_size}"}
 
     def add(self, request: Request) -> None:
-        """Takes a request in at the end of the line."""
         self._waiting.append(request)
 
     def advance(self, wait_s: float | None) -> list[TokenBatch]:
-        """One whole batch."""
+        """Computes one whole batch."""
         batch = [self._waiting.popleft() for _ in range(min(self._batch_size, len(self._waiting)))]
         times = StepTimes()
         longest = max(len(request.prompt_ids) for request in batch)
@@ -72,7 +70,6 @@ class StaticEngine:
         ]
 
     def figures(self) -> dict[str, float]:
-        """Steps of the run."""
         num_steps, self._num_steps = self._num_steps, 0
         return {"num_steps": num_steps}
 
@@ -109,11 +106,9 @@ class ContinuousEngine:
         self._run = 0
 
     def describe(self) -> dict[str, str]:
-        """What runs, in words."""
         return {"engine": f"transformers {transformers_version}", "mode": "its continuous batching"}
 
     def add(self, request: Request) -> None:
-        """Takes a request."""
         name = f"{self._run}-{request.id}"
         self._num_seen[name] = 0
         self._batching.add_request(
@@ -134,7 +129,6 @@ class ContinuousEngine:
         return [TokenBatch(time.monotonic(), [(int(result.request_id.partition("-")[2]), number)])] if number else []
 
     def figures(self) -> dict[str, float]:
-        """It counts nothing that could be asked for."""
         self._run += 1
         self._num_seen.clear()
         return {}

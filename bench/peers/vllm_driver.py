@@ -34,11 +34,9 @@ class VllmEngine:
         self._words = {"engine": f"vLLM {vllm_version}", "mode": "eager" if eager else "compiled", "dtype": setup.dtype}
 
     def describe(self) -> dict[str, str]:
-        """What runs, in words."""
         return self._words
 
     def add(self, request: Request) -> None:
-        """Takes a request."""
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=request.output_tokens,
@@ -49,7 +47,7 @@ class VllmEngine:
         self._engine.add_request(str(request.id), TokensPrompt(prompt_token_ids=request.prompt_ids), sampling)
 
     def advance(self, wait_s: float | None) -> list[TokenBatch]:
-        """One step."""
+        """Computes one step."""
         outputs = self._engine.step()
         self._num_steps += 1
         tokens = [(int(output.request_id), len(output.outputs[0].token_ids)) for output in outputs]
@@ -57,13 +55,12 @@ class VllmEngine:
         return [TokenBatch(time.monotonic(), tokens)] if tokens else []
 
     def figures(self) -> dict[str, float]:
-        """Steps of the run."""
         num_steps, self._num_steps = self._num_steps, 0
         return {"num_steps": num_steps}
 
 
 def context_tokens(setup: Setup) -> int:
-    """Room for the longest request, in steps: vLLM compiles anew for each length, which takes a minute or more."""
+    """Room for the longest request, in steps: vLLM compiles again for each length, which takes a minute or more."""
     wanted = -(-setup.max_request_tokens // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS
     config = json.loads((Path(setup.model) / "config.json").read_text())
     return min(wanted, int(config.get("max_position_embeddings", wanted)))

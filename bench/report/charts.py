@@ -1,7 +1,7 @@
 """Charts as HTML.
 
-Words and numbers are HTML, so that they keep their size on a phone; only lines and areas are SVG, which stretches with
-its box. Everything that comes from outside is escaped here.
+Words and numbers are HTML, so that they keep their size on a phone. Only lines and areas are SVG, which stretches with
+its box. All text is escaped here.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from bench.report.report import Spread
-from bench.report.scale import Scale
+from bench.report.scale import Scale, log_scale
+from bench.report.table import Spread
 
 # Units of an SVG's own; the box on the page decides how large they are.
 WIDTH, HEIGHT = 1000, 300
 NUM_COLOURS = 8
+# Tokens of one frame arrive together. Their distance is 0, which an axis by powers of ten does not have.
+LEAST_MS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,10 @@ class Line:
     points: Sequence[tuple[float, float]]
 
 
-def figure(title: str, note: str, body: str) -> str:
-    """A chart with its title and what it shows."""
+def figure(title: str, note: str, body: str, *, is_wide: bool = False) -> str:
+    """A chart with its title and a note of what it shows."""
     caption = f'<b>{escape(title)}</b><span class="note">{escape(note)}</span>'
-    return f"<figure><figcaption>{caption}</figcaption>{body}</figure>"
+    return f"<figure{' class=wide' if is_wide else ''}><figcaption>{caption}</figcaption>{body}</figure>"
 
 
 def bars(rows: Sequence[Bar]) -> str:
@@ -68,6 +70,20 @@ def curves(lines: Sequence[Line], x: Scale, y: Scale, unit: str) -> str:
     return f'{legend([(line.name, line.colour) for line in lines])}<div class="plot">{plot}</div>{_x_labels(x, unit)}'
 
 
+def percentile_curves(title: str, percentiles: Sequence[Line]) -> str:
+    """The share of the times that is at most so long. Points of the lines are (percent, milliseconds)."""
+    lines = [
+        Line(line.name, line.colour, [(max(ms, LEAST_MS), percent) for percent, ms in line.points])
+        for line in percentiles
+        if line.points
+    ]
+    if not lines:
+        return ""
+    x = log_scale((ms for line in lines for ms, _ in line.points), LEAST_MS)
+    note = "percent that took at most so long; further left is better"
+    return figure(title, note, curves(lines, x, Scale(0, 100), "ms"))
+
+
 def area(line: Line, x: Scale, y: Scale, caption: str) -> str:
     """One filled step curve, for a column of them over one axis."""
     corners = _steps(line.points)
@@ -91,7 +107,7 @@ def x_axis(x: Scale, unit: str) -> str:
 
 
 def legend(names: Sequence[tuple[str, int]]) -> str:
-    """Which colour is whose."""
+    """The colour of each name."""
     entries = "".join(
         f'<span><i class="swatch" style="background:var(--c{colour % NUM_COLOURS})"></i>{escape(name)}</span>'
         for name, colour in names

@@ -1,4 +1,4 @@
-"""Where a value lies along an axis, and which values an axis names. Pure."""
+"""The axes of charts: positions of values, and the values that are labelled. Pure."""
 
 from __future__ import annotations
 

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bench.redis.private import private_redis
 from bench.simulation.device import SLOW
-from bench.simulation.faults import FaultRates
-from bench.simulation.population import Population
+from bench.simulation.invariants import RequestOutcome
 from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.witness import Fate
 from bench.simulation.world import SimulationFailed, World, WorldSettings
+from bench.timeline.faults import FaultRates
+from bench.timeline.population import Population
 from executor.scheduler.scheduler import SchedulerPolicy
-from inflight.local.redis_server import PrivateRedis
 
 SHAPE = ExecutorShape(num_blocks=64, num_seats=8, max_num_tokens=256, context_length=512, cost=SLOW)
 PROGRESS_S = 5.0
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         look_s=max(1.0, duration_s / 360),
     )
     population = Population(num_tenants=options.tenants, rate_per_s=options.rate)
-    with tempfile.TemporaryDirectory() as folder, start_redis(Path(folder)) as redis:
+    with tempfile.TemporaryDirectory() as folder, private_redis(Path(folder)) as redis:
         world = World(redis.admin_url, "simulation", settings, population.requests(options.seed, duration_s))
         began_s = time.perf_counter()
         progress = _Progress(duration_s, began_s)
@@ -52,20 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def start_redis(folder: Path) -> PrivateRedis:
-    """A Redis of our own, by the fastest way to it."""
-    return PrivateRedis.start(folder / "redis.log", unix_socket=folder / "redis.sock")
-
-
 def summary(world: World, simulated_s: float, took_s: float) -> str:
     """The run in one line."""
-    witness, settings = world.witness, world.settings
-    fates = " ".join(f"{fate.value}={witness.fates[fate]}" for fate in Fate)
-    waits = max(witness.longest_wait_us.values(), default=0) / 1e6
+    checker, settings = world.checker, world.settings
+    outcomes = " ".join(f"{outcome.value}={checker.outcomes[outcome]}" for outcome in RequestOutcome)
+    waits = max(checker.longest_wait_us.values(), default=0) / 1e6
     return (
         f"simulation: held seed={settings.seed} executors={settings.num_executors} routers={settings.num_routers} "
-        f"simulated_s={simulated_s:g} took_s={took_s:.1f} requests={len(witness.records)} {fates} "
-        f"tokens={witness.num_tokens} faults={sum(world.num_faults.values())} calls={world.link.num_calls} "
+        f"simulated_s={simulated_s:g} took_s={took_s:.1f} requests={len(checker.records)} {outcomes} "
+        f"tokens={checker.num_tokens} faults={sum(world.num_faults.values())} calls={world.link.num_calls} "
         f"events={world.timeline.num_steps} longest_wait_s={waits:.2f}"
     )
 

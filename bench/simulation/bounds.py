@@ -1,6 +1,6 @@
 """Time bounds of a deployment, measured in virtual time.
 
-`docs/failures.md` ("Time bounds") states them. The numbers here are those of that page, not those of the tested code. A
+`docs/design/time-bounds.md` states them. The numbers here are those of that page, not those of the tested code. A
 bound counts from the later of two moments: when a state that must end was first seen, and when what has to end it was
 last disturbed (a process hung, died or started, a link broke, Redis was away or lost its contents). So faults may
 overlap; a bound is checked where the system had the time that it needs.
@@ -28,9 +28,9 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench.simulation.faults import Fault, FaultKind
-from bench.simulation.timeline import US_PER_MS, US_PER_S, Timeline
-from bench.simulation.witness import InvariantViolation, Record
+from bench.simulation.invariants import InvariantViolation, Record
+from bench.timeline.faults import Fault, FaultKind
+from bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
 
 if TYPE_CHECKING:
     from bench.simulation.client import Client
@@ -62,7 +62,7 @@ Part = tuple[str, ...]
 
 
 class BoundExceeded(InvariantViolation):
-    """Something lasted longer than it may."""
+    """A bound is exceeded."""
 
 
 class StepBound:
@@ -78,7 +78,7 @@ class StepBound:
         self._left.setdefault(sequence, self._engine.num_steps)
 
     def check(self) -> None:
-        """After a turn of the loop."""
+        """Checks an executor after a turn of its loop."""
         for sequence, num_steps in list(self._left.items()):
             if not sequence.block_table and sequence.host_copy is None:
                 del self._left[sequence]
@@ -101,7 +101,7 @@ class Calm:
         self._until_us[part] = max(until_us, self._until_us.get(part, 0))
 
     def since_us(self, *parts: Part) -> int:
-        """Since when all of them are well."""
+        """The time since when all of them are healthy."""
         return max((self._until_us.get(part, 0) for part in parts), default=0)
 
     def all_since_us(self, kind: str) -> int:
@@ -132,7 +132,7 @@ class Ledger:
 
     @classmethod
     def read(cls, link: StoreLink) -> Ledger:
-        """As it is now."""
+        """Reads the current state."""
         keys = link.keys
         waiting = [
             member[member.index("\0") + 27 :]  # tenant, 0, 13 digits of order, 13 of arrival, request
@@ -159,7 +159,7 @@ def _scores(link: StoreLink, name: str) -> dict[str, float]:
 
 @dataclass(slots=True)
 class _Look:
-    """Everything at one moment."""
+    """A snapshot of everything at one moment."""
 
     now_us: int
     ledger: Ledger
@@ -316,22 +316,22 @@ class Bounds:
         """Sequences whose client has left, or was told their end, and whose router could say so."""
         for executor_id, request_id, attempt in look.held:
             record = look.records.get(request_id)
-            if record is None or record.fate is None or executor_id in self._down_us:
+            if record is None or record.outcome is None or executor_id in self._down_us:
                 continue
             key = ("unwanted", executor_id, request_id, attempt)
             parts = (STORE, _router(record.router_id), _executor(executor_id))
             could_say = record.router_id in look.routers and self._within(key, look.now_us, *parts)
-            what = f"{executor_id} runs {request_id}, which has ended ({record.fate.value})"
+            what = f"{executor_id} runs {request_id}, which has ended ({record.outcome.value})"
             yield key, Lasting(what, 0, MAX_STEPS * self._longest_step_us() + AT_ONCE_US if could_say else None)
 
     def _unserved(self, look: _Look) -> Iterable[tuple[Hashable, Lasting]]:
         """Places in line of requests that have ended or whose router is gone."""
         for request_id in look.ledger.waiting:
             record = look.records.get(request_id)
-            if record is None or record.fate is None:
+            if record is None or record.outcome is None:
                 continue
             key = ("unserved", request_id)
-            what = f"{request_id} has ended ({record.fate.value}) and stands in line"
+            what = f"{request_id} has ended ({record.outcome.value}) and stands in line"
             if record.router_id not in look.routers:
                 since_us = max(self._calm.since_us(STORE), self._calm.all_since_us("router"))
                 yield key, Lasting(what, since_us, REAPED_US)
@@ -389,7 +389,7 @@ class Bounds:
         """Each stream that has begun has its next token in time."""
         for request_id, (router_id, stream) in look.streams.items():
             record = stream.record
-            if record.fate is not None or record.last_token_us is None:
+            if record.outcome is not None or record.last_token_us is None:
                 continue
             since_us = max(record.last_token_us, self._next_token_us.get(request_id, 0))
             where = stream.placement.executor_id if stream.placement is not None else "no executor"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.simulation.traffic import SimRequest
-from bench.simulation.witness import Record
+from bench.simulation.invariants import Record
+from bench.timeline.traffic import SimRequest
 from inflight.v1 import executor_pb2, types_pb2
 from router.lifecycle.lifecycle import Lifecycle
 from router.store.types import Demand, Placement
@@ -38,7 +38,7 @@ class Client:
     @property
     def has_ended(self) -> bool:
         """Whether its client knows its end."""
-        return self.record.fate is not None
+        return self.record.outcome is not None
 
     @property
     def placement(self) -> Placement | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench.simulation.timeline import US_PER_S
+from bench.timeline.timeline import US_PER_S
 from executor.engine.runner import PendingStep
 from executor.engine.step_time import StepLoad
 from executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
@@ -23,7 +23,7 @@ class StepCost:
     block_copy_s: float
 
     def of(self, plan: StepPlan) -> float:
-        """How long the plan takes."""
+        """The duration of a plan."""
         load = StepLoad.of(plan)
         return (
             self.step_s
@@ -58,7 +58,7 @@ class _Step:
         return self.sampled_ids
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """None: nobody asks for them here."""
+        """None: no simulated request asks for them."""
         return NO_LOGPROBS
 
 

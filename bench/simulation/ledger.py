@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.redis.wire import command, encode
 from bench.simulation.store_link import StoreLink
-from bench.simulation.timeline import Process
-from bench.simulation.wire import command, encode
+from bench.timeline.timeline import Process
 from router.store.codec import (
     Reply,
     parse_cancel,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bench.simulation.ledger import Ledger
-from bench.simulation.timeline import US_PER_MS, Process, Timeline
+from bench.timeline.timeline import US_PER_MS, Process, Timeline
 from router.store.types import Ending, ExecutorReport, ReportOutcome
 
 RETRY_US = 500 * US_PER_MS

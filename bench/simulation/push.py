@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from bench.simulation.client import Client
+from bench.simulation.invariants import InvariantChecker, RequestOutcome
 from bench.simulation.session import Frame, Session
-from bench.simulation.timeline import Process, Timeline
-from bench.simulation.traffic import SimRequest
 from bench.simulation.virtual_router import RouterShape
-from bench.simulation.witness import Fate, Witness
+from bench.timeline.timeline import Process, Timeline
+from bench.timeline.traffic import SimRequest
 from router.store.types import ExecutorReport, Placement
 
 
 class PushPolicy(Enum):
-    """Which line a request joins."""
+    """The queue that a request joins."""
 
     ROUND_ROBIN = "round robin"
     LEAST_LOADED = "least loaded, all known"
@@ -52,38 +52,37 @@ class _Line:
 class PushRouter:
     """The routers of such a deployment."""
 
-    def __init__(self, policy: PushPolicy, shape: RouterShape, timeline: Timeline, witness: Witness) -> None:
+    def __init__(self, policy: PushPolicy, shape: RouterShape, timeline: Timeline, checker: InvariantChecker) -> None:
         self.router_id = "push"
         self.process = Process(timeline)
         self.streams: dict[str, Client] = {}
         self._policy = policy
         self._shape = shape
         self._timeline = timeline
-        self._witness = witness
+        self._checker = checker
         self._lines: dict[Session, _Line] = {}
         self._line_of: dict[str, _Line] = {}
         self._turns: Iterator[int] = itertools.count()
 
     def on_linked(self, session: Session) -> None:
-        """An executor can be used."""
+        """Adds an executor."""
         self._lines[session] = _Line(session)
 
     def on_unlinked(self, session: Session) -> None:
-        """Nothing breaks here."""
+        """Fails: there are no faults here."""
         raise AssertionError("a link broke")
 
     def die(self) -> None:
-        """Nothing breaks here."""
+        """Fails: there are no faults here."""
         raise AssertionError("a router died")
 
     def on_report(self, session: Session, report: ExecutorReport) -> None:
-        """Lines are known without reports."""
+        """Ignores reports: the queues are known without them."""
 
     def arrive(self, request: SimRequest) -> None:
         """A client's request joins a line for good."""
-        stream = Client(
-            request, self._witness.submitted(request, "push", self._timeline.now_us), self._shape.block_size
-        )
+        record = self._checker.submitted(request, "push", self._timeline.now_us)
+        stream = Client(request, record, self._shape.block_size)
         line = self._choose(_router_of(request))
         line.num_of_router[_router_of(request)] += 1
         self.streams[request.request_id], self._line_of[request.request_id] = stream, line
@@ -97,12 +96,12 @@ class PushRouter:
         for request_id, _, cached_tokens in frame.started:
             stream = self.streams[request_id]
             stream.record.cached_tokens += cached_tokens
-            self._witness.boarded(stream.record, now_us)
+            self._checker.boarded(stream.record, now_us)
         for request_id, _, offset, token_id in frame.tokens:
-            self._witness.delivered(self.streams[request_id].record, offset, token_id, now_us)
+            self._checker.delivered(self.streams[request_id].record, offset, token_id, now_us)
         for request_id, _, reason in frame.finished:
             stream, line = self.streams.pop(request_id), self._line_of.pop(request_id)
-            self._witness.ended(stream.record, Fate.COMPLETED, now_us, reason.value)
+            self._checker.ended(stream.record, RequestOutcome.COMPLETED, now_us, reason.value)
             line.num_inside -= 1
             line.num_of_router[_router_of(stream.request)] -= 1
             line.num_blocks -= self._blocks(stream)

@@ -10,7 +10,7 @@ from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bench.simulation.timeline import Action, Process, Timeline
+from bench.timeline.timeline import Action, Process, Timeline
 from executor.scheduler.admission import Refusal
 from executor.scheduler.sequence import FinishReason, Sequence
 from router.store.types import ExecutorReport, Placement
@@ -18,7 +18,7 @@ from router.store.types import ExecutorReport, Placement
 if TYPE_CHECKING:
     from bench.simulation.client import Client
     from bench.simulation.sim_executor import SimExecutor
-    from bench.simulation.traffic import SimRequest
+    from bench.timeline.traffic import SimRequest
 
 LATENCY_US = 200
 

@@ -14,10 +14,10 @@ from itertools import chain
 
 from bench.simulation.bounds import StepBound
 from bench.simulation.device import H200, ModelledDevice, StepCost
+from bench.simulation.invariants import InvariantChecker
 from bench.simulation.session import Session
-from bench.simulation.timeline import US_PER_S, Process, Timeline
-from bench.simulation.traffic import STOP_ID, SimRequest
-from bench.simulation.witness import Witness
+from bench.timeline.timeline import US_PER_S, Process, Timeline
+from bench.timeline.traffic import STOP_ID, SimRequest
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput, EngineStatus
 from executor.scheduler.admission import Refusal
@@ -55,7 +55,7 @@ class ExecutorShape:
     cost: StepCost = field(default=H200)
 
     def limits(self) -> SchedulerLimits:
-        """What the scheduler is built with."""
+        """The limits of the scheduler."""
         return SchedulerLimits(
             max_num_sequences=self.num_seats,
             num_standby_sequences=self.num_standby,
@@ -73,7 +73,13 @@ class SimExecutor:
     """One start of an executor."""
 
     def __init__(
-        self, executor_id: str, generation: int, shape: ExecutorShape, timeline: Timeline, witness: Witness, seed: int
+        self,
+        executor_id: str,
+        generation: int,
+        shape: ExecutorShape,
+        timeline: Timeline,
+        checker: InvariantChecker,
+        seed: int,
     ) -> None:
         self.executor_id = executor_id
         self.generation = generation
@@ -81,7 +87,7 @@ class SimExecutor:
         self.process = Process(timeline)
         self.sessions: list[Session] = []
         self._timeline = timeline
-        self._witness = witness
+        self._checker = checker
         self._random = random.Random(f"{seed}/{executor_id}/{generation}")
         self._requests: dict[str, SimRequest] = {}
         self.device = ModelledDevice(shape.cost, lambda request_id, offset: self._requests[request_id].token(offset))
@@ -106,7 +112,7 @@ class SimExecutor:
         self._report_is_due = False
 
     def start(self) -> None:
-        """Reports, and goes on reporting."""
+        """Reports now and from now on."""
         self._report()
         phase_us = PHASE_US * self._random.randrange(REPORT_US // PHASE_US)
         first_us = (self._timeline.now_us // REPORT_US + 1) * REPORT_US + phase_us
@@ -135,7 +141,7 @@ class SimExecutor:
         self._wake()
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """The sequence shall end."""
+        """Cancels a sequence."""
         for sequence in self.told():
             if (sequence.request_id, sequence.attempt) == (request_id, attempt):
                 self.step_bound.left(sequence)
@@ -147,11 +153,11 @@ class SimExecutor:
         return chain(self.session_of, self._offered)
 
     def join(self, session: Session) -> None:
-        """A router's stream begins."""
+        """Starts a router's stream."""
         self.sessions.append(session)
 
     def leave(self, session: Session) -> None:
-        """A router's stream broke: nobody else can read its tokens."""
+        """A router's stream broke; no other router can read its tokens."""
         if session not in self.sessions:
             return
         self.sessions.remove(session)
@@ -193,7 +199,7 @@ class SimExecutor:
         """See `ExecutorService.on_output`."""
         for sequence in output.accepted:
             session = self.session_of[sequence] = self._offered.pop(sequence)
-            self._witness.taken(sequence.request_id, sequence.attempt, self.executor_id, self.generation)
+            self._checker.taken(sequence.request_id, sequence.attempt, self.executor_id, self.generation)
             session.accepted(sequence)
         for sequence, refusal in output.rejected:
             self._reject(sequence, refusal)

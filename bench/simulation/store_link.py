@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from bench.simulation.timeline import Timeline
-from bench.simulation.wire import RedisWire, command, encode
+from bench.redis.pipelined import RedisWire
+from bench.redis.wire import command, encode
+from bench.timeline.timeline import Timeline
 from router.store.codec import Reply, parse_reply, parse_snapshot
 from router.store.keys import PoolKeys
 from router.store.lua import load_scripts
@@ -78,7 +79,7 @@ class StoreLink:
         self._wire.close()
 
     def snapshot(self) -> Snapshot:
-        """The pool as it is now."""
+        """Reads the current state of the pool."""
         self._set_clock()
         self.wait_for_calls()
         num_args, payload = self.beginning("snapshot", (), OBSERVER_ID)
@@ -95,7 +96,7 @@ class StoreLink:
             self._early.append(self._wire.read(self._due[len(self._early)][0]))
 
     def go_away(self, duration_us: int) -> None:
-        """Redis does not answer for so long."""
+        """Makes Redis unreachable for a time."""
         self._away_until_us = max(self._away_until_us, self.timeline.now_us + duration_us)
 
     def empty(self) -> None:
@@ -121,7 +122,7 @@ class StoreLink:
         self._readers[mailbox] = reader
 
     def unlisten(self, mailbox: str) -> None:
-        """The mailbox's reader is gone."""
+        """Removes the mailbox's reader."""
         self._readers.pop(mailbox, None)
 
     def beginning(self, name: str, router_ids: tuple[str, ...], router_id: str) -> tuple[int, bytes]:

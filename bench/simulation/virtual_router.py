@@ -1,7 +1,7 @@
 """A router in virtual time: the effects of `router.lifecycle`, executed on a timeline instead of an event loop.
 
 One object is one start of a router; a restart is another with a new id. What `router.dispatch.dispatcher` awaits is a
-callback here, so that the process can die in between. What clients are told goes to the witness.
+callback here, so that the process can die in between. What clients are told goes to the checker.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bench.simulation.client import Client, client_of
+from bench.simulation.invariants import InvariantChecker, RequestOutcome
 from bench.simulation.ledger import HandBackOutcome, Ledger, SubmitOutcome
 from bench.simulation.ledger_writer import LedgerWriter
 from bench.simulation.session import Frame, Session
 from bench.simulation.store_link import StoreLink
-from bench.simulation.timeline import US_PER_MS, US_PER_S, Action, Process, Timeline
-from bench.simulation.traffic import SimRequest
-from bench.simulation.witness import Fate, Witness
+from bench.timeline.timeline import US_PER_MS, US_PER_S, Action, Process, Timeline
+from bench.timeline.traffic import SimRequest
 from common.errors import Reason, RequestError
 from executor.scheduler.admission import Refusal
 from executor.scheduler.sequence import FinishReason
@@ -78,13 +78,13 @@ CONFIRM_US = 500 * US_PER_MS
 MAX_PER_CALL = 256
 RETRY_US = 500 * US_PER_MS
 
-FATES = {
-    FinishReason.STOP_TOKEN: Fate.COMPLETED,
-    FinishReason.STOP_STRING: Fate.COMPLETED,
-    FinishReason.LENGTH: Fate.COMPLETED,
-    FinishReason.CANCELLED: Fate.CANCELLED,
-    FinishReason.DEADLINE: Fate.EXPIRED,
-    FinishReason.ERROR: Fate.FAILED,
+OUTCOMES = {
+    FinishReason.STOP_TOKEN: RequestOutcome.COMPLETED,
+    FinishReason.STOP_STRING: RequestOutcome.COMPLETED,
+    FinishReason.LENGTH: RequestOutcome.COMPLETED,
+    FinishReason.CANCELLED: RequestOutcome.CANCELLED,
+    FinishReason.DEADLINE: RequestOutcome.EXPIRED,
+    FinishReason.ERROR: RequestOutcome.FAILED,
 }
 # The reasons of the protocol and the executor's, both ways.
 TO_PROTOCOL = {reason: types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
@@ -105,7 +105,7 @@ class VirtualRouter:
     """One start of a router."""
 
     def __init__(
-        self, router_id: str, shape: RouterShape, link: StoreLink, timeline: Timeline, witness: Witness
+        self, router_id: str, shape: RouterShape, link: StoreLink, timeline: Timeline, checker: InvariantChecker
     ) -> None:
         self.router_id = router_id
         self.process = Process(timeline)
@@ -118,7 +118,7 @@ class VirtualRouter:
         self.writer = LedgerWriter(self.ledger, timeline, self.process, self._cancel_superseded)
         self._shape = shape
         self._timeline = timeline
-        self._witness = witness
+        self._checker = checker
 
     def start(self, phase_us: int) -> None:
         """Renews and reaps from now on; `phase_us` keeps routers apart."""
@@ -132,7 +132,7 @@ class VirtualRouter:
         self.process.kill()
         self.ledger.close()
         for client in self.streams.values():
-            self._end(client, Fate.ROUTER_LOST)
+            self._end(client, RequestOutcome.ROUTER_LOST)
 
     def _renew(self) -> None:
         self._timeline.after(RENEW_US, self.process.run, self._renew)
@@ -150,7 +150,7 @@ class VirtualRouter:
 
     def arrive(self, request: SimRequest) -> None:
         """A client's request."""
-        record = self._witness.submitted(request, self.router_id, self._timeline.now_us)
+        record = self._checker.submitted(request, self.router_id, self._timeline.now_us)
         client = Client(request, record, self._shape.block_size)
         deadline_ms = request.ledger_deadline_ms
         if deadline_ms is not None:
@@ -164,13 +164,13 @@ class VirtualRouter:
     def _client_gone(self, client: Client) -> None:
         if not client.has_ended:
             client.record.may_be_cancelled = True
-            self._end(client, Fate.CANCELLED, "client gone")
+            self._end(client, RequestOutcome.CANCELLED, "client gone")
             self._execute(self.requests.release(client.stream.life))
 
     def _first_token_is_late(self, client: Client) -> None:
         if not client.has_ended and not client.stream.output_ids:
             client.stream.finish(DEADLINE_END)
-            self._end(client, Fate.EXPIRED, "by the router")
+            self._end(client, RequestOutcome.EXPIRED, "by the router")
             self._execute(self.requests.release(client.stream.life))
 
     def cancel(self, request_id: str) -> None:
@@ -234,17 +234,17 @@ class VirtualRouter:
         client.stream.start(cached_tokens)
         if not client.has_ended:
             client.record.cached_tokens += cached_tokens
-            self._witness.boarded(client.record, self._timeline.now_us)
+            self._checker.boarded(client.record, self._timeline.now_us)
 
     def _token(self, client: Client, offset: int, token_id: int) -> None:
         stream = client.stream
         expected = len(stream.output_ids)
         is_next = stream.token(offset, token_id)
-        self._witness.require(is_next, f"{stream.request_id}: token {expected} is missing before {offset}")
+        self._checker.require(is_next, f"{stream.request_id}: token {expected} is missing before {offset}")
         if stream.life.is_suspect:
             self._tell(stream.life, FirstToken(stream.life.current_attempt))
         if offset == expected and not client.has_ended:
-            self._witness.delivered(client.record, offset, token_id, self._timeline.now_us)
+            self._checker.delivered(client.record, offset, token_id, self._timeline.now_us)
 
     # What the ledger tells, and what it is asked for without a request.
 
@@ -344,7 +344,7 @@ class VirtualRouter:
     def _admitted(self, life: Lifecycle, outcome: SubmitOutcome | RequestError, asked_us: int) -> None:
         record = client_of(life).record
         if isinstance(outcome, Placement | Queued) and record.accepted_us is None:
-            self._witness.accepted(record, asked_us)
+            self._checker.accepted(record, asked_us)
 
     def _send(self, life: Lifecycle, placement: Placement) -> None:
         client = client_of(life)
@@ -407,15 +407,15 @@ class VirtualRouter:
         now_us = self._timeline.now_us
         if life.end is not None:
             reason = TO_EXECUTOR[life.end.reason]
-            self._witness.ended(client.record, FATES[reason], now_us, reason.value)
+            self._checker.ended(client.record, OUTCOMES[reason], now_us, reason.value)
         elif life.error is not None:
             is_refusal = client.record.accepted_us is None and life.error.reason in REFUSALS
-            fate = Fate.REFUSED if is_refusal else Fate.FAILED
-            self._witness.ended(client.record, fate, now_us, life.error.reason.value)
+            outcome = RequestOutcome.REFUSED if is_refusal else RequestOutcome.FAILED
+            self._checker.ended(client.record, outcome, now_us, life.error.reason.value)
 
-    def _end(self, client: Client, fate: Fate, reason: str = "") -> None:
+    def _end(self, client: Client, outcome: RequestOutcome, reason: str = "") -> None:
         if not client.has_ended:
-            self._witness.ended(client.record, fate, self._timeline.now_us, reason)
+            self._checker.ended(client.record, outcome, self._timeline.now_us, reason)
 
 
 REFUSALS = frozenset({Reason.QUEUE_FULL, Reason.RATE_LIMITED, Reason.DEADLINE_UNMEETABLE, Reason.NEVER_FITS})

@@ -11,17 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from bench.redis.wire import WireError
 from bench.simulation.bounds import Bounds
-from bench.simulation.faults import NO_FAULTS, Fault, FaultKind, FaultRates, SpacedFaults
+from bench.simulation.invariants import InvariantChecker
 from bench.simulation.push import PushPolicy, PushRouter
 from bench.simulation.session import RouterEnd, Session
 from bench.simulation.sim_executor import ExecutorShape, SimExecutor
 from bench.simulation.store_link import StoreLink
-from bench.simulation.timeline import US_PER_MS, US_PER_S, Timeline
-from bench.simulation.traffic import SimRequest
 from bench.simulation.virtual_router import RouterShape, VirtualRouter
-from bench.simulation.wire import RedisReplyError
-from bench.simulation.witness import Witness
+from bench.timeline.faults import NO_FAULTS, Fault, FaultKind, FaultRates, SpacedFaults
+from bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
+from bench.timeline.traffic import SimRequest
 from router.lifecycle.lifecycle import IllegalTransition
 
 START_US = 1_000 * US_PER_S
@@ -68,7 +68,7 @@ class World:
         self.settings = settings
         self.timeline = Timeline()
         self.timeline.now_us = START_US
-        self.witness = Witness()
+        self.checker = InvariantChecker()
         self.link = StoreLink(url, pool, self.timeline, settings.seed)
         self.executors: list[SimExecutor] = []
         self.routers: list[RouterEnd] = []
@@ -81,14 +81,14 @@ class World:
         self.bounds = Bounds(self.timeline, settings.executor, settings.has_room)
 
     def close(self) -> None:
-        """Leaves nothing in Redis."""
+        """Removes the pool from Redis."""
         self.link.close()
 
     def run(self, on_progress: Callable[[float], None] = lambda simulated_s: None) -> None:
         """Everything, from the first start to the last end. Raises `SimulationFailed`."""
         try:
             self._run(on_progress)
-        except (AssertionError, RedisReplyError, IllegalTransition) as error:
+        except (AssertionError, WireError, IllegalTransition) as error:
             at_s = (self.timeline.now_us - self.begin_us) / US_PER_S
             where = f"seed {self.settings.seed}, step {self.timeline.num_steps}, {at_s:.6f} s"
             raise SimulationFailed(f"{where}: {error}") from error
@@ -118,29 +118,29 @@ class World:
             on_progress((self.timeline.now_us - self.begin_us) / US_PER_S)
 
     def look(self) -> None:
-        """Checks the whole as it is now."""
+        """Checks the state of the whole system."""
         is_rebuilding = self._emptied_us is not None and self.timeline.now_us < self._emptied_us + REBUILD_US
         # Standby follows the ends, so that an executor may have promised more than it would now.
         most_sequences = self.settings.executor.num_seats + self.settings.executor.num_standby
-        self.witness.look(self.link.snapshot(), most_sequences, is_rebuilding=is_rebuilding)
-        self.witness.all_accounted_for(self._open_ids())
-        self.witness.within(self._running())
+        self.checker.look(self.link.snapshot(), most_sequences, is_rebuilding=is_rebuilding)
+        self.checker.all_accounted_for(self._open_ids())
+        self.checker.within(self._running())
         if self.settings.push is None:
-            self.bounds.look(self.link, self._living_routers(), self.executors, self.witness.records)
+            self.bounds.look(self.link, self._living_routers(), self.executors, self.checker.records)
 
     def check_end(self) -> None:
         """Checks that nothing is left of anything."""
         self.look()
-        self.witness.nothing_left(self.link.snapshot())
+        self.checker.nothing_left(self.link.snapshot())
         if self._emptied_us is None:
-            self.witness.rates_kept()
+            self.checker.rates_kept()
         for executor in self._living_executors():
-            self.witness.require(executor.scheduler.is_idle, f"{executor.executor_id} is not idle")
+            self.checker.require(executor.scheduler.is_idle, f"{executor.executor_id} is not idle")
             executor.scheduler.check_when_idle()
             used = executor.scheduler.pool.num_used
-            self.witness.require(used == 0, f"{executor.executor_id} holds {used} blocks for nobody")
+            self.checker.require(used == 0, f"{executor.executor_id} holds {used} blocks for no request")
         if self.settings.max_wait_s is not None:
-            self.witness.waited_at_most(round(self.settings.max_wait_s * US_PER_S))
+            self.checker.waited_at_most(round(self.settings.max_wait_s * US_PER_S))
 
     def _drain(self, until_us: int, look_us: int) -> None:
         """Until everything has ended, and then as long as reports and leases need to say so."""
@@ -184,7 +184,7 @@ class World:
         generation = self.timeline.now_us // US_PER_MS + self._num_starts
         settings = self.settings
         executor = SimExecutor(
-            f"x{index:04}", generation, settings.executor, self.timeline, self.witness, settings.seed
+            f"x{index:04}", generation, settings.executor, self.timeline, self.checker, settings.seed
         )
         self.bounds.changed(executor=executor)
         executor.start()
@@ -203,8 +203,8 @@ class World:
     def _make_router(self, router_id: str) -> RouterEnd:
         settings = self.settings
         if settings.push is not None:
-            return PushRouter(settings.push, settings.router, self.timeline, self.witness)
-        router = VirtualRouter(router_id, settings.router, self.link, self.timeline, self.witness)
+            return PushRouter(settings.push, settings.router, self.timeline, self.checker)
+        router = VirtualRouter(router_id, settings.router, self.link, self.timeline, self.checker)
         router.start(self._random.randrange(US_PER_S))
         return router
 
@@ -229,7 +229,7 @@ class World:
     def _arrive(self, request: SimRequest) -> None:
         self._next_arrival()
         living = self._living_routers()
-        if living:  # a client that finds nobody was never there
+        if living:  # a client that finds no router was never there
             router = self._random.choice(living)
             router.process.run(router.arrive, request)
 

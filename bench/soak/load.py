@@ -1,4 +1,4 @@
-"""Full load for as long as it is wanted: more clients than seats, some of which cancel and some of which vanish."""
+"""The load of a soak: more clients than seats. Some cancel their requests and some vanish."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from bench.workloads.plan import PlannedRequest
-from inflight.aio import Client
-from inflight.aio_stream import Stream
+from inflight import AsyncClient
+from inflight.aio_stream import AsyncStream
 from inflight.errors import InflightError
 
 # The rest is read to its end.
@@ -20,13 +20,14 @@ MAX_ERRORS_KEPT = 20
 
 
 @dataclass(slots=True)
-class Load:
-    """Clients that each send one request after the other, until `is_stopping`."""
+class SoakLoad:
+    """Clients that each send one request after the other, until `is_stopping` or `max_requests` are sent."""
 
-    client: Client
+    client: AsyncClient
     addresses: Sequence[str]
     requests: Sequence[PlannedRequest]
     seed: int
+    max_requests: int | None = None
     num_sent: int = 0
     num_cancelled: int = 0
     num_vanished: int = 0
@@ -36,13 +37,13 @@ class Load:
     is_stopping: bool = False
 
     async def run(self, num_clients: int) -> None:
-        """Sends until it is to stop, and reads to the end what is under way then."""
+        """Sends until the end, and reads the requests under way then to their end."""
         async with asyncio.TaskGroup() as group:
             for index in range(num_clients):
                 group.create_task(self._send_on(random.Random(f"soak/{self.seed}/{index}")))
 
     async def _send_on(self, rng: random.Random) -> None:
-        while not self.is_stopping:
+        while not self.is_stopping and (self.max_requests is None or self.num_sent < self.max_requests):
             planned, choice = rng.choice(self.requests), rng.random()
             self.num_sent += 1
             try:
@@ -66,12 +67,12 @@ class Load:
             await self._follow(stream, rng.randrange(planned.output_tokens) + 1)
 
     async def _vanish(self, planned: PlannedRequest, rng: random.Random) -> None:
-        """Its connection goes away in the middle, without a word."""
+        """Closes the client's connection in the middle of the stream."""
         self.num_vanished += 1
-        async with Client(rng.choice(self.addresses), resume=False) as client:
+        async with AsyncClient(rng.choice(self.addresses), resume=False) as client:
             await self._follow(_stream(client, planned), rng.randrange(planned.output_tokens) + 1)
 
-    async def _follow(self, stream: Stream, leave_after: int | None) -> int:
+    async def _follow(self, stream: AsyncStream, leave_after: int | None) -> int:
         num_tokens = 0
         async with aclosing(stream.events()) as events:
             async for event in events:
@@ -87,7 +88,7 @@ class Load:
             self.errors.append(error)
 
 
-def _stream(client: Client, planned: PlannedRequest) -> Stream:
+def _stream(client: AsyncClient, planned: PlannedRequest) -> AsyncStream:
     return client.generate(
         token_ids=planned.prompt_ids, max_tokens=planned.output_tokens, ignore_eos=True, temperature=0.0
     )

@@ -1,4 +1,4 @@
-"""What the processes of a stack hold at a moment: memory, files, threads, what is in Redis, blocks."""
+"""The resources that the processes of a stack hold: memory, files, threads, keys in Redis, blocks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.processes import PROC, resident_bytes
+from bench.measures.processes import PROC, resident_bytes
 from bench.targets.target import TargetError
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from router.store.connection import connect
 from router.store.settings import StoreSettings
@@ -24,7 +24,7 @@ Series = dict[tuple[str, str], list[float]]
 class Readings:
     """Reads `pids`, Redis and, through a router, the executors' blocks. `async with`."""
 
-    def __init__(self, pids: Mapping[str, int], redis_url: str, client: Client) -> None:
+    def __init__(self, pids: Mapping[str, int], redis_url: str, client: AsyncClient) -> None:
         self._pids = pids
         self._redis = connect(redis_url, StoreSettings())
         self._client = client
@@ -72,10 +72,9 @@ class Readings:
 
 
 def num_open_files(pid: int, proc: Path = PROC) -> int:
-    """Descriptors that a process of ours has open."""
+    """Open descriptors of a process of this user."""
     return sum(1 for _ in (proc / str(pid) / "fd").iterdir())
 
 
 def num_threads(pid: int, proc: Path = PROC) -> int:
-    """Threads of a process."""
     return sum(1 for _ in (proc / str(pid) / "task").iterdir())

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from bench.measures import Run, Slo, distributions, measure
+from bench.measures.processes import CoreMeter
+from bench.measures.run import Run, Slo, distributions, measure
 from bench.peers.driver import Request, Setup
-from bench.processes import CoreMeter
-from bench.targets.record import Record
+from bench.targets.record import DriverRecord
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
 from inflight.local.guard import HAS_KERNEL_GUARD, guarded
@@ -110,17 +110,19 @@ class DrivenTarget:
         begin = {"run": {"requests": len(requests), "concurrency": workload.concurrency}}
         await self._write([begin, *requests])
         await self._write([{"go": True}])
-        record = Record(workload)
+        record = DriverRecord(workload)
         self._is_running = True
         while "done" not in (line := await self._read(SILENCE_TIMEOUT_S)):
             on_tokens(record.take(line))
         self._is_running = False
         cores = meter.stop()
-        # Between its runs vLLM keeps a third of a core busy with waiting: it would slow down whoever is measured next.
+        # Between its runs vLLM keeps a third of a core busy with waiting: it would slow down the next target.
         self._signal(signal.SIGSTOP)
         return self._as_run(record, line["done"], round_number, cores)
 
-    def _as_run(self, record: Record, done: Mapping[str, Any], round_number: int, cores: Mapping[str, float]) -> Run:
+    def _as_run(
+        self, record: DriverRecord, done: Mapping[str, Any], round_number: int, cores: Mapping[str, float]
+    ) -> Run:
         outcomes, figures = record.outcomes(), dict(done["figures"])
         samples = record.samples(done["at_s"], self._driver.setup.seats)
         num_steps = figures.pop("num_steps", None)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 
-from bench.device_times import DeviceTimes, device_figures
+from bench.measures.run import DeviceTimes, device_figures
 from bench.peers.driver import CannotRun, Request, Setup, TokenBatch, serve
 from common.settings import SettingError, load
 from executor.engine.engine import Engine
@@ -42,7 +42,7 @@ class _Admission:
         self._waiting.append(
             Sequence(
                 request_id=str(request.id),
-                attempt=time.monotonic_ns(),  # ids begin anew with every run, attempts may not
+                attempt=time.monotonic_ns(),  # ids start again with every run, attempts may not
                 token_ids=list(request.prompt_ids),
                 num_prompt_tokens=len(request.prompt_ids),
                 sampling=GREEDY,
@@ -53,7 +53,7 @@ class _Admission:
         )
 
     def next(self) -> Sequence | None:
-        """The head of the line if it fits."""
+        """The head of the queue if it fits."""
         if not self._waiting or self._free_places == 0:
             return None
         if self._waiting[0].num_reserved_blocks > self._free_blocks:
@@ -100,7 +100,6 @@ class OwnEngine:
         }
 
     def describe(self) -> dict[str, str]:
-        """What runs, in words."""
         return self._words
 
     def add(self, request: Request) -> None:
@@ -138,7 +137,6 @@ class OwnEngine:
         }
 
     def close(self) -> None:
-        """Ends the engine's thread."""
         self._engine.stop()
         self._runner.close()
 

@@ -1,18 +1,17 @@
-"""What a driver said during a run, turned into outcomes and a time line. Pure."""
+"""A driver's messages of a run, turned into outcomes and a time line. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from bench.measures import Outcome, SeatSample
-from bench.token_times import TokenTimes
+from bench.measures.run import Outcome, SeatSample, TokenTimes
 from bench.workloads.plan import Workload
 
 SAMPLE_INTERVAL_S = 0.1
 
 
-class Record:
+class DriverRecord:
     """Takes the lines of one run in the order in which they came."""
 
     def __init__(self, workload: Workload) -> None:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bench.load import run_workload
-from bench.measures import Run, Slo
+from bench.measures.run import Run, Slo
+from bench.targets.load import run_workload
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
-from inflight.aio import Client
-from inflight.cli.outcome import in_words
+from inflight import AsyncClient
+from inflight.cli.console import in_words
 from inflight.errors import InflightError
 from inflight.local.stack import LocalStack
 
@@ -22,7 +22,7 @@ class StackTarget:
 
     mode: str
     address: str
-    client: Client
+    client: AsyncClient
     slo: Slo
     sessions: Mapping[str, int]
     words: dict[str, str]

@@ -1,4 +1,4 @@
-"""What a benchmark runs its workloads on: a whole stack through its client API, or an engine behind its driver."""
+"""The targets of a benchmark: a whole stack through its client API, or an engine behind its driver."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from bench.measures import Run
+from bench.measures.run import Run
 from bench.workloads.plan import Workload
 
 # Called with the number of tokens that came.
@@ -19,7 +19,7 @@ class TargetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RunName:
-    """Which run of which target this is."""
+    """The target and the round of a run."""
 
     mode: str
     round: int
@@ -30,12 +30,12 @@ class Target(Protocol):
 
     @property
     def mode(self) -> str:
-        """Its name in the report."""
+        """The name in the report."""
         ...
 
     @property
     def words(self) -> dict[str, str]:
-        """What it is, for the report."""
+        """The description for the report."""
         ...
 
     async def run(self, workload: Workload, round_number: int, on_tokens: OnTokens) -> Run:

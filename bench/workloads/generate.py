@@ -1,4 +1,4 @@
-"""Makes the requests of a workload. Pure but for reading files: name, seed and scale give the same requests everywhere.
+"""The requests of a workload. Pure except for reading files: name, seed and scale give the same requests everywhere.
 
 A workload is one of the published shapes by name (*mixed* traffic, *short* and *long* answers, *prefill* with long
 prompts and hardly any answer, *chat* with prompts in groups that share their beginning, arriving one by one), a shape

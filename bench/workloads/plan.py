@@ -31,7 +31,6 @@ class Workload:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that come back in all."""
         return sum(request.output_tokens for request in self.requests)
 
     @property
@@ -46,5 +45,4 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that are sent in all."""
         return sum(len(request.prompt_ids) for request in self.requests)

@@ -20,6 +20,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from common.rpc.options import MAX_RECEIVE_BYTES, keepalive_timeout, options_of_both_ends
 from common.rpc.status import CheckCaller, CheckPeer, ErrorInterceptor
 from common.rpc.tls import TlsFiles
 from common.rpc.wire_counts import DEFAULT_LIMITS as DEFAULT_WIRE_LIMITS
@@ -27,11 +28,7 @@ from common.rpc.wire_counts import WireLimits
 
 log = logging.getLogger(__name__)
 
-# Keepalive. Each end pings after so long without hearing from the other, also where no call is under way; a ping that
-# is not answered in time ends the connection. A client can go to another router, while a server that gives up a client
-# cancels its requests: so servers are more patient.
-KEEPALIVE_TIME_MS = 10_000
-CHANNEL_KEEPALIVE_TIMEOUT_MS = 5_000
+# Longer than a client's, see `common.rpc.options`.
 SERVER_KEEPALIVE_TIMEOUT_MS = 20_000
 
 # A server takes pings less than this apart for abuse, from the third on, and ends the connection with GOAWAY
@@ -39,18 +36,11 @@ SERVER_KEEPALIVE_TIMEOUT_MS = 20_000
 # 10 s below which clients in other languages do not go.
 MIN_PING_INTERVAL_MS = 5_000
 
-# What a connection's two ends grant each other where nothing says otherwise; a prompt and its output as ids.
-MAX_RECEIVE_BYTES = 32 * 1024 * 1024
-
 # One write carries what has collected for an executor meanwhile, or all tokens of a request that is taken over. Both
 # ends have shown each other certificates, so this is against accidents only.
 MAX_LINK_BYTES = 256 * 1024 * 1024
 # A submit has some 25 fields, a cancel 4.
 LINK_WIRE_LIMITS = WireLimits(max_fields=2**18)
-
-# Of all headers of a call. gRPC refuses some calls above the lower of its two limits and every one above the higher;
-# one limit for both makes it plain. Room for JSON web tokens with many claims.
-MAX_METADATA_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,36 +74,10 @@ class ListenError(Exception):
     """The address cannot be listened on. The text says why."""
 
 
-def channel_options(max_message_bytes: int = MAX_RECEIVE_BYTES) -> list[tuple[str, int]]:
-    """Options for every channel that this project opens."""
-    return [
-        *_options_of_both_ends(max_message_bytes),
-        *_keepalive_timeout(CHANNEL_KEEPALIVE_TIMEOUT_MS),
-    ]
-
-
-def _keepalive_timeout(timeout_ms: int) -> list[tuple[str, int]]:
-    """Measured with gRPC 1.85: only the second makes a silent peer noticed, which else takes a minute from the ping."""
-    return [("grpc.keepalive_timeout_ms", timeout_ms), ("grpc.http2.ping_timeout_ms", timeout_ms)]
-
-
-def _options_of_both_ends(max_receive_bytes: int) -> list[tuple[str, int]]:
-    return [
-        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # Else only two pings are sent until there is a call again, and then one a minute.
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_receive_message_length", max_receive_bytes),
-        ("grpc.max_send_message_length", -1),  # whoever receives has the limit
-        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-    ]
-
-
 def _server_options(limits: ConnectionLimits) -> list[tuple[str, int]]:
     options = [
-        *_options_of_both_ends(limits.max_receive_bytes),
-        *_keepalive_timeout(SERVER_KEEPALIVE_TIMEOUT_MS),
+        *options_of_both_ends(limits.max_receive_bytes),
+        *keepalive_timeout(SERVER_KEEPALIVE_TIMEOUT_MS),
         # gRPC's headers call this MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, but that is not what it is read by.
         ("grpc.http2.min_ping_interval_without_data_ms", limits.min_ping_interval_ms),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),

@@ -91,11 +91,11 @@ class TlsFiles:
         try:
             material = _read(self._paths)
         except _Unusable as error:
-            log.warning("certificates changed and cannot be used; the ones before hold on: %s", error)
+            log.warning("certificates changed and cannot be used; the previous ones stay in use: %s", error)
             return
         if material != self._material:
             self._material = material
-            log.info("the certificates in %s changed and are shown from now on", self._paths.cert_file)
+            log.info("the certificates in %s changed; new connections use them", self._paths.cert_file)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Show every new connection what holds then, and with a CA demand a certificate that it has signed."""

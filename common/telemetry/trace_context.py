@@ -18,7 +18,7 @@ def context_in(metadata: Iterable[tuple[str, str | bytes]]) -> Context:
     return _PROPAGATOR.extract(carrier, context=Context())
 
 
-def metadata_of(context: Context | None = None) -> tuple[tuple[str, str], ...]:
+def trace_metadata(context: Context | None = None) -> tuple[tuple[str, str], ...]:
     """What goes with a call so that its spans belong to the current one, or to that of `context`; empty: there is
     none."""
     carrier: dict[str, str] = {}
@@ -28,10 +28,10 @@ def metadata_of(context: Context | None = None) -> tuple[tuple[str, str], ...]:
 
 def traceparent_of(span: Span) -> str:
     """The context of a span in one line; empty where it is none."""
-    return dict(metadata_of(set_span_in_context(span, Context()))).get("traceparent", "")
+    return dict(trace_metadata(set_span_in_context(span, Context()))).get("traceparent", "")
 
 
-def context_of(traceparent: str) -> Context:
+def parent_context(traceparent: str) -> Context:
     """The context that a line names."""
     carrier: Mapping[str, str] = {"traceparent": traceparent}
     return _PROPAGATOR.extract(carrier, context=Context())

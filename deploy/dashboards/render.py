@@ -1,4 +1,4 @@
-"""Draws the panels of the dashboard from a live Prometheus into one picture, for whoever has no Grafana at hand.
+"""Draws the panels of the dashboard from a live Prometheus into one picture, for use without Grafana.
 
 python deploy/dashboards/render.py --prometheus http://127.0.0.1:9090 --minutes 10 --output dashboard.png
 """

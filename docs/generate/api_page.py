@@ -1,4 +1,4 @@
-"""docs/api.md and docs/api-executor.md: services, messages and enums, from the .proto files and their comments."""
+"""Generator of docs/api.md and docs/api-executor.md, from the .proto files and their comments."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ INTRODUCTIONS = {
     CLIENT_PAGE: """\
 # API
 
-What a router offers to clients by gRPC: package `inflight.v1`, made from the comments of
+The gRPC API of a router for clients: package `inflight.v1`, generated from the comments in
 [`inference.proto`](../protos/inflight/v1/inference.proto), [`types.proto`](../protos/inflight/v1/types.proto) and
-[`stats.proto`](../protos/inflight/v1/stats.proto). The same port answers `grpc.health.v1` (with `Watch`) and
-reflection, so that `grpcurl` needs no files. Version 1 only grows: nothing is removed, renumbered or given another
-type.
+[`stats.proto`](../protos/inflight/v1/stats.proto). The same port serves `grpc.health.v1` (with `Watch`) and
+reflection, so `grpcurl` works without `.proto` files. Version 1 only grows: nothing is removed, renumbered or given
+another type.
 
-Where a field says "Default", leaving it out means that; every other field's default is 0, empty or false. Errors
-bring `google.rpc.Status` details; [statuses.md](statuses.md) has each with its reasons. What happens when a
-connection breaks, and how a client in any language goes on, is in [client.md](client.md).""",
+An unset field has the value after "Default"; without that word, the default is 0, empty or false. Errors carry
+`google.rpc.Status` details; [statuses.md](statuses.md) lists every status and reason. [client.md](client.md) explains
+retries and resuming after a broken connection, for clients in any language.""",
     EXECUTOR_PAGE: """\
 # API between router and executor
 
-Nobody but a router calls an executor. This page, made from the comments of
+Only routers call executors. This page, generated from the comments in
 [`executor.proto`](../protos/inflight/v1/executor.proto) and [`resume.proto`](../protos/inflight/v1/resume.proto), is
-for who works on either side, or watches an executor's steps. Types that both APIs share are in [api.md](api.md).""",
+for developers of either side and for tools that watch an executor's steps. Types that both APIs share are in
+[api.md](api.md).""",
 }
 
 

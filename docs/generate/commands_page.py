@@ -13,23 +13,33 @@ from inflight.cli.main import ALIASES, COMMANDS, Command
 INTRODUCTION = """\
 # Command line
 
-One command, `inflight`; `make setup` puts it into `.venv/bin`. `inflight COMMAND --help` says the same as this page.
+One command, `inflight`. `inflight COMMAND --help` prints what this page says.
 
-A command ends with 0 when it did what it was asked to, 1 when it could not, 2 for a wrong flag or setting, and 130
-when it was interrupted. What goes wrong is one line on standard error."""
+`pip install .` installs the commands that use routers. The others need an extra, see the table; without it they print
+the command that installs it.
+
+The exit status is 0 on success, 1 on failure, 2 for a wrong flag or setting or a missing package, and 130 after an
+interrupt. An error is one line on standard error."""
 
 CONNECTION = """\
-Flags that many commands share: `--address`, `--tls`, `--ca-file`, `--server-name`, `--api-key-file` say how to reach
-a router, and each has an `INFLIGHT_` variable ([client.md](client.md)). Without an address the router of the local
-stack is taken, the one that `inflight up` has started in the same run directory."""
+Flags that many commands share: `--address`, `--tls`, `--ca-file`, `--server-name` and `--api-key-file` say how to reach
+a router. Each has an `INFLIGHT_` variable ([client.md](client.md)). The default is the routers of the local stack that
+`inflight up` started with the same run directory."""
 
 
 def commands_page() -> str:
     """The whole page."""
-    rows = [[f"[`inflight {command.name}`](#inflight-{command.name})", cell(command.summary)] for command in COMMANDS]
+    rows = [
+        [f"[`inflight {one.name}`](#inflight-{one.name})", cell(one.summary), f"`{one.extra}`" if one.extra else ""]
+        for one in COMMANDS
+    ]
     sections = [part for command in COMMANDS for part in _section(command)]
     return page(
-        notice("make docs-reference"), INTRODUCTION, table(("command", "what it does"), rows), CONNECTION, *sections
+        notice("make docs-reference"),
+        INTRODUCTION,
+        table(("command", "what it does", "extra"), rows),
+        CONNECTION,
+        *sections,
     )
 
 
@@ -38,7 +48,6 @@ def _section(command: Command) -> Iterator[str]:
     yield f"## inflight {command.name}"
     others = [alias for alias, name in ALIASES.items() if name == command.name]
     yield f"Also called `inflight {others[0]}`." if others else ""
-    # A heading cannot be told apart in a usage line, so the parser's own words come first.
     yield _sentence(parser.description or command.summary)
     packages = {package for package, _ in settings_classes()}
     if command.name in packages:

@@ -1,4 +1,4 @@
-"""docs/configuration.md: every setting of every process, from the classes that the processes read them with."""
+"""Generator of docs/configuration.md: every setting of every process, from the classes that define them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,24 @@ GROUPS = {
     "Device and model": "device dtype weight_dtype forward attention cpu_isa num_threads enable_cuda enable_overlap",
     "Batch and steps": "batching max_num num_standby enable_chunked max_inter_token max_sequence",
     "KV cache": "batch_scheduler_policy enable_kv_cache tokens_per_block max_tokens_in kv_cache_",
-    "Admission": "max_queue_ max_bypass age_s preempt_for queue_event admission_file max_prompt max_att no_ default_",
-    "Who may call": "insecure tls_ executor_tls_ router_tls_ router_names api_key jwt_ resume_secret cors",
+    "Admission": "max_queue_ max_bypass age_s preempt queue_event admission_ max_prompt max_att no_ default_ allow_",
+    "Authentication and TLS": "insecure tls_ executor_tls_ router_tls_ router_names api_key jwt_ resume_secret cors",
     "Connections": "max_streams max_connection write_timeout handshake_timeout max_body max_req max_ch heartbeat body",
-    "Resuming, draining, failures": "resume_ttl orphan_ retain_ watchdog drain_",
+    "Resume, drain, failures": "resume_ttl orphan_ retain_ watchdog drain_",
     "Health, metrics, logs": "health_listen http_listen board otlp_ log_",
 }
 
 INTRODUCTION = """\
 # Configuration
 
-Every process takes a setting from the first of these that has it: its flag, its `INFLIGHT_` variable, a TOML file
-(`--config FILE` or `INFLIGHT_CONFIG`), the default. These three are the same:
+A process reads each setting from the first of these sources that has it:
+
+1. its flag, such as `--max-num-sequences 64`
+2. its environment variable, `INFLIGHT_` and the name in capitals
+3. a TOML file, named by `--config FILE` or `INFLIGHT_CONFIG`
+4. the default
+
+These three lines have the same effect:
 
 ```console
 $ inflight executor --insecure --max-num-sequences 64
@@ -44,14 +50,16 @@ insecure = true
 max_num_sequences = 64
 ```
 
-Settings are read once, at the start; what differs from its default is logged then, secrets masked. A wrong one ends
-the process with exit code 2 and a line that names it and what is allowed. An empty variable is an unset one. A
-setting that is true or false is a flag without a value, and `--no-…` is its opposite; lists are written `a,b,c`.
+- A boolean setting is a flag without a value; `--no-…` sets it to false. Lists are written `a,b,c`. An empty
+  environment variable counts as unset.
+- Settings are read once, at start. The log then shows every setting that differs from its default, with secrets masked.
+- An invalid setting ends the process with exit code 2. The error names the setting and the allowed values.
+- Files that settings name (certificates, keys, the admission file) are checked once a second and reloaded when they
+  change, without a restart.
+- `inflight up` passes settings on to the processes it starts: `--executor-args "…"`, `--router-args "…"`,
+  `--gateway-args "…"`.
 
-Files that settings name (certificates, keys, the admission file) are looked at once a second and read again when they
-change; that needs no restart. `inflight up` hands settings on to the processes that it starts, by
-`--executor-args "…"` and `--router-args "…"`. What the client's commands read from the environment is in
-[client.md](client.md)."""
+The environment variables of the client commands are in [client.md](client.md)."""
 
 
 def settings_page() -> str:
@@ -62,7 +70,7 @@ def settings_page() -> str:
         for group, words in grouped(words_of(settings_class)).items():
             rows = [[_names(word), cell(word.allowed), _default(word), cell(word.description)] for word in words]
             # The package's name in the heading keeps the anchors of several processes apart.
-            parts += [f"### {group} ({package})", table(("setting", "allowed", "default", "what it is"), rows)]
+            parts += [f"### {group} ({package})", table(("setting", "allowed", "default", "description"), rows)]
     return page(*parts)
 
 

@@ -96,7 +96,7 @@ def host_memory(num_host_blocks: int, num_words: int) -> Tensor:
         return huge_zeros((num_host_blocks, num_words), torch.int64)
     except (OSError, MemoryError, OverflowError) as error:
         raise SettingError(
-            f"kv_cache_host_memory_bytes: the system does not give {num_host_blocks * num_words * WORD_BYTES} bytes of "
+            f"kv_cache_host_memory_bytes: cannot allocate {num_host_blocks * num_words * WORD_BYTES} bytes of "
             f"host memory ({error}); ask for less"
         ) from error
 

@@ -15,7 +15,7 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class CancelCommand:
     """Inbox: a sequence shall end."""
 
     request_id: str
@@ -29,7 +29,7 @@ class Draining:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopping:
+class StopCommand:
     """Inbox: end the thread. What is held gets no end: its routers see their streams break and place it elsewhere."""
 
 
@@ -38,4 +38,4 @@ class Listing:
     """Inbox: say who is held and where each is."""
 
 
-Command = Submitted | Cancelled | Draining | Stopping | Listing
+Command = Submitted | CancelCommand | Draining | StopCommand | Listing

@@ -15,7 +15,7 @@ Entry = tuple[int, str, int]
 MAX_ENDED = 1024
 
 
-class Deadlines:
+class DeadlineHeap:
     """A heap of (deadline, request, attempt)."""
 
     def __init__(self) -> None:

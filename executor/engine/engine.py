@@ -21,15 +21,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from executor.engine.commands import Cancelled, Command, Draining, Listing, Stopping, Submitted
-from executor.engine.deadlines import Deadlines
+from executor.engine.commands import CancelCommand, Command, Draining, Listing, StopCommand, Submitted
+from executor.engine.deadlines import DeadlineHeap
 from executor.engine.gc import GarbageCollection
-from executor.engine.output import EngineOutput, EngineStatus, HeldSequence, step_record
+from executor.engine.output import EngineOutput, EngineStatus, ReportedSequence, step_record
 from executor.engine.prefill_budget import Pace
 from executor.engine.runner import FailedStep, PendingStep, StepRunner
 from executor.engine.standby import StandbyDepth
 from executor.engine.step_time import StepLoad, StepTime
-from executor.engine.timing import LoopParts, Speed
+from executor.engine.timing import LoopParts, Throughput
 from executor.scheduler.scheduler import Batching, Scheduler
 from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, StepOutcome, StepPlan, StepResult
 from executor.scheduler.step_record import NO_TIMES, DeviceTimes, LoopPart, PlanCounts
@@ -66,10 +66,10 @@ class Engine:
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._speed = Speed()
+        self._speed = Throughput()
         self._step_time = StepTime()
         self._pace = Pace(self._step_time, max_inter_token_ms, scheduler.pool.block_size)
-        self._deadlines = Deadlines()
+        self._deadlines = DeadlineHeap()
         self._standby = StandbyDepth(scheduler.limits.num_standby_sequences)
         self._garbage = garbage
         self._clock = clock
@@ -84,7 +84,7 @@ class Engine:
         # Launched and not retired, oldest first; so many of them may run on while the next is planned.
         self._launched: deque[tuple[StepPlan, PlanCounts, PendingStep]] = deque()
         self.overlaps = overlap
-        self._held: tuple[HeldSequence, ...] = ()
+        self._held: tuple[ReportedSequence, ...] = ()
         self._held_version: tuple[int, ...] = ()
 
     def start(self) -> None:
@@ -99,7 +99,7 @@ class Engine:
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Ends a sequence if it is still held under this attempt; its end comes by `publish`."""
-        self._inbox.put(Cancelled(request_id, attempt, reason))
+        self._inbox.put(CancelCommand(request_id, attempt, reason))
 
     def drain(self) -> None:
         """Refuses every further submit."""
@@ -111,7 +111,7 @@ class Engine:
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """Ends the thread after the steps in flight and waits for it, at most so long; says whether it has ended."""
-        self._inbox.put(Stopping())
+        self._inbox.put(StopCommand())
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -213,14 +213,14 @@ class Engine:
                     self._standby.refilled(self._clock())
                 else:
                     output.rejected.append((sequence, refusal))
-            case Cancelled(request_id, attempt, reason):
+            case CancelCommand(request_id, attempt, reason):
                 event = self._scheduler.cancel(request_id, attempt, reason)
                 if event is not None:
                     output.finished.append(event)
             case Draining():
                 self._scheduler.drain()
                 self._publish(EngineOutput(self.num_steps, status=self._status()))
-            case Stopping():
+            case StopCommand():
                 self._stopping = True
             case Listing():
                 output.sequences = self._scheduler.seating.standings()
@@ -321,7 +321,7 @@ class Engine:
         limits = self._scheduler.limits
         return limits.num_standby_sequences if limits.batching is Batching.STATIC else self._standby.depth
 
-    def _held_now(self) -> tuple[HeldSequence, ...]:
+    def _held_now(self) -> tuple[ReportedSequence, ...]:
         """Built again only when a sequence came or went, boarded or gave up its seat."""
         scheduler = self._scheduler
         version = (
@@ -334,6 +334,6 @@ class Engine:
             self._held_version = version
             phase = scheduler.seating.waiting_phase
             self._held = tuple(
-                HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks, phase(s)) for s in scheduler.held()
+                ReportedSequence(s.request_id, s.attempt, s.num_reserved_blocks, phase(s)) for s in scheduler.held()
             )
         return self._held

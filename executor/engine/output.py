@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 
 from executor.engine.timing import LoopParts
 from executor.scheduler.admission import Refusal
-from executor.scheduler.seat_view import Phase, SequenceStanding
+from executor.scheduler.seat_view import SequencePhase, SequenceStanding
 from executor.scheduler.sequence import FinishEvent, NewTokens, Sequence, StepOutcome
 from executor.scheduler.step_constraint import StepConstraint
 from executor.scheduler.step_record import DeviceTimes, KvCounts, PlanCounts, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSequence:
+class ReportedSequence:
     """What a report says of a sequence; `phase` is set where it has no seat."""
 
     request_id: str
     attempt: int
     reserved_blocks: int
-    phase: Phase | None = None
+    phase: SequencePhase | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class EngineStatus:
     num_running: int
     num_waiting: int
     waiting_prefill_tokens: int
-    held: tuple[HeldSequence, ...]
+    held: tuple[ReportedSequence, ...]
     draining: bool
     step_ms: float
     prefill_tokens_per_s: float

@@ -44,7 +44,7 @@ class LoopParts:
 SMOOTHING = 0.05
 
 
-class Speed:
+class Throughput:
     """Takes in each step that was retired."""
 
     def __init__(self) -> None:

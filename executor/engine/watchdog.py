@@ -47,7 +47,7 @@ class Look:
     still_s: float = 0.0
 
 
-def poll(before: Look, at_s: float, watched: Watched, interval_s: float) -> Look:
+def next_look(before: Look, at_s: float, watched: Watched, interval_s: float) -> Look:
     """The next look, `interval_s` after the one before or later."""
     has_work, progress = watched.has_work, watched.progress
     if not (has_work and before.has_work) or progress != before.progress:
@@ -56,7 +56,7 @@ def poll(before: Look, at_s: float, watched: Watched, interval_s: float) -> Look
     return Look(at_s, has_work, progress, before.still_s + passed_s)
 
 
-async def watch(
+async def watch_engine(
     watched: Watched,
     limit_s: float,
     tell: Callable[[bool], Awaitable[None]],
@@ -68,11 +68,11 @@ async def watch(
     stands_still = False
     while True:
         await asyncio.sleep(interval_s)
-        seen = poll(seen, clock(), watched, interval_s)
+        seen = next_look(seen, clock(), watched, interval_s)
         if stands_still != (seen.still_s >= limit_s):
             stands_still = not stands_still
             if stands_still:
-                log.error("the engine has work and has made no step for %.1f s", seen.still_s)
+                log.error("the engine has work but has made no step for %.1f s", seen.still_s)
             else:
                 log.warning("the engine makes steps again")
             await tell(stands_still)

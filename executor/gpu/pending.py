@@ -66,7 +66,7 @@ class StepTimer:
         return min(time.perf_counter(), max(self.began_s, not_before_s) + took_s)
 
 
-class LaunchedStep:
+class GpuStep:
     """See `executor.engine.runner.PendingStep`. Steps are read in the order of launch; `before` is the previous one."""
 
     def __init__(
@@ -75,7 +75,7 @@ class LaunchedStep:
         read_back: ReadBack,
         on_host: Tensor,
         num_ids: int,
-        before: LaunchedStep | None,
+        before: GpuStep | None,
         reported: StepLogprobs | None = None,
     ) -> None:
         self.began_s = timer.began_s

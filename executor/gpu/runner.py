@@ -18,7 +18,7 @@ from executor.engine.runner import PendingStep
 from executor.gpu.decoder import GpuDecoder
 from executor.gpu.graphs import bucket_of, capture, decode_buckets
 from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
-from executor.gpu.pending import LaunchedStep, ReadBack, StepTimer
+from executor.gpu.pending import GpuStep, ReadBack, StepTimer
 from executor.gpu.sampling import draw
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout
@@ -87,7 +87,7 @@ class GpuRunner:
         self._buckets = decode_buckets(limits.max_num_sequences)
         self._uses_graphs = uses_graphs and self._device.type == "cuda"
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._newest: LaunchedStep | None = None
+        self._newest: GpuStep | None = None
         self._block_size = block_size
         self._group = decoder.shape.num_heads // decoder.shape.num_kv_heads
 
@@ -119,7 +119,7 @@ class GpuRunner:
             reported = self._report(layout, sampling)
             on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
         timer.stop()
-        self._newest = LaunchedStep(timer, self._read_back, on_host, sampling.num_rows, self._newest, reported)
+        self._newest = GpuStep(timer, self._read_back, on_host, sampling.num_rows, self._newest, reported)
         return self._newest
 
     def repeat_decodes(self, bucket: int) -> None:

@@ -23,7 +23,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from executor.serving.submission import MAX_STOP_TOKEN_IDS
+from common.protocol import MAX_STOP_TOKEN_IDS
 from executor.step.batch import StepBatch
 from executor.step.sampling_columns import SamplingBatch
 

@@ -219,7 +219,7 @@ def _own_forward(
             return OwnForward(native=_native_decoder(weights, choice.backend, network.dtype, weight_dtype == "int8"))
         weights = obstacle
     if isinstance(weights, str):
-        log.info("the forward pass is transformers', because %s", weights)
+        log.info("using the forward pass of transformers, because %s", weights)
     if weight_dtype == "int8":
         why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
         raise ModelError(f"int8 weights need our own forward pass on a CPU, and {why}")
@@ -253,7 +253,7 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device 'cuda' is asked for, but torch sees no GPU here")
+        raise ModelError("device 'cuda' is requested, but torch finds no GPU")
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
@@ -320,7 +320,7 @@ def _describe(
     lengths = (getattr(config, name, None) for name in CONTEXT_LENGTH_NAMES)
     context_length = next((int(length) for length in lengths if length), None)
     if context_length is None:
-        raise ModelError("its configuration does not say how long a context may be")
+        raise ModelError("its configuration has no context length")
     defaults = read_generation_defaults(folder)
     return ModelDescription(
         architecture=network.config.model_type,

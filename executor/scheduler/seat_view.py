@@ -15,7 +15,7 @@ from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.sequence import Sequence
 
 
-class Phase(Enum):
+class SequencePhase(Enum):
     """Where a sequence is."""
 
     STANDBY = "standby"
@@ -29,7 +29,7 @@ class SequenceStanding:
     """How a sequence stands. `computed_tokens` counts those of the steps in flight."""
 
     request_id: str
-    phase: Phase
+    phase: SequencePhase
     seat: int | None
     prompt_tokens: int
     computed_tokens: int
@@ -55,11 +55,11 @@ class Seating:
         others = chain(boarded, self._queues.preempted, self._queues.waiting)
         return tuple(self._standing(sequence) for sequence in chain(seated, others))
 
-    def waiting_phase(self, sequence: Sequence) -> Phase | None:
+    def waiting_phase(self, sequence: Sequence) -> SequencePhase | None:
         """Of a sequence without a seat; None of one that has a seat."""
         if sequence in self._queues.waiting:
-            return Phase.STANDBY
-        return Phase.PREEMPTED if sequence in self._queues.preempted else None
+            return SequencePhase.STANDBY
+        return SequencePhase.PREEMPTED if sequence in self._queues.preempted else None
 
     def _number(self) -> None:
         """Who has a number keeps it; who needs one gets the lowest that is free."""
@@ -78,13 +78,13 @@ class Seating:
     def _free_seats(self) -> list[int]:
         return sorted(set(range(self._num_seats)).difference(self._seat_of.values()))
 
-    def _phase(self, sequence: Sequence) -> Phase:
+    def _phase(self, sequence: Sequence) -> SequencePhase:
         waiting = self.waiting_phase(sequence)
         if waiting is not None:
             return waiting
         queues = self._queues
         is_prefill = sequence in queues.prefills or queues.pausing.get(sequence) is queues.prefills
-        return Phase.PREFILL if is_prefill else Phase.DECODE
+        return SequencePhase.PREFILL if is_prefill else SequencePhase.DECODE
 
     def _standing(self, sequence: Sequence) -> SequenceStanding:
         return SequenceStanding(

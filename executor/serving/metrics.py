@@ -1,4 +1,4 @@
-"""What an executor counts and measures: `docs/metrics.md`.
+"""Prometheus metrics of an executor; docs/metrics.md defines each of them.
 
 How it stands is read when it is scraped, from the newest that the loop said of itself. What steps were is taken in on
 the event loop's thread, one record each. The loop itself counts nothing for this.
@@ -39,16 +39,16 @@ class StepMetrics:
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._step_s = Histogram(
             "inflight_step_seconds",
-            "From the end of the step before to its own end.",
+            "Step time: from the end of the previous step to the end of this one.",
             ["model"],
             buckets=STEP_S,
             registry=registry,
         ).labels(model)
         sequences = Histogram(
-            "inflight_batch_sequences", "Sequences in a step.", ["model", "phase"], buckets=SEQUENCES, registry=registry
+            "inflight_batch_sequences", "Sequences per step.", ["model", "phase"], buckets=SEQUENCES, registry=registry
         )
         tokens = Histogram(
-            "inflight_batch_tokens", "Tokens in a step.", ["model", "phase"], buckets=TOKENS, registry=registry
+            "inflight_batch_tokens", "Tokens per step.", ["model", "phase"], buckets=TOKENS, registry=registry
         )
         self._prefills, self._decodes = (sequences.labels(model, phase) for phase in PHASES)
         self._prefill_tokens, self._decode_tokens = (tokens.labels(model, phase) for phase in PHASES)
@@ -94,19 +94,23 @@ class StandingMetrics(Collector):
     def _gauges(self, status: EngineStatus) -> Iterator[Metric]:
         description, kv = self._service.description, status.kv
         for name, text, value in (
-            ("seats", "Seats.", description.max_num_sequences),
-            ("seats_used", "Sequences on a seat.", status.num_running),
-            ("sequences_waiting", "Sequences accepted that have no seat.", _num_waiting(status)),
-            ("sequences_preempted", "Of these, those that gave up their seat.", status.num_preempted),
+            ("seats", "Seats: maximum sequences per step.", description.max_num_sequences),
+            ("seats_used", "Sequences with a seat.", status.num_running),
+            ("sequences_waiting", "Accepted sequences without a seat.", _num_waiting(status)),
+            ("sequences_preempted", "Preempted sequences that wait for a seat.", status.num_preempted),
             ("orphans", "Sequences whose router is gone.", self._service.num_orphans),
-            ("blocks", "KV blocks.", status.total_blocks),
+            ("blocks", "KV blocks in the pool.", status.total_blocks),
             ("blocks_used", "KV blocks that sequences hold.", status.used_blocks),
             ("blocks_reserved", "KV blocks reserved for the sequences held.", kv.reserved_blocks),
-            ("blocks_cached", "KV blocks that hold a prefix.", kv.published_blocks),
-            ("blocks_evictable", "Of these, those that nobody holds.", kv.evictable_blocks),
-            ("host_blocks", "KV blocks of host memory.", description.host_blocks),
-            ("host_blocks_used", "Of these, those in use.", status.used_host_blocks),
-            ("draining", "1 where it takes no new work.", int(status.draining or not self._service.takes_work)),
+            ("blocks_cached", "KV blocks that hold a cached prefix.", kv.published_blocks),
+            ("blocks_evictable", "Cached KV blocks that no sequence uses.", kv.evictable_blocks),
+            ("host_blocks", "KV blocks in host memory.", description.host_blocks),
+            ("host_blocks_used", "KV blocks in host memory that are in use.", status.used_host_blocks),
+            (
+                "draining",
+                "1 if the executor accepts no new work, else 0.",
+                int(status.draining or not self._service.takes_work),
+            ),
         ):
             gauge = GaugeMetricFamily(f"inflight_{name}", text, labels=["model"])
             gauge.add_metric([description.model], value)
@@ -115,16 +119,16 @@ class StandingMetrics(Collector):
     def _counters(self, status: EngineStatus) -> Iterator[Metric]:
         kv = status.kv
         for name, text, value in (
-            ("device_busy_seconds", "Seconds that the device worked.", status.device_busy_s),
-            ("work_seconds", "Seconds in which there was work.", status.elapsed_s),
-            ("preemptions", "Seats given up.", status.num_preemptions),
-            ("computed_tokens", "Tokens computed.", status.computed_tokens),
-            ("recomputed_tokens", "Of these, tokens computed once more.", status.recomputed_tokens),
-            ("prefix_query_tokens", "Tokens of prompts looked up in the prefix cache.", kv.query_tokens),
-            ("prefix_hit_tokens", "Of these, tokens found.", kv.hit_tokens),
+            ("device_busy_seconds", "Seconds in which the device computed.", status.device_busy_s),
+            ("work_seconds", "Seconds in which the executor had work.", status.elapsed_s),
+            ("preemptions", "Preemptions of sequences.", status.num_preemptions),
+            ("computed_tokens", "Tokens computed, prompt and output.", status.computed_tokens),
+            ("recomputed_tokens", "Tokens computed again after a preemption.", status.recomputed_tokens),
+            ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache.", kv.query_tokens),
+            ("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", kv.hit_tokens),
             (
                 "executor_invalid_logits",
-                "Sequences ended because their logits held no number.",
+                "Sequences ended because the logits were NaN or -inf only.",
                 status.num_invalid_logits,
             ),
         ):
@@ -135,14 +139,16 @@ class StandingMetrics(Collector):
     def _split_counters(self, status: EngineStatus) -> Iterator[Metric]:
         model = self._service.description.model
         steps = CounterMetricFamily(
-            "inflight_steps", "Steps, by what kept them from holding more.", labels=["model", "constraint"]
+            "inflight_steps",
+            "Steps, by the constraint that kept them from being larger.",
+            labels=["model", "constraint"],
         )
         num_steps = dict(status.bounds)
         for constraint in StepConstraint:
             steps.add_metric([model, constraint.value], num_steps.get(constraint, 0))
         yield steps
         parts = CounterMetricFamily(
-            "inflight_step_part_seconds", "Host time of the loop's parts.", labels=["model", "part"]
+            "inflight_step_part_seconds", "Host time of the engine loop, by part.", labels=["model", "part"]
         )
         for name, seconds in self._steps.part_s.items():
             parts.add_metric([model, name], seconds)
@@ -152,11 +158,11 @@ class StandingMetrics(Collector):
         """The names that autoscalers and load generators read."""
         model, steps = self._service.description.model, self._steps
         for name, text, value in (
-            ("num_requests_running", "Sequences on a seat.", status.num_running),
-            ("num_requests_waiting", "Sequences accepted that have no seat.", _num_waiting(status)),
+            ("num_requests_running", "Sequences with a seat.", status.num_running),
+            ("num_requests_waiting", "Accepted sequences without a seat.", _num_waiting(status)),
             (
                 "kv_cache_usage_perc",
-                "Of the KV blocks, the share held, 0 to 1.",
+                "Share of the KV blocks in use, 0 to 1.",
                 status.used_blocks / status.total_blocks,
             ),
         ):
@@ -164,18 +170,20 @@ class StandingMetrics(Collector):
             gauge.add_metric([model], value)
             yield gauge
         for name, text, count in (
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", status.kv.query_tokens),
-            ("prefix_cache_hits", "Of these, tokens found.", status.kv.hit_tokens),
-            ("num_preemptions", "Seats given up.", status.num_preemptions),
-            ("prompt_tokens", "Tokens of prompts that boarded.", steps.prompt_tokens),
-            ("generation_tokens", "Tokens that came out.", steps.output_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", status.kv.query_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", status.kv.hit_tokens),
+            ("num_preemptions", "Preemptions of sequences.", status.num_preemptions),
+            ("prompt_tokens", "Prompt tokens of sequences that got a seat.", steps.prompt_tokens),
+            ("generation_tokens", "Output tokens.", steps.output_tokens),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
             counter.add_metric([model], count)
             yield counter
         description = self._service.description
         config = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache; 1.", labels=["model_name", "block_size", "num_gpu_blocks"]
+            "vllm:cache_config_info",
+            "Configuration of the KV cache, in labels; always 1.",
+            labels=["model_name", "block_size", "num_gpu_blocks"],
         )
         config.add_metric([model, str(description.block_size), str(description.total_blocks)], 1)
         yield config

@@ -22,9 +22,9 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from executor.engine.output import EngineOutput, HeldSequence
+from executor.engine.output import EngineOutput, ReportedSequence
 from executor.scheduler.admission import Refusal
-from executor.scheduler.seat_view import Phase
+from executor.scheduler.seat_view import SequencePhase
 from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence
 from executor.serving.finished import Ended, EndedSequences, Placed, output_array
 from executor.serving.router_session import REJECT_REASON_PROTO, Session
@@ -312,7 +312,7 @@ class PlacementTable:
         now_s, grace_s = self._clock(), self._keeping.orphan_grace_s
         due = [holding for holding in self._orphans if holding.orphaned_s + grace_s <= now_s]
         if due:
-            log.info("no router came for %d sequences; they are cancelled", len(due))
+            log.info("no router took over %d sequences; they are cancelled", len(due))
         self._cancel_orphans(due)
         self.ended.expire(now_s)
         orphan = next(iter(self._orphans), None)
@@ -344,13 +344,13 @@ class PlacementTable:
 
     # How it stands.
 
-    def reported(self, held: Iterable[HeldSequence]) -> list[HeldSequence]:
+    def reported(self, held: Iterable[ReportedSequence]) -> list[ReportedSequence]:
         """What the ledger is to take as held: of what the engine said last, all that was not handed back; and what the
         engine has not answered for, as it answers between steps."""
         gone = {(sequence.request_id, sequence.attempt) for sequence in self._disowned}
         known = [one for one in held if (one.request_id, one.attempt) not in gone] if gone else list(held)
         known += [
-            HeldSequence(sequence.request_id, sequence.attempt, sequence.num_reserved_blocks, Phase.STANDBY)
+            ReportedSequence(sequence.request_id, sequence.attempt, sequence.num_reserved_blocks, SequencePhase.STANDBY)
             for sequence, holding in self._held.items()
             if not holding.is_accepted
         ]

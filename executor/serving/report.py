@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from executor.engine.output import EngineStatus, HeldSequence
+from executor.engine.output import EngineStatus, ReportedSequence
 from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.seat_view import Phase
+from executor.scheduler.seat_view import SequencePhase
 from executor.scheduler.step_constraint import StepConstraint
 from inflight.v1 import executor_pb2, stats_pb2, types_pb2
 
@@ -122,11 +122,11 @@ CONSTRAINT_PROTO: dict[StepConstraint, types_pb2.StepConstraint] = {
     StepConstraint.TWIN: types_pb2.STEP_CONSTRAINT_TWIN,
 }
 
-PHASE_PROTO: dict[Phase, stats_pb2.SequencePhase] = {
-    Phase.STANDBY: stats_pb2.SEQUENCE_PHASE_STANDBY,
-    Phase.PREFILL: stats_pb2.SEQUENCE_PHASE_PREFILL,
-    Phase.DECODE: stats_pb2.SEQUENCE_PHASE_DECODE,
-    Phase.PREEMPTED: stats_pb2.SEQUENCE_PHASE_PREEMPTED,
+PHASE_PROTO: dict[SequencePhase, stats_pb2.SequencePhase] = {
+    SequencePhase.STANDBY: stats_pb2.SEQUENCE_PHASE_STANDBY,
+    SequencePhase.PREFILL: stats_pb2.SEQUENCE_PHASE_PREFILL,
+    SequencePhase.DECODE: stats_pb2.SEQUENCE_PHASE_DECODE,
+    SequencePhase.PREEMPTED: stats_pb2.SEQUENCE_PHASE_PREEMPTED,
 }
 
 
@@ -137,7 +137,7 @@ def policy_proto(limits: SchedulerLimits) -> types_pb2.SchedulerPolicy:
     return types_pb2.SCHEDULER_POLICY_GUARANTEED_NO_EVICT
 
 
-def report_of(seq: int, status: EngineStatus, held: Iterable[HeldSequence], rates: Rates) -> executor_pb2.Report:
+def report_of(seq: int, status: EngineStatus, held: Iterable[ReportedSequence], rates: Rates) -> executor_pb2.Report:
     """The report of this number; `held` is what the ledger is to take as held."""
     report = executor_pb2.Report(
         seq=seq,

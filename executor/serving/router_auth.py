@@ -59,6 +59,4 @@ class PeerNameCheck:
         properties = context.auth_context()
         shown = {name.decode(errors="replace") for kind in NAME_PROPERTIES for name in properties.get(kind, ())}
         if self._names.isdisjoint(shown):
-            raise RequestError(
-                Reason.NOT_ALLOWED, "the certificate bears no name of a router that this executor's router_names allows"
-            )
+            raise RequestError(Reason.NOT_ALLOWED, "the certificate contains no name in this executor's router_names")

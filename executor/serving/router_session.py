@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 
 from common.errors import Reason, RequestError
+from common.protocol import ATTACH_VERSION, MAX_FRAME_TOKENS, PROTOCOL_VERSION
 from executor.scheduler.admission import Refusal
 from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, TokenLogprobs
 from executor.serving.finished import Ended
@@ -41,12 +42,6 @@ REJECT_REASON_PROTO: dict[Refusal, executor_pb2.RejectReason] = {
     Refusal.INVALID: executor_pb2.REJECT_REASON_INVALID,
 }
 
-PROTOCOL_VERSION = 2
-# Routers of older versions know neither Attach nor `attached` and `detached`.
-ATTACH_VERSION = 2
-# Most tokens in a frame, at 15 bytes each at most: what has collected for a slow reader, or is sent again to one that
-# attaches, must not exceed the largest message.
-MAX_FRAME_TOKENS = 1 << 20
 # Most answers that wait for a router which does not read; each has about 100 bytes.
 MAX_WAITING_ANSWERS = 1 << 16
 # Most tokens that wait when it may ask for more, some 400 MiB: a router that attaches has them sent again each time.

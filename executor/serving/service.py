@@ -20,13 +20,14 @@ import grpc
 import grpc.aio
 
 from common.errors import FieldViolation, Reason, RequestError, invalid
+from common.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from common.telemetry.tracing import NO_TRACING, Tracing
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput, EngineStatus
 from executor.scheduler.sequence import FinishReason
 from executor.serving.placements import PlacementTable, RetentionPolicy
 from executor.serving.report import RecentRates, Reporter, report_of
-from executor.serving.router_session import FINISH_REASON_PROTO, PROTOCOL_VERSION, Session
+from executor.serving.router_session import FINISH_REASON_PROTO, Session
 from executor.serving.step_feed import StepWatch
 from executor.serving.submission import SubmissionError, SubmissionLimits, sequence_from_submit
 from executor.serving.tracing import trace_submit
@@ -34,8 +35,6 @@ from inflight.v1 import executor_pb2, executor_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-# The version before ours is taken too, so that executors can be replaced before routers or after them.
-OLDEST_PROTOCOL_VERSION = 1
 DEFAULT_MAX_UNACKED_STEPS = 64
 MAX_ROUTER_ID_CHARACTERS = 512
 # A router says hello as soon as it has opened the stream.
@@ -144,7 +143,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._reporter.send_first()
         self._holdings.hand_back_unstarted()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_gone.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._all_gone.wait()
 
     def hand_back(self, error: str = "") -> None:
         """Ends everything for its router, to go on elsewhere."""
@@ -168,7 +168,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         for session in self._sessions:
             session.close()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_left.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._all_left.wait()
 
     async def Serve(self, request_iterator: AsyncIterator[executor_pb2.ServeRequest], context: Context) -> None:
         """One router's stream: reads work in a task of its own, writes frames here."""
@@ -212,8 +213,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         if len(hello.router_id) > MAX_ROUTER_ID_CHARACTERS or not hello.router_id.isprintable():
             text = f"must be at most {MAX_ROUTER_ID_CHARACTERS} printable characters"
             raise invalid(FieldViolation("hello.router_id", text))
-        if not OLDEST_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
-            allowed = f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+        if not MIN_PROTOCOL_VERSION <= hello.protocol_version <= PROTOCOL_VERSION:
+            allowed = f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
             raise invalid(FieldViolation("hello.protocol_version", f"must be {allowed}"))
         if hello.generation != self._identity.description.generation:
             raise RequestError(Reason.STALE_GENERATION, "hello.generation is not this executor's; describe it again")
@@ -283,7 +284,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._tend()
         if not self._sessions:
             self._all_left.set()
-        log.info("router %s left, and %d of its sequences behind", session.router_id, num_left)
+        log.info("router %s disconnected; %d of its sequences have no router", session.router_id, num_left)
 
     def _tend(self) -> None:
         """Does what is due, and comes again when more will be."""

@@ -15,6 +15,7 @@ from contextlib import suppress
 from itertools import islice
 
 from common.errors import FieldViolation, invalid
+from common.protocol import DEFAULT_STATS_INTERVAL_MS, MIN_STATS_INTERVAL_MS
 from executor.engine.output import EngineOutput
 from executor.scheduler.seat_view import SequenceStanding
 from executor.scheduler.step_record import PART_NAMES, KvCounts, PlanCounts, StepRecord
@@ -113,9 +114,6 @@ class StepHistory:
         return list(newest_first)[::-1]
 
 
-DEFAULT_INTERVAL_MS = 1000
-MIN_INTERVAL_MS = 50
-
 Standings = tuple[SequenceStanding, ...]
 
 
@@ -168,7 +166,8 @@ class StepWatch:
                 step = self._history.newest_step
                 yield self._response(records, standings)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), interval_s)
+                    async with asyncio.timeout(interval_s):
+                        await self._closing.wait()
         finally:
             self.num_watchers -= 1
 
@@ -193,7 +192,7 @@ class StepWatch:
 
 def interval_ms_of(request: executor_pb2.WatchStepsRequest) -> int:
     """How often to tell. Raises `RequestError` where that is too often."""
-    interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
-    if interval_ms < MIN_INTERVAL_MS:
-        raise invalid(FieldViolation("interval_ms", f"must be at least {MIN_INTERVAL_MS}"))
+    interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_STATS_INTERVAL_MS
+    if interval_ms < MIN_STATS_INTERVAL_MS:
+        raise invalid(FieldViolation("interval_ms", f"must be at least {MIN_STATS_INTERVAL_MS}"))
     return interval_ms

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.protocol import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from executor.scheduler.sequence import Sampling, Sequence, Stopping
 from inflight.v1 import executor_pb2, types_pb2
 
@@ -20,15 +21,11 @@ PRIORITIES: dict[int, int] = {
 # A tenant's name, a slash and the client's own id, with room to spare.
 MAX_REQUEST_ID_CHARACTERS = 512
 
-# As OpenAI's API.
-MAX_TOP_LOGPROBS = 20
 
 # Below it a row is greedy, as in vLLM: divided by less, logits leave the range of float32, and backends would differ.
 # Rounded as the protocol's values are.
 MIN_TEMPERATURE = float(np.float32(1e-5))
 
-# As the router's; the buffers of a step are made for it.
-MAX_STOP_TOKEN_IDS = 256
 
 # What is not built yet must be left at the value that changes nothing.
 NEUTRAL_SAMPLING = {

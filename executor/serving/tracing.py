@@ -12,7 +12,7 @@ from __future__ import annotations
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 
-from common.telemetry.trace_context import context_of
+from common.telemetry.trace_context import parent_context
 from common.telemetry.tracing import Tracing
 from executor.scheduler.sequence import FinishReason
 from inflight.v1 import executor_pb2
@@ -22,7 +22,7 @@ def trace_submit(tracing: Tracing, submit: executor_pb2.Submit) -> SequenceTrace
     """The trace of a placement; None where its request is not traced, or nobody collects traces."""
     if not tracing.is_on or not submit.traceparent:
         return None
-    context = context_of(submit.traceparent)
+    context = parent_context(submit.traceparent)
     if not get_current_span(context).get_span_context().trace_flags.sampled:
         return None
     return SequenceTrace(tracing.tracer, context, submit)

@@ -20,7 +20,7 @@ KEY_INCREMENTS = (0x9E37_79B9, 0xBB67_AE85)
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
+def philox_words(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Four words for every counter. Words are int64 tensors in `[0, 2**32)` that broadcast against each other."""
     word0, word1, word2, word3 = counter
     key0, key1 = key

@@ -14,7 +14,7 @@ A NaN is never chosen and weighs nothing. A row in which nothing is left (every 
 
 Among equal logits at the edge of top_k or top_p the lowest ids are kept, so that the count is exact.
 
-On a CPU our C++ code does this ten to forty times faster (native/sampler.h, native/compare_samplers.py); what is
+On a CPU our C++ code does this ten to forty times faster (native/sampler.h); what is
 written out here in torch runs on any device and is the oracle in tests.
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from executor.engine.runner import NO_TOKEN
 from executor.scheduler.sequence import Sampling
-from executor.step.philox import MASK, philox
+from executor.step.philox import MASK, philox_words
 
 # Candidates looked at first for a row with top_p but no top_k; if they hold too little, all are sorted.
 FIRST_CANDIDATES = 1024
@@ -162,7 +162,7 @@ def _words(rows: Sequence[SampleRow], counters: Tensor) -> tuple[Tensor, Tensor,
     high = torch.tensor([seed >> 32 & MASK for seed in seeds], device=device)[:, None]
     output_index = torch.tensor([row.output_index for row in rows], device=device)[:, None]
     zero = torch.zeros_like(low)
-    return philox((counters, output_index, zero, zero), (low, high))
+    return philox_words((counters, output_index, zero, zero), (low, high))
 
 
 def _gumbel(words: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Prints an answer as it comes, says where its stream was resumed, and afterwards what it took."""
+"""An answer printed as it arrives, with a note where its stream was resumed and a summary at the end."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import shlex
 import time
 from typing import TextIO
 
-from inflight.cli.request_flags import RESUME_TOKEN_VARIABLE
+from inflight.cli.flags import RESUME_TOKEN_VARIABLE
 from inflight.events import Accepted, Delta, Resumed
 from inflight.sync_stream import Stream
 
 # Of ANSI's terminals.
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-# What a model says must not command the terminal: control characters are shown by their signs (␛).
+# Output of a model must not control the terminal: control characters are replaced by their symbols (␛).
 VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 VISIBLE |= dict.fromkeys(range(128, 160), 65533)
 
 
 def print_answer(stream: Stream, out: TextIO, notes: TextIO, *, shows_token: bool = False) -> str:
-    """Writes the stream's text to `out` as it comes and returns one line about tokens and times.
+    """Writes the stream's text to `out` as it arrives and returns one line with tokens and times.
 
-    What happened on the way goes to `notes`, and with `shows_token` how to ask about the request.
+    Resumptions are reported to `notes`, and with `shows_token` the command that explains the request.
 
     Raises:
-        InflightError: the request was refused, or broke off.
+        InflightError: the request was refused or failed.
     """
     began_s = time.monotonic()
     is_terminal = out.isatty()
@@ -48,13 +48,13 @@ def _quoted(request_id: str) -> str:
 
 
 def write_note(notes: TextIO, text: str) -> None:
-    """A line on the side, dim where somebody looks at it."""
+    """Writes a line to `notes`, dimmed on a terminal."""
     notes.write(f"\n{DIM}{text}{PLAIN}\n" if notes.isatty() else f"{text}\n")
     notes.flush()
 
 
 def describe_answer(stream: Stream, first_s: float | None, total_s: float) -> str:
-    """One line: tokens, time to the first of them, speed after it, why it ended."""
+    """One line: tokens, time to the first token, tokens per second after it, finish reason."""
     num_tokens = stream.transcript.choices[0].num_tokens
     parts = [f"{num_tokens} tokens in {total_s:.2f} s"]
     if first_s is not None:

@@ -1,4 +1,4 @@
-"""`inflight cancel`: ends a request by its id."""
+"""`inflight cancel`: cancels a request by its id."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 from collections.abc import Sequence
 
 from inflight.catalogue import RequestState
-from inflight.cli.connection import add_connection_flags, connected
+from inflight.cli.flags import add_connection_flags, add_request_flags, connected, resume_token_of
 from inflight.cli.parser import CommandParser
-from inflight.cli.request_flags import add_request_flags, resume_token_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,13 +22,14 @@ def main(argv: Sequence[str]) -> int:
             tenant=flags.tenant or "",
         )
     has_ended = state is RequestState.ENDED
-    print(f"{flags.request_id}: " + ("had ended before" if has_ended else f"ends; it was {state.value}"))
+    print(f"{flags.request_id}: " + ("already ended" if has_ended else f"cancelled; it was {state.value}"))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="inflight cancel", description="Ends a request, wherever it is. Its own stream says when it has ended."
+        prog="inflight cancel",
+        description="Cancels a request, whether it waits or runs. Its own stream reports the end.",
     )
     add_request_flags(parser)
     add_connection_flags(parser)

@@ -1,4 +1,4 @@
-"""`inflight certs`: certificates for development and for trying TLS."""
+"""`inflight certs`: certificates for development and tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError
 from inflight.cli.parser import CommandParser
 from inflight.local.certificates import DEFAULT_DAYS, LOCAL_NAMES, CertificateFolder, make_certificates
 
@@ -21,9 +21,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         made = make_certificates(flags.folder, (*LOCAL_NAMES, *flags.name), flags.days)
     except FileExistsError as error:
-        raise CommandError(f"{error}: nothing is overwritten; name another folder", EXIT_USAGE) from None
+        raise CommandError(f"{error}; choose another directory", EXIT_USAGE) from None
     except ValueError as error:
-        raise CommandError(f"--name: cannot stand in a certificate: {error}", EXIT_USAGE) from None
+        raise CommandError(f"--name: not valid in a certificate: {error}", EXIT_USAGE) from None
     except OSError as error:
         raise CommandError(f"cannot write to {flags.folder}: {error.strerror}", EXIT_FAILURE) from None
     print(_settings(made, flags.days))
@@ -31,17 +31,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _settings(made: CertificateFolder, days: int) -> str:
-    """What to do with them."""
+    """The settings that use the certificates."""
     return "\n".join(
         (
-            f"Made an authority and certificates for {days} days in {made.folder}.",
-            "Whoever reads ca.key can make more: for real use, take your own authority's.",
+            f"Created an authority and certificates for {days} days in {made.folder}.",
+            "Anyone who can read ca.key can create more: in production, use your own authority.",
             "",
             _command("inflight router", made.router_settings()),
             "",
             _command("inflight executor", made.executor_settings()),
             "",
-            f"Clients trust {made.ca_file}.",
+            f"Clients use --ca-file {made.ca_file}.",
         )
     )
 
@@ -53,19 +53,19 @@ def _command(program: str, settings: Mapping[str, str]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="inflight certs",
-        description="Makes a small authority and certificates (ECDSA P-256) for routers and executors, for development "
-        "and for trying TLS, and prints the settings that use them. Overwrites nothing.",
+        description="Creates a small authority and certificates (ECDSA P-256) for routers and executors, for "
+        "development and tests, and prints the settings that use them. Overwrites no file.",
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder to write to; made where it is not there")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="directory to write to; created if missing")
     parser.add_argument(
         "--name",
         action="append",
         default=[],
         metavar="NAME",
-        help="another name that the certificates bear: a host, an address or a URI such as spiffe://…; may be repeated "
-        f"(always there: {', '.join(LOCAL_NAMES)})",
+        help="additional name in the certificates: a host, an address or a URI such as spiffe://…; may be repeated "
+        f"(always included: {', '.join(LOCAL_NAMES)})",
     )
     parser.add_argument(
-        "--days", type=int, default=DEFAULT_DAYS, metavar="N", help=f"days until they expire (default: {DEFAULT_DAYS})"
+        "--days", type=int, default=DEFAULT_DAYS, metavar="N", help=f"validity in days (default: {DEFAULT_DAYS})"
     )
     return parser

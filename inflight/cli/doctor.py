@@ -1,7 +1,7 @@
-"""`inflight doctor`: what this machine has, which attention backend would run, and what to do about what is missing.
+"""`inflight doctor`: what this machine offers for serving, and what to do about what is missing.
 
-Asks the parts that decide and repeats none of their rules. Every finding stands alone, so that what is broken does not
-hide the rest.
+Asks the modules that decide and repeats none of their rules. Every finding is independent, so one failure does not hide
+the others.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from rich.text import Text
 
 from common.machine import num_available_memory_bytes, num_usable_cores
 from common.model_source import ModelError, resolve_model
-from inflight.cli import terminal
-from inflight.cli.outcome import EXIT_FAILURE
+from inflight.cli.console import EXIT_FAILURE, open_console
 from inflight.cli.parser import CommandParser
 from inflight.local.redis_server import RedisStartError, find_redis_binary
 
@@ -32,6 +31,7 @@ CPUINFO = Path("/proc/cpuinfo")
 PROGRAM_TIMEOUT_S = 10.0
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm", "sve")
 PACKAGES = ("torch", "transformers", "grpcio", "redis")
+INSTALL = "pip install 'inflight[serve]'"
 GIBIBYTE = 1 << 30
 
 # Below this the default model, a runtime of Python and torch, and some KV do not fit.
@@ -39,7 +39,7 @@ MIN_MEMORY_BYTES = 2 * GIBIBYTE
 
 
 class Verdict(Enum):
-    """What a finding means."""
+    """The result of a check."""
 
     GOOD = "ok"
     SLOW = "slow"
@@ -48,7 +48,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing about this machine. `advice` says what to do about it."""
+    """The result of one check. `advice` says what to do."""
 
     subject: str
     text: str
@@ -57,15 +57,16 @@ class Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; 1 where something is missing without which nothing runs."""
+    """Runs the command; returns 1 if something is missing that serving needs."""
     parser = CommandParser(
-        prog="inflight doctor", description="Says what this machine has, and which attention backend would run on it."
+        prog="inflight doctor",
+        description="Checks what this machine offers for serving, and which attention backend would be used.",
     )
     parser.add_argument(
         "--model", default="", metavar="MODEL", help="as for inflight up; default: SmolLM2-135M-Instruct"
     )
     flags = parser.parse_args(argv)
-    console = terminal.console()
+    console = open_console()
     findings = [examine() for examine in examinations(flags.model)]
     console.print(findings_table(findings))
     for finding in findings:
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examinations(model: str) -> tuple[Callable[[], Finding], ...]:
-    """What is looked at, in order."""
+    """The checks, in order."""
     return (python, cores, memory, processor, gpu, compiler, *(package(name) for name in PACKAGES), redis_server,
             lambda: model_on_disk(model), backend)  # fmt: skip
 
@@ -103,18 +104,18 @@ def cores() -> Finding:
 
 
 def memory() -> Finding:
-    """Memory that can still be taken."""
+    """Free memory."""
     available = num_available_memory_bytes()
     if available is None:
-        return Finding("memory", "the system does not say how much is free")
+        return Finding("memory", "the system does not report free memory")
     text = f"{available / GIBIBYTE:.1f} GiB free"
     if available >= MIN_MEMORY_BYTES:
         return Finding("memory", text)
-    return Finding("memory", text, Verdict.SLOW, "the smallest models need about 2 GiB; give the container more")
+    return Finding("memory", text, Verdict.SLOW, "the smallest models need about 2 GiB")
 
 
 def processor(cpuinfo: Path = CPUINFO) -> Finding:
-    """The processor, and the instructions that the kernels can make use of."""
+    """The processor, and the instruction sets that the kernels can use."""
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     values = {key.strip().lower(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = (values.get("flags") or values.get("features") or "").split()
@@ -128,7 +129,7 @@ def gpu() -> Finding:
     listed = (
         None if program is None else _first_line([program, "--query-gpu=name,memory.total", "--format=csv,noheader"])
     )
-    return Finding("gpu", listed or "none; the model runs on the processor")
+    return Finding("gpu", listed or "none; models run on the CPU")
 
 
 def compiler() -> Finding:
@@ -136,19 +137,19 @@ def compiler() -> Finding:
     names = (os.environ.get("CXX"), "g++", "c++", "clang++")
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
-        advice = "install g++ or clang++: without it attention runs in plain torch, several times slower"
+        advice = "install g++ or clang++: without a compiler attention runs in plain torch, several times slower"
         return Finding("compiler", "none", Verdict.SLOW, advice)
     return Finding("compiler", f"{found}: {_first_line([found, '--version']) or 'version unknown'}")
 
 
 def package(name: str) -> Callable[[], Finding]:
-    """The examination of an installed package."""
+    """The check of a package."""
 
     def examine() -> Finding:
         try:
             return Finding(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            return Finding(name, "not installed", Verdict.MISSING, f"pip install {name}")
+            return Finding(name, "not installed", Verdict.MISSING, INSTALL)
 
     return examine
 
@@ -178,7 +179,7 @@ def backend() -> Finding:
     try:
         choice: Any = importlib.import_module("executor.attention.choice")
     except ImportError as error:
-        return Finding("attention", "cannot be examined", Verdict.MISSING, f"the executor cannot be imported: {error}")
+        return Finding("attention", f"the executor cannot be imported: {error}", Verdict.MISSING, INSTALL)
     torch = choice.torch
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = choice.choose_backend("auto", device, torch.bfloat16)

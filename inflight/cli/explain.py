@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from inflight.catalogue import RequestStanding, RequestState
-from inflight.cli.connection import add_connection_flags, connected
+from inflight.cli.flags import add_connection_flags, add_request_flags, connected, resume_token_of
 from inflight.cli.parser import CommandParser
-from inflight.cli.request_flags import add_request_flags, resume_token_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,19 +31,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def standing_lines(standing: RequestStanding) -> Iterator[str]:
-    """What a person wants to know: where it is first, then why."""
+    """Lines for a person: the state first, then the reason."""
     served_by = f" by {standing.variant}" if standing.variant else ""
     yield f"{standing.request_id}: {_state(standing)}{served_by}"
     if standing.state is RequestState.WAITING and standing.waiting_for:
         yield f"  {standing.waiting_for}"
     if standing.state is RequestState.WAITING and not standing.executor_id:
         wait_s = standing.estimated_wait_s
-        yield f"  ahead of it: {standing.position}, in class {standing.priority}"
-        yield "  estimated wait: " + ("not known yet" if wait_s is None else f"about {wait_s:.3g} s")
+        yield f"  requests ahead of it: {standing.position}, class {standing.priority}"
+        yield "  estimated wait: " + ("unknown" if wait_s is None else f"about {wait_s:.3g} s")
     if standing.output_tokens:
         yield f"  {standing.output_tokens} tokens so far"
     if standing.state is RequestState.PLACED and standing.step_constraint not in ("unspecified", "no_work"):
-        yield f"  newest step of its executor was bound by: {standing.step_constraint.replace('_', ' ')}"
+        yield f"  latest step of its executor was bound by: {standing.step_constraint.replace('_', ' ')}"
 
 
 def _state(standing: RequestStanding) -> str:
@@ -53,7 +52,7 @@ def _state(standing: RequestStanding) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="inflight explain", description="Says where a request stands and, while it waits, what it waits for."
+        prog="inflight explain", description="Shows the state of a request and, while it waits, what it waits for."
     )
     add_request_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from inflight.cli.answer import print_answer
-from inflight.cli.connection import add_connection_flags, connected
-from inflight.cli.outcome import EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_USAGE, CommandError
+from inflight.cli.flags import add_connection_flags, add_sampling_flags, connected, request_options
 from inflight.cli.parser import CommandParser
-from inflight.cli.sampling_flags import add_sampling_flags, request_options
 from inflight.events import Completion
 from inflight.requests import ChatMessage
 from inflight.sync import Client
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def as_json(result: Completion, resume_token: str | None = None) -> str:
-    """The whole result as one JSON object on one line, with the request's token where that is given."""
+    """The whole result as one line of JSON, with the request's token if it is given."""
     reason = result.finish_reason
     shown = {} if resume_token is None else {"resume_token": resume_token}
     return json.dumps(
@@ -67,40 +66,42 @@ def _send(client: Client, prompt: str, flags: argparse.Namespace) -> Stream:
 
 
 def _has_chat_template(client: Client, name: str | None) -> bool:
-    """Whether the model that will answer has one; a name that does not exist is for `Generate` to refuse."""
+    """Whether the model has one. An unknown name is left for `Generate` to refuse."""
     models = [model for model in client.list_models() if name in (None, model.name)]
     return bool(models) and all(model.has_chat_template for model in models)
 
 
 def _read_prompt(given: str | None) -> str:
     if given is None and sys.stdin.isatty():
-        raise CommandError(f"give a prompt, as in: {EXAMPLE}; or - to read it from standard input", EXIT_USAGE)
+        raise CommandError(f"no prompt; example: {EXAMPLE}; - reads it from standard input", EXIT_USAGE)
     prompt = sys.stdin.read() if given in (None, "-") else str(given)
     if not prompt.strip():
-        raise CommandError(f"the prompt is empty; give one, as in: {EXAMPLE}", EXIT_USAGE)
+        raise CommandError(f"the prompt is empty; example: {EXAMPLE}", EXIT_USAGE)
     return prompt
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="inflight generate",
-        description="Streams the answer to one prompt to standard output, and a line about it to standard error. The "
-        "prompt is a chat message of the user's where the model has a chat template, and else text to go on with.",
+        description="Streams the answer to one prompt to standard output and prints a summary to standard error. The "
+        "prompt is sent as a user message if the model has a chat template, otherwise as plain text to complete.",
     )
     parser.add_argument("prompt", nargs="?", help="the prompt; - reads it from standard input")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--chat", action="store_true", help="the prompt is a chat message")
-    form.add_argument("--raw", action="store_true", help="the prompt is text to go on with")
-    parser.add_argument("--system", metavar="TEXT", help="system message before the chat message")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead")
-    parser.add_argument("--request-id", metavar="ID", help="id to ask about it with `inflight explain`")
+    form.add_argument("--chat", action="store_true", help="send the prompt as a user message")
+    form.add_argument("--raw", action="store_true", help="send the prompt as plain text to complete")
+    parser.add_argument("--system", metavar="TEXT", help="system message before the user message")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
+    parser.add_argument(
+        "--request-id", metavar="ID", help="id of the request, for `inflight explain` and `inflight cancel`"
+    )
     parser.add_argument(
         "--show-token",
         action="store_true",
-        help="say on standard error how to ask about it, with the token that `inflight explain` and `inflight cancel` "
-        "need where the router identifies its callers; with --json it is part of the object",
+        help="print to standard error the command that explains the request, with the token that `inflight explain` "
+        "and `inflight cancel` need if the router authenticates callers; with --json the token is part of the object",
     )
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end the request after this long")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="cancel the request after this time")
     add_sampling_flags(parser)
     add_connection_flags(parser)
     return parser

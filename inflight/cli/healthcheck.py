@@ -1,6 +1,6 @@
-"""`inflight healthcheck`: asks a process once whether it serves, for a container's health check.
+"""`inflight healthcheck`: checks once whether a process serves, for a container's health check.
 
-Exit codes: 0 it serves, 1 it does not or does not answer, 2 a wrong flag.
+Exit codes: 0 it serves, 1 it does not serve or does not answer, 2 a wrong flag.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.addresses import host_of
-from inflight.cli.address import add_run_dir_flag, resolve_run_dir
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight.cli.flags import add_run_dir_flag, resolve_run_dir
 from inflight.cli.parser import CommandParser
 from inflight.local.state import StackState, read_state
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def address_to_ask(given: str | None, environment: Mapping[str, str]) -> str | None:
-    """The flag's address, else where this container's process answers health checks, on loopback; None without both."""
+    """The address of the flag, else the health port of this container's process on loopback; None without both."""
     if given:
         return given
     listen = environment.get(HEALTH_LISTEN_VARIABLE)
@@ -61,8 +61,8 @@ def _local_stack(flags: argparse.Namespace) -> StackState:
     stack = read_state(run_dir)
     if stack is None:
         raise CommandError(
-            f"no stack runs from the folder {run_dir}; `inflight up` starts one, --address or {HEALTH_LISTEN_VARIABLE} "
-            "names another process",
+            f"no local stack runs in {run_dir}; start one with `inflight up`, or name a process with --address or "
+            f"{HEALTH_LISTEN_VARIABLE}",
             EXIT_USAGE,
         )
     return stack
@@ -76,7 +76,7 @@ def _channel(address: str, ca_file: str) -> grpc.Channel:
 
 
 def _ask_grpc(address: str, service: str, timeout_s: float, ca_file: str = "") -> str | None:
-    """What is wrong; None where the service is SERVING."""
+    """The problem; None if the service is SERVING."""
     with _channel(address, ca_file) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
@@ -89,7 +89,7 @@ def _ask_grpc(address: str, service: str, timeout_s: float, ca_file: str = "") -
 
 
 def _ask_http(address: str, timeout_s: float) -> str | None:
-    """What is wrong; None where the answer is a good one. There is no service to name."""
+    """The problem; None if the status is a success."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(address, timeout=timeout_s):
@@ -104,22 +104,21 @@ def _ask_http(address: str, timeout_s: float) -> str | None:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="inflight healthcheck",
-        description="Asks a process once whether it serves: over gRPC health in the clear, on its health_listen, or "
-        "with an http:// address by a GET. Without an address the local stack's router is asked. Exits 0 if it "
-        "serves, else 1.",
+        description="Checks once whether a process serves: by gRPC health without TLS on its health_listen, or by GET "
+        "of an http:// address. The default is the local stack's router. The exit status is 0 if it serves, else 1.",
     )
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help=f"where to ask, host:port or http://…; default: the port of {HEALTH_LISTEN_VARIABLE} on this machine, "
-        "else the local stack's router",
+        help=f"host:port or http://…; default: the port of {HEALTH_LISTEN_VARIABLE} on this machine, else the local "
+        "stack's router",
     )
     add_run_dir_flag(parser)
     parser.add_argument(
         "--service",
         default="",
         metavar="NAME",
-        help="health service, such as inflight.v1.InferenceService or live; default: the process as a whole",
+        help="health service, such as inflight.v1.InferenceService or live; default: the whole process",
     )
     parser.add_argument(
         "--timeout-s", type=float, default=3.0, metavar="S", help="seconds to wait for the answer (default: 3)"

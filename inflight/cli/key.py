@@ -1,7 +1,7 @@
-"""`inflight key new`: a new API key, and its entry for the file of `--api-keys-file`.
+"""`inflight key new`: a new API key, and its entry for `--api-keys-file`.
 
-The key is printed once and kept nowhere; the entry holds only its hash. It can run anywhere. Where a local stack runs,
-it is asked which models it serves, to warn of names that it does not.
+The key is printed once and stored nowhere; the entry holds only its hash. Needs no router. If a local stack runs, the
+command warns of models that the stack does not serve.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
-from inflight.cli.address import add_run_dir_flag, resolve_run_dir
-from inflight.cli.connection import access_of_environment
+from inflight.cli.flags import access_of_environment, add_run_dir_flag, resolve_run_dir
 from inflight.cli.parser import CommandParser, nearest
 from inflight.errors import InflightError
 from inflight.local.state import read_state
@@ -33,31 +32,33 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command."""
     flags = _parser().parse_args(argv)
     key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
-    print("# The key, shown this once; whoever has it is this tenant:", file=sys.stderr)
+    print("# The key. It is shown only once and gives full access as this tenant:", file=sys.stderr)
     print(key)
     _warn_of_unserved_models(flags)
-    print("\n# Its entry for the router's --api-keys-file:", file=sys.stderr)
+    print("\n# The entry for the router's --api-keys-file:", file=sys.stderr)
     print(entry(key, flags))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="inflight key", description="Makes API keys.")
-    new = parser.add_subparsers(required=True, metavar="ACTION").add_parser("new", help="make a key")
-    new.add_argument("--tenant", required=True, type=_tenant, help="whose key it is")
-    new.add_argument("--id", help="its name in the file and in logs, no secret; default: the tenant and a random part")
+    parser = CommandParser(prog="inflight key", description="Creates API keys.")
+    new = parser.add_subparsers(required=True, metavar="ACTION").add_parser("new", help="create a key")
+    new.add_argument("--tenant", required=True, type=_tenant, help="tenant of the key")
     new.add_argument(
-        "--classes", type=_classes, help=f"classes it may ask for, of {','.join(PRIORITIES)}; default: all"
+        "--id", help="name of the key in the file and in logs, not secret; default: the tenant and a random suffix"
+    )
+    new.add_argument(
+        "--classes", type=_classes, help=f"priority classes it may use, of {','.join(PRIORITIES)}; default: all"
     )
     new.add_argument("--models", type=_names, help="models it may use, comma-separated; default: all")
-    new.add_argument("--operator", action="store_true", help="it may act for, and look at, every tenant")
+    new.add_argument("--operator", action="store_true", help="allow it to act for every tenant")
     add_run_dir_flag(new)
     new.add_argument("--days", type=_days, help="days until it expires; default: never")
     return parser
 
 
 def _warn_of_unserved_models(flags: argparse.Namespace) -> None:
-    """Asks the local stack, where one runs and answers. Elsewhere the router's log warns when it reads the file."""
+    """Asks the local stack, if one runs. The router's log warns in any case when it reads the file."""
     stack = read_state(resolve_run_dir(flags)) if flags.models else None
     if stack is None:
         return

@@ -1,7 +1,7 @@
-"""`inflight kube-secrets`: the secrets that the manifests under deploy/kubernetes refer to, made at random.
+"""`inflight kube-secrets`: random values for the secrets that the manifests under deploy/kubernetes refer to.
 
-Prints them as JSON for `kubectl apply -f -` and keeps nothing: what is printed is all there is. Nobody's tools are
-needed for certificates; where cert-manager runs, it makes those, and `--without-certificates` leaves them out.
+Prints them as JSON for `kubectl apply -f -` and stores nothing. With cert-manager, `--without-certificates` leaves the
+certificates out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from inflight.cli.outcome import EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_USAGE, CommandError
 from inflight.cli.parser import CommandParser
 from inflight.local.certificates import DEFAULT_DAYS, LOCAL_NAMES, CertificateFolder, make_certificates
 from inflight.local.redis_server import ACL_RULES, USER
@@ -78,17 +78,17 @@ def random_secrets() -> dict[str, dict[str, bytes]]:
 
 
 def certificate_secrets(namespace: str, names: Sequence[str], days: int) -> dict[str, dict[str, bytes]]:
-    """As cert-manager would make them. Raises `CommandError` where a name cannot stand in a certificate."""
+    """Secrets in the format of cert-manager. Raises `CommandError` if a name is not valid in a certificate."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             made = make_certificates(Path(folder), (*LOCAL_NAMES, *router_names(namespace), *names), days)
         except ValueError as error:
-            raise CommandError(f"--name: cannot stand in a certificate: {error}", EXIT_USAGE) from None
+            raise CommandError(f"--name: not valid in a certificate: {error}", EXIT_USAGE) from None
         authority = made.ca_file.read_bytes()
         return {
             "inflight-router-tls": _pair(made, "router"),
             "inflight-executor-tls": _pair(made, "executor"),
-            # Clients need no certificate of their own, only to know who signs the routers'.
+            # Clients need no certificate of their own, only the authority of the routers'.
             "inflight-client-tls": {"ca.crt": authority},
         }
 
@@ -133,22 +133,26 @@ def _lines(lines: Sequence[str]) -> bytes:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="inflight kube-secrets",
-        description="Makes what deploy/kubernetes refers to and must not be committed: passwords of Redis, the secret "
-        "of resume tokens, and certificates of a small authority. Prints Secrets for `kubectl apply -f -`. Each run "
-        "makes others; the authority's key is kept nowhere.",
+        description="Creates the secrets that deploy/kubernetes refers to: Redis passwords, the secret of resume "
+        "tokens, and certificates of a small authority. Prints Secrets for `kubectl apply -f -`. Every run creates new "
+        "ones; the authority's key is not stored.",
     )
-    parser.add_argument("--namespace", default="inflight", metavar="NAME", help="their namespace (default: inflight)")
+    parser.add_argument(
+        "--namespace", default="inflight", metavar="NAME", help="namespace of the secrets (default: inflight)"
+    )
     parser.add_argument(
         "--name",
         action="append",
         default=[],
         metavar="NAME",
-        help="another host, address or URI that certificates bear, say of a load balancer; may be repeated",
+        help="additional host, address or URI in the certificates, such as a load balancer; may be repeated",
     )
     parser.add_argument(
-        "--days", type=int, default=DEFAULT_DAYS, metavar="N", help=f"days until they expire (default: {DEFAULT_DAYS})"
+        "--days",
+        type=int,
+        default=DEFAULT_DAYS,
+        metavar="N",
+        help=f"validity of the certificates in days (default: {DEFAULT_DAYS})",
     )
-    parser.add_argument(
-        "--without-certificates", action="store_true", help="leave certificates out, where cert-manager makes them"
-    )
+    parser.add_argument("--without-certificates", action="store_true", help="leave certificates out, for cert-manager")
     return parser

@@ -1,4 +1,4 @@
-"""`inflight models`: the models that can be asked for."""
+"""`inflight models`: the models that the routers serve."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import asdict
 from rich.table import Table
 
 from inflight.catalogue import Model
-from inflight.cli import terminal
-from inflight.cli.connection import add_connection_flags, connected
+from inflight.cli.console import open_console
+from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command."""
-    parser = CommandParser(prog="inflight models", description="Lists the models that can be asked for.")
+    parser = CommandParser(prog="inflight models", description="Lists the models that the routers serve.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_connection_flags(parser)
     flags = parser.parse_args(argv)
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps([asdict(model) for model in models]))
     else:
-        terminal.console().print(models_table(models))
+        open_console().print(models_table(models))
     return 0
 
 

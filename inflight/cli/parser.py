@@ -1,4 +1,4 @@
-"""The parser of a command's flags: what is wrong with them is one line, and one that points to the help."""
+"""The parser of a command's flags. A usage error is one line and another that points to the help."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from inflight.cli.outcome import EXIT_USAGE
+from inflight.cli.console import EXIT_USAGE
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -22,7 +22,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the command as a wrong use."""
-        self.exit(EXIT_USAGE, f"error: {message}\n{self.prog} --help lists what it takes\n")
+        self.exit(EXIT_USAGE, f"error: {message}\n{self.prog} --help lists its flags\n")
 
 
 def nearest(name: str, known: Iterable[str], mark: str = "") -> str:

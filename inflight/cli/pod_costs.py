@@ -1,4 +1,4 @@
-"""`inflight pod-costs`: tells Kubernetes which executors hold the least, so that scaling down takes those first."""
+"""`inflight pod-costs`: sets the deletion cost of executor pods, so that Kubernetes deletes the least busy first."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 from collections.abc import Sequence
 
 from common.telemetry.logs import start_logging
-from inflight.cli.connection import add_connection_flags, connected
-from inflight.cli.outcome import EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_USAGE, CommandError
+from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 from inflight.tools.pod_costs.costs import ANNOTATION
 from inflight.tools.pod_costs.follow import follow
@@ -40,15 +40,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="inflight pod-costs",
         description=f"Runs in a pod. Keeps {ANNOTATION} of executor pods at the number of KV blocks that sequences "
-        "hold there, so that a Deployment that gets smaller deletes the pods with the least to lose first. An "
-        "executor's id must be the name of its pod. Its service account may list and patch pods, and needs no more.",
+        "use there, so that a Deployment that is scaled down deletes the least busy pods first. An executor's id must "
+        "be the name of its pod. The service account needs to list and patch pods.",
     )
     add_connection_flags(parser)
     parser.add_argument(
-        "--selector", default=DEFAULT_SELECTOR, metavar="LABELS", help=f"pods to look at (default: {DEFAULT_SELECTOR})"
+        "--selector",
+        default=DEFAULT_SELECTOR,
+        metavar="LABELS",
+        help=f"label selector of the executor pods (default: {DEFAULT_SELECTOR})",
     )
     parser.add_argument(
-        "--interval-s", type=float, default=10.0, metavar="S", help="seconds between two looks (default: 10)"
+        "--interval-s", type=float, default=10.0, metavar="S", help="seconds between two updates (default: 10)"
     )
     parser.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="least severe level logged"

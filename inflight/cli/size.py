@@ -1,4 +1,4 @@
-"""`inflight size`: what a model and its traffic need: blocks, seats, executors, and the flags to start them with."""
+"""`inflight size`: the blocks, seats and executors that a model and its traffic need, and the executors' flags."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from rich.text import Text
 from common.model_source import ModelError
 from common.settings import SettingError
 from inflight.catalogue import Capacity
-from inflight.cli import terminal
-from inflight.cli.connection import add_connection_flags, connected
-from inflight.cli.outcome import EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_USAGE, CommandError, open_console
+from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 from inflight.tools.sizing.arithmetic import (
     BYTES_PER_NUMBER,
@@ -33,7 +32,7 @@ from inflight.tools.sizing.arithmetic import (
 from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
 from inflight.tools.sizing.report import Row, Sizing, as_values, better_policy, rows, start_flags
 
-STYLES = {"exact": "green", "measured": "green", "reckoned": "cyan", "estimated": "yellow"}
+STYLES = {"exact": "green", "measured": "green", "computed": "cyan", "estimated": "yellow"}
 GPU_FRACTION, CPU_FRACTION = 0.9, 0.2
 # Of an executor on a GPU: CUDA's own and the largest step's. It is measured at start, and differs with the model.
 GPU_WORKING_GIB = 2.0
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.json:
         print(json.dumps(as_values(sizing)))
         return 0
-    console = terminal.console()
+    console = open_console()
     console.print(_table(list(rows(sizing))))
     console.print(f"inflight executor {shlex.join(start_flags(sizing))}", soft_wrap=True, style="bold")
     for warning in _warnings(sizing, flags):
@@ -69,7 +68,7 @@ def _size(flags: argparse.Namespace) -> Sizing:
     held = (full if policy == "max_utilization" else free).seats_mean
     seats = min(held, flags.max_num_sequences)
     if seats < 1:
-        raise SettingError(f"not one request of {traffic.prompt_tokens} + {traffic.max_tokens} tokens fits")
+        raise SettingError(f"a request of {traffic.prompt_tokens} + {traffic.max_tokens} tokens does not fit")
     return Sizing(
         model=flags.model,
         shape=shape,
@@ -106,14 +105,14 @@ def _capacity(flags: argparse.Namespace) -> Capacity:
     with connected(flags) as client:
         capacity = client.capacity(model=flags.served_model_name or "")
     if not capacity.executors:
-        raise CommandError("no executor is there to take figures from")
+        raise CommandError("there is no executor to take figures from")
     if len({executor.model for executor in capacity.executors}) > 1:
-        raise CommandError("executors of several models are there; say which with --served-model-name", EXIT_USAGE)
+        raise CommandError("there are executors of several models; choose one with --served-model-name", EXIT_USAGE)
     return capacity
 
 
 def _pool(flags: argparse.Namespace, shape: ModelShape, capacity: Capacity | None) -> tuple[Pool, Machine | None]:
-    """What a running executor has, the smallest of them; else what would fit."""
+    """The pool of the smallest running executor, else the pool that would fit."""
     is_gpu = flags.memory_gib is None
     fraction = flags.fraction or (GPU_FRACTION if is_gpu else CPU_FRACTION)
     memory = GPUS_MIB[flags.gpu] << 20 if is_gpu else round(flags.memory_gib * GIBIBYTE)
@@ -122,13 +121,13 @@ def _pool(flags: argparse.Namespace, shape: ModelShape, capacity: Capacity | Non
     if capacity is None:
         return pool_of(shape, machine, flags.dtype, flags.tokens_per_block, flags.max_tokens_in_paged_kv_cache), machine
     smallest = min(capacity.executors, key=lambda executor: executor.blocks_total)
-    reckoned = pool_of(shape, machine, flags.dtype, smallest.block_size, smallest.block_size)
+    computed = pool_of(shape, machine, flags.dtype, smallest.block_size, smallest.block_size)
     return (
         Pool(
-            reckoned.weight_bytes,
-            reckoned.bytes_per_token,
+            computed.weight_bytes,
+            computed.bytes_per_token,
             smallest.block_size,
-            reckoned.bytes_per_block,
+            computed.bytes_per_block,
             smallest.blocks_total,
         ),
         None,
@@ -145,12 +144,12 @@ def _speed(flags: argparse.Namespace, capacity: Capacity | None) -> Speed | None
 def _warnings(sizing: Sizing, flags: argparse.Namespace) -> list[str]:
     warnings = []
     if sizing.speed is not None and flags.itl_ms is not None and sizing.speed.step_ms > flags.itl_ms:
-        warnings.append(f"a step takes longer than the {flags.itl_ms:g} ms between tokens: fewer seats make it shorter")
+        warnings.append(f"a step takes longer than the {flags.itl_ms:g} ms between tokens: use fewer seats")
     if sizing.demand is not None and flags.ttft_ms is not None and sizing.demand.ttft_ms > flags.ttft_ms:
         warnings.append(f"the prompt alone takes longer than the {flags.ttft_ms:g} ms to the first token")
     longest = sizing.traffic.prompt_tokens_p95 + sizing.traffic.max_tokens
     if sizing.shape.context_length is not None and longest > sizing.shape.context_length:
-        warnings.append(f"{longest} tokens are more than the model's context of {sizing.shape.context_length}")
+        warnings.append(f"{longest} tokens exceed the model's context of {sizing.shape.context_length}")
     return warnings
 
 
@@ -168,8 +167,8 @@ def _table(figures: Sequence[Row]) -> Table:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="inflight size",
-        description="Says how many blocks, seats and executors a model and its traffic need, what is exact in that and "
-        "what estimated, and the flags to start executors with. docs/sizing.md explains the arithmetic.",
+        description="Estimates the blocks, seats and executors that a model and its traffic need, and prints the flags "
+        "of the executors. docs/sizing.md explains the arithmetic.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_model_flags(parser.add_argument_group("model and memory"))
@@ -177,9 +176,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--from-running",
         action="store_true",
-        help="take blocks and step time from the system that --address names, as it stands now",
+        help="take blocks and step time from the running system at --address",
     )
-    parser.add_argument("--served-model-name", metavar="NAME", help="with --from-running: its name there")
+    parser.add_argument("--served-model-name", metavar="NAME", help="with --from-running: name of the model there")
     add_connection_flags(parser)
     return parser
 
@@ -195,30 +194,47 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--fraction",
         type=_positive,
-        help=f"share of what is left for KV; default: {GPU_FRACTION} on a GPU, {CPU_FRACTION} on a CPU",
+        help=f"fraction of the remaining memory for KV; default: {GPU_FRACTION} on a GPU, {CPU_FRACTION} on a CPU",
     )
     group.add_argument(
-        "--working-gib", type=float, metavar="GIB", help=f"what steps take; default: {GPU_WORKING_GIB:g} on a GPU"
+        "--working-gib",
+        type=float,
+        metavar="GIB",
+        help=f"memory that steps need; default: {GPU_WORKING_GIB:g} on a GPU",
     )
     group.add_argument("--tokens-per-block", type=_whole, default=16, metavar="N", help="default: 16")
     group.add_argument(
         "--max-tokens-in-paged-kv-cache", type=_whole, default=0, metavar="N", help="size of the pool; default: all"
     )
-    group.add_argument("--max-num-sequences", type=_whole, default=256, metavar="N", help="most seats; default: 256")
-    group.add_argument("--max-num-tokens", type=_whole, default=1024, metavar="N", help="of a step; default: 1024")
+    group.add_argument(
+        "--max-num-sequences", type=_whole, default=256, metavar="N", help="maximum number of seats; default: 256"
+    )
+    group.add_argument(
+        "--max-num-tokens",
+        type=_whole,
+        default=1024,
+        metavar="N",
+        help="maximum number of tokens of a step; default: 1024",
+    )
     group.add_argument("--batch-scheduler-policy", choices=("guaranteed_no_evict", "max_utilization"))
 
 
 def _add_traffic_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--requests-per-s", type=_positive, metavar="N", help="requests that come per second")
-    group.add_argument("--prompt-tokens", type=_whole, default=500, metavar="N", help="mean length; default: 500")
-    group.add_argument("--prompt-tokens-p95", type=_whole, metavar="N", help="95 %% are shorter; default: the mean")
-    group.add_argument("--output-tokens", type=_whole, default=200, metavar="N", help="mean length; default: 200")
-    group.add_argument("--output-tokens-p95", type=_whole, metavar="N", help="95 %% are shorter; default: the mean")
-    group.add_argument("--max-tokens", type=_whole, metavar="N", help="what requests ask for; default: that of 95 %%")
-    group.add_argument("--step-ms", type=_positive, metavar="MS", help="a step of as many seats, measured")
-    group.add_argument("--ttft-ms", type=_positive, metavar="MS", help="wanted: time to the first token")
-    group.add_argument("--itl-ms", type=_positive, metavar="MS", help="wanted: time between two tokens")
+    group.add_argument("--requests-per-s", type=_positive, metavar="N", help="requests per second")
+    group.add_argument(
+        "--prompt-tokens", type=_whole, default=500, metavar="N", help="mean prompt length; default: 500"
+    )
+    group.add_argument("--prompt-tokens-p95", type=_whole, metavar="N", help="95th percentile; default: the mean")
+    group.add_argument(
+        "--output-tokens", type=_whole, default=200, metavar="N", help="mean output length; default: 200"
+    )
+    group.add_argument("--output-tokens-p95", type=_whole, metavar="N", help="95th percentile; default: the mean")
+    group.add_argument(
+        "--max-tokens", type=_whole, metavar="N", help="max_tokens of the requests; default: the 95th percentile"
+    )
+    group.add_argument("--step-ms", type=_positive, metavar="MS", help="measured time of a step with as many seats")
+    group.add_argument("--ttft-ms", type=_positive, metavar="MS", help="target: time to first token")
+    group.add_argument("--itl-ms", type=_positive, metavar="MS", help="target: inter-token latency")
 
 
 def _whole(text: str) -> int:

@@ -1,4 +1,4 @@
-"""`inflight status`: what every executor holds and what waits, once or again and again."""
+"""`inflight status`: the executors and queues, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from inflight.catalogue import Capacity, ExecutorCapacity, VariantCapacity
-from inflight.cli import terminal
-from inflight.cli.connection import add_connection_flags, connected
-from inflight.cli.outcome import EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_USAGE, CommandError, open_console
+from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 from inflight.sync import Client
 
@@ -36,14 +35,14 @@ def main(argv: Sequence[str]) -> int:
         if flags.json:
             print(json.dumps(asdict(capacity)))
         elif flags.watch is None:
-            terminal.console().print(capacity_view(capacity))
+            open_console().print(capacity_view(capacity))
         else:
             _watch(client, capacity, flags.model or "", flags.watch)
     return 0
 
 
 def capacity_view(capacity: Capacity) -> Group:
-    """A table per model with a row per executor, and a line about the queues."""
+    """A table per model with a row per executor, and a line with the queues."""
     models = sorted({executor.model for executor in capacity.executors})
     tables: list[Table | Text] = [
         _table(model, [e for e in capacity.executors if e.model == model]) for model in models
@@ -52,7 +51,7 @@ def capacity_view(capacity: Capacity) -> Group:
     tables = tables or [Text("no executor")]
     if capacity.variants:
         tables.append(_variants_table(capacity.variants))
-    return Group(*tables, Text(f"waiting: {waiting}" if waiting else "nothing waits"))
+    return Group(*tables, Text(f"waiting: {waiting}" if waiting else "no requests waiting"))
 
 
 def _table(model: str, executors: Sequence[ExecutorCapacity]) -> Table:
@@ -67,7 +66,7 @@ def _table(model: str, executors: Sequence[ExecutorCapacity]) -> Table:
 
 def _row(executor: ExecutorCapacity) -> tuple[str, ...]:
     static = ", static" if executor.batching == "static" else ""
-    draining = "" if executor.accepting else ", takes nothing new"
+    draining = "" if executor.accepting else ", not accepting"
     return (
         f"{executor.executor_id}{static}{draining}",
         f"{executor.seats_used}/{executor.seats_total}",
@@ -84,7 +83,7 @@ def _row(executor: ExecutorCapacity) -> tuple[str, ...]:
 
 
 def _reserves(executor: ExecutorCapacity) -> str:
-    """How much of a request's possible output is promised room."""
+    """The part of a request's possible output for which blocks are reserved."""
     if executor.scheduler_policy != "max_utilization":
         return "all"
     return "likely" if executor.reserve_quantile is None else f"p{executor.reserve_quantile * 100:.3g}"
@@ -110,8 +109,8 @@ def _variants_table(variants: Sequence[VariantCapacity]) -> Table:
 
 
 def _watch(client: Client, capacity: Capacity, model: str, interval_s: float) -> None:
-    """Shows the capacity anew every `interval_s` seconds until Ctrl-C."""
-    with Live(capacity_view(capacity), console=terminal.console(), auto_refresh=False) as live:
+    """Shows the capacity every `interval_s` seconds until Ctrl-C."""
+    with Live(capacity_view(capacity), console=open_console(), auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)  # the API has no watch: the interval is the user's
             live.update(capacity_view(client.capacity(model=model)), refresh=True)
@@ -119,10 +118,12 @@ def _watch(client: Client, capacity: Capacity, model: str, interval_s: float) ->
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="inflight status", description="Shows seats, KV blocks and speed of every executor, and what waits."
+        prog="inflight status", description="Shows seats, KV blocks and speed of every executor, and the queues."
     )
     parser.add_argument("--model", metavar="NAME", help="only this model")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="show it again and again")
+    parser.add_argument(
+        "--watch", type=float, nargs="?", const=1.0, metavar="SECONDS", help="repeat every so many seconds (default: 1)"
+    )
     add_connection_flags(parser)
     return parser

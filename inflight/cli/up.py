@@ -1,4 +1,4 @@
-"""`inflight up`: a whole system on this machine, until Ctrl-C."""
+"""`inflight up`: a local stack, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 
-from inflight.cli import terminal
-from inflight.cli.address import add_run_dir_flag, resolve_run_dir
-from inflight.cli.foreground import run_in_foreground
-from inflight.cli.outcome import EXIT_FAILURE, EXIT_USAGE, CommandError
+from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, open_console, run_in_foreground
+from inflight.cli.flags import add_run_dir_flag, resolve_run_dir
 from inflight.cli.parser import CommandParser
-from inflight.cli.stack_display import StackDisplay
-from inflight.local.options import DEFAULT_RUN_DIR, StackOptions
+from inflight.local.display import StackDisplay
+from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack, StackError, describe_exit, describe_log
+from inflight.local.state import DEFAULT_RUN_DIR
 
-# Where programs look for an OpenAI-compatible server.
+# The usual port of OpenAI-compatible servers.
 DEFAULT_GATEWAY_PORT = 8000
 
-# Settings of `inflight executor` that have a flag of their own here; they are passed on as they are.
+# Settings of `inflight executor` that are also flags of `up`; they are passed on unchanged.
 EXECUTOR_FLAGS = {
-    "--batching": "inflight, or static: a batch ends before the next one begins (default: inflight)",
+    "--batching": "inflight, or static: a batch finishes before the next one starts (default: inflight)",
     "--max-num-sequences": "seats of each executor (default: 32)",
-    "--max-num-tokens": "most tokens that an executor computes in one step (default: 1024)",
+    "--max-num-tokens": "maximum number of tokens of a step (default: 1024)",
     "--max-tokens-in-paged-kv-cache": "size of each executor's KV pool in tokens (default: from free memory)",
     "--dtype": "type of weights and KV: bfloat16, float32 or auto (default: auto)",
 }
 
 # The same of `inflight router`.
 ROUTER_FLAGS = {
-    "--admission-file": "TOML file with what tenants may take and names for several models; read again when it changes "
-    "(default: none)",
-    "--max-queue-requests": "requests of one model that may wait; more are refused (default: 10000)",
+    "--admission-file": "TOML file with tenant limits and model variants; read again when it changes (default: none)",
+    "--max-queue-requests": "maximum number of waiting requests of a model; more are refused (default: 10000)",
 }
 
 
@@ -68,7 +66,7 @@ def stack_options(flags: argparse.Namespace) -> StackOptions:
 
 
 def _gateway_port(flags: argparse.Namespace) -> int | None:
-    """None is a free one."""
+    """The gateway's port; None for a free one."""
     if flags.gateway_port is None:
         return DEFAULT_GATEWAY_PORT if flags.gateway else None
     return int(flags.gateway_port) or None
@@ -83,7 +81,7 @@ def _given(flags: argparse.Namespace, names: Iterable[str]) -> Iterator[str]:
 
 
 async def _up(options: StackOptions) -> int:
-    console = terminal.console()
+    console = open_console()
     try:
         with StackDisplay(console) as display:
             async with LocalStack(options, display.show) as stack:
@@ -91,7 +89,7 @@ async def _up(options: StackOptions) -> int:
                 try:
                     return await _supervise(stack)
                 except asyncio.CancelledError:
-                    return 0  # Ctrl-C is how `up` is meant to end
+                    return 0  # Ctrl-C is the normal end
     except StackError as error:
         raise CommandError(str(error), EXIT_USAGE if error.is_setting else EXIT_FAILURE) from None
 
@@ -107,7 +105,7 @@ def _greet(console: Console, stack: LocalStack) -> None:
         f"  metrics                {_metrics_urls(stack)}",
         f'  inflight generate{where} "Name three fruits."',
         f"  inflight top{where}",
-        f"Ctrl-C ends it. Logs are in {stack.options.run_dir}.",
+        f"Ctrl-C stops it. Logs are in {stack.options.run_dir}.",
     ]
     console.print("\n".join(lines))
 
@@ -118,19 +116,19 @@ def _metrics_urls(stack: LocalStack) -> str:
 
 
 async def _supervise(stack: LocalStack) -> int:
-    """Tells of every process that ends unasked; returns when no router or no executor is left."""
+    """Reports every process that ends by itself; returns when no router or no executor is left."""
     while stack.routers and stack.executors:
         child = await stack.wait_for_exit()
         print(f"error: {describe_exit(child)}\n{describe_log(child)}", file=sys.stderr, flush=True)
-    print("error: nothing is left that could serve", file=sys.stderr)
+    print("error: no router or no executor is left", file=sys.stderr)
     return EXIT_FAILURE
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="inflight up",
-        description="Starts a private Redis, executors and routers on this machine, perhaps a gateway, and waits until "
-        "they serve. Ctrl-C ends them all; a second Ctrl-C ends them at once.",
+        description="Starts a private Redis, executors, routers and optionally a gateway on this machine, and waits "
+        "until they serve. Ctrl-C stops them; a second Ctrl-C kills them.",
     )
     parser.add_argument("--executors", type=int, default=1, metavar="N", help="number of executors (default: 1)")
     parser.add_argument("--routers", type=int, default=1, metavar="N", help="number of routers (default: 1)")
@@ -139,25 +137,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="local Hugging Face folder, GGUF file or hub name; default: SmolLM2-135M-Instruct",
     )
-    parser.add_argument("--port", type=int, metavar="PORT", help="port of the first router; default: a free one")
+    parser.add_argument("--port", type=int, metavar="PORT", help="port of the first router; default: a free port")
     parser.add_argument(
         "--http-port",
         type=int,
         metavar="PORT",
-        help="port of the first router's metrics and board; default: a free one",
+        help="port of the first router's metrics and board; default: a free port",
     )
-    parser.add_argument("--gateway", action="store_true", help="start the OpenAI-compatible HTTP gateway, too")
+    parser.add_argument("--gateway", action="store_true", help="also start the OpenAI-compatible HTTP gateway")
     parser.add_argument(
         "--gateway-port",
         type=int,
         metavar="PORT",
-        help=f"the gateway's port, 0 for a free one; implies --gateway (default: {DEFAULT_GATEWAY_PORT})",
+        help=f"port of the gateway, 0 for a free port; implies --gateway (default: {DEFAULT_GATEWAY_PORT})",
     )
     parser.add_argument("--redis-url", metavar="URL", help="use this Redis instead of a private one")
     parser.add_argument(
         "--tls",
         action="store_true",
-        help="reach routers by TLS, and executors by mutual TLS, with certificates made in the run folder",
+        help="use TLS to routers and mutual TLS to executors, with certificates created in the run directory",
     )
     add_run_dir_flag(parser)
     group = parser.add_argument_group("executors")

@@ -1,7 +1,7 @@
-"""Certificates for trying TLS: a small authority, and a certificate each for routers and executors.
+"""Development certificates: a small authority, and a certificate each for routers and executors.
 
-For one machine or a test bed. The authority's key lies beside what it has signed, so whoever reads the folder can make
-more: a real installation gets its certificates from its own authority (cert-manager, SPIRE, …).
+For one machine or a test bed. The authority's key is stored next to the certificates, so anyone who can read the folder
+can create more. In production, use your own authority (cert-manager, SPIRE, …).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BACKDATED = timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class CertificateFolder:
-    """Where the files of a folder are."""
+    """The paths of the certificates and keys in a folder."""
 
     folder: Path
 
     @property
     def ca_file(self) -> Path:
-        """Who has signed the others: what clients, routers and executors trust."""
+        """The certificate of the authority, which clients, routers and executors trust."""
         return self.certificate("ca")
 
     def certificate(self, role: str) -> Path:
@@ -48,13 +48,13 @@ class CertificateFolder:
         return self.folder / f"{role}.key"
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """What a router shows, and whom it trusts."""
+        """The credentials of a router for mutual TLS."""
         key, certificate = self.key("router").read_bytes(), self.certificate("router").read_bytes()
         return grpc.ssl_channel_credentials(self.ca_file.read_bytes(), key, certificate)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All of them."""
+        """All files."""
         roles = ("ca", "router", "executor")
         return tuple(path for role in roles for path in (self.certificate(role), self.key(role)))
 
@@ -84,17 +84,17 @@ class CertificateFolder:
 
 
 def make_certificates(folder: Path, names: Iterable[str] = LOCAL_NAMES, days: int = DEFAULT_DAYS) -> CertificateFolder:
-    """Makes an authority and certificates of routers and executors, which also bear `names`: hosts, addresses, URIs.
+    """Creates an authority and certificates of routers and executors with additional `names`: hosts, addresses, URIs.
 
     Raises:
-        FileExistsError: one of the files is there already.
-        ValueError: a name cannot stand in a certificate.
+        FileExistsError: one of the files exists.
+        ValueError: a name is not valid in a certificate.
         OSError: the folder cannot be written to.
     """
     made = CertificateFolder(folder)
     for path in made.files:
         if path.exists():
-            raise FileExistsError(f"{path} is there already")
+            raise FileExistsError(f"{path} already exists")
     general_names = [_general_name(name) for name in dict.fromkeys(names)]
     folder.mkdir(parents=True, exist_ok=True)
     authority = _Authority.make(timedelta(days=days))
@@ -183,7 +183,7 @@ def _general_name(name: str) -> x509.GeneralName:
 
 def _write(made: CertificateFolder, role: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    # Never readable by others, not for a moment; and never over what is there.
+    # Created unreadable for others, and never overwriting a file.
     descriptor = os.open(made.key(role), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(pem)

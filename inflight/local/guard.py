@@ -1,10 +1,10 @@
-"""Runs a command that cannot outlive the process which started it, not even one that was killed with SIGKILL.
+"""A launcher for commands that must end with the process that started them, even after a SIGKILL.
 
-Started as a script of its own by `guarded(command)`; becomes the command by `exec`, so that its pid is the command's.
-On Linux the kernel sends the signal when the thread that started the command ends. Elsewhere a small watcher waits for
-the end of the starter's pipe; it is a child of the command, so its parent's pid tells whether that is still there.
+`guarded(command)` runs this file as a script, which becomes the command by `exec` and so keeps its pid. On Linux the
+kernel sends SIGKILL when the thread that started the command ends. Elsewhere a small watcher waits for the end of the
+starter's pipe; it is a child of the command, so its parent's pid tells whether the command still runs.
 
-Uses the standard library only, and is not imported for its effects: nothing but `guarded` is for others.
+Uses only the standard library. Other modules use only `guarded`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ HAS_KERNEL_GUARD = sys.platform == "linux"
 
 
 def guarded(command: Sequence[str], *, by_kernel: bool = HAS_KERNEL_GUARD) -> list[str]:
-    """The command to start in place of `command`. Where the kernel does not guard, its stdin must be a pipe."""
+    """The command to start instead of `command`. Without the kernel's guard its stdin must be a pipe."""
     mode = "kernel" if by_kernel else "pipe"
     return [sys.executable, "-S", "-E", __file__, mode, str(os.getpid()), *command]
 
 
 def main(mode: str, starter_pid: int, command: list[str]) -> NoReturn:
-    """Arranges for the end and becomes `command`."""
+    """Sets up the guard and becomes `command`."""
     if mode == "kernel":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != starter_pid:
@@ -43,7 +43,7 @@ def main(mode: str, starter_pid: int, command: list[str]) -> NoReturn:
 
 
 def _start_watcher() -> None:
-    """Leaves a child behind that kills this process when the pipe on its stdin ends."""
+    """Forks a child that kills this process when the pipe on its stdin ends."""
     command_pid = os.getpid()
     if os.fork() == 0:
         while os.read(0, 4096):

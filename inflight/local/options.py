@@ -1,4 +1,4 @@
-"""What a local stack consists of, and the command lines of its processes. Plain data; starts nothing."""
+"""Options of a local stack, and the command lines of its processes. Plain data; starts nothing."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from pathlib import Path
 
 from common.machine import num_usable_cores
 from inflight.local.certificates import CertificateFolder
+from inflight.local.state import DEFAULT_RUN_DIR
 
 # Servers end their streams within this time on SIGTERM, before the stack stops asking.
 DRAIN_TIMEOUT_S = 5.0
 STOP_GRACE_S = 10.0
 
-# Whatever address clients use: executors of a local stack are reached by its routers alone, and HTTP is in the clear.
+# For executors, which only the routers of the stack use, and for HTTP, which has no TLS.
 LOOPBACK_HOST = "127.0.0.1"
-
-DEFAULT_RUN_DIR = Path("run")
 
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
     """A local stack: a private Redis, `executors`, `routers` and `gateways` processes.
 
-    `port` is the first router's, `http_port` that of its metrics and board, `gateway_port` the first gateway's; every
-    other port, and these where they are `None`, is a free one. `redis_url` uses a Redis that runs already. The extra
-    arguments are flags of `inflight executor`, `inflight router` and `inflight gateway`. Loading the model, and the
-    first time compiling the attention op, must fit into `start_timeout_s`. `program` runs the roles. With `tls` routers
-    are reached by TLS and executors by mutual TLS, with certificates that are made in the run folder at every start.
+    `port` is the first router's, `http_port` that of its metrics and board, `gateway_port` the first gateway's. All
+    other ports, and these if they are `None`, are free ones. `redis_url` is a Redis that already runs. The extra
+    arguments are flags of `inflight executor`, `inflight router` and `inflight gateway`. `start_timeout_s` includes
+    loading the model and, the first time, compiling the kernels. `program` is the command that runs a role. `tls` uses
+    TLS to routers and mutual TLS to executors, with certificates created in the run directory at every start.
     """
 
     executors: int = 1
@@ -50,7 +49,7 @@ class StackOptions:
 
     @property
     def certificates(self) -> CertificateFolder | None:
-        """Where the stack's certificates are; None without `tls`."""
+        """The stack's certificates; None without `tls`."""
         return CertificateFolder(self.run_dir / "certificates") if self.tls else None
 
     def __post_init__(self) -> None:
@@ -66,7 +65,7 @@ class StackOptions:
 
     @property
     def names_with_chosen_ports(self) -> frozenset[str]:
-        """The processes of which a port was asked for: another port will not do."""
+        """The processes whose ports the user chose."""
         router = {"router-0"} if self.port is not None or self.http_port is not None else set()
         gateway = {"gateway-0"} if self.gateway_port is not None else set()
         return frozenset(router | gateway)
@@ -76,34 +75,34 @@ def executor_command(options: StackOptions, name: str, address: str, http_addres
     """The command line of one executor."""
     model = [] if options.model is None else ["--model", options.model]
     common = ["--listen", address, "--executor-id", name, "--drain-timeout-s", str(DRAIN_TIMEOUT_S)]
-    # Executors that share the cores of one machine must not each take all of them: their threads would wait for
-    # one another at every operation.
+    # Executors that share a machine also share its cores: otherwise their threads would wait for one another at every
+    # operation.
     threads = ["--num-threads", str(max(1, num_usable_cores() // options.executors))]
     certificates = options.certificates
-    door = ["--insecure"] if certificates is None else _flags(certificates.executor_settings())
+    tls = ["--insecure"] if certificates is None else _flags(certificates.executor_settings())
     http = _http_flags(http_address)
-    return [*options.program, "executor", *common, *threads, *door, *http, *model, *options.executor_args]
+    return [*options.program, "executor", *common, *threads, *tls, *http, *model, *options.executor_args]
 
 
 def router_command(
     options: StackOptions, name: str, address: str, executors: tuple[str, ...], http_address: str = ""
 ) -> list[str]:
-    """The command line of one router. Redis is for its environment, because its URL holds a password."""
+    """The command line of one router. The URL of Redis is in its environment, because it holds a password."""
     model = [] if options.model is None else ["--model", options.model]
     common = ["--listen", address, "--router-id", name, "--drain-timeout-s", str(DRAIN_TIMEOUT_S)]
     links = ["--executors", ",".join(executors)]
     certificates = options.certificates
-    door = [] if certificates is None else _flags(certificates.router_settings())
+    tls = [] if certificates is None else _flags(certificates.router_settings())
     http = _http_flags(http_address)
-    return [*options.program, "router", *common, *links, *door, *http, *model, *options.router_args]
+    return [*options.program, "router", *common, *links, *tls, *http, *model, *options.router_args]
 
 
 def gateway_command(options: StackOptions, address: str, routers: tuple[str, ...]) -> list[str]:
     """The command line of one gateway."""
     common = ["--listen", address, "--routers", ",".join(routers), "--drain-timeout-s", str(DRAIN_TIMEOUT_S)]
     certificates = options.certificates
-    door = [] if certificates is None else _flags(certificates.gateway_settings())
-    return [*options.program, "gateway", *common, *door, *options.gateway_args]
+    tls = [] if certificates is None else _flags(certificates.gateway_settings())
+    return [*options.program, "gateway", *common, *tls, *options.gateway_args]
 
 
 def _http_flags(address: str) -> list[str]:

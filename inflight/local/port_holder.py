@@ -1,4 +1,4 @@
-"""Which process listens on a port of this machine, as far as the kernel lets this user see it (Linux only)."""
+"""The process that listens on a port, if this user may see it (Linux only)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PortHolder:
 
 
 def holder_of(port: int) -> PortHolder | None:
-    """Who listens on a TCP port; None where nothing does, or it cannot be seen."""
+    """The process that listens on a TCP port; None if there is none or it cannot be seen."""
     sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     if not sockets:
         return None
@@ -49,12 +49,12 @@ def _listening_inodes(port: int) -> set[str]:
 def _holds(process: Path, sockets: set[str]) -> bool:
     try:
         return any(os.readlink(descriptor) in sockets for descriptor in (process / "fd").iterdir())
-    except OSError:  # another user's, or gone meanwhile
+    except OSError:  # of another user, or ended
         return False
 
 
 def _command(process: Path) -> str:
-    """`inflight router` for one of the project's processes, however it was started; else its command line."""
+    """`inflight router` for a process of this project, otherwise its command line."""
     try:
         words = (process / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:

@@ -6,7 +6,7 @@ import socket
 
 
 def free_ports(host: str, num_ports: int) -> list[int]:
-    """Ports that nobody listens on now, all different."""
+    """Different ports that are free now."""
     sockets = [socket.socket() for _ in range(num_ports)]
     try:
         for taken in sockets:

@@ -1,6 +1,7 @@
-"""One child process of the stack: starting it, waiting for its end, ending it, and its log.
+"""One child process of the stack, and its log.
 
-A child has a process group of its own, so that the terminal's Ctrl-C reaches only us, and is guarded: it ends with us.
+A child has its own process group, so that the terminal's Ctrl-C reaches only this process, and is guarded: it ends with
+this process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from inflight.local.guard import HAS_KERNEL_GUARD, guarded
 
 
 class RunningProcess(Protocol):
-    """What a child is to us; asyncio's processes are."""
+    """The part of `asyncio.subprocess.Process` that is used here."""
 
     @property
     def pid(self) -> int:
@@ -33,7 +34,7 @@ class RunningProcess(Protocol):
         ...
 
     def terminate(self) -> None:
-        """Asks it to end. Raises `ProcessLookupError` where it has."""
+        """Sends SIGTERM. Raises `ProcessLookupError` if it has ended."""
         ...
 
     async def wait(self) -> int:
@@ -63,7 +64,7 @@ class ChildProcess:
         environment: Mapping[str, str],
         http_address: str = "",
     ) -> Self:
-        """Starts `command` with its output going to `log_file`, begun anew, and `environment` on top of our own."""
+        """Starts `command` with its output to `log_file`, truncated, and `environment` added to this process's."""
         with log_file.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 *guarded(command),
@@ -90,20 +91,21 @@ class ChildProcess:
         return await self.process.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Asks it to end, and kills it and all that it started after `grace_s` seconds."""
+        """Sends SIGTERM, and after `grace_s` seconds kills it and its children."""
         if self.exit_code is not None:
-            return  # its pid may be another's by now
+            return  # its pid may be reused
         with suppress(ProcessLookupError):
             self.process.terminate()
         try:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await self.process.wait()
         finally:
             self.kill()
         await self.process.wait()
 
     def kill(self) -> None:
-        """Kills it and all that it started."""
+        """Kills it and its children."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 

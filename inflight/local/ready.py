@@ -1,4 +1,4 @@
-"""Waits until a server says that it serves: over gRPC health `Watch`, or by HTTP, which can only be asked again."""
+"""Waits until a server is ready: by gRPC health `Watch`, or by polling over HTTP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-# How soon a server that has just begun to listen is found, and how rarely one that is still loading is tried.
+# Fast enough to find a server that has just started to listen, slow enough for one that still loads.
 _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
@@ -23,10 +23,10 @@ HTTP_RETRY_S = 0.1
 async def wait_until_serving(
     address: str, service: str, timeout_s: float, credentials: grpc.ChannelCredentials | None = None
 ) -> None:
-    """Returns when `service` at `address` is SERVING. Without credentials it is asked in the clear.
+    """Returns when `service` at `address` is SERVING. No credentials: no TLS.
 
     Raises:
-        TimeoutError: it was not within `timeout_s` seconds.
+        TimeoutError: it is not SERVING within `timeout_s` seconds.
     """
     request = health_pb2.HealthCheckRequest(service=service)
     async with asyncio.timeout(timeout_s), _channel(address, credentials) as channel:
@@ -37,7 +37,7 @@ async def wait_until_serving(
                     if response.status == health_pb2.HealthCheckResponse.SERVING:
                         return
             except grpc.aio.AioRpcError as error:
-                # The server went away while we watched: `wait_for_ready` waits for the next.
+                # The server has gone: `wait_for_ready` waits for the next.
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise
 
@@ -46,7 +46,7 @@ async def wait_until_http_ready(address: str, timeout_s: float) -> None:
     """Returns when the server at `address` answers `GET /ready` with 200.
 
     Raises:
-        TimeoutError: it did not within `timeout_s` seconds.
+        TimeoutError: it does not within `timeout_s` seconds.
     """
     async with asyncio.timeout(timeout_s):
         while not await _is_http_ready(address):  # noqa: ASYNC110 - another process sets no event here

@@ -1,8 +1,7 @@
 """A private Redis for one machine: the process, from its start to its end.
 
-Keeps nothing on disk and listens only to this machine, on loopback with a password of its own or on a Unix socket. It
-dies with the thread that started it, so start it from one that stays. Never talks to Redis: its log says when it is
-ready.
+Stores nothing on disk and listens on loopback, with a random password, or on a Unix socket. It ends with the thread
+that started it, so start it from a long-lived one. Readiness is read from its log; no connection is made.
 """
 
 from __future__ import annotations

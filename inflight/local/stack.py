@@ -1,12 +1,12 @@
-"""A whole system on this machine: Redis, executors, routers and gateways as real processes.
+"""A local stack: Redis, executors, routers and gateways as processes of this machine.
 
     async with LocalStack(StackOptions(executors=2)) as stack:
         async with Client(stack.address) as client:
             ...
 
-Owns the processes from start to end. Whatever happens, a failed start and our own SIGKILL included, none is left
-behind; they end with the thread that started them, so start a stack from the main thread. One stack at a time uses a
-run folder: `state.json` there says where everything is, `<name>.log` what it said.
+Owns the processes from start to end. No process is left behind, even after a failed start or a SIGKILL of this process.
+The processes end with the thread that started them, so start a stack from the main thread. A run directory belongs to
+one stack at a time: `state.json` has the addresses, `<name>.log` the output of each process.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ ROUTER_SERVICE = "inflight.v1.InferenceService"
 # Its URL holds a password, and the command lines of processes are public.
 REDIS_URL_VARIABLE = "INFLIGHT_REDIS_URL"
 
-# Between choosing a free port and listening on it another process can take it; then everything is tried again.
+# Another process can take a free port before ours listens on it; then everything is started again.
 MAX_START_ATTEMPTS = 3
 
 
 class Phase(Enum):
-    """What a process of the stack is doing."""
+    """Phase of a process of the stack."""
 
     STARTING = "starting"
     READY = "ready"
@@ -71,7 +71,7 @@ class Progress:
 
 
 class StackError(Exception):
-    """The stack cannot start, or cannot go on. The text is for the user. `is_setting` says that a setting is wrong."""
+    """The stack cannot start or continue. The text is for the user. `is_setting`: a setting is wrong."""
 
     def __init__(self, text: str, *, is_setting: bool = False) -> None:
         super().__init__(text)
@@ -83,7 +83,7 @@ class _PortTaken(Exception):
 
 
 class LocalStack:
-    """The processes of one local system; see the module's text."""
+    """The processes of one local stack."""
 
     def __init__(self, options: StackOptions, on_progress: Callable[[Progress], None] = lambda progress: None) -> None:
         self.options = options
@@ -145,7 +145,7 @@ class LocalStack:
             raise
 
     async def stop(self) -> None:
-        """Ends everything: gateways and routers first, so that streams end, then executors, then Redis."""
+        """Stops everything: gateways and routers first, so that streams end, then executors, then Redis."""
         self._began_s = time.monotonic()
         try:
             await self._stop_servers()
@@ -160,7 +160,7 @@ class LocalStack:
                 self._lock = None
 
     async def wait_for_exit(self) -> ChildProcess:
-        """Returns the first process that ends although nobody asked it to, and forgets it."""
+        """Returns the first process that ends by itself, and removes it from the stack."""
         running = (self.gateways, self.routers, self.executors)
         child = await _first_to_end([child for children in running for child in children])
         for children in running:
@@ -169,7 +169,7 @@ class LocalStack:
         return child
 
     def _check_chosen_ports(self) -> None:
-        """Whoever has such a port would be taken for our process: it answers sooner."""
+        """Checks that the ports are free: a process that has one would be mistaken for ours."""
         options = self.options
         chosen = (
             ("--port", options.host, options.port),
@@ -202,7 +202,7 @@ class LocalStack:
             return
         self._report(REDIS, Phase.STARTING, "")
         try:
-            # Not on another thread: it ends with the thread that started it. It takes a fraction of a second.
+            # Not on another thread, with which Redis would end. It takes a fraction of a second.
             self._redis = PrivateRedis.start(self.options.run_dir / f"{REDIS}.log")
         except RedisStartError as error:
             raise StackError(str(error)) from None
@@ -259,7 +259,7 @@ class LocalStack:
             raise failed.exceptions[0] from None
 
     async def _wait_until_ready(self, child: ChildProcess) -> None:
-        """Returns when the child serves; raises when it ends before, or takes too long."""
+        """Returns when the child serves; raises if it ends before that or takes too long."""
         ready = asyncio.create_task(self._serving(child))
         ended = asyncio.create_task(child.wait())
         try:
@@ -327,7 +327,7 @@ class LocalStack:
 
 
 def describe_exit(child: ChildProcess) -> str:
-    """How a child ended, in words."""
+    """How a child ended, as text."""
     code = child.exit_code
     if code is not None and code < 0:
         return f"{child.name} was killed by signal {-code}"
@@ -335,7 +335,7 @@ def describe_exit(child: ChildProcess) -> str:
 
 
 def describe_log(child: ChildProcess) -> str:
-    """Where a child's log is, and how it ends."""
+    """The path of a child's log, and its last lines."""
     tail = "\n".join(f"    {line}" for line in child.log_tail())
     return f"  the end of {child.log_file}:\n{tail}" if tail else f"  {child.log_file} is empty"
 
@@ -347,12 +347,10 @@ def _lock_run_folder(options: StackOptions) -> RunFolderLock:
         if lock.acquire():
             return lock
     except OSError as error:
-        raise StackError(f"cannot use the run folder {options.run_dir}: {error.strerror}", is_setting=True) from None
+        raise StackError(f"cannot use the run directory {options.run_dir}: {error.strerror}", is_setting=True) from None
     other = read_state(options.run_dir)
     where = "is starting" if other is None else f"serves at {other.address} (pid {other.pid})"
-    raise StackError(
-        f"a stack {where} from the folder {options.run_dir} already; end it first, or use another --run-dir"
-    )
+    raise StackError(f"a stack already {where} in {options.run_dir}; stop it first, or use another --run-dir")
 
 
 def _loopback(port: int) -> str:

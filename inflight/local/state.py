@@ -1,7 +1,7 @@
-"""What a running stack writes down for others: `state.json`, and the lock that says that it is alive.
+"""Files of a running stack: `state.json`, and the lock that shows that it runs.
 
-The lock is the kernel's (`flock`), so it goes with the process, however that ends. `state.json` holds the password of a
-private Redis, so only its owner can read it.
+The kernel releases the lock (`flock`) when the process ends. `state.json` holds the password of a private Redis, so
+only its owner can read it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+DEFAULT_RUN_DIR = Path("run")
 STATE_FILE = "state.json"
 LOCK_FILE = "stack.lock"
 
@@ -21,7 +22,7 @@ LOCK_FILE = "stack.lock"
 class ProcessState:
     """One process of the stack. `role` is `redis`, `executor`, `router` or `gateway`.
 
-    `http_address` is where its metrics are, and a router's board; empty where it speaks no HTTP.
+    `http_address` serves its metrics, and a router's board; empty for a process without HTTP.
     """
 
     name: str
@@ -34,7 +35,7 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True)
 class StackState:
-    """A running stack. `address` is the first router's; `ca_file` who has signed its certificate, empty without TLS."""
+    """A running stack. `address` is the first router's; `ca_file` its authority, empty without TLS."""
 
     pid: int
     address: str
@@ -44,14 +45,14 @@ class StackState:
 
 
 class RunFolderLock:
-    """Held by the stack that uses a run folder."""
+    """The lock that a stack holds on its run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOCK_FILE
         self._descriptor: int | None = None
 
     def acquire(self) -> bool:
-        """Takes the lock; false where another process holds it."""
+        """Takes the lock; False if another process holds it."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,14 +63,14 @@ class RunFolderLock:
         return True
 
     def release(self) -> None:
-        """Gives the lock back, if it is held."""
+        """Releases the lock if it is held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def write_state(run_dir: Path, state: StackState) -> None:
-    """Writes `state.json` whole or not at all."""
+    """Writes `state.json` atomically."""
     partial = run_dir / f"{STATE_FILE}.{os.getpid()}"
     partial.touch(mode=0o600)
     partial.write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
@@ -77,12 +78,12 @@ def write_state(run_dir: Path, state: StackState) -> None:
 
 
 def remove_state(run_dir: Path) -> None:
-    """Removes `state.json`, if it is there."""
+    """Removes `state.json` if it exists."""
     (run_dir / STATE_FILE).unlink(missing_ok=True)
 
 
 def read_state(run_dir: Path) -> StackState | None:
-    """The stack that runs from this folder; `None` where there is none or its process is gone."""
+    """The stack that runs in this directory; `None` if there is none or its process has ended."""
     try:
         values: dict[str, Any] = json.loads((run_dir / STATE_FILE).read_text(encoding="utf-8"))
         processes = tuple(ProcessState(**process) for process in values.pop("processes"))

@@ -28,9 +28,9 @@ if _version_not_supported:
 class ExecutorServiceStub:
     """Runs sequences on one device.
 
-    Every placement of a request has an `attempt` (fencing token), every start of an executor a `generation`. An
-    executor refuses an attempt that it has seen or that a newer one supersedes; a router drops what is not of the
-    current attempt and generation.
+    Every placement of a request has an `attempt` number (fencing token), every start of an executor a `generation`. An
+    executor refuses an attempt that it has seen or that a newer attempt supersedes. A router drops frames that are not
+    of the current attempt and generation.
     """
 
     def __init__(self, channel):
@@ -64,35 +64,35 @@ class ExecutorServiceStub:
 class ExecutorServiceServicer:
     """Runs sequences on one device.
 
-    Every placement of a request has an `attempt` (fencing token), every start of an executor a `generation`. An
-    executor refuses an attempt that it has seen or that a newer one supersedes; a router drops what is not of the
-    current attempt and generation.
+    Every placement of a request has an `attempt` number (fencing token), every start of an executor a `generation`. An
+    executor refuses an attempt that it has seen or that a newer attempt supersedes. A router drops frames that are not
+    of the current attempt and generation.
     """
 
     def Describe(self, request, context):
-        """Says what this executor serves and how large it is. Constant for a generation.
+        """Describes the executor: model, size and limits. Constant for a generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Serve(self, request_iterator, context):
-        """The one stream of a router-executor pair: work down, one frame per step up.
+        """The one stream of a router-executor pair: the router sends work, the executor sends one frame per step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops taking new work and hands back what has had no seat yet. Answers when nothing runs any more or the time is
-        over; what still runs then is handed back.
+        """Stops accepting new work and returns sequences that have had no seat yet. Responds when nothing runs any more or
+        the timeout has passed; sequences that still run then are returned as well.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchSteps(self, request, context):
-        """Tells what the steps do, for as long as somebody watches. Costs the loop nothing while nobody does.
+        """Streams a record of each step. Without a call it costs the engine loop nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,9 +132,9 @@ def add_ExecutorServiceServicer_to_server(servicer, server):
 class ExecutorService:
     """Runs sequences on one device.
 
-    Every placement of a request has an `attempt` (fencing token), every start of an executor a `generation`. An
-    executor refuses an attempt that it has seen or that a newer one supersedes; a router drops what is not of the
-    current attempt and generation.
+    Every placement of a request has an `attempt` number (fencing token), every start of an executor a `generation`. An
+    executor refuses an attempt that it has seen or that a newer attempt supersedes. A router drops frames that are not
+    of the current attempt and generation.
     """
 
     @staticmethod

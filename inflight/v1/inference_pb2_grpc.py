@@ -28,9 +28,9 @@ if _version_not_supported:
 class InferenceServiceStub:
     """Generates text with the models that the executors behind this router serve.
 
-    Errors carry google.rpc.Status details: BadRequest names the fields, ErrorInfo the reason, RetryInfo when to
-    try again, QuotaFailure the quota. A field whose function is not built yet is refused with UNIMPLEMENTED and
-    a BadRequest naming it.
+    Errors carry google.rpc.Status details: BadRequest names the fields, ErrorInfo the reason, RetryInfo the time to
+    retry after, QuotaFailure the quota. A field that is not implemented yet is refused with UNIMPLEMENTED and a
+    BadRequest that names it.
     """
 
     def __init__(self, channel):
@@ -89,74 +89,74 @@ class InferenceServiceStub:
 class InferenceServiceServicer:
     """Generates text with the models that the executors behind this router serve.
 
-    Errors carry google.rpc.Status details: BadRequest names the fields, ErrorInfo the reason, RetryInfo when to
-    try again, QuotaFailure the quota. A field whose function is not built yet is refused with UNIMPLEMENTED and
-    a BadRequest naming it.
+    Errors carry google.rpc.Status details: BadRequest names the fields, ErrorInfo the reason, RetryInfo the time to
+    retry after, QuotaFailure the quota. A field that is not implemented yet is refused with UNIMPLEMENTED and a
+    BadRequest that names it.
     """
 
     def Generate(self, request, context):
-        """Generates for one prompt and streams what is produced. No response is sent before the request has a seat
-        unless `want_queue_events` is set, so that gRPC's own retries cover the wait.
+        """Generates output for one prompt and streams it. No response is sent before the request has a seat, unless
+        `want_queue_events` is set, so that gRPC's own retries cover the wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Continues the stream of a request whose connection was lost, from the offsets given, on any router. A stream that
-        is still open elsewhere ends with ABORTED: a request has one reader. DATA_LOSS where nobody holds the output any
-        more: a Generate with `prior_output` goes on then.
+        """Continues the stream of a request whose connection was lost, from the given offsets, on any router. A stream that
+        is still open elsewhere ends with ABORTED: a request has one reader. DATA_LOSS if the output from these offsets no
+        longer exists; a Generate with `prior_output` continues then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a request; of one that ended lately it says so. NOT_FOUND where there is no such request, it is another
-        tenant's, or the token is wrong.
+        """Ends a request. If it has ended already, the response says so. NOT_FOUND if the request is unknown, belongs to
+        another tenant, or the token is wrong.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """Says where a request stands. NOT_FOUND as for Cancel.
+        """Returns the state of a request. NOT_FOUND as for Cancel.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns text or chat messages into token ids. Takes one request from the tenant's requests per second.
+        """Converts text or chat messages to token ids. Counts as one request of the tenant's request rate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids into text. Takes one request from the tenant's requests per second.
+        """Converts token ids to text. Counts as one request of the tenant's request rate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists the models that can be asked for, with their limits and defaults.
+        """Lists the models that the caller may use, with their limits and defaults.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCapacity(self, request, context):
-        """Says what every executor holds and what waits.
+        """Returns the capacity and load of every executor, and the queue depths.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Tells again and again how everything stands: seats, blocks, queues, latencies, and what each step did. Who may not
-        see other tenants' requests sees that there are some, not whose.
+        """Streams statistics: seats, blocks, queues, latencies, and on request every step. A caller who may not see other
+        tenants' requests sees their number, not their ids or tenants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,9 +221,9 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 class InferenceService:
     """Generates text with the models that the executors behind this router serve.
 
-    Errors carry google.rpc.Status details: BadRequest names the fields, ErrorInfo the reason, RetryInfo when to
-    try again, QuotaFailure the quota. A field whose function is not built yet is refused with UNIMPLEMENTED and
-    a BadRequest naming it.
+    Errors carry google.rpc.Status details: BadRequest names the fields, ErrorInfo the reason, RetryInfo the time to
+    retry after, QuotaFailure the quota. A field that is not implemented yet is refused with UNIMPLEMENTED and a
+    BadRequest that names it.
     """
 
     @staticmethod

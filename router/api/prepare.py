@@ -15,9 +15,8 @@ from common.time_of_day import unix_ms
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 from router.api.tokenizing import Tokenizing, check_rates, most_tokens
 from router.api.validation import fit_tokens, validate_generate
-from router.auth.resume_secret import ResumeTokens
-from router.config.admission_file import AdmissionFile
-from router.config.tenants import AdmissionRules
+from router.auth.resume_token import ResumeTokens
+from router.config.tenants import TenantConfig, TenantConfigFile
 from router.dispatch.pools import ModelBackend
 from router.lifecycle.events import End
 from router.request.delivery import Deadlines, Delivery
@@ -101,9 +100,9 @@ def seed_chooser(request: inference_pb2.GenerateRequest) -> Callable[[], int]:
     return functools.partial(keyed_seed, request.tenant or DEFAULT_TENANT, request.idempotency_key)
 
 
-def tenant_limits(tenant: str, rules: AdmissionRules) -> TenantLimits:
+def tenant_limits(tenant: str, config: TenantConfig) -> TenantLimits:
     """What a tenant may take. Raises `RequestError` for one that is not served."""
-    limits = rules.limits_of(tenant)
+    limits = config.limits_of(tenant)
     if limits is None:
         raise unknown_tenant(tenant)
     if limits.max_running == 0:
@@ -130,7 +129,7 @@ class RequestPreparation:
     def __init__(
         self,
         settings: RouterSettings,
-        admission: AdmissionFile,
+        admission: TenantConfigFile,
         tokens: ResumeTokens,
         tokenizing: Tokenizing,
         tracer: Tracer,
@@ -152,7 +151,7 @@ class RequestPreparation:
         limits = model_limits(pool, self._settings)
         spec = validate_generate(request, limits, seed_chooser(request))
         names = names_of(request)
-        allowed = tenant_limits(names.tenant, self._admission.rules)
+        allowed = tenant_limits(names.tenant, self._admission.config)
         await check_rates(pool, spec, allowed, names.tenant, ledger_id(names.tenant, names.request_id))
         with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
             prompt_ids = await self._tokenizing.encode(pool.text, spec.prompt, most_tokens(spec, limits), names.tenant)
@@ -171,7 +170,7 @@ class RequestPreparation:
         now = time.monotonic()
         total = now + submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None
         arrived = now - max(0, unix_ms() - context.arrived_unix_ms) / 1000
-        limits = self._admission.rules.limits_of(context.tenant) or NO_LIMITS
+        limits = self._admission.config.limits_of(context.tenant) or NO_LIMITS
         return open_stream(Terms(submit, context, limits, Deadlines(None, total), arrived), pool, self._tokens)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from common.errors import FieldViolation, invalid
 from inflight.v1 import inference_pb2
-from router.auth.caller import Caller, sees_model, tenant_of
-from router.auth.resume_secret import ResumeTokens
+from router.auth.caller import Caller, effective_tenant, sees_model
+from router.auth.resume_token import ResumeTokens
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.request.delivery import ReadPosition
 from router.request.errors import beyond_output, unknown_request
@@ -54,7 +54,7 @@ class ResumeAuthorizer:
         pools = self._pools.find_all(request.model, caller.models) if request.model else None
         if not request.resume_token and caller.is_operator:
             pools = pools or self._pools.find_all("", caller.models)
-            return ledger_id(tenant_of(caller, request.tenant), request.request_id), pools
+            return ledger_id(effective_tenant(caller, request.tenant), request.request_id), pools
         named_id, pool = self.claim_by_token(request.request_id, request.resume_token, caller)
         if pools is not None and pool not in pools:
             raise unknown_request()

@@ -12,7 +12,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any
 
@@ -26,9 +26,18 @@ from router.api.request_status import REQUEST_STATE_PROTO, request_standing
 from router.api.resume import ResumeAuthorizer, check_place, resumed_place
 from router.api.tokenizing import MAX_CONTEXTS, Tokenizing, take_rates
 from router.api.validation import validate_detokenize, validate_tokenize
-from router.auth.caller import Authenticator, Caller, Metadata, authorize, model_of, sees_model, tenant_of
-from router.auth.resume_secret import ResumeTokens
-from router.config.admission_file import AdmissionFile
+from router.auth.caller import (
+    Authenticator,
+    Caller,
+    Metadata,
+    authorize,
+    effective_tenant,
+    model_of,
+    sees_model,
+    verified_caller,
+)
+from router.auth.resume_token import ResumeTokens
+from router.config.tenants import TenantConfigFile
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.request.errors import draining, not_in_the_ledger, unknown_request
 from router.settings import RouterSettings
@@ -68,7 +77,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self,
         pools: ModelRegistry,
         settings: RouterSettings,
-        admission: AdmissionFile,
+        admission: TenantConfigFile,
         authenticator: Authenticator,
         tokens: ResumeTokens,
         stats: StatsSource,
@@ -104,7 +113,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     await dispatcher.emptied()
                 await self._no_stream.wait()
         except TimeoutError:
-            log.warning("drain: %d streams still run; they are left to other routers", self._num_streams)
+            log.warning("drain: %d streams still run; clients resume them on other routers", self._num_streams)
         for dispatcher in dispatchers:
             dispatcher.leave_running()
         self._stats.close()
@@ -112,7 +121,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Generates for one prompt and streams what is produced."""
         write = writer(context, inference_pb2.GenerateResponse)
-        await self.generate(request, metadata_of(context), write, context.time_remaining())
+        identify = functools.partial(self._caller, context)
+        await self.generate(request, identify, metadata_of(context), write, context.time_remaining())
 
     @property
     def is_draining(self) -> bool:
@@ -120,13 +130,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return self._is_draining
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, metadata: Metadata, write: Write, remaining_s: float | None
+        self,
+        request: inference_pb2.GenerateRequest,
+        identify: Callable[[], Caller],
+        metadata: Metadata,
+        write: Write,
+        remaining_s: float | None,
     ) -> None:
-        """Serves one request, whatever protocol it came in, and tells its events. `metadata` is its call's, and
-        `remaining_s` what is left until the call's deadline."""
+        """Serves one request of any protocol and writes its events. `identify` returns the caller or raises
+        `RequestError`, `metadata` is that of the call, and `remaining_s` is left until the deadline of the call."""
         arrival = Arrival(time.monotonic())
         try:
-            caller = self._authenticator.identify(metadata)
+            caller = identify()
             authorize(request, caller)
             with self._serving(), self._span("generate", metadata):
                 await self._generate(request, caller, self._patient(write), remaining_s, arrival)
@@ -207,7 +222,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _caller(self, context: Context) -> Caller:
         """Returns the caller. Raises `RequestError` for invalid credentials."""
-        return self._authenticator.identify(metadata_of(context))
+        return verified_caller() or self._authenticator.identify(metadata_of(context))
 
     def _pool_of(self, model: str, caller: Caller) -> ModelBackend:
         return self._pools.find(model_of(caller, model), seen=caller.models)
@@ -277,7 +292,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """Turns text or chat messages into token ids."""
         caller = self._caller(context)
-        pool, tenant = self._pool_of(request.model, caller), tenant_of(caller, "")
+        pool, tenant = self._pool_of(request.model, caller), effective_tenant(caller, "")
         limits = model_limits(pool, self._settings)
         prompt = validate_tokenize(request, limits)
         await take_rates(pool.dispatcher, tenant, self._limits_of(tenant))
@@ -289,7 +304,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         """Turns token ids into text."""
         caller = self._caller(context)
-        pool, tenant = self._pool_of(request.model, caller), tenant_of(caller, "")
+        pool, tenant = self._pool_of(request.model, caller), effective_tenant(caller, "")
         token_ids = validate_detokenize(request, model_limits(pool, self._settings))
         await take_rates(pool.dispatcher, tenant, self._limits_of(tenant))
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
@@ -297,7 +312,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _limits_of(self, tenant: str) -> TenantLimits:
-        return self._admission.rules.limits_of(tenant) or NO_LIMITS
+        return self._admission.config.limits_of(tenant) or NO_LIMITS
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
@@ -330,8 +345,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         caller = self._caller(context)
         async with aclosing(self._stats.watch(request, caller)) as stats:
             async for response in stats:
-                if self._caller(context) != caller:
-                    raise RequestError(Reason.UNAUTHENTICATED, "what the caller may see has changed; call again")
+                # Credentials expire and change while the stream lasts.
+                if self._authenticator.identify(metadata_of(context)) != caller:
+                    raise RequestError(Reason.UNAUTHENTICATED, "the caller's permissions have changed; call again")
                 await context.write(response)
 
 

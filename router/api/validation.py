@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from google.protobuf.duration_pb2 import Duration
 
 from common.errors import FieldViolation, invalid
+from common.protocol import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from inflight.v1 import inference_pb2, types_pb2
 from router.api.unsupported_fields import refuse_unsupported
 from router.request.delivery import ReadPosition
 from router.request.spec import (
-    MAX_TOP_LOGPROBS,
     ChatPrompt,
     FittedRequest,
     GenerateSpec,
@@ -37,7 +37,6 @@ from router.text.count_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
-MAX_STOP_TOKEN_IDS = 256
 MAX_METADATA_PAIRS = 64
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 1024

@@ -21,22 +21,24 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import tomllib
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, AwareDatetime, Field
+from pydantic_core import PydanticCustomError
 
 from inflight.v1 import types_pb2
 from router.auth.caller import Caller
-from router.config.file_problems import ContentError, Problem
-from router.config.tenants import TENANT_NAME, is_tenant_name
-from router.config.toml_lines import Path, error_line, key_lines, line_of
+from router.config.tenants import TenantName
+from router.config.toml_file import BELOW, Table, read_toml
 
 MIN_KEY_CHARACTERS = 32
 MAX_KEYS = 10_000
+MAX_ID_CHARACTERS = 100
 HASH_PREFIX = "sha256:"
-FIELDS = ("id", "hash", "tenant", "classes", "models", "operator", "expires", "disabled")
+HASH = re.compile(HASH_PREFIX + "[0-9A-Fa-f]{64}")
 
 CLASSES: dict[str, types_pb2.PriorityClass] = {
     "interactive": types_pb2.PRIORITY_CLASS_INTERACTIVE,
@@ -73,126 +75,56 @@ def find_key(keys: Sequence[ApiKey], presented: str) -> ApiKey | None:
 
 
 def parse_keys(source: str) -> tuple[ApiKey, ...]:
-    """What the file says. Raises `ContentError`."""
-    try:
-        content = tomllib.loads(source)
-    except (ValueError, RecursionError) as error:  # also numbers too long and nesting too deep for Python
-        raise ContentError((Problem(error_line(error, source), f"is not TOML: {error}"),)) from None
-    reader = _Reader(key_lines(source))
-    keys = reader.keys(content)
-    if reader.problems:
-        raise ContentError(tuple(sorted(reader.problems, key=lambda problem: problem.line or 0)))
-    return keys
+    """What the file says. No error repeats a value: it may be a key by mistake. Raises `ContentError`."""
+    return tuple(entry.to_key() for entry in read_toml(source, _File, shows_values=False).key)
 
 
-class _Reader:
-    """Reads entries into keys and collects what is wrong with them. Repeats no hash: it may be a key by mistake."""
-
-    def __init__(self, lines: dict[Path, int]) -> None:
-        self.problems: list[Problem] = []
-        self._lines = lines
-
-    def keys(self, content: dict[str, Any]) -> tuple[ApiKey, ...]:
-        for name in content:
-            if name != "key":
-                self._wrong((name,), name, "is not known; a key is a table [[key]]")
-        entries = content.get("key", [])
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            self._wrong(("key",), "key", "must be tables [[key]]")
-            return ()
-        if len(entries) > MAX_KEYS:
-            self._wrong((), "key", f"there may be {MAX_KEYS} keys, there are {len(entries)}")
-        keys = [self._key(("key", str(index)), entry) for index, entry in enumerate(entries)]
-        self._refuse_repeated("id", [key.key_id for key in keys])
-        self._refuse_repeated("hash", [key.digest for key in keys])
-        return tuple(keys)
-
-    def _key(self, path: Path, entry: dict[str, Any]) -> ApiKey:
-        for name in entry:
-            if name not in FIELDS:
-                self._wrong((*path, name), self._name(path, entry), f"{name} is not known; known: {', '.join(FIELDS)}")
-        read = _Entry(entry, lambda field, text: self._wrong((*path, field), self._name(path, entry), text))
-        caller = Caller(read.tenant(), read.classes(), read.models(), read.truth("operator"))
-        return ApiKey(read.id(), read.digest(), caller, read.expires_s(), read.truth("disabled"))
-
-    def _name(self, path: Path, entry: dict[str, Any]) -> str:
-        named = entry.get("id")
-        return f"key {named!r:.80}" if isinstance(named, str) else f"key number {int(path[1]) + 1}"
-
-    def _refuse_repeated(self, field: str, values: Sequence[str | bytes]) -> None:
-        for index, value in enumerate(values):
-            if value and value in values[:index]:
-                first = values.index(value) + 1
-                self._wrong(
-                    ("key", str(index), field), f"key number {index + 1}", f"{field} is that of key number {first}"
-                )
-
-    def _wrong(self, path: Path, name: str, text: str) -> None:
-        self.problems.append(Problem(line_of(self._lines, path), f"{name}: {text}"))
+def _key_id(value: str) -> str:
+    if not (value.isprintable() and 1 <= len(value) <= MAX_ID_CHARACTERS):
+        raise ValueError(f"must be text of 1 to {MAX_ID_CHARACTERS} printable characters")
+    return value
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One entry's fields as values; `wrong(field, text)` is told of what is not as it must be."""
+def _hash(value: str) -> str:
+    if not HASH.fullmatch(value):
+        raise ValueError(f'must be "{HASH_PREFIX}" and 64 hexadecimal digits')
+    return value.lower()
 
-    fields: dict[str, Any]
-    wrong: Callable[[str, str], None]
 
-    def id(self) -> str:
-        value = self.fields.get("id")
-        if isinstance(value, str) and value.isprintable() and 1 <= len(value) <= 100:
-            return value
-        self.wrong("id", "id must be text of 1 to 100 printable characters")
-        return ""
+ClassName = Literal["interactive", "standard", "batch"]
 
-    def digest(self) -> bytes:
-        value = self.fields.get("hash")
-        prefix, hexadecimal = HASH_PREFIX, value.removeprefix(HASH_PREFIX) if isinstance(value, str) else ""
-        if isinstance(value, str) and value.startswith(prefix) and len(hexadecimal) == 64:
-            try:
-                return bytes.fromhex(hexadecimal)
-            except ValueError:
-                pass  # as any other hash that is none
-        self.wrong("hash", f'hash must be "{prefix}" and 64 hexadecimal digits')
-        return b""
 
-    def tenant(self) -> str:
-        value = self.fields.get("tenant")
-        if isinstance(value, str) and is_tenant_name(value):
-            return value
-        self.wrong("tenant", f"tenant is needed; {TENANT_NAME}")
-        return ""
+class _Entry(Table):
+    """`[[key]]`."""
 
-    def classes(self) -> frozenset[types_pb2.PriorityClass] | None:
-        names = self._names("classes")
-        if names is not None and not names <= CLASSES.keys():
-            self.wrong("classes", f"classes must be of {', '.join(CLASSES)}")
-            return None
-        return None if names is None else frozenset(CLASSES[name] for name in names)
+    id: Annotated[str, AfterValidator(_key_id)]
+    hash: Annotated[str, AfterValidator(_hash)]
+    tenant: TenantName
+    classes: Annotated[list[ClassName], Field(min_length=1)] | None = None
+    models: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    operator: bool = False
+    expires: AwareDatetime | None = None
+    disabled: bool = False
 
-    def models(self) -> frozenset[str] | None:
-        return self._names("models")
+    def to_key(self) -> ApiKey:
+        classes = None if self.classes is None else frozenset(CLASSES[name] for name in self.classes)
+        models = None if self.models is None else frozenset(self.models)
+        expires_s = None if self.expires is None else self.expires.timestamp()
+        digest = bytes.fromhex(self.hash.removeprefix(HASH_PREFIX))
+        return ApiKey(self.id, digest, Caller(self.tenant, classes, models, self.operator), expires_s, self.disabled)
 
-    def expires_s(self) -> float | None:
-        value = self.fields.get("expires")
-        if value is None:
-            return None
-        if isinstance(value, datetime) and value.tzinfo is not None:
-            return value.timestamp()
-        self.wrong("expires", "expires must be a date and time with an offset, as 2027-01-01T00:00:00Z")
-        return None
 
-    def truth(self, field: str) -> bool:
-        value = self.fields.get(field, False)
-        if not isinstance(value, bool):
-            self.wrong(field, f"{field} must be true or false")
-        return value is True
+def _distinct(entries: list[_Entry]) -> list[_Entry]:
+    for name in ("id", "hash"):
+        first: dict[str, int] = {}
+        for number, entry in enumerate(entries):
+            known = first.setdefault(getattr(entry, name), number)
+            if known != number:
+                raise PydanticCustomError("repeated", f"is that of key number {known + 1}", {BELOW: (number, name)})
+    return entries
 
-    def _names(self, field: str) -> frozenset[str] | None:
-        value = self.fields.get(field)
-        if value is None:
-            return None
-        if isinstance(value, list) and value and all(isinstance(name, str) and name for name in value):
-            return frozenset(value)
-        self.wrong(field, f"{field} must be a list of names, not empty; leave it out to allow all")
-        return None
+
+class _File(Table):
+    """The whole file."""
+
+    key: Annotated[list[_Entry], Field(default_factory=list, max_length=MAX_KEYS), AfterValidator(_distinct)]

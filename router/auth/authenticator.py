@@ -13,15 +13,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from common.errors import Reason, RequestError
 from router.auth.api_keys import ApiKey, find_key, parse_keys
-from router.auth.caller import AnonymousAuthenticator, Authenticator, Caller, Metadata
-from router.auth.jwt import TokenError, TokenRules, VerificationKey, parse_jwks, read_token
-from router.config.watched_file import FollowedFile
+from router.auth.caller import AnonymousAuthenticator, Authenticator, Caller, Metadata, remember_verified
+from router.auth.jwt import TokenError, TokenRules, VerificationKey, parse_jwks, verify_token
+from router.config.watched_file import FileWatcher
 from router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
-KeysFile = FollowedFile[tuple[ApiKey, ...]]
-TokensFile = FollowedFile[dict[str, VerificationKey]]
+KeysFile = FileWatcher[tuple[ApiKey, ...]]
+TokensFile = FileWatcher[dict[str, VerificationKey]]
+
+# Health and reflection are open, and so are methods that tell no more than health does.
+CLOSED_SERVICES = ("/inflight.v1.InferenceService/", "/inference.GRPCInferenceService/")
+OPEN_METHODS = frozenset(
+    {"/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady"},
+)
 
 AUTHORIZATION = "authorization"
 API_KEY = "x-api-key"
@@ -56,7 +62,7 @@ class CredentialAuthenticator:
 
     def _bearer(self, token: str, keys: Mapping[str, VerificationKey]) -> Caller:
         try:
-            return read_token(token, keys, self._rules)
+            return verify_token(token, keys, self._rules)
         except TokenError as error:
             raise _refused(f"the token: {error}") from None
 
@@ -88,6 +94,11 @@ class Authentication:
             None if keys is None else lambda: keys.content, None if tokens is None else lambda: tokens.content, rules
         )
 
+    def check_call(self, method: str, metadata: Metadata) -> None:
+        """Verifies the caller of a method before the request is received. Raises `RequestError` UNAUTHENTICATED."""
+        if method.startswith(CLOSED_SERVICES) and method not in OPEN_METHODS:
+            remember_verified(self.authenticator.identify(metadata))
+
     async def follow(self) -> None:
         """Reads the files again when they change, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
@@ -118,7 +129,7 @@ def _credential(metadata: Metadata) -> str:
         return str(value)
     scheme, _, credential = str(value).partition(" ")
     if scheme.lower() != BEARER:
-        raise _refused("the authorization is not a bearer's")
+        raise _refused("the authorization is not a Bearer credential")
     return credential.strip()
 
 

@@ -7,6 +7,7 @@ tenant that a request names is trusted only where callers are not authenticated.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +41,19 @@ class Authenticator(Protocol):
         ...
 
 
+_verified: ContextVar[Caller | None] = ContextVar("verified_caller", default=None)
+
+
+def remember_verified(caller: Caller) -> None:
+    """Keeps the caller of the call that the current task serves, so that its credential is verified once."""
+    _verified.set(caller)
+
+
+def verified_caller() -> Caller | None:
+    """The caller of the call that the current task serves; None if it has not been verified."""
+    return _verified.get()
+
+
 class AnonymousAuthenticator:
     """Identifies nobody: tenants are believed as named."""
 
@@ -52,11 +66,11 @@ def authorize(request: inference_pb2.GenerateRequest, caller: Caller) -> None:
     """Fills in tenant and class as the caller may have them. Raises `RequestError` NOT_ALLOWED."""
     request.model = model_of(caller, request.model)
     if caller.tenant is not None:
-        request.tenant = tenant_of(caller, request.tenant)
+        request.tenant = effective_tenant(caller, request.tenant)
     request.priority = _class_of(caller, request.priority)
 
 
-def tenant_of(caller: Caller, named: str) -> str:
+def effective_tenant(caller: Caller, named: str) -> str:
     """Whose request it is. Raises `RequestError` NOT_ALLOWED where another tenant is named."""
     if caller.tenant is None:
         return named or DEFAULT_TENANT

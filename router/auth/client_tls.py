@@ -22,7 +22,7 @@ def open_tls(settings: RouterSettings) -> TlsFiles | None:
         return TlsFiles.open(paths)
     if not is_loopback(settings.listen):
         log.warning(
-            "prompts and answers cross the network in the clear: set tls_cert_file and tls_key_file, or listen on a "
+            "prompts and outputs are sent without TLS: set tls_cert_file and tls_key_file, or listen on a "
             "loopback address (listen is %s)",
             settings.listen,
         )

@@ -25,8 +25,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from inflight.v1 import types_pb2
 from router.auth.api_keys import CLASSES
 from router.auth.caller import Caller
-from router.config.file_problems import ContentError, Problem
 from router.config.tenants import is_tenant_name
+from router.config.watched_file import ContentError, Problem
 
 CLASSES_CLAIM = "inflight_classes"
 MODELS_CLAIM = "inflight_models"
@@ -64,7 +64,7 @@ class TokenError(Exception):
     """The token is not good. The text says why, without anything of the token."""
 
 
-def read_token(token: str, keys: Mapping[str, VerificationKey], rules: TokenRules) -> Caller:
+def verify_token(token: str, keys: Mapping[str, VerificationKey], rules: TokenRules) -> Caller:
     """Who bears the token. Raises `TokenError`."""
     if len(token) > MAX_TOKEN_CHARACTERS:
         raise TokenError("too long")

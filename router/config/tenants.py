@@ -1,11 +1,10 @@
-"""What the admission file says: what each tenant may take, and which names stand for several models.
+"""The tenant configuration: what each tenant may take, and which names stand for several models.
 
-Pure: TOML text in, plain frozen values out, or a `ContentError` that names the line of everything that is wrong and
-what is allowed there.
+It comes from the file of the setting `admission_file`:
 
     unknown_tenants = "refuse"            # or "default"
 
-    [tenants.default]                     # who names no tenant, and every tenant without a table of its own
+    [tenants.default]                     # requests without a tenant, and every tenant without a table of its own
     max_running = 8
 
     [tenants.acme]
@@ -19,170 +18,178 @@ what is allowed there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from router.config.file_problems import ContentError, Problem
-from router.config.toml_lines import Path, error_line, key_lines, line_of
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+
+from router.config.toml_file import BELOW, Table, read_toml
 from router.config.variants import Variant
+from router.config.watched_file import FileWatcher
 from router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
 
 MAX_TENANT_CHARACTERS = 256
-TENANT_NAME = f"a tenant's name must have 1 to {MAX_TENANT_CHARACTERS} printable characters"
 MAX_COUNT = 10**12
-UNKNOWN_TENANTS = ("default", "refuse")
+BURST_OF = {"requests_per_s": "request_burst", "tokens_per_s": "token_burst"}
+
+
+def is_tenant_name(name: str) -> bool:
+    """Whether a tenant can have this name."""
+    return name.isprintable() and 1 <= len(name) <= MAX_TENANT_CHARACTERS
+
+
+def _tenant_name(name: str) -> str:
+    if not is_tenant_name(name):
+        raise ValueError(f"a tenant's name must have 1 to {MAX_TENANT_CHARACTERS} printable characters")
+    return name
+
+
+def _within(minimum: float, maximum: float, hint: str = "") -> AfterValidator:
+    """Checks that a number is in [minimum, maximum], which NaN is not."""
+
+    def check(value: float) -> float:
+        if not minimum <= value <= maximum:
+            raise ValueError(f"must be a number from {minimum:g} to {maximum:g}{hint}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _variant_name(name: str, validation: ValidationInfo[frozenset[str]]) -> str:
+    if name in validation.context:
+        raise ValueError("is the name of a model that this router serves; choose another one for its variants")
+    return name
+
+
+def _served_model(name: str, validation: ValidationInfo[frozenset[str]]) -> str:
+    if name not in validation.context:
+        raise ValueError(f"this router does not serve this model; it serves {', '.join(sorted(validation.context))}")
+    return name
+
+
+def _no_table(value: Any) -> Any:
+    if isinstance(value, dict):
+        raise ValueError("must be a weight; put quotes around a model's name with dots")
+    return value
+
+
+def _some_model(shares: dict[str, float]) -> dict[str, float]:
+    if not shares:
+        raise ValueError("names no model; at least one is needed")
+    return shares
+
+
+TenantName = Annotated[str, AfterValidator(_tenant_name)]
+Rate = Annotated[float, _within(1e-6, 1e9)]
+Count = Annotated[int, _within(0, MAX_COUNT)]
+Burst = Annotated[int, _within(1, MAX_COUNT)]
+Weight = Annotated[
+    float, _within(1e-6, 1e6, "; a weight of 0 would never be served, use max_running = 0 to shut a tenant out")
+]
+Share = Annotated[float, _within(1e-6, 1e6, "; to send no requests to a model, omit it"), BeforeValidator(_no_table)]
+Shares = Annotated[dict[Annotated[str, AfterValidator(_served_model)], Share], AfterValidator(_some_model)]
+
+
+class TenantTable(Table):
+    """`[tenants.NAME]`: the keys are those of `TenantLimits`, and mean the same."""
+
+    weight: Weight = NO_LIMITS.weight
+    max_running: Count | None = None
+    max_queue_requests: Count | None = None
+    max_queue_tokens: Count | None = None
+    max_queue_bytes: Count | None = None
+    requests_per_s: Rate | None = None
+    request_burst: Burst = NO_LIMITS.request_burst
+    tokens_per_s: Rate | None = None
+    token_burst: Burst = NO_LIMITS.token_burst
+
+    @model_validator(mode="after")
+    def _check_bursts(self) -> Self:
+        for rate, burst in BURST_OF.items():
+            if burst in self.model_fields_set and rate not in self.model_fields_set:
+                raise PydanticCustomError("unused", f"has no effect without {rate}", {BELOW: (burst,)})
+        return self
+
+    def limits(self) -> TenantLimits:
+        """The limits; a burst that is not given is what one second brings."""
+        given = self.model_dump(exclude_unset=True)
+        for rate, burst in BURST_OF.items():
+            if rate in given:
+                given.setdefault(burst, math.ceil(given[rate]))
+        return dataclasses.replace(NO_LIMITS, **given)
+
+
+class _File(Table):
+    """The whole file. The context of its validation is the set of the models that this router serves."""
+
+    unknown_tenants: Literal["default", "refuse"] = "default"
+    tenants: dict[TenantName, TenantTable] = Field(default_factory=dict)
+    variants: dict[Annotated[str, AfterValidator(_variant_name)], Shares] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class AdmissionRules:
-    """The file's meaning. `variants` maps a name to the models that it stands for."""
+class TenantConfig:
+    """What the file says. `variants` maps a name to the models that it stands for."""
 
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     refuses_unknown_tenants: bool = False
     variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
 
     def limits_of(self, tenant: str) -> TenantLimits | None:
-        """What the tenant may take; None where it is not served at all."""
+        """What the tenant may take; None if it is not served at all."""
         if tenant in self.tenants:
             return self.tenants[tenant]
         return None if self.refuses_unknown_tenants else self.tenants.get(DEFAULT_TENANT, NO_LIMITS)
 
 
-NO_RULES = AdmissionRules()
+NO_CONFIG = TenantConfig()
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """The numbers that a key may have."""
-
-    kind: type[int] | type[float]
-    minimum: float
-    maximum: float
-    hint: str = ""
-
-    def allows(self, value: Any) -> bool:
-        is_number = isinstance(value, (int, self.kind)) and not isinstance(value, bool)
-        return is_number and self.minimum <= value <= self.maximum  # which neither nan nor inf is
-
-    def __str__(self) -> str:
-        noun = "a whole number" if self.kind is int else "a number"
-        return f"{noun} from {self.minimum:g} to {self.maximum:g}{self.hint}"
-
-
-_WEIGHT = _Range(float, 1e-6, 1e6, "; a weight of 0 would never be served, use max_running = 0 to shut a tenant out")
-_SHARE = _Range(float, 1e-6, 1e6, "; leave a model out that is to serve nobody")
-_COUNT = _Range(int, 0, MAX_COUNT)
-_BURST = _Range(int, 1, MAX_COUNT)
-_RATE = _Range(float, 1e-6, 1e9)
-
-LIMITS: dict[str, _Range] = {
-    "weight": _WEIGHT,
-    "max_running": _COUNT,
-    "max_queue_requests": _COUNT,
-    "max_queue_tokens": _COUNT,
-    "max_queue_bytes": _COUNT,
-    "requests_per_s": _RATE,
-    "request_burst": _BURST,
-    "tokens_per_s": _RATE,
-    "token_burst": _BURST,
-}
-BURST_OF = {"requests_per_s": "request_burst", "tokens_per_s": "token_burst"}
-
-
-def parse_rules(source: str, served: frozenset[str]) -> AdmissionRules:
+def parse_tenants(source: str, served: frozenset[str]) -> TenantConfig:
     """What the file says. `served` are the models that this router serves. Raises `ContentError`."""
-    try:
-        content = tomllib.loads(source)
-    except (ValueError, RecursionError) as error:  # also numbers too long and nesting too deep for Python
-        raise ContentError((Problem(error_line(error, source), f"is not TOML: {error}"),)) from None
-    reader = _Reader(key_lines(source))
-    rules = reader.rules(content, served)
-    if reader.problems:
-        raise ContentError(tuple(sorted(reader.problems, key=lambda problem: problem.line or 0)))
-    return rules
+    file = read_toml(source, _File, served)
+    tenants = {name: table.limits() for name, table in file.tenants.items()}
+    variants = {
+        name: tuple(Variant(model, share) for model, share in sorted(shares.items()))
+        for name, shares in file.variants.items()
+    }
+    return TenantConfig(tenants, file.unknown_tenants == "refuse", variants)
 
 
-def is_tenant_name(name: str) -> bool:
-    """Whether a tenant may be called so."""
-    return name.isprintable() and 1 <= len(name) <= MAX_TENANT_CHARACTERS
+class TenantConfigFile:
+    """The configuration that is in force now. Without a file it never changes."""
 
+    def __init__(self, file: FileWatcher[TenantConfig] | None, config: TenantConfig = NO_CONFIG) -> None:
+        self._file = file
+        self._config = config
 
-class _Reader:
-    """Reads tables into values and collects what is wrong with them."""
+    @classmethod
+    def open(
+        cls, path: Path | None, served: frozenset[str], on_read: Callable[[str | None], None] = lambda problem: None
+    ) -> Self:
+        """Reads the file; `on_read` is told of every change (see `FileWatcher`). Raises `SettingError` if the file
+        cannot be used."""
+        if path is None:
+            return cls(None)
+        parse = functools.partial(parse_tenants, served=served)
+        return cls(FileWatcher(path, "admission_file", "admission file", parse, on_read))
 
-    def __init__(self, lines: dict[Path, int]) -> None:
-        self.problems: list[Problem] = []
-        self._lines = lines
+    @property
+    def config(self) -> TenantConfig:
+        """What is in force."""
+        return self._config if self._file is None else self._file.content
 
-    def rules(self, content: dict[str, Any], served: frozenset[str]) -> AdmissionRules:
-        self._refuse_unknown((), content, ("unknown_tenants", "tenants", "variants"))
-        unknown = content.get("unknown_tenants", "default")
-        if unknown not in UNKNOWN_TENANTS:
-            self._wrong(("unknown_tenants",), f'is {unknown!r:.80}; must be one of "default", "refuse"')
-        tenants = {name: self._tenant(name, table) for name, table in self._tables("tenants", content)}
-        variants = {name: self._variants(name, table, served) for name, table in self._tables("variants", content)}
-        return AdmissionRules(tenants, unknown == "refuse", variants)
+    async def follow(self) -> None:
+        """Reads the file again whenever it changes, until cancelled; without a file it returns."""
+        if self._file is not None:
+            await self._file.follow()
 
-    def _tables(self, name: str, content: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        """The tables below a name."""
-        section = content.get(name, {})
-        if not isinstance(section, dict):
-            self._wrong((name,), f"must be tables [{name}.NAME]")
-            return []
-        tables: list[tuple[str, dict[str, Any]]] = []
-        for key, table in section.items():
-            if isinstance(table, dict):
-                tables.append((key, table))
-            else:
-                self._wrong((name, key), f"must be a table [{name}.{key}]")
-        return tables
-
-    def _tenant(self, name: str, table: dict[str, Any]) -> TenantLimits:
-        path = ("tenants", name)
-        if not is_tenant_name(name):
-            self._wrong(path, TENANT_NAME)
-        self._refuse_unknown(path, table, tuple(LIMITS))
-        given = {key: value for key, value in table.items() if key in LIMITS and self._number((*path, key), value)}
-        for rate, burst in BURST_OF.items():
-            if burst in given and rate not in table:
-                self._wrong((*path, burst), f"means nothing without {rate}")
-            elif rate in given and burst not in table:
-                given[burst] = math.ceil(given[rate])
-        return dataclasses.replace(NO_LIMITS, **given)
-
-    def _number(self, path: Path, value: Any) -> bool:
-        allowed = LIMITS[path[-1]]
-        if not allowed.allows(value):
-            self._wrong(path, f"is {value!r:.80}; must be {allowed}")
-            return False
-        return True
-
-    def _variants(self, name: str, table: dict[str, Any], served: frozenset[str]) -> tuple[Variant, ...]:
-        path = ("variants", name)
-        if name in served:
-            self._wrong(path, "is the name of a model that this router serves; choose another one for its variants")
-        if not table:
-            self._wrong(path, "names no model; at least one is needed")
-        variants: list[Variant] = []
-        for model, weight in table.items():
-            if isinstance(weight, dict):
-                self._wrong((*path, model), f'must be a weight; put quotes around a name with dots: "{model}.…"')
-            elif model not in served:
-                known = ", ".join(sorted(served))
-                self._wrong((*path, model), f"this router does not serve this model; it serves {known}")
-            elif not _SHARE.allows(weight):
-                self._wrong((*path, model), f"is {weight!r:.80}; must be {_SHARE}")
-            else:
-                variants.append(Variant(model, float(weight)))
-        return tuple(sorted(variants, key=lambda variant: variant.model))
-
-    def _refuse_unknown(self, path: Path, table: dict[str, Any], known: tuple[str, ...]) -> None:
-        for key in table:
-            if key not in known:
-                self._wrong((*path, key), f"is not known; known: {', '.join(known)}")
-
-    def _wrong(self, path: Path, text: str) -> None:
-        self.problems.append(Problem(line_of(self._lines, path), f"{'.'.join(path)}: {text}"))
+    def look(self) -> None:
+        """Reads the file again if it has changed since the last look."""
+        assert self._file is not None
+        self._file.look()

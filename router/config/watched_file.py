@@ -1,29 +1,48 @@
 """A file on disk that is read at start, and again whenever it has changed.
 
-A version that cannot be used changes nothing: the one before it goes on to hold, and the log says what is wrong. The
-file is looked at and read in a thread.
+A version that cannot be used changes nothing: the version before it stays in force, and the log says what is wrong. The
+file is checked and read in a thread.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from common.followed import FileVersion, poll, version_of
 from common.settings import SettingError
-from router.config.file_problems import ContentError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class FollowedFile(Generic[T]):
-    """What the file says now. `setting` names the setting that it comes from, `what` is what the log calls it; `parse`
-    makes its text into content or raises `ContentError`. `on_read` is told of every change: None where it is in force,
-    else what is wrong with it. Raises `SettingError` where it cannot be used at the start."""
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong in a file; `line` None concerns all of it."""
+
+    line: int | None
+    text: str
+
+    def __str__(self) -> str:
+        return self.text if self.line is None else f"line {self.line}: {self.text}"
+
+
+class ContentError(Exception):
+    """The content of a file cannot be used. `problems` are all that were found."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        super().__init__("; ".join(map(str, problems)))
+        self.problems = problems
+
+
+class FileWatcher(Generic[T]):
+    """The current content of a file. `setting` is the setting that names it, `what` its name in the log; `parse` turns
+    its text into content or raises `ContentError`. `on_read` gets None for a change that is in force, else what is
+    wrong with it. Raises `SettingError` if the file cannot be used at the start."""
 
     def __init__(
         self,
@@ -61,7 +80,7 @@ class FollowedFile(Generic[T]):
         try:
             self._version, self._content = self._read()
         except _Unusable as error:
-            log.error("the %s changed and cannot be used; what it said before holds on: %s", self._what, error)
+            log.error("the %s changed and cannot be used; the previous version stays in force: %s", self._what, error)
             self._on_read(str(error))
         else:
             log.info("the %s %s changed and is in force", self._what, self._path)

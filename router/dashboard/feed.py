@@ -1,10 +1,10 @@
-"""What the board's watchers are told: the statistics as they may see them, newest first and nothing else.
+"""Feeds of the dashboard: the newest statistics that each watcher may see.
 
-Watchers who may see the same share one feed, so a message is made into JSON once however many look on. A feed holds one
-message: who reads slowly gets the newest when it is ready for it, and what it missed is gone. A feed takes at most a
-small share of the router's time: the longer a message takes to make, the fewer there are.
+Watchers with the same permissions share one feed, so each message is encoded as JSON once. A feed holds one message: a
+slow reader gets the newest and misses those in between. A feed takes at most a small share of the router's time: the
+longer a message takes to make, the fewer there are.
 
-Feeds start with their first watcher and end with their last, with `Feeds.close`, or when the source ends.
+A feed starts with its first watcher and ends with its last, with `Feeds.close`, or with its source.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from router.dashboard.as_json import line_of
 log = logging.getLogger(__name__)
 
 INTERVAL_MS = 200
-# Of the time of one core, what making messages may take.
+# Share of one core for making messages.
 SHARE = 0.05
 MAX_WATCHERS = 32
 
 
-class Statistics(Protocol):
-    """Where the messages come from."""
+class StatisticsStream(Protocol):
+    """The source of messages."""
 
     def watch(
         self, request: inference_pb2.GetStatsRequest, caller: Caller
     ) -> AsyncGenerator[inference_pb2.GetStatsResponse, None]:
-        """Messages again and again, as `caller` may see them. Raises `RequestError`."""
+        """Yields messages that `caller` may see. Raises `RequestError`."""
         ...
 
 
 class Feed:
-    """The newest message, for watchers who may see the same."""
+    """The newest message, for watchers with the same permissions."""
 
     def __init__(self, messages: AsyncGenerator[inference_pb2.GetStatsResponse, None]) -> None:
         self.num_watchers = 0
-        # Why there is no more, where the source says so.
+        # The source's error, if it ended with one.
         self.error: RequestError | None = None
         self._messages = messages
         self._newest = b""
@@ -55,17 +55,17 @@ class Feed:
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is no more."""
+        """Whether the feed has ended."""
         return self._reading.done() or self._reading.cancelling() > 0
 
     async def after(self, number: int) -> tuple[int, bytes] | None:
-        """The newest message, where newer than the one of that number (0: any), and its number. None: no more."""
+        """Waits for a message newer than that number (0: any). Returns it with its number; None at the end."""
         while self._number <= number and not self.has_ended:
             await self._changed.wait()
         return None if self.has_ended else (self._number, self._newest)
 
     def end(self) -> None:
-        """Tells its watchers that there is no more."""
+        """Ends the feed."""
         self._reading.cancel()
         self._wake()
 
@@ -73,7 +73,7 @@ class Feed:
         try:
             async with aclosing(self._messages):
                 async for message in self._messages:
-                    # Beside the loop, which has tokens to forward.
+                    # In a thread: the event loop forwards tokens.
                     self._newest, took_s = await asyncio.to_thread(_timed_line, message)
                     self._number += 1
                     self._wake()
@@ -81,7 +81,7 @@ class Feed:
         except RequestError as error:
             self.error = error
         except Exception:
-            log.exception("the board's statistics failed")
+            log.exception("the dashboard's statistics failed")
 
     def _wake(self) -> None:
         self._changed.set()
@@ -89,16 +89,17 @@ class Feed:
 
 
 class Feeds:
-    """Every feed that is watched, by caller."""
+    """All feeds with watchers, by caller."""
 
-    def __init__(self, statistics: Statistics, max_watchers: int = MAX_WATCHERS) -> None:
+    def __init__(self, statistics: StatisticsStream, max_watchers: int = MAX_WATCHERS) -> None:
         self._statistics = statistics
         self._max_watchers = max_watchers
         self._feeds: dict[Caller, Feed] = {}
         self._closed = False
 
     def join(self, caller: Caller) -> Feed | None:
-        """The caller's feed, to be left again; None where there are watchers enough or the router is stopping."""
+        """Returns the caller's feed, which it must leave at the end; None at the limit of watchers or while the router
+        stops."""
         if self._closed or self.num_watchers >= self._max_watchers:
             return None
         feed = self._feeds.get(caller)
@@ -108,7 +109,7 @@ class Feeds:
         return feed
 
     def leave(self, caller: Caller, feed: Feed) -> None:
-        """A watcher is gone; its feed ends with the last."""
+        """Removes a watcher; the last one ends its feed."""
         feed.num_watchers -= 1
         if feed.num_watchers == 0:
             feed.end()
@@ -116,14 +117,14 @@ class Feeds:
                 del self._feeds[caller]
 
     def close(self) -> None:
-        """Ends every feed and takes no more watchers."""
+        """Ends every feed and refuses new watchers."""
         self._closed = True
         for feed in self._feeds.values():
             feed.end()
 
     @property
     def num_watchers(self) -> int:
-        """Who watches now."""
+        """The callers that watch now."""
         return sum(feed.num_watchers for feed in self._feeds.values())
 
 
@@ -132,7 +133,7 @@ def _request() -> inference_pb2.GetStatsRequest:
 
 
 def _timed_line(message: inference_pb2.GetStatsResponse) -> tuple[bytes, float]:
-    """A message's line, and the time of a core that it took."""
+    """Returns a message's line, and the CPU time that it took, seconds."""
     began_s = time.thread_time()
     line = line_of(message)
     return line, time.thread_time() - began_s

@@ -1,7 +1,7 @@
-"""The last fifteen minutes of a router in samples of five seconds: a bounded ring, for the board's charts.
+"""History of a router for the dashboard's charts: fifteen minutes in samples of five seconds, a bounded ring.
 
-Figures are kept as single-precision arrays in the order of the `*_FIELDS` below; not a number stands for "not known".
-Tenants beyond `MAX_TENANTS` in a sample are taken together. Times are on the monotonic clock. Pure.
+Figures are kept as single-precision arrays in the order of the `*_FIELDS` below; NaN means unknown. Tenants beyond
+`MAX_TENANTS` in a sample are summed up. Times are on the monotonic clock. Pure.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 SAMPLE_S = 5
 NUM_SAMPLES = 180
 MAX_TENANTS = 12
-# Executors with the most work are kept apart; totals have all of them.
+# The executors with the most work are kept separately; totals include all.
 MAX_EXECUTORS = 100
-# Tenants taken together.
+# The name of the sum over further tenants.
 OTHERS = ""
 
-# Counts are of the sample's time; what has no other unit is how things stood at its end.
+# Counts cover the sample's interval; fields without a unit are the values at its end.
 MODEL_FIELDS = (
     "waiting",
     "running",
@@ -50,14 +50,14 @@ Row = array  # of "f"
 
 
 def row_of(fields: Sequence[str], values: Mapping[str, float | None]) -> Row[float]:
-    """The figures in the fields' order; those that are missing or None are not known."""
+    """Returns the figures in the fields' order; missing ones and None are unknown."""
     known = (values.get(name) for name in fields)
     return array("f", (math.nan if value is None else value for value in known))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSample:
-    """One model. `finished` are ends by reason; `tenants` has `OTHERS` where there are more than `MAX_TENANTS`."""
+    """One model. `finished` counts ends by reason; `tenants` has `OTHERS` if there are more than `MAX_TENANTS`."""
 
     figures: Row[float]
     finished: Mapping[str, int] = field(default_factory=dict)
@@ -88,13 +88,13 @@ class History:
         return self._number
 
     def add(self, at_s: float, seconds: float, models: Mapping[str, ModelSample]) -> None:
-        """One more; the oldest is forgotten where there are too many."""
+        """Adds a sample; drops the oldest at the limit."""
         self._number += 1
         bounded = {name: _bounded(model) for name, model in models.items()}
         self._samples.append(Sample(self._number, at_s, seconds, bounded))
 
     def since(self, number: int) -> list[Sample]:
-        """Samples after the one of that number, oldest first."""
+        """Returns the samples after that number, oldest first."""
         return [sample for sample in self._samples if sample.number > number]
 
 
@@ -109,8 +109,8 @@ def _bounded(model: ModelSample) -> ModelSample:
 def with_others(
     tenants: Mapping[str, Row[float]], most: int, is_named: Callable[[str], bool] = lambda tenant: True
 ) -> dict[str, Row[float]]:
-    """The tenants with the most tokens, requests after that; all that may not be named, and what is beyond `most`,
-    taken together as `OTHERS`."""
+    """Returns the tenants with the most tokens, then requests. Tenants that may not be named, and those beyond `most`,
+    are summed up as `OTHERS`."""
 
     def use(tenant: str) -> tuple[float, float]:
         waiting, running, prompt, output, _ = (_known(value) for value in tenants[tenant])
@@ -132,7 +132,7 @@ def _known(value: float) -> float:
 def sample_as_json(
     sample: Sample, now_s: float, sees: Callable[[str], bool], names_tenant: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """A sample as its reader may see it: models that it may know of, and other tenants taken together."""
+    """Returns the part of a sample that its reader may see: its models, and the sum over other tenants."""
     models = {
         name: {
             "figures": _plain(model.figures),
@@ -155,7 +155,7 @@ def sample_as_json(
 
 
 def _plain(figures: Iterable[float]) -> list[float | None]:
-    """Four digits are more than a chart shows. JSON has no "not a number"."""
+    """Rounds to four digits, more than a chart shows. NaN becomes null."""
     return [None if math.isnan(value) else _short(value) for value in figures]
 
 

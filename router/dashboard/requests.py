@@ -2,8 +2,8 @@
 
 It keeps live requests and the last that ended.
 
-A timeline has the stages of one request with their times. It has no prompt and no output. For each delivery of tokens
-two numbers are added up and nothing else is done.
+A timeline has the stages of one request with their times. It has no prompt and no output. A delivery of tokens costs
+two additions.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from common.errors import Reason
 from router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 
 MAX_ENDED = 200
-# Live requests beyond so many are counted and have no timeline.
+# Live requests beyond this number are counted but have no timeline.
 MAX_LIVE = 10_000
 MAX_ENTRIES = 64
 LEFT = "left"
 
 
 class Stage(Enum):
-    """What a request does."""
+    """The stage of a request."""
 
     QUEUED = "queued"
     """It waits in the queue for a seat and blocks."""
     PLACED = "placed"
-    """An executor holds it and has given it no seat."""
+    """It is on standby at an executor, without a seat."""
     PREFILL = "prefill"
-    """It has a seat and no token of this placement was sent."""
+    """It has a seat; no token of this placement was sent yet."""
     DECODE = "decode"
     """Tokens are sent."""
     PREEMPTED = "preempted"
-    """It gave up its seat and waits on its executor for another."""
+    """It was preempted and waits on its executor for a seat."""
 
 
 RUNNING = frozenset({Stage.PREFILL, Stage.DECODE})
@@ -44,7 +44,7 @@ RUNNING = frozenset({Stage.PREFILL, Stage.DECODE})
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one tenant's requests of one model since they were taken last, and what is live now."""
+    """Counts of one tenant's requests of one model since the last sample, and its live requests."""
 
     num_live: int = 0
     num_running: int = 0
@@ -55,7 +55,7 @@ class Tally:
     ended: Counter[str] = field(default_factory=Counter)
 
     def reset(self) -> None:
-        """Begins to count again; what is live stays."""
+        """Resets the counts; live requests stay."""
         self.prompt_tokens = self.cached_tokens = self.output_tokens = self.num_moved = 0
         self.ended = Counter()
 
@@ -99,7 +99,7 @@ class Timeline:
         self.output_tokens = facts.prior_tokens
         self.cached_tokens = 0
         self.num_resumed = 0
-        # Entries that were dropped from the middle of a long timeline.
+        # Number of entries dropped from the middle of a long timeline.
         self.num_left_out = 0
         self.outcome: str | None = None
         self.end: RequestEnd | None = None
@@ -133,7 +133,7 @@ class Timeline:
         self._enter(Stage.PREFILL)
 
     def first_sent(self, after_s: float) -> None:
-        """`sent` says so too."""
+        """Does nothing: `sent` follows."""
 
     def sent(self, num_tokens: int, interval_s: float | None) -> None:
         """See `RequestRecorder`."""
@@ -161,7 +161,7 @@ class Timeline:
     def ended(self, end: RequestEnd) -> None:
         """See `RequestRecorder`."""
         if end.output_tokens > self.output_tokens and self.entries:
-            # Tokens that came with the end.
+            # Tokens that arrived with the end.
             began_s = self._log.now_s() - (end.decode_s or 0.0)
             self._enter(Stage.DECODE, at_s=max(began_s, self.entries[-1].at_s))
         self.output_tokens = end.output_tokens
@@ -205,7 +205,7 @@ def _key(facts: RequestFacts) -> Key:
 
 
 class RequestLog:
-    """Live requests, and the last that ended. Implements `router.telemetry.events.RequestObserver`."""
+    """Live requests, and the most recently ended ones. Implements `router.telemetry.events.RequestObserver`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.now_s = clock
@@ -231,7 +231,7 @@ class RequestLog:
         self._refused[model] += 1
 
     def find(self, model: str, tenant: str, request_id: str) -> Timeline | None:
-        """The newest timeline of a request; None: this router has none."""
+        """Returns the newest timeline of a request; None if this router has none."""
         return self._by_key.get((model, tenant, request_id))
 
     def since(self, revision: int) -> Iterator[Timeline]:
@@ -242,7 +242,8 @@ class RequestLog:
             yield timeline
 
     def take(self) -> tuple[dict[tuple[str, str], Tally], Counter[str]]:
-        """Counts by model and tenant, and refusals by model, since the last call. Forgets tenants with nothing live."""
+        """Returns counts by model and tenant, and refusals by model, since the last call. Forgets tenants without live
+        requests."""
         taken: dict[tuple[str, str], Tally] = {}
         for key, tally in list(self._tallies.items()):
             taken[key] = Tally(
@@ -260,14 +261,14 @@ class RequestLog:
         refused, self._refused = self._refused, Counter()
         return taken, refused
 
-    # What timelines tell.
+    # Called by timelines.
 
     def tally_of(self, facts: RequestFacts) -> Tally:
-        """The counts that a request belongs to."""
+        """Returns the counts that a request belongs to."""
         return self._tallies.setdefault((facts.model, facts.tenant), Tally())
 
     def keep(self, timeline: Timeline) -> None:
-        """A request was admitted."""
+        """Counts an admitted request."""
         if len(self._kept) - len(self._ended) >= MAX_LIVE:
             return
         timeline.is_kept = True
@@ -282,7 +283,7 @@ class RequestLog:
             self._kept.move_to_end(id(timeline))
 
     def close(self, timeline: Timeline) -> None:
-        """A request is over here."""
+        """Moves a request to the ended ones."""
         if not timeline.is_kept:
             return
         self.changed(timeline)

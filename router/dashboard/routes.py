@@ -1,5 +1,4 @@
-"""The live board over HTTP: the page at `/`, what it is made of, the stream of statistics it draws, and one request's
-timeline.
+"""The dashboard over HTTP: the page at `/`, its static files, the stream of statistics, and the timeline of a request.
 
 The stream is one message a line. Its caller is authenticated as that of a call, with the header `authorization: Bearer
 …`, and checked again while it runs: it ends within seconds after its key was withdrawn.
@@ -42,14 +41,14 @@ HEADERS = {
     "x-content-type-options": "nosniff",
 }
 STATUSES = {Reason.UNAUTHENTICATED: 401, Reason.NOT_ALLOWED: 403, Reason.UNKNOWN_TENANT: 403}
-# Until the first message; a router that is busy answers later.
+# Timeout of the first message; a busy router answers later.
 FIRST_LINE_TIMEOUT_S = 10.0
-# How often a running stream's credential is looked at again.
+# Interval of checking a running stream's credential.
 RECHECK_S = 5.0
 
 
 def board_routes(feeds: Feeds, authenticator: Authenticator, watching: Watching | None = None) -> list[BaseRoute]:
-    """The page, its parts under `/board/`, `/board/stats` and `/board/request`."""
+    """Returns the routes: the page, its files under `/board/`, `/board/stats` and `/board/request`."""
     watching = watching or Watching()
 
     async def stats(request: Request) -> ASGIApp:
@@ -88,9 +87,9 @@ def _is_foreign(request: Request) -> bool:
 
 
 def _timeline(request: Request, authenticator: Authenticator, watching: Watching) -> Response:
-    """One request's timeline, where the caller may see it: `model`, `tenant` and `id` name it."""
+    """Returns the timeline of the request `model`, `tenant`, `id`, if the caller may see it."""
     if _is_foreign(request):
-        return _refused(403, "the board's timelines are for its own page")
+        return _refused(403, "requests from pages of other sites are refused")
     try:
         caller = authenticator.identify(tuple(request.headers.items()))
     except RequestError as error:
@@ -98,16 +97,16 @@ def _timeline(request: Request, authenticator: Authenticator, watching: Watching
     named = [request.query_params.get(name, "") for name in ("model", "tenant", "id")]
     found = watching.timeline(named[0], named[1], named[2], caller)
     if found is None:
-        return _refused(404, "this router has no timeline of that request")
+        return _refused(404, "this router has no timeline of this request")
     return JSONResponse(found, headers={**HEADERS, "cache-control": "no-store"})
 
 
 async def _stats(request: Request, feeds: Feeds, authenticator: Authenticator, watching: Watching) -> ASGIApp:
-    # Another site's page could not read the stream, but it could take up the watchers' places.
+    # A page of another site could not read the stream, but it could use up the watcher slots.
     if _is_foreign(request):
-        return _refused(403, "the board's statistics are for its own page")
+        return _refused(403, "requests from pages of other sites are refused")
     if len(request.headers.getlist("authorization")) > 1:
-        return _refused(400, "there are several Authorization headers; one is allowed")
+        return _refused(400, "more than one Authorization header")
     metadata = tuple(request.headers.items())
     try:
         caller = authenticator.identify(metadata)
@@ -115,12 +114,12 @@ async def _stats(request: Request, feeds: Feeds, authenticator: Authenticator, w
         return _refusal(error)
     feed = feeds.join(caller)
     if feed is None:
-        return _refused(503, "too many watch already, or the router is stopping", retry_after_s=10)
+        return _refused(503, "too many viewers, or the router is stopping", retry_after_s=10)
     return _Watch(feeds, feed, watching, caller, lambda: _lets_in(authenticator, metadata, caller))
 
 
 class _Watch:
-    """The answer to one watcher, who has joined the feed and leaves it at the end, whatever the end is."""
+    """The response to one watcher, which has joined the feed and always leaves it at the end."""
 
     def __init__(
         self, feeds: Feeds, feed: Feed, watching: Watching, caller: Caller, is_let_in: Callable[[], bool]
@@ -140,7 +139,7 @@ class _Watch:
             self._feeds.leave(self._caller, self._feed)
 
     async def _response(self) -> Response:
-        """The stream, or why there is none."""
+        """Sends the stream, or an error."""
         try:
             async with asyncio.timeout(FIRST_LINE_TIMEOUT_S):
                 first = await self._feed.after(0)
@@ -165,14 +164,14 @@ class _Watch:
             yield await self._with_news(line)
 
     async def _with_news(self, line: bytes) -> bytes:
-        """The line with what this watcher has not been sent yet."""
+        """Returns the line with everything that is new for this watcher."""
         self._seen, news = self._watching.since(self._seen, self._caller)
-        # A whole history is some hundred kilobytes: beside the loop, which has tokens to forward.
+        # A whole history has some hundred kilobytes: encoded in a thread, since the event loop forwards tokens.
         return joined(line, await asyncio.to_thread(news.text) if news.samples else news.text())
 
 
 def _lets_in(authenticator: Authenticator, metadata: Metadata, caller: Caller) -> bool:
-    """Whether the credential is still that caller's."""
+    """Whether the credential still identifies that caller."""
     try:
         return authenticator.identify(metadata) == caller
     except RequestError:

@@ -1,6 +1,6 @@
-"""Samples for the board's history, taken every five seconds from what the router knows anyway.
+"""Samples for the dashboard's history, taken every five seconds.
 
-Asks the ledger once a sample and executors never: their last reports say how they stand.
+Reads the ledger once per sample. Executors are not called: their last reports have the data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Looks = Callable[[], Awaitable[Sequence[tuple[ModelBackend, Snapshot | None]]]]
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What an executor counts from its start, as its last report has it."""
+    """An executor's counters since its start, from its last report."""
 
     generation: int
     steps: int
@@ -46,7 +46,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How much of it came within a sample. `device_s` and `host_s` are None where they are not measured."""
+    """The increase within a sample. `device_s` and `host_s` are None if not measured."""
 
     steps: int = 0
     preemptions: int = 0
@@ -55,7 +55,7 @@ class Growth:
 
 
 def growth_of(before: Totals | None, now: Totals) -> Growth:
-    """What came between two reports. Of a start that is first seen now nothing is known."""
+    """Returns the increase between two reports; unknown for a generation that is seen for the first time."""
     if before is None or before.generation != now.generation or now.steps < before.steps:
         return Growth()
     device_s = host_s = None
@@ -66,7 +66,7 @@ def growth_of(before: Totals | None, now: Totals) -> Growth:
 
 
 class Sampler:
-    """Adds to the history for as long as it runs."""
+    """Adds samples to the history."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class Sampler:
             try:
                 await self.sample()
             except Exception:
-                # Charts are not worth a router.
-                log.exception("a sample of the board's history failed")
+                # A failure of a chart must not stop the router.
+                log.exception("a sample of the dashboard's history failed")
                 self._sampled_s += SAMPLE_S
 
     async def sample(self) -> None:
@@ -155,7 +155,7 @@ class Sampler:
 
 
 def totals_of(link: ExecutorLink, report: executor_pb2.Report) -> Totals:
-    """What the report counts."""
+    """Returns the counters of a report."""
     return Totals(
         link.description.generation,
         report.num_steps,
@@ -166,7 +166,7 @@ def totals_of(link: ExecutorLink, report: executor_pb2.Report) -> Totals:
 
 
 def _steps(growths: Sequence[Growth]) -> dict[str, float | None]:
-    """Steps and preemptions of several executors, and means of a step, milliseconds."""
+    """Sums steps and preemptions of several executors, and averages step times, milliseconds."""
     measured = [growth for growth in growths if growth.device_s is not None and growth.host_s is not None]
     num_measured = sum(growth.steps for growth in measured)
     device_s = sum(growth.device_s or 0.0 for growth in measured)
@@ -192,7 +192,7 @@ def _executor_row(report: executor_pb2.Report, reserved: int | None, growth: Gro
 
 
 def _tenant_rows(tallies: dict[str, Tally], snapshot: Snapshot | None) -> dict[str, Row[float]]:
-    """Tenants of this router's requests, and those that wait in the queue, which all routers share."""
+    """Returns the tenants of this router's requests, and of the queue that all routers share."""
     waiting: dict[str, int] = {}
     for line in snapshot.lines if snapshot else ():
         waiting[line.tenant] = waiting.get(line.tenant, 0) + line.num_requests

@@ -1,8 +1,8 @@
-"""What the board's stream has beside the statistics: history, events and timelines of requests, as JSON.
+"""The dashboard's data besides the statistics: history, events and timelines of requests, as JSON.
 
-A watcher gets all of it with its first line and what has changed since with every later one, so that nothing is missed
-where lines are. What a caller may see follows `GetStats`: models that it may know of, its own requests and tenant by
-name, other tenants' figures taken together. Events of Redis and of the admission file are for operators.
+A watcher gets everything with its first line and the changes with every later line, so that skipped lines lose nothing.
+Visibility is that of `GetStats`: the caller's models, its own requests and tenant by name, and the sum over other
+tenants. Events of Redis and of the admission file are for operators.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from router.dashboard.history import (
 from router.dashboard.requests import Entry, RequestLog, Timeline
 from router.telemetry.event_log import Event, EventLog
 
-# Timelines in a line: as many as the page lists.
+# Timelines per line: as many as the page lists.
 MAX_TIMELINES = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a watcher has been sent so far."""
+    """The position of a watcher: what it was sent so far."""
 
     sample: int = 0
     event: int = 0
@@ -42,8 +42,8 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What a watcher has not been sent yet. Samples are made into JSON by `text`, off the loop."""
+class Update:
+    """The changes for a watcher. `text` encodes samples as JSON, in a thread."""
 
     caller: Caller
     is_first: bool
@@ -53,7 +53,7 @@ class News:
     requests: list[dict[str, Any]]
 
     def text(self) -> bytes | None:
-        """The JSON object; None where there is nothing new."""
+        """Returns the JSON object; None without changes."""
         content: dict[str, Any] = {}
         if self.is_first:
             fields = {"model": MODEL_FIELDS, "executor": EXECUTOR_FIELDS, "tenant": TENANT_FIELDS}
@@ -78,18 +78,18 @@ class Watching:
     requests: RequestLog = field(default_factory=RequestLog)
     clock: Callable[[], float] = time.monotonic
 
-    def since(self, seen: Seen | None, caller: Caller) -> tuple[Seen, News]:
-        """What has changed since; None: everything."""
+    def since(self, seen: Seen | None, caller: Caller) -> tuple[Seen, Update]:
+        """Returns the changes since then; None: everything."""
         before = seen or Seen()
         now_s = self.clock()
         events = [_event(event) for event in self.events.since(before.event) if _sees_event(caller, event)]
         changed = (one for one in self.requests.since(before.revision) if _sees_timeline(caller, one))
         requests = [timeline_as_json(one, now_s) for one in islice(changed, MAX_TIMELINES)]
         now_seen = Seen(self.history.newest, self.events.newest, self.requests.newest)
-        return now_seen, News(caller, seen is None, now_s, self.history.since(before.sample), events, requests)
+        return now_seen, Update(caller, seen is None, now_s, self.history.since(before.sample), events, requests)
 
     def timeline(self, model: str, tenant: str, request_id: str, caller: Caller) -> dict[str, Any] | None:
-        """One request; None where this router has no timeline of it that the caller may see."""
+        """Returns one timeline; None if this router has none that the caller may see."""
         found = self.requests.find(model, tenant, request_id)
         if found is None or not _sees_timeline(caller, found):
             return None
@@ -124,7 +124,7 @@ def _event(event: Event) -> dict[str, Any]:
 
 
 def timeline_as_json(timeline: Timeline, now_s: float) -> dict[str, Any]:
-    """A timeline. Times of stages are milliseconds from the request's arrival."""
+    """Returns a timeline as JSON. Times of stages are milliseconds from the request's arrival."""
     facts, arrived_s = timeline.facts, timeline.facts.arrived
     content: dict[str, Any] = {
         "id": facts.request_id,
@@ -163,7 +163,7 @@ def _ms(seconds: float) -> float:
 
 
 def joined(line: bytes, extra: bytes | None) -> bytes:
-    """A line of statistics with the watcher's own part under `board`."""
+    """Returns a line of statistics with the watcher's part under `board`."""
     if extra is None:
         return line
     statistics = line.rstrip().removesuffix(b"}")

@@ -301,7 +301,7 @@ class Dispatcher:
             async with asyncio.timeout(goes_on_s):
                 await Relay(stream, None).run()
         except TimeoutError:
-            log.info("%s: no client came back within %g s", stream.request_id, goes_on_s)
+            log.info("%s: no client resumed the request within %g s", stream.request_id, goes_on_s)
         except RequestError as error:
             log.debug("%s: without a client: %s", stream.request_id, error.reason.value)
         if reader == stream.reader:
@@ -598,7 +598,7 @@ class Dispatcher:
 
         answer = await self._ask_executor(adopted.placement, on_answer)
         if opened:
-            log.info("%s goes on here", ledger_id)
+            log.info("%s continues on this router", ledger_id)
             return opened[0]
         if answer is NotAttached.NOT_HELD and not adopted.ended:
             # Its prompt is lost: its place is free.

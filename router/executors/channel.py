@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import grpc.aio
 
-from common.rpc.server import MAX_LINK_BYTES, channel_options
+from common.rpc.options import channel_options
+from common.rpc.server import MAX_LINK_BYTES
 from common.rpc.tls import TlsFiles, TlsPaths
 from common.settings import SettingError
 from router.settings import RouterSettings
@@ -31,17 +32,17 @@ class ExecutorChannels:
         paths = TlsPaths.of(cert_file, key_file, ca_file, prefix="executor_")
         if paths is None and ca_file is None:
             if settings.executor_tls_name:
-                raise SettingError("executor_tls_name needs executor_tls_ca_file: without TLS executors show no name")
+                raise SettingError(
+                    "executor_tls_name needs executor_tls_ca_file: without TLS executors present no certificate"
+                )
             return cls()
         if paths is None:
             raise SettingError(
-                "executor_tls_ca_file needs executor_tls_cert_file and executor_tls_key_file: executors serve only "
-                "routers that show a certificate"
+                "executor_tls_ca_file needs executor_tls_cert_file and executor_tls_key_file: executors accept only "
+                "routers with a certificate"
             )
         if ca_file is None:
-            raise SettingError(
-                "executor_tls_cert_file needs executor_tls_ca_file: it says whose executors are trusted with prompts"
-            )
+            raise SettingError("executor_tls_cert_file needs executor_tls_ca_file, the authority of trusted executors")
         return cls(TlsFiles.open(paths), settings.executor_tls_name)
 
     def open(self, address: str, options: list[tuple[str, int]]) -> grpc.aio.Channel:

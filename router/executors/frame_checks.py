@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
+from common.protocol import MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
 from inflight.v1 import executor_pb2, types_pb2
 from router.request.executor_context import FrameError
-from router.request.spec import MAX_TOP_LOGPROBS
 
 # The scripts of the ledger count in doubles, which are exact up to here.
 MAX_COUNT = 2**53
@@ -21,7 +21,6 @@ MAX_NAME_CHARACTERS = 512
 MAX_HELD = 16_384
 # What an executor puts into one frame at most: answers to submits and attaches, tokens.
 MAX_ANSWERS = 2**16
-MAX_FRAME_TOKENS = 2**20
 # More than can board between two frames.
 MAX_STARTED = 2**17
 

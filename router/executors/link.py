@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 
 from common.cancellation import task_is_cancelled
+from common.protocol import ATTACH_VERSION, MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from router.executors.channel import ExecutorChannels
 from router.executors.frame_checks import check_description, check_frame
@@ -29,10 +30,6 @@ from router.stream.request_stream import RequestStream, unread_stream
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 2
-MIN_PROTOCOL_VERSION = 1
-# The first that knows Attach.
-ATTACH_VERSION = 2
 # Of a slot whose sequence is read by another one: never current.
 READ_ELSEWHERE = -1
 MAX_UNACKED_STEPS = 64

@@ -1,7 +1,7 @@
-"""One `ModelStreamInfer` call: several requests side by side on one stream.
+"""One `ModelStreamInfer` call: concurrent requests on one stream.
 
-Each request runs as a call of its own would and ends by itself; one that is refused is answered with an error message,
-and the stream goes on, unless its client asked for statuses. When the call goes away all its requests do.
+Each request runs like a separate call and ends by itself. A refused request gets an error message, and the stream
+continues, unless its client asked for statuses. When the call ends, all its requests are cancelled.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Serve = Callable[
 
 
 class InferStream:
-    """Serves the requests of one call. `is_strict`: the first refusal ends the call with its status. Where there is no
-    `room` the next request is not read, and gRPC holds the client up."""
+    """Serves the requests of one call. `is_strict`: the first refusal ends the call with its status. Without free slots
+    in `room` the next request is not read, and gRPC's flow control stops the client."""
 
     def __init__(self, serve: Serve, write: Write, room: asyncio.Semaphore, *, is_strict: bool) -> None:
         self._serve = serve
         self._unordered_write = write
         self._is_strict = is_strict
-        # A call takes one write at a time.
+        # gRPC allows one write at a time per call.
         self._writing = asyncio.Lock()
         self._room = room
 
@@ -46,7 +46,7 @@ class InferStream:
     async def _next(
         self, requests: AsyncIterator[grpc_service_pb2.ModelInferRequest]
     ) -> grpc_service_pb2.ModelInferRequest | None:
-        """The next request, with its place in the room; None, and no place, where there is no more."""
+        """Returns the next request, with a slot taken; None, and no slot, at the end."""
         await self._room.acquire()
         request = None
         try:
@@ -63,14 +63,14 @@ class InferStream:
         try:
             await self._serve(request, send)
         except RequestError as error:
-            # Who does not read would not read the message either.
+            # A client that does not read would not read the message either.
             if self._is_strict or error.reason is Reason.STALLED:
                 raise
             await self._write(error_response(request, error))
 
     async def _write(self, response: grpc_service_pb2.ModelStreamInferResponse) -> None:
-        """Ends a write that has begun even where the call is about to end: gRPC never answers a call that is ended with
-        a write broken off."""
+        """Finishes a write that has started even if the call is about to end: gRPC never completes a call whose last
+        write was cut off."""
         async with self._writing:
             writing = asyncio.ensure_future(self._unordered_write(response))
             try:
@@ -81,6 +81,6 @@ class InferStream:
 
 
 def _told(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What the call ends with: a refusal, where there is one among what several requests came to."""
+    """Returns the error that ends the call: a refusal, if one request had any."""
     refusals, others = group.split(RequestError)
     return (refusals or others or group).exceptions[0]

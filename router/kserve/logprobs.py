@@ -18,7 +18,7 @@ def logprob_of(position: types_pb2.PositionLogprobs) -> float:
     return position.chosen.logprob if position.HasField("chosen") else math.nan
 
 
-def as_json(positions: Iterable[types_pb2.PositionLogprobs]) -> bytes:
+def logprobs_json(positions: Iterable[types_pb2.PositionLogprobs]) -> bytes:
     """vLLM's text: an object for each position, its keys token ids; null where nothing is known any more."""
     return json.dumps([_by_token_id(position) for position in positions]).encode()
 

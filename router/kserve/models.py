@@ -1,4 +1,4 @@
-"""What KServe clients are told of a model: names, tensors, configuration. Pure."""
+"""A model's description for KServe clients: names, tensors, configuration. Pure."""
 
 from __future__ import annotations
 

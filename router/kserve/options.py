@@ -1,8 +1,7 @@
-"""What Triton's clients can ask for: the names that TensorRT-LLM's and vLLM's backends gave it, and where they stand.
+"""Options of Triton's clients, by the names of TensorRT-LLM's and vLLM's backends.
 
-A value comes as a tensor, as a parameter of the request, or within `sampling_parameters`, vLLM's JSON. Wherever it
-comes from it is one option, and the same option may not come with two values. A name that is not here is refused: no
-wish is passed over. Pure.
+A value comes as a tensor, as a parameter of the request, or within `sampling_parameters`, vLLM's JSON. It is the same
+option in each place, and may not come with two values. An unknown name is refused, never ignored. Pure.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Value = bool | int | float | tuple[int, ...] | tuple[bytes, ...]
 
 
 class Kind(Enum):
-    """What a value is."""
+    """The type of a value."""
 
     BOOL = auto()
     INT = auto()
@@ -39,7 +38,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A wish. The first name is its own, the others stand for the same. `is_sampling`: as a parameter, too.
+    """An option. The first name is the main one, the others are aliases. `is_sampling`: also accepted as a parameter.
 
     `field` is that of a GenerateRequest, where the value goes there as it is. `datatype` and `dims` are as the model's
     metadata tells them.
@@ -230,7 +229,7 @@ def _of_tensor(kind: Kind, tensor: Tensor, called: str) -> Value:
     if kind in (Kind.TEXTS, Kind.INTS):
         return _of_anything(kind, list(tensor.elements), called)
     if len(tensor.elements) != 1:
-        raise wrong(called, f"has {len(tensor.elements)} elements; must have one, for a request holds one prompt")
+        raise wrong(called, f"has {len(tensor.elements)} elements; must have one, because a request has one prompt")
     return _of_anything(kind, tensor.elements[0], called)
 
 

@@ -1,4 +1,4 @@
-"""From the events of a request to inference responses: piece by piece, or all at the end."""
+"""Translation of a request's events into inference responses: as they come, or one at the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from common.errors import RequestError
 from inflight.kserve import grpc_service_pb2
 from inflight.v1 import inference_pb2, types_pb2
 from router.kserve import translation
-from router.kserve.logprobs import as_json, logprob_of
+from router.kserve.logprobs import logprob_of, logprobs_json
 from router.kserve.tensors import BYTES, Element, Tensor, encode_output
 from router.kserve.translation import VERSION, Wanted
 
@@ -94,7 +94,7 @@ class Responder:
         return (
             Tensor(translation.OUTPUT_LOG_PROBS, "FP32", (1, 1, len(values)), values),
             Tensor(translation.CUM_LOG_PROBS, "FP32", (1, 1), (total,)),
-            _tensor(translation.LOGPROBS, BYTES, as_json(self._logprobs)),
+            _tensor(translation.LOGPROBS, BYTES, logprobs_json(self._logprobs)),
             _tensor(translation.CUMULATIVE_LOGPROB, "FP32", total),
         )
 

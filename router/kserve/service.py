@@ -7,7 +7,8 @@ queue, deadlines and drain. docs/kserve.md says what is understood.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -17,7 +18,7 @@ import grpc.aio
 from common.errors import Reason, RequestError
 from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 from inflight.v1 import inference_pb2
-from router.auth.caller import Authenticator, Caller, Metadata, model_of, sees_model
+from router.auth.caller import Authenticator, Caller, Metadata, model_of, sees_model, verified_caller
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.kserve.infer_stream import InferStream
 from router.kserve.models import model_config, model_metadata
@@ -32,10 +33,10 @@ SERVICE_NAME = "inference.GRPCInferenceService"
 # Of Triton's, those that are here in full; schedule_policy is `priority` and `timeout`.
 EXTENSIONS = ("model_configuration", "parameters", "schedule_policy")
 
-# Metadata by which a client asks for a status, which ends its stream, instead of error messages.
+# Metadata with which a client asks for a status that ends its stream, instead of error messages.
 STATUS_KEY = "triton_grpc_error"
 
-# In Triton's own words, which clients look for.
+# Triton's own wording, which clients check.
 ONE_RESPONSE = (
     "ModelInfer RPC doesn't support models with decoupled transaction policy where `stream` is true: "
     "call ModelStreamInfer"
@@ -49,18 +50,23 @@ class Generator(Protocol):
 
     @property
     def is_draining(self) -> bool:
-        """Whether there are to be no new ones."""
+        """Whether the service drains."""
         ...
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, metadata: Metadata, write: Write, remaining_s: float | None
+        self,
+        request: inference_pb2.GenerateRequest,
+        identify: Callable[[], Caller],
+        metadata: Metadata,
+        write: Write,
+        remaining_s: float | None,
     ) -> None:
-        """Serves one and tells its events; who calls is in the metadata. Raises `RequestError`."""
+        """See `InferenceService.generate`."""
         ...
 
 
 class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Serves clients of KServe v2. Stateless but for what runs."""
+    """Serves clients of KServe v2. Its only state are running streams."""
 
     def __init__(
         self, pools: ModelRegistry, authenticator: Authenticator, generator: Generator, settings: RouterSettings
@@ -69,25 +75,25 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         self._authenticator = authenticator
         self._generator = generator
         self._settings = settings
-        # For how many more requests there is room on each connection that has streams.
+        # Free request slots of each connection with streams.
         self._rooms: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def ServerLive(
         self, request: grpc_service_pb2.ServerLiveRequest, context: Context
     ) -> grpc_service_pb2.ServerLiveResponse:
-        """Says that it answers; to anybody, like health."""
+        """Reports that the server is live, without authentication, like health."""
         return grpc_service_pb2.ServerLiveResponse(live=True)
 
     async def ServerReady(
         self, request: grpc_service_pb2.ServerReadyRequest, context: Context
     ) -> grpc_service_pb2.ServerReadyResponse:
-        """Says whether it takes requests; to anybody, like health."""
+        """Reports whether the server accepts requests, without authentication, like health."""
         return grpc_service_pb2.ServerReadyResponse(ready=self._is_ready(*self._pools.by_name.values()))
 
     async def ModelReady(
         self, request: grpc_service_pb2.ModelReadyRequest, context: Context
     ) -> grpc_service_pb2.ModelReadyResponse:
-        """Says whether a model takes requests. One that is not the caller's to see is as one that is not there."""
+        """Reports whether a model accepts requests. A model that the caller may not see counts as absent."""
         caller = self._caller(context)
         if request.version not in ("", VERSION):
             return grpc_service_pb2.ModelReadyResponse(ready=False)
@@ -100,14 +106,14 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     async def ServerMetadata(
         self, request: grpc_service_pb2.ServerMetadataRequest, context: Context
     ) -> grpc_service_pb2.ServerMetadataResponse:
-        """Says what the server is."""
+        """Describes the server."""
         self._caller(context)
         return grpc_service_pb2.ServerMetadataResponse(name="inflight", version=_version(), extensions=EXTENSIONS)
 
     async def ModelMetadata(
         self, request: grpc_service_pb2.ModelMetadataRequest, context: Context
     ) -> grpc_service_pb2.ModelMetadataResponse:
-        """Tells a model's tensors."""
+        """Describes a model's tensors."""
         check_version("version", request.version)
         (pool, *_) = self._pools_of(request.name, self._caller(context))
         return model_metadata(request.name or pool.name)
@@ -115,7 +121,7 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelConfig(
         self, request: grpc_service_pb2.ModelConfigRequest, context: Context
     ) -> grpc_service_pb2.ModelConfigResponse:
-        """Tells a model's configuration; limits are told while it has an executor."""
+        """Describes a model's configuration, with limits while it has an executor."""
         check_version("version", request.version)
         pools = self._pools_of(request.name, self._caller(context))
         lengths = [pool.describe().context_length for pool in pools if pool.links]
@@ -140,8 +146,9 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelInfer(
         self, request: grpc_service_pb2.ModelInferRequest, context: Context
     ) -> grpc_service_pb2.ModelInferResponse:
-        """Serves one request and gives all of its output at once."""
-        self._caller(context)
+        """Serves one request and returns its whole output at the end."""
+        identify = functools.partial(self._caller, context)
+        identify()  # a translation costs more than a refusal
         inference = translate(request)
         if inference.wanted.is_streamed:
             raise RequestError(Reason.NOT_IMPLEMENTED, ONE_RESPONSE)
@@ -150,7 +157,7 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         async def send(response: grpc_service_pb2.ModelInferResponse) -> None:
             collected.append(response)
 
-        await self._infer(inference, send, context)
+        await self._infer(inference, identify, send, context)
         (response,) = collected
         del response.parameters[FINAL_RESPONSE]
         return response
@@ -158,12 +165,13 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelStreamInfer(
         self, requests: AsyncIterator[grpc_service_pb2.ModelInferRequest], context: Context
     ) -> None:
-        """Serves requests as they come, side by side."""
+        """Serves the requests of a stream concurrently."""
         self._caller(context)
 
         async def serve(request: grpc_service_pb2.ModelInferRequest, send: Send) -> None:
-            # Who calls is asked again for each request: credentials expire while a stream lasts.
-            await self._infer(translate(request), send, context)
+            # The caller is verified again for each request: credentials can expire during a stream.
+            identify = functools.partial(self._authenticator.identify, _metadata(context))
+            await self._infer(translate(request), identify, send, context)
 
         write = with_write_timeout(context.write, self._settings.write_timeout_s)
         is_strict = (STATUS_KEY, "true") in _metadata(context)
@@ -171,24 +179,24 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         await stream.run(requests)
 
     def _room_of(self, peer: str) -> asyncio.Semaphore:
-        """All streams of a connection share it: a stream is no way to have more than a connection may."""
+        """All streams of a connection share the limit of requests per connection."""
         room = self._rooms.get(peer)
         if room is None:
             room = self._rooms[peer] = asyncio.Semaphore(self._settings.max_streams_per_connection)
         return room
 
-    async def _infer(self, inference: Inference, send: Send, context: Context) -> None:
-        responder, metadata = Responder(inference.wanted, send), _metadata(context)
+    async def _infer(self, inference: Inference, identify: Callable[[], Caller], send: Send, context: Context) -> None:
+        write, metadata = Responder(inference.wanted, send).write, _metadata(context)
         try:
-            await self._generator.generate(inference.generate, metadata, responder.write, context.time_remaining())
+            await self._generator.generate(inference.generate, identify, metadata, write, context.time_remaining())
         except RequestError as error:
             raise in_client_words(error, inference.client_names) from error
 
     def _caller(self, context: Context) -> Caller:
-        return self._authenticator.identify(_metadata(context))
+        return verified_caller() or self._authenticator.identify(_metadata(context))
 
     def _pools_of(self, model: str, caller: Caller) -> tuple[ModelBackend, ...]:
-        """Every pool that a name can mean, at least one. Raises `RequestError`."""
+        """Returns every backend that a name can mean, at least one. Raises `RequestError`."""
         try:
             return self._pools.find_all(model_of(caller, model), caller.models)
         except RequestError as error:

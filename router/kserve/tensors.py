@@ -19,7 +19,7 @@ from inflight.kserve import grpc_service_pb2
 
 Element = bool | int | float | bytes
 
-# Types that a request of text can need, as numpy knows them. BF16 is not known to it, and nobody sends it.
+# Types that a request of text can need, as numpy knows them. numpy has no BF16; clients do not send it.
 NUMPY_TYPES = {
     "BOOL": "|b1",
     "INT8": "|i1",
@@ -54,11 +54,11 @@ CONTENTS_FIELDS = {
 
 LENGTH = struct.Struct("<I")
 
-# Of one tensor: more than any model's context, and few enough to be read within a moment: everybody waits meanwhile.
+# Of one tensor: more than any model's context, and few enough to be read quickly on the event loop.
 MAX_ELEMENTS = 2**20
 # Of one tensor of texts: the prompt, stop words, bad words.
 MAX_TEXTS = 4096
-# A product of many sizes takes long to reckon.
+# Bounds the cost of multiplying sizes.
 MAX_DIMENSIONS = 8
 # Of one request: more than there are names.
 MAX_TENSORS = 100
@@ -85,7 +85,7 @@ def decode_inputs(request: grpc_service_pb2.ModelInferRequest) -> dict[str, Tens
     tensors: dict[str, Tensor] = {}
     for index, sent in enumerate(request.inputs):
         if sent.name in tensors:
-            raise _wrong(sent.name, "is there twice")
+            raise _wrong(sent.name, "is listed twice")
         tensors[sent.name] = _decode(sent, raw[index] if raw else None)
     return tensors
 
@@ -106,7 +106,7 @@ def encode_elements(datatype: str, elements: Sequence[Element]) -> bytes:
 def _decode(sent: grpc_service_pb2.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Tensor:
     if sent.parameters:
         names = ", ".join(sorted(sent.parameters))
-        raise _wrong(sent.name, f"has parameters ({names[:100]}); none are known here, and no shared memory")
+        raise _wrong(sent.name, f"has parameters ({names[:100]}); these and shared memory are not supported")
     if sent.datatype != BYTES and sent.datatype not in NUMPY_TYPES:
         raise _wrong(sent.name, f"is of type {sent.datatype[:20]!r}; known: {', '.join([BYTES, *NUMPY_TYPES])}")
     if len(sent.shape) > MAX_DIMENSIONS:
@@ -116,7 +116,7 @@ def _decode(sent: grpc_service_pb2.ModelInferRequest.InferInputTensor, raw: byte
     if raw is None:
         elements = _contents(sent)
     elif sent.HasField("contents"):
-        raise _wrong(sent.name, "has `contents` beside raw_input_contents")
+        raise _wrong(sent.name, "has `contents` in addition to raw_input_contents")
     else:
         elements = _split(sent.name, raw) if sent.datatype == BYTES else _numbers(sent.name, sent.datatype, raw)
     if math.prod(sent.shape) != len(elements):

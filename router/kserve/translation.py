@@ -1,4 +1,4 @@
-"""From an inference request to a GenerateRequest, and what its client is to be answered with. Pure.
+"""Translation of an inference request into a GenerateRequest, and the form of the answer. Pure.
 
 Values are checked where every request's are, by `router.api.validation`; a refusal that comes back from there names
 fields of a GenerateRequest, and `in_client_words` puts the client's own names in their place.
@@ -139,7 +139,7 @@ def translate(request: grpc_service_pb2.ModelInferRequest) -> Inference:
 def check_version(called: str, version: str) -> None:
     """Raises `RequestError` for a version that no model has."""
     if version not in ("", VERSION):
-        raise wrong(called, f"is {version[:20]!r}; models have one version here, {VERSION}")
+        raise wrong(called, f"is {version[:20]!r}; the only version is {VERSION}")
 
 
 def in_client_words(error: RequestError, client_names: Mapping[str, str]) -> RequestError:
@@ -177,7 +177,7 @@ def _read_protocol_parameters(parameters: dict[str, Any], generate: inference_pb
         raise wrong(f"parameters[{EMPTY_FINAL_RESPONSE}]", "must be true or false")
     for name in ("sequence_id", "sequence_start", "sequence_end"):
         if name in parameters:
-            raise wrong(f"parameters[{name}]", "requests that form a sequence are not known here")
+            raise wrong(f"parameters[{name}]", "sequences of requests are not supported")
     return may_end_empty
 
 
@@ -195,13 +195,13 @@ def _set_prompt(given: Given, generate: inference_pb2.GenerateRequest) -> None:
     texts, ids, length = given.texts("text_input"), given.integers("input_ids"), given.integer("input_lengths")
     if "input_ids" not in given.values:
         if len(texts) != 1:
-            raise wrong("inputs[text_input]", f"has {len(texts)} texts; a request holds one prompt")
+            raise wrong("inputs[text_input]", f"has {len(texts)} texts; a request has one prompt")
         if length is not None:
-            raise wrong(given.name_of("input_lengths"), "belongs to input_ids, which is not there")
+            raise wrong(given.name_of("input_lengths"), "needs input_ids, which is not set")
         generate.text_bytes = texts[0]
         return
     if "text_input" in given.values:
-        raise wrong("inputs[input_ids]", "is there beside text_input; a request has one of them")
+        raise wrong("inputs[input_ids]", "is set together with text_input; a request has one of them")
     if length is not None and not 0 < length <= len(ids):
         raise wrong(given.name_of("input_lengths"), f"is {length}, and input_ids has {len(ids)} ids")
     _assign(generate.token_ids, "ids", ids[:length], given.name_of("input_ids"))
@@ -268,7 +268,7 @@ def _outputs(request: grpc_service_pb2.ModelInferRequest, given: Given) -> froze
         if output.name not in OUTPUTS:
             raise wrong(called, f"there is no such tensor; known: {', '.join(OUTPUTS)}")
         if output.parameters:
-            raise wrong(called, "has parameters; none are known here, and no shared memory")
+            raise wrong(called, "has parameters; these and shared memory are not supported")
         asked.add(output.name)
     if request.outputs:
         return frozenset(asked)

@@ -1,4 +1,4 @@
-"""What it takes to tell a client of a request, from whichever place of its output on. Plain values."""
+"""Options of a delivery: what a client reads of a request, and from where. Plain values."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Deadlines:
     total: float | None
 
     def next(self, has_first_token: bool) -> float | None:
-        """The one that holds now."""
+        """Returns the deadline that applies now."""
         candidates = [d for d in (None if has_first_token else self.first_token, self.total) if d is not None]
         return min(candidates, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a request's client wants to read, and for how long the request goes on without one.
+    """What a request's client reads, and how long the request continues without a client.
 
-    `accepted` is the event that begins every stream of it. `name_token` writes to a token what its id stands for.
-    `unattended_s` None: to its end; 0: not at all. `kept_s` is how long its output is wanted after its end; None: for
-    as long as it is kept anyway. `digest` is that of a request that may be repeated.
+    `accepted` is the first event of every stream of the request. `name_token` adds the text of a token to its id.
+    `unattended_s` None: until its end; 0: not at all. `kept_s` is how long the output is kept after the end; None: for
+    the default time. `digest` is that of a request that may be repeated.
     """
 
     accepted: inference_pb2.Accepted
@@ -45,9 +45,9 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class ReadPosition:
-    """How far a client has read: tokens, and bytes of their text; None: all text that is sent with these tokens.
+    """How far a client has read: tokens, and bytes of their text; None: all text of these tokens.
 
-    `is_started`: it was told, too, that the request boarded.
+    `is_started`: it also got the event that the request has a seat.
     """
 
     offset: int = 0

@@ -1,14 +1,14 @@
-"""The refusals that clients get from admission, in words."""
+"""Errors that clients get from admission and resuming."""
 
 from __future__ import annotations
 
 from common.errors import FieldViolation, Reason, RequestError, invalid
 from router.store.types import Refused
 
-# When a client may try again. Long enough for an executor to start reporting, short enough for a person.
+# Retry hint. Long enough for an executor to start reporting, short enough for a person.
 RETRY_AFTER_MS = 1000
 
-# Where the ledger names no limit.
+# For refusals without a retry time from the ledger.
 LIMIT_OF = {
     Reason.QUEUE_FULL: "max_queue_requests",
     Reason.RATE_LIMITED: "tenant requests_per_s",
@@ -17,24 +17,24 @@ LIMIT_OF = {
 
 
 def duplicate(request_id: str) -> RequestError:
-    """The id, as the client knows it, is taken."""
+    """Returns the error for an id that is in use."""
     text = f"request_id: a request {request_id} waits, runs or has just ended"
     return RequestError(Reason.DUPLICATE_REQUEST_ID, text)
 
 
 def mismatch() -> RequestError:
-    """The key stands for another request."""
+    """Returns the error for an idempotency key of a different request."""
     text = "idempotency_key: was used for a request that differs in more than prior_output"
     return RequestError(Reason.IDEMPOTENCY_MISMATCH, text)
 
 
 def taken_over() -> RequestError:
-    """A request has one reader, and this is not it any more."""
+    """Returns the error for a reader that another one has replaced."""
     return RequestError(Reason.TAKEN_OVER, "another call reads this request now")
 
 
 def output_lost(text: str) -> RequestError:
-    """A stream cannot be resumed; whoever has its output can bring it along."""
+    """Returns the error for lost output; a client that has it can send it as prior output."""
     return RequestError(
         Reason.OUTPUT_LOST,
         f"{text}; a Generate with prior_output goes on from what you have",
@@ -43,35 +43,35 @@ def output_lost(text: str) -> RequestError:
 
 
 def out_of_reach() -> RequestError:
-    """This router does not reach the executor with the output; another may, or this one later."""
+    """Returns the error for an unreachable executor; another router may reach it, or this one later."""
     text = "the request has ended, and the executor that holds its output cannot be reached now"
     return RequestError(Reason.EXECUTOR_LOST, text, retry_after_ms=RETRY_AFTER_MS)
 
 
 def being_cancelled() -> RequestError:
-    """The request's client had gone; what becomes of it is known when its executor or the ledger has answered."""
-    text = "the request is being cancelled for want of a client; come again when that is done"
+    """Returns the error for a request whose cancel, after its client disconnected, is still in progress."""
+    text = "the request is being cancelled because its client disconnected; retry when that is done"
     return RequestError(Reason.EXECUTOR_LOST, text, retry_after_ms=RETRY_AFTER_MS)
 
 
 def draining(text: str, *, is_resumable: bool = False) -> RequestError:
-    """This router goes away; another does it."""
+    """Returns the error of a draining router; another router serves the request."""
     context = {"resumable": "true"} if is_resumable else {}
     return RequestError(Reason.DRAINING, text, retry_after_ms=RETRY_AFTER_MS, context=context)
 
 
 def beyond_output(offset: int, num_tokens: int) -> RequestError:
-    """What is asked for is behind what there is."""
+    """Returns the error for an offset beyond the output."""
     return invalid(FieldViolation("offsets[0]", f"is {offset}; the output has {num_tokens} tokens"))
 
 
 def unknown_request() -> RequestError:
-    """Nobody knows the id."""
+    """Returns the error for an unknown id."""
     return RequestError(Reason.UNKNOWN_REQUEST, "request_id: there is no such request, or this is not its resume_token")
 
 
 def not_in_the_ledger() -> RequestError:
-    """The caller may know of the request, and the ledger does not know it."""
+    """Returns the error for a request that the ledger does not know, to a caller that may see it."""
     text = (
         "request_id: the request is not known; one that has ended is forgotten after a while, and one that waits is "
         "lost when its router stops: send it again with the same idempotency_key"
@@ -80,30 +80,30 @@ def not_in_the_ledger() -> RequestError:
 
 
 def still_waits() -> RequestError:
-    """A request has no seat, and this router does not have its prompt."""
+    """Returns the error for a waiting request whose prompt is on another router."""
     text = "the request waits in the queue, at the router that it was sent to; if that has stopped, send it again"
     return output_lost(f"{text} with the same idempotency_key")
 
 
 def no_executor(text: str) -> RequestError:
-    """Nobody can do the work now."""
+    """Returns the error for a model without an executor."""
     return RequestError(Reason.NO_EXECUTOR, text, retry_after_ms=RETRY_AFTER_MS)
 
 
 def unknown_tenant(tenant: str) -> RequestError:
-    """The tenant is not one of those that are served."""
+    """Returns the error for a tenant that is not configured."""
     text = f"tenant: {tenant[:100]!r} is not served here; the routers' admission file names those that are"
     return RequestError(Reason.UNKNOWN_TENANT, text, (FieldViolation("tenant", "is not served here"),))
 
 
 def shut_out(tenant: str) -> RequestError:
-    """The tenant may run nothing. No time is named after which that would be different."""
+    """Returns the error for a tenant with no capacity. It has no retry hint."""
     text = f"tenant {tenant[:100]!r} is shut out: its max_running is 0 in the routers' admission file"
     return RequestError(Reason.RATE_LIMITED, text, quota="tenant max_running")
 
 
 def refusal(refused: Refused) -> RequestError:
-    """What the ledger refuses."""
+    """Returns the error for a refusal of the ledger."""
     limit = refused.limit or LIMIT_OF.get(refused.reason)
     retry_after_ms = RETRY_AFTER_MS if refused.retry_after_ms is None else refused.retry_after_ms
     match refused.reason:

@@ -1,4 +1,4 @@
-"""What requests are called: by their clients, and in the ledger, which all tenants share.
+"""Ids of requests: the client's, and the ledger's, which is unique over all tenants.
 
 A ledger id is `tenant/request_id`, and the request's id alone for the default tenant; a request's id has no "/". With
 an idempotency key the id follows from tenant and key, so that every router finds the same request.
@@ -16,32 +16,32 @@ _SEED_BYTES = 8
 
 
 def ledger_id(tenant: str, request_id: str) -> str:
-    """What the ledger and executors know a request by."""
+    """Returns the id of a request in the ledger and on executors."""
     return request_id if tenant == DEFAULT_TENANT else f"{tenant}/{request_id}"
 
 
 def client_id(ledger_id: str) -> str:
-    """What a request's client knows it by."""
+    """Returns the client's id of a request."""
     return ledger_id.rpartition("/")[2]
 
 
 def tenant_of(ledger_id: str) -> str:
-    """Whose it is."""
+    """Returns the tenant of a ledger id."""
     return ledger_id.rpartition("/")[0] or DEFAULT_TENANT
 
 
 def keyed_request_id(tenant: str, key: str) -> str:
-    """The id of the request that a tenant submits with this idempotency key."""
+    """Returns the id of the request that a tenant submits with this idempotency key."""
     return "key-" + _hash(b"id", tenant, key, size=_ID_BYTES).hexdigest()
 
 
 def keyed_seed(tenant: str, key: str) -> int:
-    """The seed of such a request where it names none: a repeat samples the same."""
+    """Returns the seed of such a request without one: a repeat samples the same tokens."""
     return int.from_bytes(_hash(b"seed", tenant, key, size=_SEED_BYTES).digest(), "big")
 
 
 def digest_of(request: inference_pb2.GenerateRequest, tenant: str) -> bytes:
-    """Stands for all that is asked, `prior_output` left out: a repeat has the same, and nothing else has."""
+    """Returns the hash of the whole request without `prior_output`: equal for repeats only."""
     asked = inference_pb2.GenerateRequest()
     asked.CopyFrom(request)
     asked.ClearField("prior_output")

@@ -1,8 +1,8 @@
-"""Names for the beginnings of a prompt, by which the ledger finds the executor that has computed the longest of them.
+"""Chain hashes of a prompt's prefixes, by which the ledger finds the executor that has computed the longest of them.
 
-Pure. Two prompts share a name where tenant, salt and all tokens up to there agree. Only some beginnings are named, ever
-longer ones: full blocks at 1, 2, 4, 8, … and the last. So a match is at least half as long as what is shared, and
-the number of names stays small. A wrong match, by chance of one in 2⁶⁴, costs a poor placement and nothing else.
+Pure. Two prompts share a hash if tenant, salt and all tokens of the prefix agree. Only prefixes of 1, 2, 4, 8, … full
+blocks and the longest one are hashed. So a match is at least half as long as the shared prefix, and the number of
+hashes stays small. A wrong match, by chance of one in 2⁶⁴, costs a poor placement and nothing else.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MAX_PREFIXES = 12
 
 
 def prefix_hashes(prompt_ids: Sequence[int], block_size: int, salt: bytes) -> tuple[str, ...]:
-    """The names, shortest beginning first; none for a prompt without a full block."""
+    """Returns the hashes, shortest prefix first; none for a prompt without a full block."""
     token_bytes = array("I", prompt_ids).tobytes()
     bytes_per_block = block_size * array("I").itemsize
-    # The salt has any length; its digest cannot run into the tokens.
+    # The salt has any length; its digest has a fixed one, so that it cannot be confused with tokens.
     running = hashlib.blake2b(hashlib.blake2b(salt).digest(), digest_size=8)
     names: list[str] = []
     start = 0
@@ -32,7 +32,8 @@ def prefix_hashes(prompt_ids: Sequence[int], block_size: int, salt: bytes) -> tu
 
 
 def named_block_counts(num_full_blocks: int) -> tuple[int, ...]:
-    """How many blocks the named beginnings have. Of a very long prompt the shortest beginnings go without a name."""
+    """Returns the lengths in blocks of the hashed prefixes. For a very long prompt the shortest prefixes are left
+    out."""
     powers = [1 << exponent for exponent in range(num_full_blocks.bit_length())]
     if powers and powers[-1] != num_full_blocks:
         powers.append(num_full_blocks)

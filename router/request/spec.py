@@ -88,10 +88,6 @@ class ResolvedStopping:
     ignore_eos: bool
 
 
-# As OpenAI's API; executors take no more either.
-MAX_TOP_LOGPROBS = 20
-
-
 @dataclass(frozen=True, slots=True)
 class OutputFlags:
     """What the stream carries. `num_top_logprobs` None: no log probabilities."""

@@ -1,4 +1,4 @@
-"""What the router says of its models and executors, from descriptions, last reports and the ledger."""
+"""Capacity of models and executors, from descriptions, last reports and the ledger."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.dispatch.pools import ModelBackend
 from router.executors.link import ExecutorLink
 from router.store.types import ClassQueue, ExecutorStanding, Snapshot
 
-# What an executor may not have measured.
+# Fields that an executor may not have measured.
 MEASURES = (
     "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile", "steps_per_s",
 )  # fmt: skip
@@ -20,12 +20,12 @@ NO_WORK, SEATS, BLOCKS = (
     types_pb2.STEP_CONSTRAINT_BLOCKS,
 )
 NOT_KNOWN = types_pb2.STEP_CONSTRAINT_UNSPECIFIED
-# What bounds a step although every request on the executor has a seat.
+# Constraints of a step that apply although every request on the executor has a seat.
 OF_PROMPTS = (types_pb2.STEP_CONSTRAINT_TOKENS, types_pb2.STEP_CONSTRAINT_PACE)
 
 
 def described_model(pool: ModelBackend) -> inference_pb2.Model:
-    """A model as clients see it; limits and defaults are unset while it has no executor."""
+    """Describes a model for clients; limits and defaults are unset while it has no executor."""
     model = inference_pb2.Model(
         name=pool.name, has_chat_template=pool.text.has_chat_template, num_executors=len(pool.links)
     )
@@ -39,7 +39,8 @@ def described_model(pool: ModelBackend) -> inference_pb2.Model:
 
 
 def described_variants(name: str, pools: Sequence[ModelBackend]) -> inference_pb2.Model:
-    """A name that stands for several models: what all of them allow, so that whoever serves a request can."""
+    """Describes a name that stands for several models: limits that all of them allow, so that any of them can serve a
+    request."""
     models = [described_model(pool) for pool in pools]
     linked = [model for model in models if model.num_executors]
     combined = inference_pb2.Model()
@@ -52,7 +53,7 @@ def described_variants(name: str, pools: Sequence[ModelBackend]) -> inference_pb
 
 
 def add_capacity(response: inference_pb2.GetCapacityResponse, pool: ModelBackend, snapshot: Snapshot) -> None:
-    """Adds a pool's executors and queues, and how well its waits were foretold."""
+    """Adds a pool's executors, queues, and the quality of its wait estimates."""
     response.executors.extend(capacity for _, capacity in executor_capacities(pool, snapshot))
     for priority, num_requests in enumerate(snapshot.num_waiting, start=1):
         if num_requests:
@@ -70,7 +71,7 @@ def add_capacity(response: inference_pb2.GetCapacityResponse, pool: ModelBackend
 def executor_capacities(
     pool: ModelBackend, snapshot: Snapshot
 ) -> Iterator[tuple[ExecutorLink, inference_pb2.ExecutorCapacity]]:
-    """How each executor of a pool stands that can be used now, in order of id."""
+    """Returns the state of each usable executor of a pool, in order of id."""
     standings = {standing.executor_id: standing for standing in snapshot.executors}
     for link in pool.links:
         yield link, _executor_capacity(pool.name, link, standings.get(link.executor_id), snapshot.queues)
@@ -82,9 +83,9 @@ def admission_constraint(
     standing: ExecutorStanding | None,
     queues: Sequence[ClassQueue],
 ) -> types_pb2.StepConstraint:
-    """What keeps the requests that wait from an executor now: those in the queue of its model, and those on it.
+    """Returns what keeps waiting requests from running: those in the queue of the model, and those on the executor.
 
-    The newest step explains requests on the executor. It may be long past, and it knows nothing of the queue.
+    The newest step explains requests on the executor. It may be old, and it does not know the queue.
     """
     if report is None:
         return NOT_KNOWN
@@ -104,7 +105,8 @@ def admission_constraint(
 def _promised(
     description: executor_pb2.DescribeResponse, standing: ExecutorStanding, queues: Sequence[ClassQueue]
 ) -> types_pb2.StepConstraint:
-    """What the ledger has none left of to promise. A request is taken to need blocks for the queue's mean length."""
+    """Returns the resource that the ledger has exhausted. Assumes that a request needs blocks for the queue's mean
+    length."""
     if not standing.accepting:
         return NOT_KNOWN
     if standing.reserved_sequences >= standing.budget_sequences:

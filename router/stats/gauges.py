@@ -1,6 +1,6 @@
-"""Metrics that are looked up when they are scraped: what this router holds, and what the ledger says.
+"""Gauges that are refreshed at each scrape: this router's requests, and a snapshot of the ledger.
 
-The ledger is asked at most once a second, however many look; while it does not answer its figures are left out.
+The ledger is read at most once a second, at any number of scrapers. While it does not answer, its figures are left out.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ class ScrapeGauges:
         self._turn = asyncio.Lock()
         self._due = clock()
         self._streams = gauge("streams", "Requests that wait or run on this router.")
-        self._links = gauge("executor_links", "Executors linked.")
-        self._queue_requests = gauge("queue_requests", "Requests that wait.", "class")
-        self._queue_tokens = gauge("queue_tokens", "Tokens of their prompts and max_tokens.", "class")
-        self._accepting = gauge("executors_accepting", "Executors that take new work.")
-        self._blocks = gauge("ledger_blocks", "Blocks of those executors.")
-        self._reserved_blocks = gauge("ledger_reserved_blocks", "Of these, blocks promised.")
-        self._sequences = gauge("ledger_sequences", "Sequences that they may hold.")
-        self._reserved_sequences = gauge("ledger_reserved_sequences", "Of these, promised.")
+        self._links = gauge("executor_links", "Executors that this router has a link to.")
+        self._queue_requests = gauge("queue_requests", "Requests waiting in the queue.", "class")
+        self._queue_tokens = gauge("queue_tokens", "Tokens of waiting requests: prompts and max_tokens.", "class")
+        self._accepting = gauge("executors_accepting", "Executors that accept new work.")
+        self._blocks = gauge("ledger_blocks", "KV blocks of the accepting executors.")
+        self._reserved_blocks = gauge("ledger_reserved_blocks", "Reserved KV blocks of the accepting executors.")
+        self._sequences = gauge(
+            "ledger_sequences", "Sequences that the accepting executors can hold: seats and standby."
+        )
+        self._reserved_sequences = gauge("ledger_reserved_sequences", "Reserved sequences of the accepting executors.")
         self._of_ledger = (
             self._queue_requests,
             self._queue_tokens,
@@ -52,7 +54,7 @@ class ScrapeGauges:
         )
 
     async def refresh(self) -> None:
-        """Looks everything up. Never raises: what does not answer is left out."""
+        """Refreshes all gauges. Never raises: a source that does not answer is left out."""
         for pool in self._pools:
             self._streams.labels(pool.name).set(len(pool.dispatcher.streams))
             self._links.labels(pool.name).set(len(pool.links))
@@ -81,7 +83,7 @@ class ScrapeGauges:
 
 
 async def _look(pool: ModelBackend) -> Snapshot | None:
-    """What the ledger says of a pool; None while it does not answer."""
+    """Returns a pool's snapshot; None while the ledger does not answer."""
     try:
         return await pool.dispatcher.snapshot()
     except RequestError:

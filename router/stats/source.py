@@ -1,8 +1,8 @@
-"""How everything stands, told again and again: `GetStats` and the board.
+"""Statistics for `GetStats` and the dashboard, as a stream of messages.
 
-Merges what links, the ledger, executors' steps and this router's own latencies say. Executors' steps are asked for only
-while there is a watcher, once for all of them. The ledger is asked then, once for all watchers, and for each sample of
-the board's history. A slow watcher gets the newest message when it comes back: each is made when it is asked for.
+Merges data of links, the ledger, executors' steps and this router's latencies. Executors' steps are subscribed to only
+while there is a watcher, once for all watchers. The ledger is read then, once for all watchers, and for each sample of
+the dashboard's history. Each message is made on request, so a slow watcher gets the newest one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from common.errors import FieldViolation, RequestError, invalid
+from common.protocol import DEFAULT_STATS_INTERVAL_MS, MIN_STATS_INTERVAL_MS
 from common.time_of_day import unix_ms
 from inflight.v1 import inference_pb2
 from router.auth.caller import Caller
@@ -29,7 +30,7 @@ MAX_LINES = 100
 
 
 class SnapshotCache:
-    """One pool's. `ask` is given the number of lines of tenants that are wanted."""
+    """A cached snapshot of one pool. `ask` gets the number of tenants' queues to return."""
 
     def __init__(self, ask: Callable[[int], Awaitable[Snapshot]], clock: Callable[[], float] = time.monotonic) -> None:
         self._ask = ask
@@ -39,8 +40,8 @@ class SnapshotCache:
         self._asking: asyncio.Task[None] | None = None
 
     async def newest(self, max_age_s: float) -> Snapshot | None:
-        """What it said within so long, a quarter of a second at least. Where the answer takes longer than that, what it
-        said before; None where it does not answer."""
+        """Returns a snapshot that is at most so old, a quarter of a second at least. If a new one takes longer than
+        that, returns the previous one; None if the ledger does not answer."""
         max_age_s = max(max_age_s, MIN_AGE_S)
         is_old = self._asked_s is None or self._clock() - self._asked_s >= max_age_s
         if self._asking is None and is_old:
@@ -59,18 +60,16 @@ class SnapshotCache:
             self._asking = None
 
 
-DEFAULT_INTERVAL_MS = 1000
-MIN_INTERVAL_MS = 50
 MAX_INTERVAL_MS = 60_000
-# That the first message waits for executors to begin to tell.
+# How long the first message waits for the first data of executors.
 BEGIN_S = 0.5
-# Of the loop's time, what making messages may take, for all watchers together: who has tokens to wait for goes first.
+# Share of the loop's time for making messages, for all watchers together: streams of tokens have priority.
 SHARE = 0.1
 NOTHING_KNOWN = Snapshot((), ())
 
 
 class StatsSource:
-    """All who watch. `close` ends what they watch."""
+    """All watchers. `close` ends their streams."""
 
     def __init__(self, pools: ModelRegistry, router_id: str, latencies: Latencies) -> None:
         self._pools = pools
@@ -83,15 +82,15 @@ class StatsSource:
 
     @property
     def num_watchers(self) -> int:
-        """Who watches."""
+        """The callers of all watchers."""
         return self._intervals_ms.total()
 
     def close(self) -> None:
-        """Ends everybody's stream."""
+        """Ends all streams."""
         self._closing.set()
 
     async def looks(self, max_age_s: float) -> list[tuple[ModelBackend, Snapshot | None]]:
-        """What each pool's ledger says, at most so old; None where it does not answer."""
+        """Returns each pool's snapshot, at most so old; None if the ledger does not answer."""
         pools = list(self._pools.by_name.values())
         found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
         return list(zip(pools, found, strict=True))
@@ -99,8 +98,8 @@ class StatsSource:
     async def watch(
         self, request: inference_pb2.GetStatsRequest, caller: Caller
     ) -> AsyncGenerator[inference_pb2.GetStatsResponse]:
-        """How everything stands that the caller may see, now and then once in each interval, for as long as somebody
-        asks for more. To be closed in the end (`contextlib.aclosing`). Raises `RequestError`."""
+        """Yields the statistics that the caller may see, at once and then once per interval. Close it at the end
+        (`contextlib.aclosing`). Raises `RequestError`."""
         interval_ms = _interval_ms(request)
         pools = self._pools.seen_by(caller, request.model)
         wants = Wants(interval_ms, request.want_sequences)
@@ -119,16 +118,17 @@ class StatsSource:
                 response = self._response(request, pools, snapshots, subscription, caller)
                 took_s = time.thread_time() - began_s
                 yield response
+                pause_s = pause_after(took_s, interval_ms / 1000, self.num_watchers)
                 with suppress(TimeoutError):
-                    pause_s = pause_after(took_s, interval_ms / 1000, self.num_watchers)
-                    await asyncio.wait_for(self._closing.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._closing.wait()
         finally:
             subscription.close()
             self._intervals_ms[interval_ms] -= 1
             self._intervals_ms += Counter()
 
     async def _look(self, pools: Sequence[ModelBackend]) -> list[Snapshot]:
-        """What the ledgers say; nothing is known of one that is away."""
+        """Returns the ledgers' snapshots, an empty one for a ledger that does not answer."""
         max_age_s = min(self._intervals_ms) / 1000
         found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
         return [snapshot or NOTHING_KNOWN for snapshot in found]
@@ -156,12 +156,12 @@ class StatsSource:
 
 
 def pause_after(took_s: float, interval_s: float, num_watchers: int) -> float:
-    """How long a watcher whose message took so long to make waits for the next."""
+    """Returns how long a watcher waits for its next message, given the time that making the last one took."""
     return max(interval_s, took_s * num_watchers / SHARE)
 
 
 def _interval_ms(request: inference_pb2.GetStatsRequest) -> int:
-    interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_INTERVAL_MS
-    if not MIN_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
-        raise invalid(FieldViolation("interval_ms", f"must be from {MIN_INTERVAL_MS} to {MAX_INTERVAL_MS}"))
+    interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_STATS_INTERVAL_MS
+    if not MIN_STATS_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
+        raise invalid(FieldViolation("interval_ms", f"must be from {MIN_STATS_INTERVAL_MS} to {MAX_INTERVAL_MS}"))
     return interval_ms

@@ -1,6 +1,6 @@
-"""How the models behind one name have served this router's clients, so that they can be compared.
+"""Counts and latencies of the models behind one name, for comparing them.
 
-Bounded: counts, and the newest thousand of each time that is measured.
+Bounded: counts, and the newest thousand values of each latency.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class VariantMeter:
         self._inter_token_ms: deque[float] = deque(maxlen=NUM_KEPT)
 
     def arrive(self) -> None:
-        """A request came."""
+        """Counts a request."""
         self._num_requests += 1
 
     def refuse(self) -> None:
-        """It was refused."""
+        """Counts a refusal."""
         self._num_refused += 1
 
     def end(self, stream: RequestStream) -> None:
-        """It ended, for whatever reason."""
+        """Records the end of a request."""
         clock, num_tokens = stream.clock, len(stream.output_ids)
         self._num_ended += 1
         self._output_tokens += num_tokens
@@ -46,7 +46,7 @@ class VariantMeter:
             self._inter_token_ms.append((clock.last_token - clock.first_token) * 1000 / (num_tokens - 1))
 
     def to_proto(self, model: str, variant: Variant, share: float) -> inference_pb2.VariantCapacity:
-        """The figures."""
+        """Returns the figures."""
         capacity = inference_pb2.VariantCapacity(
             model=model,
             variant=variant.model,
@@ -66,22 +66,22 @@ class VariantMeter:
 
 
 class VariantMeters:
-    """The models under every name that was asked for; there are no more than those that this router serves."""
+    """The meters of all requested names; their number is bounded by the models that this router serves."""
 
     def __init__(self) -> None:
         self._meters: dict[tuple[str, str], VariantMeter] = {}
 
     def meter(self, model: str, variant: str) -> VariantMeter:
-        """The meter of a model under a name."""
+        """Returns the meter of a model under a name."""
         return self._meters.setdefault((model, variant), VariantMeter())
 
     def to_proto(self, model: str, variants: tuple[Variant, ...]) -> Iterable[inference_pb2.VariantCapacity]:
-        """The figures of a name's models."""
+        """Returns the figures of a name's models."""
         for variant in variants:
             yield self.meter(model, variant.model).to_proto(model, variant, share_of(variant, variants))
 
 
 def percentile(values: Iterable[float], fraction: float) -> float:
-    """The smallest value that so large a part of all values does not exceed."""
+    """Returns the smallest value that the given fraction of all values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -int(-len(ordered) * fraction // 1) - 1)]

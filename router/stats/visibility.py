@@ -1,5 +1,6 @@
-"""What a caller sees of statistics: everything where it is an operator, else other tenants' requests without a name and
-their queues taken together. Pure."""
+"""The part of the statistics that a caller may see. Pure.
+
+An operator sees everything. Any other caller sees other tenants' requests without names, and their queues summed up."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from router.store.types import Snapshot, TenantLine
 
 
 def seen_sequence(held: stats_pb2.SequenceStats, caller: Caller) -> stats_pb2.SequenceStats:
-    """What an executor says of a sequence, which it knows by its id in the ledger."""
+    """Returns the visible part of a sequence, which the executor knows by its id in the ledger."""
     seen = stats_pb2.SequenceStats()
     seen.CopyFrom(held)
     tenant = tenant_of(held.request_id)
@@ -23,7 +24,8 @@ def seen_sequence(held: stats_pb2.SequenceStats, caller: Caller) -> stats_pb2.Se
 
 
 def seen_queues(model: str, snapshot: Snapshot, caller: Caller) -> Iterator[inference_pb2.TenantQueue]:
-    """What waits, by class and tenant. What is not told apart is taken together, under no name."""
+    """Returns the waiting requests by class and tenant. Tenants that the caller may not see are summed up without a
+    name."""
     for number, queue in enumerate(snapshot.queues, start=1):
         lines = [line for line in snapshot.lines if line.priority_class == number]
         told = [line for line in lines if caller.is_operator or line.tenant == caller.tenant]

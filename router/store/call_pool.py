@@ -1,7 +1,7 @@
 """The pool of connections for calls.
 
-It tells a call that was not sent from one without a reply. Once closed it leaves no connection open, whatever is under
-way.
+It distinguishes a call that was not sent from one without a reply. Once closed it leaves no connection open, even if
+calls are in progress.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from redis.exceptions import RedisError
 
 
 class NotSentError(RedisConnectionError):
-    """There was no connection for a command: none was free in time, or none could be made. Its text has the cause."""
+    """No connection for a command: none was free in time, or none could be made. The text has the cause."""
 
 
 class CallPool(BlockingConnectionPool):
-    """The pool of redis-py, except for what it raises and for calls that are under way when it is closed."""
+    """redis-py's pool, with other exceptions, and with an end for calls in progress when it is closed."""
 
     _is_closed = False
 
     async def get_connection(self, *args: Any, **options: Any) -> Any:
-        """A connection that is ready for a command. Raises `NotSentError`."""
+        """Returns a connection that is ready for a command. Raises `NotSentError`."""
         self._check_open()
         try:
             connection = await super().get_connection()  # type: ignore[no-untyped-call]

@@ -1,9 +1,8 @@
-"""A Redis Cluster as the store sees it: every call is about one pool, and all keys of a pool are on one node.
+"""A client of a Redis Cluster: every call concerns one pool, and all keys of a pool are on one node.
 
-So there is no map of the cluster to keep. A call goes to the node that answered the last one about these keys, at first
-to any; one that does not have them says which node has (MOVED), and that is asked. redis-py's own client for clusters
-asks more of the server, refuses calls above its bound where this makes them wait, and leaves connections open when
-nodes go.
+So it keeps no map of the cluster. A call goes to the node that answered the last call for these keys, at first to any
+node; a node without the keys names the one that has them (MOVED). redis-py's own cluster client sends more commands,
+refuses calls above its bound where this one lets them wait, and leaves connections open when nodes leave.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MAX_HOPS = 16
 
 
 class ClusterClient:
-    """What the store calls of a client. `open_node` makes a client of one node; `nodes` are those asked first."""
+    """The client methods that the store calls. `open_node` makes a client of one node; `nodes` are the seed nodes."""
 
     def __init__(self, nodes: Sequence[Node], open_node: Callable[[Node], Redis]) -> None:
         self.nodes = tuple(nodes)
@@ -42,24 +41,24 @@ class ClusterClient:
         return await self._call(str(args[3]), lambda node: node.execute_command(*args))  # type: ignore[no-untyped-call]
 
     async def xread(self, streams: Mapping[str, str], **options: Any) -> Any:
-        """As of redis-py, of one stream."""
+        """As redis-py's `xread`, for one stream."""
         (key,) = streams
         return await self._call(key, lambda node: node.xread({key: streams[key]}, **options))
 
     async def xrevrange(self, name: str, **options: Any) -> Any:
-        """As of redis-py."""
+        """As redis-py's method."""
         return await self._call(name, lambda node: node.xrevrange(name, **options))
 
     async def aclose(self) -> None:
-        """Closes the connections, also where one of them fails to."""
+        """Closes the connections, even if closing one fails."""
         closings = [client.aclose() for client in self._clients.values()]
         failures = [one for one in await asyncio.gather(*closings, return_exceptions=True) if one is not None]
         if failures:
             raise failures[0]
 
     async def _call(self, key: str, call: Callable[[Redis], Awaitable[T]]) -> T:
-        """Calls the node that has the key. One that is known and fails is not asked again within the call. Where every
-        node failed, the failure of one that was sent the call counts: it may have run it."""
+        """Calls the node that has the key. A node that fails is not asked again within the call. If every node failed,
+        raises the failure of a node that was sent the call: it may have run it."""
         slot = key_slot(key.encode())
         home = self._homes.pop(slot, None)
         to_ask = deque(self.nodes if home is None else (home,))

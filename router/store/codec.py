@@ -28,7 +28,7 @@ from router.store.types import (
     DropReason,
     Duplicate,
     Ending,
-    EstimateQuality,
+    EstimateAccuracy,
     ExecutorReport,
     ExecutorStanding,
     Explanation,
@@ -52,7 +52,7 @@ _RATES = struct.Struct("<5d")
 
 
 def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
-    """Of submit.lua."""
+    """Returns the arguments of submit.lua."""
     pool = (
         settings.max_queue_requests,
         _limit(settings.max_queue_tokens),
@@ -74,12 +74,12 @@ def submit_args(demand: Demand, settings: StoreSettings) -> list[Argument]:
 
 
 def rates_args(tenant: str, limits: TenantLimits, tokens: int, request_id: str, takes: bool) -> list[Argument]:
-    """Of rates.lua."""
+    """Returns the arguments of rates.lua."""
     return [tenant, request_id, _RATES.pack(*_rate_numbers(limits), tokens), int(takes)]
 
 
 def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
-    """Of settle.lua."""
+    """Returns the arguments of settle.lua."""
     args: list[Argument] = []
     for one in endings:
         ending = one if isinstance(one, Ending) else Ending(one.request_id, one.attempt)
@@ -95,9 +95,9 @@ def settle_args(endings: Iterable[Attempt | Ending]) -> list[Argument]:
 
 
 def report_args(report: ExecutorReport, settings: StoreSettings) -> list[Argument]:
-    """Of report.lua.
+    """Returns the arguments of report.lua.
 
-    Where others give way to a higher class nobody stands by: a place on an executor that is no seat would be no help.
+    With preemption by class the ledger counts seats only: a standby place would not help a request of a higher class.
     """
     num_sequences = report.budget_sequences
     if settings.preempt_for_priority and report.seats is not None:
@@ -130,13 +130,13 @@ def hand_back_args(
     progressed: bool = False,
     stood_still: bool = False,
 ) -> list[Argument]:
-    """Of hand_back.lua."""
+    """Returns the arguments of hand_back.lua."""
     why = "preempted" if preempted else "rejected" if rejected else "stood_still" if stood_still else "lost"
     return [request_id, attempt, max_attempts, why, output_tokens, int(progressed)]
 
 
 def verify_args(waiting: Iterable[Attempt]) -> list[Argument]:
-    """Of verify.lua."""
+    """Returns the arguments of verify.lua."""
     return [value for one in waiting for value in (one.request_id, one.attempt)]
 
 
@@ -156,7 +156,7 @@ def _request_numbers(demand: Demand) -> tuple[float, ...]:
 
 
 def _limit_numbers(limits: TenantLimits) -> tuple[float, ...]:
-    """A rate becomes the milliseconds that one takes; 0 is no limit."""
+    """Returns the milliseconds per unit of a rate; 0 is no limit."""
     return (
         limits.weight,
         _limit(limits.max_running),
@@ -194,12 +194,12 @@ class Reply:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing was left undone."""
+        """Whether the script did all its work."""
         return not (self.missing or self.more or self.status == "AGAIN")
 
 
 def parse_reply(raw: Sequence[Any]) -> Reply:
-    """The reply of any script."""
+    """Parses the reply of any script."""
     outcome, events, missing, more, registered, now_ms = raw
     pairs = (dict(zip(fields[::2], fields[1::2], strict=True)) for fields in events)
     parsed = tuple(parse_event(fields) for fields in pairs)
@@ -207,7 +207,7 @@ def parse_reply(raw: Sequence[Any]) -> Reply:
 
 
 def parse_event(fields: Mapping[str, Any]) -> StoreEvent:
-    """An event, from a reply or from a mailbox."""
+    """Parses an event of a reply or a mailbox."""
     return _EVENTS[fields["kind"]](fields)
 
 
@@ -217,7 +217,7 @@ def _placement(fields: Mapping[str, Any]) -> Placement:
         int(fields["attempt"]),
         fields["executor_id"],
         int(fields["generation"]),
-        # What mail of an older router of the same format may lack.
+        # Events of an older router of the same format may lack these.
         int(fields.get("blocks", 0)),
         fields.get("suspect") == "1",
     )
@@ -244,7 +244,7 @@ _EVENTS: dict[str, Callable[[Mapping[str, Any]], StoreEvent]] = {
 
 
 def parse_standing(request_id: str, reply: Reply) -> Placement | Queued:
-    """How a request stands, from an outcome PLACED or QUEUED."""
+    """Parses an outcome PLACED or QUEUED."""
     if reply.status == "PLACED":
         return _placed(request_id, reply)
     position, wait_ms = reply.values
@@ -264,14 +264,14 @@ _ADOPTIONS = ("ADOPTED", "ADOPTED_ENDED")
 
 
 def parse_adopt(request_id: str, reply: Reply) -> Adopted | RequestState | None:
-    """The outcome of adopt."""
+    """Returns the outcome of adopt.lua."""
     if reply.status in _ADOPTIONS:
         return _adopted(request_id, reply)
     return None if reply.status == "UNKNOWN" else RequestState(reply.status)
 
 
 def parse_submit(request_id: str, reply: Reply) -> Placement | Queued | Refused | Duplicate | Adopted:
-    """The outcome of submit."""
+    """Returns the outcome of submit.lua."""
     if reply.status == "REFUSED":
         return _refused(reply)
     if reply.status == "DUPLICATE":
@@ -282,7 +282,7 @@ def parse_submit(request_id: str, reply: Reply) -> Placement | Queued | Refused 
 
 
 def parse_rates(reply: Reply) -> Refused | None:
-    """The outcome of rates; None where they would take the request."""
+    """Returns the outcome of rates.lua; None if the rates allow the request."""
     return _refused(reply) if reply.status == "REFUSED" else None
 
 
@@ -292,14 +292,14 @@ def _refused(reply: Reply) -> Refused:
 
 
 def parse_hand_back(request_id: str, reply: Reply) -> Placement | Queued | HandBackRefusal:
-    """The outcome of hand_back; DROPPED comes as an event."""
+    """Returns the outcome of hand_back.lua; DROPPED comes as an event."""
     if reply.status in ("PLACED", "QUEUED"):
         return parse_standing(request_id, reply)
     return HandBackRefusal(reply.status)
 
 
 def parse_cancel(request_id: str, reply: Reply) -> CancelOutcome:
-    """The outcome of cancel."""
+    """Returns the outcome of cancel.lua."""
     if reply.status == "UNKNOWN":
         return CancelOutcome(None)
     state = RequestState(reply.status)
@@ -311,7 +311,7 @@ def parse_cancel(request_id: str, reply: Reply) -> CancelOutcome:
 
 
 def parse_explain(reply: Reply) -> Explanation | None:
-    """The outcome of explain."""
+    """Returns the outcome of explain.lua."""
     if reply.status == "UNKNOWN":
         return None
     state = RequestState(reply.status)
@@ -334,12 +334,12 @@ def parse_explain(reply: Reply) -> Explanation | None:
 
 
 def parse_snapshot(reply: Reply) -> Snapshot:
-    """The outcome of snapshot."""
+    """Returns the outcome of snapshot.lua."""
     found = json.loads(reply.values[0])
     return Snapshot(
         tuple(ExecutorStanding(**one) for one in found["executors"]),
         tuple(ClassQueue(*one) for one in found["queues"]),
-        EstimateQuality(*found["estimates"]),
+        EstimateAccuracy(*found["estimates"]),
         tuple(TenantLine(*one) for one in found["lines"]),
     )
 

@@ -1,10 +1,10 @@
-"""Connections to Redis, and what its failures mean to a request.
+"""Connections to Redis, and the mapping of its failures to errors of requests.
 
-Calls share a bounded pool; the mailbox reader blocks, so it has a connection of its own. Nothing is retried here: the
-scripts may be repeated, but a reply that got lost would be lost twice as late. A call that failed before anything of it
-was sent (`NotSent`) has changed nothing in Redis, and no reply to it was lost.
+Calls share a bounded pool; the mailbox reader blocks, so it has its own connection. Nothing is retried here: the
+scripts may be repeated, but a retry would double the time until a lost reply is noticed. A call that failed before it
+was sent (`NotSent`) has changed nothing in Redis, and its reply cannot be lost.
 
-Behind Sentinels every new connection asks them who the master is; a failover breaks the connections to the old one.
+With Sentinels every new connection asks them for the master; a failover breaks the connections to the old master.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class NotSent(RequestError):
-    """The refusal of a call that Redis was never sent."""
+    """The error of a call that was not sent to Redis."""
 
 
 class Closable(Protocol):
@@ -44,7 +44,8 @@ class Closable(Protocol):
 
 
 def connect(url: str, settings: StoreSettings) -> Redis:
-    """A client for what `parse_redis_url` knows; connects at the first call. Close it with `close`."""
+    """Returns a client for a URL that `parse_redis_url` accepts. It connects at the first call. Close it with
+    `close`."""
     address = parse_redis_url(url)
     options = dict(address.options) | _call_options(settings.call_timeout_ms)
     if address.kind is RedisKind.SENTINEL:
@@ -56,7 +57,7 @@ def connect(url: str, settings: StoreSettings) -> Redis:
 
 
 def connect_reader(redis: Redis, settings: StoreSettings) -> Redis:
-    """A client of one connection to the same Redis, that waits for blocking reads."""
+    """Returns a client with one connection to the same Redis, for blocking reads."""
     cluster: object = redis  # which it may be, whatever `_as_redis` says
     if isinstance(cluster, ClusterClient):
         open_node = cluster.open_node
@@ -68,7 +69,7 @@ def connect_reader(redis: Redis, settings: StoreSettings) -> Redis:
 
 
 class SentinelMaster:
-    """Who the master is, for connections that ask: what redis-py's own pool is to them, which does not wait."""
+    """The address of the master, for new connections. redis-py's own pool does this, too, but does not wait."""
 
     is_master = True
     check_connection = False
@@ -79,7 +80,7 @@ class SentinelMaster:
         self._options = {**address.sentinel_options, **_call_options(settings.call_timeout_ms), "ssl": address.has_tls}
 
     async def get_master_address(self) -> Node:
-        """Host and port. Raises redis-py's `ConnectionError` while no Sentinel knows a master."""
+        """Returns host and port. Raises redis-py's `ConnectionError` while no Sentinel knows a master."""
         sentinel = Sentinel(self._address.nodes, sentinel_kwargs=self._options)  # type: ignore[no-untyped-call]
         try:
             host, port = await sentinel.discover_master(self._address.master)
@@ -89,7 +90,7 @@ class SentinelMaster:
 
 
 async def close(*clients: Closable) -> None:
-    """Closes them all. A connection whose other side does not take part in that is dropped after a while."""
+    """Closes all clients. A connection whose peer does not respond is dropped after a timeout."""
     await asyncio.gather(*(_close(client) for client in clients))
 
 
@@ -101,7 +102,7 @@ async def _close(client: Closable) -> None:
 
 
 async def answered(call: Awaitable[T], settings: StoreSettings) -> T:
-    """The reply to a call, or a refusal that says the store does not answer, `NotSent` where it was not asked.
+    """Returns the reply to a call. Raises `RequestError` if the store does not answer, `NotSent` if it was not asked.
 
     Raises `CancelledError` also where redis-py has swallowed it: the `asyncio.wait_for` of Python 3.11, by which it
     sends, drops a cancel that comes when the command has just been written. Without this a task that calls in a loop
@@ -119,7 +120,8 @@ async def answered(call: Awaitable[T], settings: StoreSettings) -> T:
 
 
 def unavailable(settings: StoreSettings, cause: str, kind: type[RequestError] = RequestError) -> RequestError:
-    """The refusal while the store does not answer. The cause, which may name its address, is not for clients."""
+    """Returns the error for a store that does not answer. The cause may contain an address, so clients do not get
+    it."""
     return kind(
         Reason.STORE_UNAVAILABLE,
         "the admission store does not answer",
@@ -129,7 +131,7 @@ def unavailable(settings: StoreSettings, cause: str, kind: type[RequestError] = 
 
 
 def _call_options(timeout_ms: int) -> dict[str, Any]:
-    """Of every connection."""
+    """Returns the options of every connection."""
     return {
         "socket_timeout": timeout_ms / 1000,
         "socket_connect_timeout": timeout_ms / 1000,
@@ -149,5 +151,5 @@ def _pooled(options: dict[str, Any], settings: StoreSettings) -> Redis:
 
 
 def _as_redis(client: ClusterClient) -> Redis:
-    """The store makes four kinds of calls, which both answer; redis-py has no type for that."""
+    """Casts the type: redis-py has none for the four calls that the store makes of both clients."""
     return cast(Redis, client)

@@ -22,14 +22,14 @@ SECRET_BYTES = 32
 
 
 async def shared_secret(redis: Redis, settings: StoreSettings) -> bytes:
-    """The secret in Redis, made now where there is none."""
-    return await restore(redis, settings, secrets.token_bytes(SECRET_BYTES))
+    """Returns the secret in Redis, and makes it if there is none."""
+    return await restore_secret(redis, settings, secrets.token_bytes(SECRET_BYTES))
 
 
-async def restore(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes:
-    """Puts the secret into Redis where there is none, and returns the one that is there.
+async def restore_secret(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes:
+    """Writes the secret to Redis if there is none. Returns the one that is there.
 
-    Another than the caller's: Redis lost that one, and somebody made a new one before.
+    It differs from the caller's if Redis lost that one and another router has already made a new one.
     """
     await answered(redis.set(KEY, secret.hex(), nx=True), settings)
     found = await answered(redis.get(KEY), settings)
@@ -42,8 +42,8 @@ async def restore(redis: Redis, settings: StoreSettings, secret: bytes) -> bytes
 
 
 async def learn_secret(redis: Redis, settings: StoreSettings, own: bytes | None) -> bytes:
-    """The secret in Redis; where there is none the caller's `own` becomes it, or a new one."""
-    return await (shared_secret(redis, settings) if own is None else restore(redis, settings, own))
+    """Returns the secret in Redis. If there is none, writes the caller's `own` or a new one."""
+    return await (shared_secret(redis, settings) if own is None else restore_secret(redis, settings, own))
 
 
 OnEvent = Callable[[StoreEvent], None]
@@ -51,8 +51,8 @@ OnCall = Callable[[StoreCall], None]
 
 
 class Ledgers:
-    """Connects at the first call. `router_id` is new at every start of the router. `on_call` is told of every call of a
-    script."""
+    """Connects at the first call. `router_id` is new at every start of the router. `on_call` is called after every call
+    of a script."""
 
     def __init__(self, url: str, router_id: str, settings: StoreSettings, on_call: OnCall = lambda call: None) -> None:
         self._redis = connect(url, settings)
@@ -62,7 +62,7 @@ class Ledgers:
         self._turns = Turns(settings)
 
     def open(self, pool: str, on_event: OnEvent) -> AdmissionStore:
-        """The store of a pool."""
+        """Returns the store of a pool."""
         return AdmissionStore(
             self._redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call, turns=self._turns
         )
@@ -72,5 +72,5 @@ class Ledgers:
         return await learn_secret(self._redis, self._settings, own)
 
     async def aclose(self) -> None:
-        """Closes the connection; the stores can be used no more."""
+        """Closes the connection. The stores cannot be used afterwards."""
         await close(self._redis)

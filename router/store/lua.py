@@ -34,7 +34,7 @@ _NEST_HERE = "  @nest@\n"
 
 
 def compose(shared: str, own: str) -> str:
-    """The text of the script `own`, with what it needs of `shared`."""
+    """Returns the text of the script `own`, with the parts of `shared` that it needs."""
     text = _RECORD.sub(lambda match: _record(match[1], match[2].replace("\\\n--", "").split()), shared + own)
     text = _COMMENT.sub("", _NEST.sub(_NEST_HERE, text))
     constants = dict(_CONSTANT.findall(text))
@@ -53,7 +53,7 @@ def _functions(text: str) -> dict[str, str]:
 
 
 def _reached(text: str, functions: dict[str, str]) -> set[str]:
-    """The functions that the text uses, and those that these use."""
+    """Returns the functions that the text uses, directly or indirectly."""
     seen: set[str] = set()
     waiting = [text]
     while waiting:
@@ -64,7 +64,7 @@ def _reached(text: str, functions: dict[str, str]) -> set[str]:
 
 
 def _nest(name: str, text: str) -> str:
-    """The text with the functions that only `name` needs inside of it."""
+    """Returns the text with the functions that only `name` needs moved into it."""
     functions = _functions(text)
     if name not in functions:
         return text
@@ -73,12 +73,12 @@ def _nest(name: str, text: str) -> str:
     nested = "".join(body for other, body in functions.items() if other in only_here)
     text = _FUNCTION.sub(lambda match: "" if match[1] in only_here else match[0], text)
     body = functions[name]
-    # Indented, so that it is not taken for a function of the script's own level any more.
+    # Indented, so that it no longer counts as a top-level function of the script.
     return text.replace(body, body.replace(_NEST_HERE, textwrap.indent(nested, "  "), 1))
 
 
 def _record(name: str, fields: list[str]) -> str:
-    """Lua that packs the record and unpacks it, into a table that is made in its full size at once."""
+    """Returns Lua code that packs the record and unpacks it into a table created at its full size."""
     parts = [_field(i, field) for i, field in enumerate(fields)]
     codes, values, variables, entries = (",".join(column) for column in zip(*parts, strict=True))
     layout = "<" + codes.replace(",", "")
@@ -90,7 +90,8 @@ def _record(name: str, fields: list[str]) -> str:
 
 
 def _field(index: int, field: str) -> tuple[str, str, str, str]:
-    """Its code in `struct`, what is packed of `record`, the variables unpacked into, and its entry in the table."""
+    """Returns its format code for `struct`, the expression to pack, the variables to unpack into, and its table
+    entry."""
     name, variable = field.rstrip("?$"), f"v{index}"
     if field.endswith("?"):
         return "b", f"record.{name} and 1 or 0", variable, f"{name}={variable}==1"
@@ -127,7 +128,7 @@ Argument = str | int | float | bytes
 
 
 class ScriptCaller(Protocol):
-    """What running a script takes of a Redis client."""
+    """The part of a Redis client that runs scripts."""
 
     async def execute_command(self, *args: Any) -> Any:
         """Sends one command and returns its reply."""
@@ -141,7 +142,7 @@ class Script:
     sha: str
 
     async def run(self, redis: ScriptCaller, keys: Sequence[str], args: Sequence[Argument]) -> Any:
-        """Runs it; sends the source only where Redis does not know it (first use, restart, failover)."""
+        """Runs it; sends the source only if Redis does not know it (first use, restart, failover)."""
         try:
             return await redis.execute_command("EVALSHA", self.sha, len(keys), *keys, *args)
         except NoScriptError:
@@ -149,13 +150,13 @@ class Script:
 
 
 def load_scripts(clock: str | None = None) -> dict[str, Script]:
-    """All scripts by name. A test that steers time passes its own source of `now_ms` as `clock`."""
+    """Returns all scripts by name. A test that controls time passes its own source of `now_ms` as `clock`."""
     shared = shared_source(clock)
     return {name: _script(compose(shared, _read(name))) for name in NAMES}
 
 
 def shared_source(clock: str | None = None) -> str:
-    """What scripts are composed of, besides their own file."""
+    """Returns the shared source of all scripts."""
     return (clock or _read("shared/clock")) + "".join(_read(f"shared/{part}") for part in SHARED[1:])
 
 
@@ -164,5 +165,5 @@ def _read(name: str) -> str:
 
 
 def _script(source: str) -> Script:
-    # SHA-1 is what EVALSHA names scripts by.
+    # EVALSHA names scripts by SHA-1.
     return Script(source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())

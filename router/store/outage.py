@@ -1,4 +1,4 @@
-"""The log of a Redis that does not answer: a line when that begins, one a minute, and one when it is over."""
+"""Log lines of a Redis outage: one at its start, one per minute, and one at its end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import logging
 import time
 from collections.abc import Callable
 
-# Success beside failures, of reads while writes are refused for example, is no recovery. Longer than the pause between
-# two calls that the store makes by itself.
+# A success between failures, of reads while writes are refused for example, is no recovery. Longer than the interval of
+# the store's periodic calls.
 QUIET_S = 3.0
 REMINDER_S = 60.0
 
 
 class Outage:
-    """Follows the calls of one pool's store. A failed call is only counted here; who made it need not log it."""
+    """Follows the calls of one pool's store. Failed calls are counted here, so their callers need not log them."""
 
     def __init__(self, pool: str, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
@@ -27,7 +27,7 @@ class Outage:
         self._num_failures = 0
 
     def failed(self, cause: str) -> None:
-        """A call has failed."""
+        """Records a failed call."""
         now = self._clock()
         self._failed_s, self._answered_s = now, None
         self._num_failures += 1
@@ -41,7 +41,7 @@ class Outage:
             self._logger.warning(text, self._pool, since_s, self._num_failures, cause)
 
     def answered(self) -> None:
-        """A call has been answered."""
+        """Records an answered call."""
         if self._began_s is None:
             return
         now = self._clock()

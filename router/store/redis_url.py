@@ -1,11 +1,11 @@
-"""What a Redis URL says: one server, a master that Sentinels know, or the nodes of a cluster. Pure.
+"""Redis URLs: one server, a master behind Sentinels, or the nodes of a cluster. Pure.
 
     redis://[user:password@]host:port/db                         rediss://…           the same over TLS
     unix://[user:password@]/path?db=0
     redis+sentinel://[user:password@]host:port,host:port/master/db    rediss+sentinel://…
     redis+cluster://[user:password@]host:port,host:port          rediss+cluster://…
 
-What stands behind `?` are options of the connections, as redis-py names them: `ssl_ca_certs`, `ssl_certfile`,
+Parameters after `?` are options of the connections, by redis-py's names: `ssl_ca_certs`, `ssl_certfile`,
 `ssl_keyfile`, …; and `sentinel_username` and `sentinel_password` for the Sentinels themselves.
 """
 
@@ -31,7 +31,7 @@ SCHEMES = (
 
 
 class RedisKind(Enum):
-    """What is at the address, by the second half of its scheme, and the port that it has by default."""
+    """The kind of server, by the second half of the scheme, and its default port."""
 
     SERVER = ("", 6379)
     SENTINEL = ("sentinel", 26379)
@@ -40,8 +40,9 @@ class RedisKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """`options` are those of a connection, by redis-py's names; those of a server name it. `nodes` are Sentinels or
-    nodes of a cluster; `master` is what Sentinels call it; `sentinel_options` are of connections to them."""
+    """`options` are those of a connection, by redis-py's names; for a single server they include its address. `nodes`
+    are Sentinels or nodes of a cluster; `master` is its name at the Sentinels; `sentinel_options` are for connections
+    to Sentinels."""
 
     kind: RedisKind
     options: Mapping[str, Any]
@@ -52,7 +53,7 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str) -> RedisAddress:
-    """What the URL says. Raises `ValueError`, whose text repeats nothing of it: it may hold a password."""
+    """Parses the URL. Raises `ValueError`, whose text repeats no part of the URL: it may contain a password."""
     if not url.startswith(SCHEMES):
         raise ValueError(f"must begin with {' or '.join(SCHEMES)}")
     scheme, _, suffix = urlsplit(url).scheme.partition("+")
@@ -81,7 +82,7 @@ def _options(url: str) -> dict[str, Any]:
     try:
         return dict(parse_url(url))
     except ValueError:
-        raise ValueError("is no address of Redis, or an option behind the ? has a value that it cannot have") from None
+        raise ValueError("is not a Redis URL, or an option after the ? has an invalid value") from None
 
 
 def _master(path: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""How the store calls Redis, and how often it does what nobody asks for."""
+"""Settings of the store: its calls of Redis, and the intervals of its periodic work."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class StoreSettings:
     max_queue_bytes: int | None = None
     """Bytes of prompts that may wait in the pool; None is no limit."""
     max_bypass: int = 16
-    """How often requests may be placed past one that does not fit, until room is kept for it."""
+    """How often other requests may bypass one that does not fit, before an executor is claimed for it."""
     age_ms: int = 30_000
-    """After so long in line a request moves up a class."""
+    """After so long in the queue a request moves up a class."""
     preempt_for_priority: bool = False
-    """Running requests of a lower class give way to a waiting one that has no room."""
+    """Running requests of a lower class are preempted for a waiting one that does not fit."""
     remember_ended_ms: int = 75_000
-    """How long an ended id is known: outlives any report on its way, and what may be resumed of it by 15 s."""
+    """How long an ended id is remembered: longer than any report is in transit, and 15 s longer than its output can be
+    resumed."""
     call_timeout_ms: int = 2_000
     """Longest wait for one reply."""
     max_connections: int = 16
@@ -30,13 +31,13 @@ class StoreSettings:
     renew_interval_ms: int = 1_500
     """Between renewals of the router's lease of 5 s."""
     reap_interval_ms: int = 400
-    """Between reaps, on average; each waits half to one and a half of it, and so late a lapsed lease may be noticed. A
-    gap of 3 s would start all leases anew."""
+    """Between reaps, on average; each waits half to one and a half of it, and a lapsed lease may be noticed so late. A
+    gap of 3 s would start all leases again."""
     mailbox_block_ms: int = 2_000
-    """Longest that a read of the empty mailbox blocks."""
+    """Longest blocking read of an empty mailbox."""
     min_backoff_ms: int = 50
     """Wait before the first retry of a mailbox read."""
     max_backoff_ms: int = 2_000
     """Wait before the later ones."""
     retry_after_ms: int = 1_000
-    """When a client may try again after Redis did not answer."""
+    """Retry hint for clients after Redis did not answer."""

@@ -1,10 +1,10 @@
-"""The admission store: the pool's lines and its ledger of reservations, in Redis, the same for every router.
+"""The admission store: a pool's queues and its ledger of reservations in Redis, shared by all routers.
 
-Decisions are made by the scripts (`scripts/*.lua`), atomically; this side calls them, calls again where they stop
-(`scripts/shared/records.lua` says when) and hands out what they return. It keeps no copy of the ledger.
+The scripts (`scripts/*.lua`) decide, atomically. This module calls them, repeats a call that stopped at a bound
+(`scripts/shared/records.lua` says when) and delivers their results. It keeps no copy of the ledger.
 
-Every operation runs in a task of its own, shielded: a gRPC handler may be cancelled at any moment, and its reply, which
-can hold other requests' placements, must neither be lost nor reach another caller.
+Every operation runs in its own shielded task: a gRPC handler may be cancelled at any moment, and the reply, which can
+hold other requests' placements, must neither be lost nor reach another caller.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ from router.store.codec import (
 from router.store.connection import NotSent, answered, close, connect_reader, unavailable
 from router.store.keys import NUM_CLASSES, PoolKeys
 from router.store.lua import Argument, Script, load_scripts
-from router.store.mailbox import Mailbox
+from router.store.mailbox import Mailbox, OwnershipFilter, StoreClock
 from router.store.outage import Outage
-from router.store.ownership import OwnershipFilter, StoreClock
 from router.store.settings import StoreSettings
 from router.store.turns import Turns
 from router.store.types import (
@@ -76,11 +75,11 @@ T = TypeVar("T")
 MAX_ROUNDS = 64
 MAX_SETTLED_PER_CALL = 256
 
-# Scripts that do harm where they come late: the request may have gone elsewhere, or come back. The first two may make
-# it the caller's; what they return where it is.
+# Scripts that must not run late: by then the request may belong to another router, or be repeated. The first two may
+# make the caller its owner; these are their outcomes in that case.
 TIMELY = frozenset({"submit", "adopt", "cancel"})
 OWNED = frozenset({"PLACED", "QUEUED", "ADOPTED"})
-# Scripts that are called whatever requests ask for, each once at a time. All others take turns.
+# Scripts that do not belong to a request; each runs once at a time. All others take turns.
 UNPROMPTED = frozenset({"settle", "report", "renew", "reap"})
 
 OwnEvent = Placement | Dropped
@@ -89,7 +88,7 @@ SubmitOutcome = Placement | Queued | Refused | Duplicate | Dropped | Adopted
 
 @dataclass(slots=True)
 class _Operation:
-    """One operation on its way: the mailboxes it has needed so far, and what it met of the request it is about."""
+    """One operation in progress: the mailboxes that it needed so far, and the events of its own request."""
 
     mailboxes: set[str]
     own_id: str | None
@@ -100,9 +99,9 @@ class AdmissionStore:
     """One router's view of one pool.
 
     `redis` comes from `connect`. `router_id` is new at every start of the router: its mailbox is read from the
-    beginning. `on_event` must not raise; what it is told comes exactly once, but may come before the call that
-    caused it returns. A `Placement` of a request that the router no longer serves is to be settled. `on_call` is told,
-    in the caller's context, of every call of a script when it is over. `turns` are shared by all that use `redis`.
+    beginning. `on_event` must not raise; it gets each event exactly once, possibly before the call that caused it
+    returns. The caller settles a `Placement` of a request that it no longer serves. `on_call` is called, in the
+    caller's context, after every call of a script. `turns` are shared by all users of `redis`.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class AdmissionStore:
         self._operations: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
-        """Reads the mailbox, renews the lease and reaps, until cancelled; outlasts Redis' absences."""
+        """Reads the mailbox, renews the lease and reaps, until cancelled. Continues after Redis was unavailable."""
         reader = connect_reader(self._redis, self._settings)
         mailbox = Mailbox(reader, self._keys.mailbox(self._router_id), self._settings)
         try:
@@ -145,19 +144,19 @@ class AdmissionStore:
             await close(reader)
 
     async def aclose(self) -> None:
-        """Waits for the operations whose callers have gone."""
+        """Waits for operations whose callers were cancelled."""
         await asyncio.gather(*self._operations, return_exceptions=True)
 
     # Requests --------------------------------------------------------------------------------------------------
 
     async def submit(self, demand: Demand) -> SubmitOutcome:
-        """Puts a request in line, and seats it at once where its turn has come. This router owns it.
+        """Enqueues a request, and places it at once if its turn has come. This router owns it.
 
-        Where the id is known and the digest the same, it is a repeat: the request is this router's from now on, as it
-        stands. One that has ended is `Adopted` as such; where it was cancelled, or never placed, it starts anew.
+        A known id with the same digest is a repeat: this router becomes the owner of the request in its current state.
+        An ended request is `Adopted` as such; if it was cancelled, or never placed, it starts again.
 
-        Cancelling the call withdraws the request. After STORE_UNAVAILABLE it may stand in line all the same: repeat
-        the call, or settle the placement when it comes.
+        Cancelling the call withdraws the request. After STORE_UNAVAILABLE the request may be in the queue all the same:
+        repeat the call, or settle the placement when it comes.
         """
         operation = self._start(self._submit(demand))
         try:
@@ -169,21 +168,21 @@ class AdmissionStore:
     async def check_rates(
         self, tenant: str, limits: TenantLimits, tokens: int, request_id: str = "", *, takes: bool = False
     ) -> Refused | None:
-        """Why the tenant's rates refuse a request of so many tokens now; None where they take it, or would: they are
-        reduced only where it `takes`. A submit that repeats the request of this id is not refused."""
+        """Returns why the tenant's rates refuse a request of so many tokens now, or None. Takes from the rates only if
+        `takes`. A submit that repeats the request of this id is not refused."""
         args = rates_args(tenant, limits, tokens, request_id, takes)
         reply, _ = await self._detached(self._operate("rates", *args))
         return parse_rates(reply)
 
     async def settle(self, endings: Sequence[Attempt | Ending]) -> int:
-        """Ends placements and returns their reservations. Stale ones are left alone. How many it ended."""
+        """Ends placements and releases their reservations. Ignores stale ones. Returns how many it ended."""
         return await self._detached(self._settle(endings))
 
     async def cancel(self, request_id: str, *, is_own: bool = False) -> CancelOutcome:
-        """Ends a request that waits, whoever owns it; has the owner of one that runs asked to cancel it.
+        """Ends a waiting request of any owner; asks the owner of a running one to cancel it.
 
-        The owner uses it too, when its client goes away: with `is_own` one that another living router has by now, to
-        which that client went, is as good as unknown.
+        The owner calls it, too, when its client disconnects: with `is_own` a request that another living router owns by
+        now, because the client went there, counts as unknown.
         """
         reply, _ = await self._detached(self._operate("cancel", request_id, int(is_own)))
         return parse_cancel(request_id, reply)
@@ -200,14 +199,14 @@ class AdmissionStore:
         progressed: bool = False,
         stood_still: bool = False,
     ) -> Placement | Queued | Dropped | HandBackRefusal:
-        """Returns a placement that came to nothing; the request waits again where it stood, if attempts are left.
+        """Returns a failed placement; the request waits at its former position if attempts are left.
 
-        With `output_tokens` it waits without its deadline, which was met. `rejected`: the executor did not take it, so
-        the attempt does not count. Either way the executor gets nothing new before its next report. `preempted`: it
-        gave up its seat for another; that does not count either, nor does it say anything about the executor.
-        `progressed`: tokens came of this placement, so it was not the request that ended it; losses count anew.
-        `stood_still`: the executor says that its engine did; that counts though the executor lives. UNDECIDED: whether
-        attempts are left depends on whether executors have died, which shows within seconds; to be called again.
+        With `output_tokens` it waits without its deadline, which was met. `rejected`: the executor did not accept it,
+        so the attempt does not count. In both cases the executor gets nothing new before its next report. `preempted`:
+        the request gave up its seat; that does not count either, and the executor keeps getting work. `progressed`:
+        this placement produced tokens, so the request did not cause the loss; the count of losses starts again.
+        `stood_still`: the executor reports a stalled engine; that counts although the executor lives. UNDECIDED:
+        whether attempts are left depends on whether executors died, which is known within seconds; call again.
         """
         args = hand_back_args(
             request_id,
@@ -226,20 +225,21 @@ class AdmissionStore:
         return event or parse_hand_back(request_id, reply)
 
     async def adopt(self, request_id: str) -> Adopted | RequestState | None:
-        """Makes a request that has a placement this router's, to attach to its executor; None where the id is unknown.
+        """Makes this router the owner of a placed request, so that it can attach to its executor. None: unknown id.
 
-        Where it waits or is lost nothing is changed: only who has its prompt can go on with it, by a submit. ENDED: it
-        has ended, and was never placed, or nobody knows where.
+        A waiting or lost request is not changed: only a router with its prompt can continue it, by a submit. ENDED: it
+        has ended, and was never placed, or its executor is not known.
         """
         reply, _ = await self._detached(self._ask_for("adopt", request_id, [request_id]))
         return parse_adopt(request_id, reply)
 
     async def absolve(self, request_id: str, attempt: int) -> None:
-        """This placement of a suspect has brought a token: no loss before it counts any more."""
+        """Clears a suspect whose placement has produced a token: earlier losses no longer count."""
         await self._detached(self._operate("absolve", request_id, attempt))
 
     async def find_forgotten(self, waiting: Sequence[Attempt]) -> frozenset[str]:
-        """Those of this router's waiting requests that the ledger does not have in line for it: submit them again.
+        """Returns those of this router's waiting requests that the ledger does not have in its queue: submit them
+        again.
 
         `waiting` are at most 256, with the last attempt of each that the router knows of.
         """
@@ -247,14 +247,14 @@ class AdmissionStore:
         return frozenset(reply.values[0])
 
     async def explain(self, request_id: str) -> Explanation | None:
-        """How a request stands and what it waits for; None where the id is unknown."""
+        """Returns the state of a request and what it waits for; None for an unknown id."""
         reply, _ = await self._detached(self._operate("explain", request_id))
         return parse_explain(reply)
 
     # Executors and leases --------------------------------------------------------------------------------------
 
     async def report(self, report: ExecutorReport) -> ReportOutcome:
-        """Relays an executor's report. Any router may, any number of times."""
+        """Relays an executor's report. Every router may do so, any number of times."""
         reply, _ = await self._detached(self._operate("report", *report_args(report, self._settings)))
         if reply.status == "OLD":
             return ReportOutcome(taken=False)
@@ -263,16 +263,16 @@ class AdmissionStore:
         return ReportOutcome(taken=True, superseded=superseded)
 
     async def renew(self) -> None:
-        """Renews this router's lease and learns who else is there."""
+        """Renews this router's lease and learns the other living routers."""
         reply, _ = await self._detached(self._operate("renew"))
         self._peers = frozenset(reply.values[0]) - {self._router_id}
 
     async def reap(self) -> None:
-        """Removes executors and routers whose lease has lapsed. What that leaves, the next reap does."""
+        """Removes executors and routers whose lease has lapsed, a bounded number; the next call continues."""
         await self._detached(self._reap())
 
     async def snapshot(self, max_lines: int = 0) -> Snapshot:
-        """The pool as it is now, with at most so many lines of tenants."""
+        """Returns the state of the pool, with the queues of at most `max_lines` tenants."""
         reply, _ = await self._detached(self._operate("snapshot", max_lines))
         return parse_snapshot(reply)
 
@@ -287,7 +287,7 @@ class AdmissionStore:
         return event or parse_submit(demand.request_id, reply)
 
     async def _ask_for(self, name: str, request_id: str, args: Sequence[Argument]) -> tuple[Reply, OwnEvent | None]:
-        """Calls a script that may make the request this router's, unless it comes there when nobody waits any more."""
+        """Calls a script that may make this router the owner; the script does nothing if the caller no longer waits."""
         with self._tenures.asked(request_id):
             reply, event = await self._operate(name, *args, own_id=request_id)
             if reply.status in OWNED:
@@ -295,7 +295,7 @@ class AdmissionStore:
         return reply, event
 
     async def _withdraw(self, submit: asyncio.Task[Any], request_id: str) -> None:
-        """Undoes a submit whose caller did not wait for it: nothing can have been sent to an executor."""
+        """Undoes a submit whose caller was cancelled: nothing can have been sent to an executor."""
         result = await submit
         placement = result if isinstance(result, Placement) else None
         if isinstance(result, Queued):
@@ -321,9 +321,9 @@ class AdmissionStore:
         await self._board(operation, reply)
 
     async def _operate(self, name: str, *args: Argument, own_id: str | None = None) -> tuple[Reply, OwnEvent | None]:
-        """Calls a script, in its turn, until it is done, then boards until no more can board.
+        """Calls a script, in its turn, until it is done, then boards until nothing more fits.
 
-        Events are handed out as they come, except a placement or drop of `own_id`: that is part of the result.
+        Delivers events as they come, except a placement or drop of `own_id`: that is part of the result.
         """
         if name in UNPROMPTED:
             return await self._operate_now(name, *args, own_id=own_id)
@@ -331,7 +331,7 @@ class AdmissionStore:
             return await self._operate_now(name, *args, own_id=own_id)
 
     async def _operate_now(self, name: str, *args: Argument, own_id: str | None) -> tuple[Reply, OwnEvent | None]:
-        # What submits rarely needs: it boards others' requests only where there is room for its own.
+        # A submit rarely boards: it places other requests only if there is room for its own.
         operation = _Operation(set() if name == "submit" else set(self._peers), own_id)
         for _ in range(MAX_ROUNDS):
             reply = await self._call(operation, name, (*args, *self._waits_until(name)))
@@ -343,14 +343,14 @@ class AdmissionStore:
         raise endless
 
     def _waits_until(self, name: str) -> tuple[Argument, ...]:
-        """The last argument of scripts that must not come late, by Redis' clock."""
+        """Returns the last argument of scripts that must not run late: a time of Redis' clock."""
         if name not in TIMELY:
             return ()
         until_ms = self._clock.in_ms(self._settings.call_timeout_ms)
         return ("" if until_ms is None else until_ms,)
 
     async def _board(self, operation: _Operation, reply: Reply) -> None:
-        """Boards on where a script stopped. What is left undone, the next call boards, whoever makes it."""
+        """Continues boarding where a script stopped. The next call of any router continues what is left."""
         try:
             for _ in range(MAX_ROUNDS):
                 if reply.is_complete:
@@ -410,7 +410,7 @@ class AdmissionStore:
 
 
 async def _repeat(operation: Callable[[], Awaitable[None]], interval_ms: int, jitter: float) -> None:
-    """Runs the operation for ever, about every `interval_ms`."""
+    """Runs the operation until cancelled, about every `interval_ms`."""
     while True:
         with suppress(RequestError):  # logged as an outage
             await operation()

@@ -1,9 +1,9 @@
-"""Turns of the calls that requests cause: submits, cancels, hand-backs, questions.
+"""Turns of the calls that requests cause: submits, cancels, hand-backs, queries.
 
-However many come at once, half of the connections to Redis stay free for leases, reports and ends. Kinds of calls
-alternate, and calls of one kind go in order of arrival: a thousand cancels delay a submit by one cancel. There is no
-deadline for a turn while Redis answers. When it has been silent for as long as a call may take, the calls that have
-waited that long are refused.
+Half of the connections to Redis stay free for leases, reports and ends, at any number of calls. Kinds of calls
+alternate, and calls of one kind go in order of arrival: a thousand cancels delay a submit by one cancel. A turn has no
+deadline while Redis answers. After Redis was silent for the timeout of a call, the calls that have waited that long are
+refused.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class _Waiter:
 
 
 class Turns:
-    """The turns of one client of Redis, for all pools that use it."""
+    """The turns of one Redis client, shared by all pools that use it."""
 
     def __init__(self, settings: StoreSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
         self._num_free = max(1, settings.max_connections // 2)
-        # By kind; the first kind is the next to have a turn. A caller that was cancelled stays until it is met.
+        # By kind; the first kind has the next turn. A cancelled caller stays until its turn comes.
         self._waiting: dict[str, deque[_Waiter]] = {}
         self._heard_s = clock()
 
     @asynccontextmanager
     async def turn(self, kind: str) -> AsyncIterator[None]:
-        """Waits for a turn and has it. Raises `NotSent` where Redis does not answer."""
+        """Waits for a turn and holds it. Raises `NotSent` if Redis does not answer."""
         await self._take(kind)
         try:
             yield
@@ -46,11 +46,11 @@ class Turns:
             self._pass_on()
 
     def heard(self) -> None:
-        """Redis has answered a call."""
+        """Records that Redis has answered a call."""
         self._heard_s = self._clock()
 
     def missed(self) -> None:
-        """A call has failed: where Redis is silent, refuses those that have waited for as long as a call may take."""
+        """Records a failed call; if Redis is silent, refuses the calls that have waited for the timeout of a call."""
         silent_since_s = self._clock() - self._settings.call_timeout_ms / 1000
         if self._heard_s > silent_since_s:
             return

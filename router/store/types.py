@@ -1,7 +1,7 @@
-"""What goes into the store and what comes out: requests, results and events. Plain data.
+"""Arguments, results and events of the store, and snapshots of a pool. Plain data.
 
-A *placement* is one attempt of a request on one executor; `attempt` fences it, `generation` says which start of the
-executor is meant. Results answer a call, events come by themselves; both use the same types.
+A *placement* is one attempt of a request on one executor; `attempt` fences it, `generation` names the start of the
+executor. Results answer a call, events come by themselves; both use the same types.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from common.errors import Reason
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStanding:
-    """How the ledger has an executor. `live`: it reported within the last 2 s."""
+    """An executor's state in the ledger. `live`: it reported within the last 2 s."""
 
     executor_id: str
     generation: int
@@ -29,7 +29,7 @@ class ExecutorStanding:
 
 @dataclass(frozen=True, slots=True)
 class ClassQueue:
-    """What waits in one class."""
+    """The waiting requests of one class."""
 
     num_requests: int
     num_tokens: int
@@ -37,7 +37,7 @@ class ClassQueue:
 
 @dataclass(frozen=True, slots=True)
 class TenantLine:
-    """What a tenant has waiting in a class. `wait_ms` is how long the first in line has waited."""
+    """A tenant's waiting requests of a class. `wait_ms` is how long the head of its queue has waited."""
 
     priority_class: int
     tenant: str
@@ -47,8 +47,8 @@ class TenantLine:
 
 
 @dataclass(frozen=True, slots=True)
-class EstimateQuality:
-    """How well waits were foretold: the mean relative error, and what raw estimates are multiplied by."""
+class EstimateAccuracy:
+    """The quality of wait estimates: the mean relative error, and the correction factor of raw estimates."""
 
     num_estimates: int
     mean_error: float
@@ -57,22 +57,22 @@ class EstimateQuality:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The pool at one moment: executors by id, and what waits per class, first class first; and, as far as asked for,
-    per class and tenant, in this order."""
+    """The pool at one moment: executors by id, waiting requests by class (first class first), and, if asked for, by
+    class and tenant, in this order."""
 
     executors: tuple[ExecutorStanding, ...]
     queues: tuple[ClassQueue, ...]
-    estimates: EstimateQuality = EstimateQuality(0, 0.0, 1.0)
+    estimates: EstimateAccuracy = EstimateAccuracy(0, 0.0, 1.0)
     lines: tuple[TenantLine, ...] = ()
 
     @property
     def num_waiting(self) -> tuple[int, ...]:
-        """Requests that wait, per class."""
+        """Waiting requests per class."""
         return tuple(queue.num_requests for queue in self.queues)
 
 
 class RequestState(Enum):
-    """Where the ledger has a request."""
+    """The state of a request in the ledger."""
 
     WAITING = "WAITING"
     PLACED = "PLACED"
@@ -86,10 +86,10 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """What a tenant may take of a pool; None is no limit. Rates count tokens of prompt and output.
+    """A tenant's limits in a pool; None is no limit. Rates count tokens of prompt and output.
 
-    Of two tenants that both have work waiting, the one with twice the `weight` is served twice the tokens. A burst is
-    what may come at once after a pause, and at least one request of any size may.
+    Of two tenants with waiting requests, the one with twice the `weight` is served twice the tokens. A burst may come
+    at once after a pause; one request of any size always fits a full burst.
     """
 
     weight: float = 1.0
@@ -113,16 +113,16 @@ NO_LIMITS = TenantLimits()
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks of the pool. `priority_class` 1 goes first, 3 last.
+    """The demand of a request on the pool. `priority_class` 1 goes first, 3 last.
 
-    `blocks` hold prompt and `max_tokens` to the end; an executor that reserves what is likely reserves fewer, of
-    `block_size` tokens each. `digest` stands for all that was asked: a submit with the same id and digest is a repeat,
-    whoever sends it; empty: only its owner can repeat it. `is_served`: not a client asks, but the router that serves it
-    already submits it again; that takes nothing over from another router that lives, nor starts anew what was
-    cancelled: it is a `Duplicate`. `deadline_ms` counts from the submit, for the first token;
-    past it the request is dropped, not placed. `last_attempt` and `output_tokens` are the last that its owner knows,
-    where the pool had forgotten the request. `num_bytes` is what its prompt takes of its router's memory while it
-    waits. `prefix_hashes` name ever longer beginnings of the prompt, as `router.request.prefix_hashes` chooses them.
+    `blocks` hold prompt and `max_tokens`; an executor that reserves a quantile reserves fewer, of `block_size` tokens
+    each. `digest` is the hash of the whole request: a submit with the same id and digest is a repeat, from any router;
+    empty: only its owner can repeat it. `is_served`: the submit comes not from a client but from the router that
+    already serves the request; it takes over nothing from another living router and starts no cancelled request again:
+    that is a `Duplicate`. `deadline_ms` counts from the submit, for the first token; after it the request is dropped,
+    not placed. `last_attempt` and `output_tokens` are the last that its owner knows, for a pool that has lost the
+    request. `num_bytes` is the router memory that its prompt takes while it waits. `prefix_hashes` name prefixes of the
+    prompt of increasing length, as `router.request.prefix_hashes` chooses them.
     """
 
     request_id: str
@@ -153,11 +153,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a placement and what was used: prompt tokens that were computed, not cached, and output tokens.
+    """The end of a placement and its usage: prompt tokens that were computed, not cached, and output tokens.
 
-    Rates and fair shares are settled to that; None where nobody knows. `by_itself`: it produced its end or all of its
-    `max_tokens`, so that its length says something about others. `cancelled`: by its client or for want of one, so
-    that a repeated submit starts it anew.
+    Rates and fair shares are settled to that; None if unknown. `by_itself`: it produced its end token or all of its
+    `max_tokens`, so that its length is a sample for estimates. `cancelled`: by its client, or because the client left;
+    a repeated submit starts it again.
     """
 
     request_id: str
@@ -170,7 +170,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """What an executor reports to hold."""
+    """A sequence that an executor reports to hold."""
 
     request_id: str
     attempt: int
@@ -181,7 +181,7 @@ class HeldSequence:
 class ExecutorReport:
     """An executor's report, as far as the ledger is concerned. `accepting` is false while it drains.
 
-    `reserve_quantile` below 1 reserves, instead of all that a request can need, what its output stays within so often.
+    `reserve_quantile` below 1 reserves that quantile of the output length instead of `max_tokens`.
     `seats` are those of `budget_sequences` that can compute at once; None: all of them.
     """
 
@@ -206,8 +206,8 @@ class ExecutorReport:
 class Placement:
     """The request has blocks and a sequence reserved on the executor; its owner submits it there.
 
-    `blocks` are those reserved. `suspect`: an executor was lost under the request before it brought a token, so it is
-    to be absolved with its first one. Neither is part of what makes a placement the same.
+    `blocks` are those reserved. `suspect`: an executor was lost while it ran this request, before the first token; the
+    owner calls `absolve` at the first token. Neither takes part in comparing placements.
     """
 
     request_id: str
@@ -220,9 +220,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The request waits, with about so many ahead of it: exact within a tenant, taking turns with the others.
+    """The request waits, with about so many ahead of it: exact within its tenant, estimated for other tenants.
 
-    `estimated_wait_ms` is None where nothing was measured yet.
+    `estimated_wait_ms` is None if nothing was measured yet.
     """
 
     position: int
@@ -231,7 +231,7 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request was not taken: QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE, NEVER_FITS or NO_EXECUTOR.
+    """The request was refused: QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE, NEVER_FITS or NO_EXECUTOR.
 
     `limit` names the limit that is reached (`max_queue_tokens`, `tenant max_queue_requests`, …); a retry makes sense
     after `retry_after_ms`.
@@ -243,7 +243,7 @@ class Refused:
 
 
 class WaitReason(Enum):
-    """What keeps a request from its seat."""
+    """What a waiting request waits for."""
 
     BLOCKS = "BLOCKS"
     SEAT = "SEAT"
@@ -257,9 +257,9 @@ class WaitReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How a request stands. What concerns waiting is there while it is WAITING, `executor_id` while it is PLACED.
+    """The state of a request. Fields about waiting are set while it is WAITING, `executor_id` while it is PLACED.
 
-    `available_blocks` is the most that any executor could promise now.
+    `available_blocks` is the most that any executor has available now.
     """
 
     state: RequestState
@@ -277,16 +277,16 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """Another request has the id, or had it lately."""
+    """Another request has the id, or had it recently."""
 
     state: RequestState
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The request has this placement, `ended` or not, and is the caller's from now on.
+    """The request has this placement, `ended` or not, and the caller owns it from now on.
 
-    Attach to it. Where the executor does not hold it, nobody has told it yet: submit the same attempt there.
+    The caller attaches to it. If the executor does not hold it, it was not submitted yet: submit the same attempt.
     """
 
     placement: Placement
@@ -294,29 +294,29 @@ class Adopted:
 
 
 class DropReason(Enum):
-    """Why a request left the line without a seat."""
+    """Why a request left the queue without a placement."""
 
     EXPIRED = "expired"
     """Its deadline passed."""
     NEVER_FITS = "never_fits"
-    """No executor that is left is large enough."""
+    """No remaining executor is large enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The request left the line for good."""
+    """The request left the queue for good."""
 
     request_id: str
     reason: DropReason
 
 
 class HandBackRefusal(Enum):
-    """Why a request handed back does not wait again."""
+    """Why a request that was handed back is not in the queue again."""
 
     EXHAUSTED = "EXHAUSTED"
-    """It has had its attempts and is gone from the ledger."""
+    """Its attempts are used up; the ledger has removed it."""
     UNDECIDED = "UNDECIDED"
-    """It has had them if the executors that were lost have died, which is not known yet: hand it back again soon."""
+    """Its attempts are used up if the lost executors died, which is not known yet: hand it back again soon."""
     STALE = "STALE"
     """It ended, has a newer attempt, or another router has adopted it; nothing was changed."""
     UNKNOWN = "UNKNOWN"
@@ -325,10 +325,10 @@ class HandBackRefusal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CancelOutcome:
-    """What a cancel found. `state` None: the id is unknown.
+    """The result of a cancel. `state` None: the id is unknown.
 
-    WAITING and LOST requests are gone with it. For a PLACED one `owner_told` says whether its owner, another router,
-    was asked to cancel it; where not, the caller cancels `placement` on the executor.
+    WAITING and LOST requests are removed by it. For a PLACED one `owner_told` says whether its owner, another router,
+    was asked to cancel it; if not, the caller cancels `placement` on the executor.
     """
 
     state: RequestState | None
@@ -339,7 +339,7 @@ class CancelOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ReportOutcome:
-    """What a report brought: whether it was news, and what the executor holds that the caller has it cancel."""
+    """The result of a report: whether it was new, and what the executor holds that the caller must cancel there."""
 
     taken: bool
     superseded: tuple[Attempt, ...] = ()
@@ -347,7 +347,7 @@ class ReportOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The placement is void: the executor is gone, restarted, or does not hold it. Hand it back or settle it."""
+    """The placement is lost: the executor is dead, restarted, or does not hold it. Hand it back or settle it."""
 
     request_id: str
     attempt: int
@@ -365,7 +365,7 @@ class CancelAsked:
 
 @dataclass(frozen=True, slots=True)
 class PreemptAsked:
-    """The placement is to give way to a higher class: end it on its executor and hand it back as preempted."""
+    """The placement is preempted by a higher class: end it on its executor and hand it back as preempted."""
 
     request_id: str
     attempt: int
@@ -375,7 +375,7 @@ class PreemptAsked:
 class Cancelled:
     """Another router cancelled the request, which had no executor.
 
-    `at_ms` is when, by Redis' clock; None where a router of an earlier version tells it.
+    `at_ms` is when, by Redis' clock; None from a router of an earlier version.
     """
 
     request_id: str
@@ -384,7 +384,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """Another router has adopted the request: its stream here ends, and nothing of it is this router's any more.
+    """Another router has adopted the request: its stream here ends, and this router no longer owns it.
 
     `at_ms` is when, by Redis' clock.
     """
@@ -395,9 +395,9 @@ class TakenOver:
 
 @dataclass(frozen=True, slots=True)
 class LeaseLapsed:
-    """The pool may have forgotten this router and what waited in its name: submit that again. What still waits stays.
+    """The pool may have lost this router's waiting requests: submit them again. Those that still wait are unaffected.
 
-    It is told so, too, after a reply got lost: with it may have gone that word, or a placement, which a submit returns.
+    Also sent after a lost reply, which may have held this event or a placement; the submit returns that placement.
     """
 
 

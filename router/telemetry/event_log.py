@@ -1,4 +1,4 @@
-"""Operational events of a router: a bounded list of what happened to executors, Redis and the admission file.
+"""Operational events of a router: a bounded log of events of executors, Redis and the admission file.
 
 Each kind is defined once, in `EventKind`. Events that repeat are counted in one entry, so that a preemption storm does
 not push everything else out. Nothing is added in the path of a token. `EventLog.add` may be called from any thread.
@@ -36,9 +36,9 @@ class Severity(Enum):
 class _Meaning:
     name: str
     severity: Severity
-    # How the event is told; `count` has its noun already.
+    # The event's text; `count` includes its noun.
     text: str
-    # Only operators see it.
+    # Visible to operators only.
     is_private: bool = False
     # Repetitions within `MERGE_S` are counted in one entry.
     is_merged: bool = False
@@ -50,35 +50,35 @@ class EventKind(Enum):
     EXECUTOR_JOINED = _Meaning("executor_joined", Severity.GOOD, "{subject} joined")
     """This router has linked an executor for the first time since it started."""
     EXECUTOR_BACK = _Meaning("executor_back", Severity.GOOD, "{subject} is back")
-    """This router has linked an executor again that it had lost."""
+    """This router has reconnected to an executor that it had lost."""
     EXECUTOR_LOST = _Meaning("executor_lost", Severity.ERROR, "{subject} lost, {requests} moved")
     """The stream to an executor broke. Counts this router's requests that went back to the queue."""
     EXECUTOR_DRAINING = _Meaning("executor_draining", Severity.WARNING, "{subject} takes no new work{detail}")
-    """An executor reports that it drains, or that its engine has work and makes no step."""
+    """An executor reports that it drains, or that its engine has stalled."""
     EXECUTOR_ACCEPTING = _Meaning("executor_accepting", Severity.GOOD, "{subject} takes new work again")
-    """An executor that took no new work reports that it does."""
+    """An executor that accepted no new work accepts it again."""
     ENGINE_STALLED = _Meaning(
-        "engine_stalled", Severity.ERROR, "{subject}: the watchdog ended {requests} of a stalled engine", is_merged=True
+        "engine_stalled", Severity.ERROR, "{subject}: engine stalled, the watchdog returned {requests}", is_merged=True
     )
-    """An executor's watchdog gave sequences back because the engine made no step."""
+    """An executor's watchdog returned sequences because the engine has stalled."""
     PREEMPTIONS = _Meaning("preemptions", Severity.WARNING, "{subject} preempted {sequences}", is_merged=True)
-    """An executor took seats away from running sequences, because blocks were short or for a higher class."""
+    """An executor preempted running sequences, because blocks ran out or for a higher class."""
     REDIS_UNAVAILABLE = _Meaning("redis_unavailable", Severity.ERROR, "Redis is unavailable", is_private=True)
-    """A call of the ledger failed, and the one before had succeeded."""
+    """A store call failed after one that succeeded."""
     REDIS_AVAILABLE = _Meaning("redis_available", Severity.GOOD, "Redis is available again", is_private=True)
-    """A call of the ledger succeeded after one that failed."""
+    """A store call succeeded after one that failed."""
     ADMISSION_LOADED = _Meaning("admission_loaded", Severity.NOTE, "the admission file was reloaded", is_private=True)
     """A changed admission file is in force."""
     ADMISSION_REFUSED = _Meaning(
         "admission_refused", Severity.ERROR, "the admission file was refused{detail}", is_private=True
     )
-    """A changed admission file cannot be used; the rules before it stay in force."""
+    """A changed admission file is invalid; the previous rules stay in force."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One entry. `entry_id` stays the same while it is counted up; `number` grows with every change. `at_ms` is the
-    router's time of day and is for readers only."""
+    """One entry. `entry_id` stays the same while repetitions are counted; `number` grows with every change. `at_ms` is
+    the router's time of day, for display only."""
 
     entry_id: int
     number: int
@@ -92,7 +92,7 @@ class Event:
 
     @property
     def text(self) -> str:
-        """The entry in words."""
+        """Returns the entry's text."""
         return self.kind.value.text.format(
             subject=self.subject,
             requests=_counted(self.count, "request"),
@@ -107,7 +107,7 @@ def _counted(count: int, noun: str) -> str:
 
 @dataclass(slots=True)
 class _Known:
-    """What an executor reported last."""
+    """The last report of an executor."""
 
     is_draining: bool = False
     num_preemptions: int | None = None
@@ -133,12 +133,12 @@ class EventLog:
         return self._number
 
     def since(self, number: int) -> list[Event]:
-        """Events that are newer than the change of that number, oldest first."""
+        """Returns events newer than the change of that number, oldest first."""
         with self._lock:
             return [event for event in self._events if event.number > number]
 
     def add(self, kind: EventKind, subject: str = "", model: str = "", count: int = 0, detail: str = "") -> None:
-        """Adds an event, or counts up the entry of a kind that repeats."""
+        """Adds an event, or increments the entry of a repeated one."""
         with self._lock:
             self._number += 1
             now_s = self._clock()
@@ -148,7 +148,7 @@ class EventLog:
             before = self._to_merge(event) if kind.value.is_merged else None
             if before is not None:
                 self._events.remove(before)
-                # The first of them says until when they are merged.
+                # The first one starts the merging interval.
                 event = replace(before, number=self._number, at_ms=event.at_ms, count=before.count + count)
             self._events.append(event)
 
@@ -159,20 +159,20 @@ class EventLog:
                 return one
         return None
 
-    # What happens to executors.
+    # Events of executors.
 
     def executor_linked(self, executor_id: str, model: str) -> None:
-        """An executor can be used."""
+        """An executor is linked."""
         is_known = (model, executor_id) in self._executors
         self._remember(executor_id, model, _Known())
         self.add(EventKind.EXECUTOR_BACK if is_known else EventKind.EXECUTOR_JOINED, executor_id, model)
 
     def executor_lost(self, executor_id: str, model: str, num_requests: int) -> None:
-        """An executor is lost, and so many of this router's requests go back to the queue."""
+        """An executor is lost, and so many of this router's requests return to the queue."""
         self.add(EventKind.EXECUTOR_LOST, executor_id, model, num_requests)
 
     def executor_reported(self, executor_id: str, model: str, *, is_draining: bool, num_preemptions: int) -> None:
-        """An executor says how it stands."""
+        """An executor has reported."""
         known = self._executors.get((model, executor_id))
         if known is None:
             known = self._remember(executor_id, model, _Known())
@@ -185,7 +185,7 @@ class EventLog:
             self.add(EventKind.PREEMPTIONS, executor_id, model, num_preemptions - before)
 
     def engine_stalled(self, executor_id: str, model: str) -> None:
-        """An executor's watchdog gave a request back."""
+        """An executor's watchdog returned a request."""
         self.add(EventKind.ENGINE_STALLED, executor_id, model, 1)
 
     def _remember(self, executor_id: str, model: str, known: _Known) -> _Known:
@@ -195,16 +195,16 @@ class EventLog:
             self._executors.popitem(last=False)
         return known
 
-    # What happens to the router itself.
+    # Events of the router itself.
 
     def store_called(self, call: StoreCall) -> None:
-        """A call of the ledger is over."""
+        """A store call has finished."""
         if call.succeeded != self._redis_is_up:
             self._redis_is_up = call.succeeded
             self.add(EventKind.REDIS_AVAILABLE if call.succeeded else EventKind.REDIS_UNAVAILABLE)
 
     def admission_file_read(self, problem: str | None) -> None:
-        """The admission file has changed and is in force, or cannot be used."""
+        """The admission file has changed and is in force, or is invalid."""
         if problem is None:
             self.add(EventKind.ADMISSION_LOADED)
         else:

@@ -25,18 +25,18 @@ CLASS_NAMES: dict[int, str] = {
 
 
 def class_name(priority: int) -> str:
-    """What a priority class is called; one that is not given is `standard`."""
+    """Returns the name of a priority class; an unset one is `standard`."""
     return CLASS_NAMES.get(priority, "standard")
 
 
 def outcome_of(reason: int) -> str:
-    """What an end is called: `length`, `stop_token`, `cancelled`, …"""
+    """Returns the name of a finish reason: `length`, `stop_token`, `cancelled`, …"""
     return types_pb2.FinishReason.Name(types_pb2.FinishReason.ValueType(reason)).removeprefix("FINISH_REASON_").lower()
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What is known of a request from the beginning. `arrived` is on `time.monotonic`'s clock; `operation` is
+    """The facts of a request that are known at its arrival. `arrived` is on `time.monotonic`'s clock; `operation` is
     OpenTelemetry's name for it, `chat` or `text_completion`; `prior_tokens` are output that its client brought."""
 
     model: str = ""
@@ -45,14 +45,14 @@ class RequestFacts:
     arrived: float = 0.0
     prompt_tokens: int = 0
     prior_tokens: int = 0
-    # The client's id of the request and its tenant: for the board's timelines, not for labels of metrics.
+    # The client's id of the request and its tenant: for the dashboard's timelines, not for labels of metrics.
     request_id: str = ""
     tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedAt:
-    """A placement. `wait_s` is how long the request waited for its first one; None: it had one before."""
+    """A placement. `wait_s` is how long the request waited for its first placement; None for a later one."""
 
     executor_id: str
     attempt: int
@@ -62,7 +62,7 @@ class PlacedAt:
 @dataclass(frozen=True, slots=True)
 class RequestEnd:
     """How a request ended. `outcome` is the finish reason's name or the error's reason; `decode_s` is from its first
-    token to its last, None where that is not known."""
+    token to its last, None if unknown."""
 
     outcome: str
     is_error: bool
@@ -72,44 +72,44 @@ class RequestEnd:
 
 
 class RequestRecorder(Protocol):
-    """Told of one request."""
+    """Receives the events of one request."""
 
     def admitted(self) -> None:
-        """The ledger has it."""
+        """The ledger has accepted it."""
 
     def placed(self, placed: PlacedAt) -> None:
-        """An executor is to run it."""
+        """It was placed on an executor."""
 
     def boarded(self, cached_tokens: int) -> None:
-        """It got its first seat; the KV of so many of the prompt's tokens was there."""
+        """It got its first seat, with so many prompt tokens found in the prefix cache."""
 
     def boarded_again(self) -> None:
-        """It got a seat again, after it gave one up or moved."""
+        """It got a seat again, after a preemption or a move."""
 
     def preempted(self) -> None:
-        """It gave up its seat and waits on its executor for another."""
+        """It was preempted and waits on its executor for a seat."""
 
     def first_sent(self, after_s: float) -> None:
         """Its first token was sent, so long after its arrival."""
 
     def sent(self, num_tokens: int, interval_s: float | None) -> None:
-        """So many tokens were sent, so long after those before; None: they were the first to this reader."""
+        """So many tokens were sent, so long after the previous ones; None: they were the first to this reader."""
 
     def moved(self, why: str) -> None:
-        """It lost its place and waits for another."""
+        """It lost its placement and waits for another."""
 
     def resumed(self) -> None:
-        """A client came back to it."""
+        """A client resumed it."""
 
     def ended(self, end: RequestEnd) -> None:
         """It ended."""
 
     def left(self) -> None:
-        """It goes on without this router."""
+        """It continues without this router."""
 
 
 class Trace(RequestRecorder, Protocol):
-    """A recorder whose spans go on elsewhere."""
+    """A recorder whose spans continue in other processes."""
 
     @property
     def traceparent(self) -> str:
@@ -117,26 +117,26 @@ class Trace(RequestRecorder, Protocol):
 
 
 class Tracer(Protocol):
-    """Follows every request with a trace."""
+    """Makes a trace for every request."""
 
     def follow(self, facts: RequestFacts) -> Trace:
-        """A request has come that is sound; its trace."""
+        """Returns the trace of a valid request that has arrived."""
         ...
 
 
 class RequestObserver(Protocol):
-    """Told of all requests."""
+    """Observes all requests."""
 
     def follow(self, facts: RequestFacts) -> RequestRecorder:
-        """A request has come that is sound; its recorder."""
+        """Returns the recorder of a valid request that has arrived."""
         ...
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
-        """A request was refused before it waited; `model` is empty where it named none that is served."""
+        """A request was refused before it waited; `model` is empty if it named no served model."""
 
 
 class RequestRecord:
-    """One request, told to its recorders, `trace` among them. What was never admitted has no end."""
+    """One request, reported to its recorders, `trace` among them. A request that was never admitted has no end."""
 
     def __init__(
         self, facts: RequestFacts, recorders: Sequence[RequestRecorder] = (), trace: Trace | None = None
@@ -148,25 +148,25 @@ class RequestRecord:
         self._has_been_placed = False
         self._has_boarded = False
         self._is_over = False
-        # Output tokens that some reader was sent, from offset 0 on.
+        # Output tokens that were sent to some reader, from offset 0 on.
         self._num_sent = facts.prior_tokens
         self._reader: int | None = None
         self._last_sent = 0.0
 
     @property
     def traceparent(self) -> str:
-        """What its executor is told, so that its spans belong to the trace; empty: it is not traced."""
+        """Returns the trace context for its executor; empty if it is not traced."""
         return "" if self._trace is None else self._trace.traceparent
 
     def admitted(self) -> None:
-        """The ledger has it. Safe to repeat."""
+        """The ledger has accepted it. Safe to repeat."""
         if not self.is_admitted:
             self.is_admitted = True
             for recorder in self._recorders:
                 recorder.admitted()
 
     def adopted(self, has_started: bool) -> None:
-        """Another router admitted it, and placed it."""
+        """Another router has admitted and placed it."""
         self.admitted()
         self._has_been_placed = True
         self._has_boarded = self._has_boarded or has_started
@@ -186,20 +186,20 @@ class RequestRecord:
                 recorder.boarded(cached_tokens)
 
     def boarded_again(self) -> None:
-        """It has a seat once more. Nothing before it had its first."""
+        """It has a seat again. Ignored before its first seat."""
         if self._has_boarded:
             for recorder in self._recorders:
                 recorder.boarded_again()
 
     def preempted(self) -> None:
-        """It gave up its seat. Nothing where it had none."""
+        """It was preempted. Ignored if it had no seat."""
         if self._has_boarded:
             for recorder in self._recorders:
                 recorder.preempted()
 
     def sent(self, reader: int, offset: int, num_tokens: int, *, is_first_known: bool) -> None:
-        """A reader was sent tokens from `offset` on. What some reader was sent before is not news. `is_first_known`:
-        the first token ever was this router's to send."""
+        """Tokens from `offset` on were sent to a reader. Tokens that another reader got before are not counted again.
+        `is_first_known`: this router sent the first token of the request."""
         now = time.monotonic()
         interval_s = now - self._last_sent if reader == self._reader else None
         self._reader, self._last_sent = reader, now
@@ -224,7 +224,7 @@ class RequestRecord:
             recorder.resumed()
 
     def ended(self, outcome: str, output_tokens: int, decode_s: float | None, *, is_error: bool = False) -> None:
-        """It ended. Nothing where it was never admitted, or is over."""
+        """It ended. Ignored if it was never admitted, or has ended."""
         if not self.is_admitted or self._is_over:
             return
         self._is_over = True
@@ -233,7 +233,7 @@ class RequestRecord:
             recorder.ended(RequestEnd(outcome, is_error, duration_s, output_tokens, decode_s))
 
     def left(self) -> None:
-        """It goes on without this router. Nothing where it is over."""
+        """It continues without this router. Ignored if it has ended."""
         if not self._is_over:
             self._is_over = True
             for recorder in self._recorders:
@@ -241,14 +241,14 @@ class RequestRecord:
 
 
 class RequestObservers:
-    """All that listen, and who traces."""
+    """All observers, and the tracer."""
 
     def __init__(self, listeners: Sequence[RequestObserver] = (), tracer: Tracer | None = None) -> None:
         self._listeners = tuple(listeners)
         self._tracer = tracer
 
     def follow(self, facts: RequestFacts) -> RequestRecord:
-        """The record of a request that has come."""
+        """Returns the record of a request that has arrived."""
         trace = None if self._tracer is None else self._tracer.follow(facts)
         return RequestRecord(facts, tuple(listener.follow(facts) for listener in self._listeners), trace)
 

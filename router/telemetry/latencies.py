@@ -1,6 +1,6 @@
 """Latencies and rates of each model on this router over the last minute: a `RequestObserver`.
 
-Times are counted in classes of 2 % each, by the second, so that a minute takes little memory however much is served.
+Times are counted in buckets of 2 % width, per second, so that the memory of a minute does not depend on the load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LEAST_MS = 0.01
 
 
 class RollingCount:
-    """How many there were within so many seconds."""
+    """A count over a sliding window."""
 
     def __init__(self, window_s: int) -> None:
         self._window_s = window_s
@@ -29,7 +29,7 @@ class RollingCount:
         self._total = 0
 
     def add(self, now_s: float, count: int = 1) -> None:
-        """So many more."""
+        """Adds to the count."""
         second = int(now_s)
         if self._seconds and self._seconds[-1][0] == second:
             self._seconds[-1] = (second, self._seconds[-1][1] + count)
@@ -39,7 +39,7 @@ class RollingCount:
         self._forget(second)
 
     def total(self, now_s: float) -> int:
-        """Within the window."""
+        """Returns the count within the window."""
         self._forget(int(now_s))
         return self._total
 
@@ -49,13 +49,13 @@ class RollingCount:
 
 
 class RollingTimes:
-    """Milliseconds that were measured within the last minute."""
+    """Durations in milliseconds within the last minute."""
 
     def __init__(self) -> None:
         self._seconds: deque[tuple[int, Counter[int]]] = deque()
 
     def add(self, now_s: float, ms: float) -> None:
-        """One more."""
+        """Adds a duration."""
         second = int(now_s)
         if not self._seconds or self._seconds[-1][0] != second:
             self._seconds.append((second, Counter()))
@@ -63,8 +63,8 @@ class RollingTimes:
         self._seconds[-1][1][round(math.log(max(ms, _LEAST_MS)) / _LOG_WIDTH)] += 1
 
     def percentiles(self, now_s: float, fractions: Iterable[float], within_s: int = MINUTE_S) -> list[float] | None:
-        """For each fraction a value that so large a part of all does not exceed, to 1 %; None where there are none.
-        `within_s`: of the last so many seconds, a minute at most."""
+        """Returns the quantile of each fraction, exact to 1 %; None without values. `within_s`: over the last so many
+        seconds, at most a minute."""
         self._forget(int(now_s))
         counts: Counter[int] = Counter()
         for second, counted in self._seconds:
@@ -89,7 +89,7 @@ def _percentile(ordered: list[tuple[int, int]], rank: int) -> float:
 
 
 class ModelLatencies:
-    """One model. The recorder of its requests: all of them are told to the same one."""
+    """One model, and the recorder of all its requests."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -143,8 +143,8 @@ class ModelLatencies:
         """See `RequestRecorder`."""
 
     def recent(self, within_s: int) -> tuple[list[float] | None, list[float] | None]:
-        """Median and 99th percentile of the time to the first token and between tokens, milliseconds, over the last so
-        many seconds; None where there are none."""
+        """Returns the median and 99th percentile of TTFT and inter-token latency, milliseconds, over the last so many
+        seconds; None without values."""
         now_s = self._clock()
         fractions = (0.5, 0.99)
         return (
@@ -153,7 +153,7 @@ class ModelLatencies:
         )
 
     def to_proto(self, model: str) -> inference_pb2.ModelLatency:
-        """The figures of now."""
+        """Returns the current figures."""
         now_s = self._clock()
         latency = inference_pb2.ModelLatency(
             model=model,

@@ -1,7 +1,7 @@
-"""What a router counts and measures as it happens, for Prometheus; docs/metrics.md says what each name means.
+"""Prometheus metrics of a router's requests and store calls; docs/metrics.md defines each name.
 
-The registry is the process's own. Everything is told by `router.telemetry.events` and the store; nothing here is in
-the path of a token but one count and one observation for each delivery.
+The registry belongs to the process. All input comes from `router.telemetry.events` and the store. In the path of a
+token there is one count and one observation for each delivery.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PROVIDER = "inflight"
 
 GEN_AI_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
 
-# As OpenTelemetry's semantic conventions for generative AI advise, seconds.
+# As recommended by OpenTelemetry's semantic conventions for generative AI, seconds.
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 PER_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
-# GPUs bring tokens faster than that advice begins.
+# GPUs produce tokens faster than the smallest recommended bucket.
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, *PER_TOKEN_BUCKETS)
-# From admitted at once to the patience of a batch.
+# From immediate admission to what a batch job accepts.
 WAIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 # A call takes some 100 µs and is given up after 2 s.
 REDIS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -38,36 +38,46 @@ class RouterMetrics:
         self._registry = registry
         per_class = ("model", "class")
         self.first_token = self._histogram(
-            "gen_ai_server_time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_BUCKETS
+            "gen_ai_server_time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_BUCKETS
         )
         self.per_token = self._histogram(
-            "gen_ai_server_time_per_output_token_seconds", "Mean of a request's other tokens.", PER_TOKEN_BUCKETS
+            "gen_ai_server_time_per_output_token_seconds", "Mean time per output token.", PER_TOKEN_BUCKETS
         )
         self.duration = self._histogram(
             "gen_ai_server_request_duration_seconds",
-            "Arrival to end.",
+            "Time from arrival to the end of a request.",
             DURATION_BUCKETS,
             (*GEN_AI_LABELS, "error_type"),
         )
         self.inter_token = self._histogram(
-            "inflight_inter_token_seconds", "Between deliveries, by token.", INTER_TOKEN_BUCKETS, ("model",)
+            "inflight_inter_token_seconds", "Time between deliveries, per token.", INTER_TOKEN_BUCKETS, ("model",)
         )
         self.queue_wait = self._histogram(
-            "inflight_queue_wait_seconds", "From arrival to the first place.", WAIT_BUCKETS, per_class
+            "inflight_queue_wait_seconds", "From arrival to the first placement.", WAIT_BUCKETS, per_class
         )
         self.redis_seconds = self._histogram(
-            "inflight_redis_call_seconds", "Calls of the ledger.", REDIS_BUCKETS, ("script",)
+            "inflight_redis_call_seconds", "Duration of ledger calls to Redis.", REDIS_BUCKETS, ("script",)
         )
-        self.requests = self._counter("inflight_requests", "Requests ended.", (*per_class, "outcome"))
-        self.refusals = self._counter("inflight_refusals", "Requests refused.", (*per_class, "reason"))
+        self.requests = self._counter(
+            "inflight_requests", "Ended requests, by finish reason or error reason.", (*per_class, "outcome")
+        )
+        self.refusals = self._counter(
+            "inflight_refusals", "Requests refused before they entered the queue.", (*per_class, "reason")
+        )
         self.admissions = self._counter("inflight_admissions", "Requests placed for the first time.", per_class)
-        self.prompt_tokens = self._counter("inflight_prompt_tokens", "Of requests that boarded.", ("model",))
-        self.cached_tokens = self._counter("inflight_cached_prompt_tokens", "Of these, already there.", ("model",))
-        self.output_tokens = self._counter("inflight_output_tokens", "Tokens sent.", ("model",))
-        self.migrations = self._counter("inflight_migrations", "Requests that lost their place.", ("model", "reason"))
-        self.resumed = self._counter("inflight_resumed", "Streams taken up again.", ("model",))
-        self.redis_errors = self._counter("inflight_redis_errors", "Calls that did not succeed.", ("script",))
-        self.redis_up = Gauge("inflight_redis_up", "1: the newest call succeeded.", registry=registry)
+        self.prompt_tokens = self._counter(
+            "inflight_prompt_tokens", "Prompt tokens of requests with a seat.", ("model",)
+        )
+        self.cached_tokens = self._counter(
+            "inflight_cached_prompt_tokens", "Prompt tokens from the prefix cache.", ("model",)
+        )
+        self.output_tokens = self._counter("inflight_output_tokens", "Output tokens sent to clients.", ("model",))
+        self.migrations = self._counter(
+            "inflight_migrations", "Requests that lost their placement.", ("model", "reason")
+        )
+        self.resumed = self._counter("inflight_resumed", "Resumed streams.", ("model",))
+        self.redis_errors = self._counter("inflight_redis_errors", "Failed ledger calls to Redis.", ("script",))
+        self.redis_up = Gauge("inflight_redis_up", "1 if the latest ledger call succeeded, else 0.", registry=registry)
         self._recorders: dict[tuple[str, str, str], _Measures] = {}
         for model in models:
             for counter in (self.prompt_tokens, self.cached_tokens, self.output_tokens, self.resumed):
@@ -94,7 +104,7 @@ class RouterMetrics:
         self.refusals.labels(model, priority_class, reason.value).inc()
 
     def store_called(self, call: StoreCall) -> None:
-        """A call of the ledger is over."""
+        """Records a finished store call."""
         self.redis_seconds.labels(call.script).observe(call.seconds)
         if not call.succeeded:
             self.redis_errors.labels(call.script).inc()
@@ -137,7 +147,7 @@ class RequestMeter:
         self._prior_tokens = prior_tokens
 
     def admitted(self) -> None:
-        """Counts when it is placed."""
+        """Does nothing: a request is counted when it is placed."""
 
     def placed(self, placed: PlacedAt) -> None:
         """See `RequestRecorder`."""
@@ -182,4 +192,4 @@ class RequestMeter:
             self._measures.per_token.observe(end.decode_s / num_later)
 
     def left(self) -> None:
-        """The router that it goes on with counts its end."""
+        """Does nothing: the router that continues the request counts its end."""

@@ -1,12 +1,12 @@
-"""The spans of a request on this router: the call, what it waits for, and its places.
+"""Trace spans of a request on this router: the call, what it waits for, and its placements.
 
     inflight.generate
       inflight.tokenize
       inflight.ledger submit      (Redis)
-      inflight.queue              from there to a place
+      inflight.queue              until it is placed
       inflight.placement          one for each; the executor's spans are its children
 
-What is asked of the ledger elsewhere in a call has a span, too; what goes on beside calls has none.
+Other store calls within a traced call have a span, too; periodic store calls have none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from router.telemetry.metrics import PROVIDER
 
 @contextmanager
 def call_span(tracer: Tracer, name: str, metadata: Iterable[tuple[str, str | bytes]]) -> Iterator[Span]:
-    """A client's call, within the trace that it brings. An error's reason is recorded, its text is not."""
+    """Spans a client's call, within the trace of the client. Records an error's reason, not its text."""
     with tracer.start_as_current_span(
         name, context_in(metadata), SpanKind.SERVER, record_exception=False, set_status_on_exception=False
     ) as span:
@@ -39,7 +39,7 @@ def call_span(tracer: Tracer, name: str, metadata: Iterable[tuple[str, str | byt
 
 
 def trace_store_calls(tracer: Tracer, call: StoreCall) -> None:
-    """A call of the ledger is over. Nothing where it was for no traced request."""
+    """Records a finished store call. Ignored if it belongs to no traced request."""
     if not trace.get_current_span().is_recording():
         return
     span = tracer.start_span(
@@ -73,7 +73,7 @@ class RequestTrace:
     def __init__(self, tracer: Tracer, facts: RequestFacts) -> None:
         self._context = current.get_current()
         self._call = trace.get_current_span()
-        # What is taken over from another router comes outside any call, and begins no trace of its own.
+        # A request adopted from another router arrives outside any call, and starts no trace of its own.
         self._tracer = tracer if self._call.get_span_context().is_valid else NoOpTracer()
         self._queue: Span | None = None
         self._placement: Span | None = None

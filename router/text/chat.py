@@ -94,7 +94,7 @@ def _plain(value: struct_pb2.Value) -> Any:
 
 def _message_violations(message: inference_pb2.ChatMessage, field: str) -> Iterator[FieldViolation]:
     if not message.role:
-        yield FieldViolation(f"{field}.role", 'is empty; must say who speaks, as "user"')
+        yield FieldViolation(f"{field}.role", 'is empty; must be the role of the author, such as "user"')
     for i, part in enumerate(message.content):
         if part.WhichOneof("part") is None:
             yield FieldViolation(f"{field}.content[{i}]", "is empty; exactly one kind of part must be set")

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from bench.chaos.fleet import running_fleet
-from bench.chaos.health import Observer
-from bench.chaos.nursery import Nursery
 from bench.chaos.setting import TINY_STEP_MS
-from bench.chaos.tiny_model import NAME, write_tiny_model
-from inflight.aio import Client
+from bench.fleet.fleet import running_fleet
+from bench.fleet.fork_server import ForkServer
+from bench.fleet.health import Observer
+from bench.fleet.tiny_model import NAME, write_tiny_model
+from inflight import AsyncClient
 from inflight.local.options import StackOptions
 from tests.chaos.system import PATIENCE_S, System
 
@@ -38,9 +38,9 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Syst
         router_args=("--no-executor-grace-s", str(PATIENCE_S)),
     )
     async with (
-        Nursery(folder / "nursery.log") as nursery,
-        running_fleet(options, nursery) as fleet,
-        Client(*fleet.addresses) as client,
+        ForkServer(folder / "fork-server.log") as fork_server,
+        running_fleet(options, fork_server) as fleet,
+        AsyncClient(*fleet.addresses) as client,
         Observer(fleet, NAME) as observer,
     ):
         await observer.wait_until_whole(PATIENCE_S)

@@ -1,7 +1,7 @@
 """Runs `inflight` with executors that die of a certain prompt: `python -m tests.chaos.poisoned 12 executor --listen …`.
 
 A sequence whose prompt begins with `POISON` kills the process that boards it, as a bug of a kernel would. Otherwise as
-`bench.chaos.paced`.
+`bench.fleet.paced`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bench.chaos.paced import main as run_paced
+from bench.fleet.paced import main as run_paced
 
 if TYPE_CHECKING:
     from executor.engine.runner import PendingStep, StepRunner

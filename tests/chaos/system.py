@@ -10,31 +10,31 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bench.chaos.fleet import Fleet, Member
-from bench.chaos.health import Leak, Observer
 from bench.chaos.observed import Observed, judge
-from bench.chaos.specimens import Expected, Kind, Specimen
-from inflight.aio import Client
-from inflight.aio_stream import Stream
+from bench.chaos.requests import Expected, SampleKind, SampleRequest
+from bench.fleet.fleet import Fleet, Member
+from bench.fleet.health import Leak, Observer
+from inflight import AsyncClient
+from inflight.aio_stream import AsyncStream
 
 # Nothing here takes so long unless it hangs: a limit of liveness, not a bound.
 PATIENCE_S = 90.0
 
-LONG = Specimen("long", Kind.IDS, 160, prompt_ids=tuple(range(40, 60)))
-SHORT = Specimen("short", Kind.IDS, 24, prompt_ids=(7, 8, 9, 10, 11, 12, 13, 14))
+LONG = SampleRequest("long", SampleKind.IDS, 160, prompt_ids=tuple(range(40, 60)))
+SHORT = SampleRequest("short", SampleKind.IDS, 24, prompt_ids=(7, 8, 9, 10, 11, 12, 13, 14))
 
 
-def numbered(specimen: Specimen, number: int) -> Specimen:
+def numbered(sample: SampleRequest, number: int) -> SampleRequest:
     """Another one of the same size."""
-    assert specimen.prompt_ids is not None
-    return replace(specimen, name=f"{specimen.name}-{number}", prompt_ids=(number, *specimen.prompt_ids[1:]))
+    assert sample.prompt_ids is not None
+    return replace(sample, name=f"{sample.name}-{number}", prompt_ids=(number, *sample.prompt_ids[1:]))
 
 
 @dataclass(eq=False)
 class Reading:
     """A stream that is being read to its end."""
 
-    stream: Stream
+    stream: AsyncStream
     observed: Observed
     ended: asyncio.Task[None]
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,22 +58,22 @@ class System:
     """A fleet, a client of all its routers, and what requests bring undisturbed."""
 
     fleet: Fleet
-    client: Client
+    client: AsyncClient
     observer: Observer
-    expected: dict[Specimen, Expected] = field(default_factory=dict)
+    expected: dict[SampleRequest, Expected] = field(default_factory=dict)
 
-    async def learn(self, *specimens: Specimen) -> None:
+    async def learn(self, *samples: SampleRequest) -> None:
         """Generates what is not known yet."""
-        unknown = [specimen for specimen in specimens if specimen not in self.expected]
+        unknown = [sample for sample in samples if sample not in self.expected]
         completions = await asyncio.gather(*(self.client.send(one.request()).result() for one in unknown))
-        for specimen, done in zip(unknown, completions, strict=True):
+        for sample, done in zip(unknown, completions, strict=True):
             assert done.finish_reason is not None
-            self.expected[specimen] = Expected(done.token_ids, done.text, done.finish_reason.value)
+            self.expected[sample] = Expected(done.token_ids, done.text, done.finish_reason.value)
 
-    def read(self, specimen: Specimen, client: Client | None = None, **options: Any) -> Reading:
+    def read(self, sample: SampleRequest, client: AsyncClient | None = None, **options: Any) -> Reading:
         """Begins to read a request."""
-        stream = (client or self.client).send(specimen.request(**options))
-        observed = Observed(specimen, time.monotonic())
+        stream = (client or self.client).send(sample.request(**options))
+        observed = Observed(sample, time.monotonic())
 
         async def follow() -> None:
             async with aclosing(stream.events()) as events:
@@ -85,10 +85,10 @@ class System:
         reading = Reading(stream, observed, asyncio.create_task(follow()))
         return reading
 
-    async def read_running(self, specimens: list[Specimen], num_tokens: int = 10) -> list[Reading]:
+    async def read_running(self, samples: list[SampleRequest], num_tokens: int = 10) -> list[Reading]:
         """Begins to read requests, and returns when each has brought so many tokens."""
-        await self.learn(*specimens)
-        readings = [self.read(specimen) for specimen in specimens]
+        await self.learn(*samples)
+        readings = [self.read(sample) for sample in samples]
         for reading in readings:
             await reading.until(lambda observed: observed.num_tokens >= num_tokens)
         return readings
@@ -98,8 +98,8 @@ class System:
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*(reading.ended for reading in readings))
         for reading in readings:
-            verdict = judge(reading.observed, self.expected[reading.observed.specimen])
-            assert verdict.is_right, (reading.observed.specimen.name, verdict)
+            verdict = judge(reading.observed, self.expected[reading.observed.sample])
+            assert verdict.is_right, (reading.observed.sample.name, verdict)
         return max(reading.longest_pause_s for reading in readings)
 
     def executor_of(self, reading: Reading) -> Member:

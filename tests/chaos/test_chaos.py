@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 LAST_LINE = re.compile(r"chaos: requests=(\d+) deaths=(\d+) resumed=(\d+) lost=0 duplicated=0 leaked_blocks=0")
 
 
-@pytest.mark.slow
 def test_no_token_is_lost_or_comes_twice_whatever_dies(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.chaos", "--model", "tiny", "--seconds", "16", "--seed", "5", "--copies"]
     faults = ("--faults", "executor-kill,router-kill,redis-empty,link-cut")

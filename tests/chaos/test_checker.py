@@ -9,31 +9,30 @@ import grpc
 import pytest
 
 from bench.chaos.gaps import Window, gaps_by_kind
-from bench.chaos.health import Leak
 from bench.chaos.load import Manner, Sent, is_promised_refusal
-from bench.chaos.measured import BEGIN, END, fill
 from bench.chaos.observed import Observed, Verdict, judge
-from bench.chaos.report import to_html, to_markdown
+from bench.chaos.report import BEGIN, END, fill, page
+from bench.chaos.requests import Expected, SampleKind, SampleRequest
 from bench.chaos.schedule import Fault, FaultKind, faults
-from bench.chaos.specimens import Expected, Kind, Specimen
 from bench.chaos.tally import Tally, tally
+from bench.fleet.health import Leak
 from inflight.errors import InflightError
 from inflight.events import Accepted, Delta, Done, Finished, FinishReason, Timing, Usage
 
-IDS = Specimen("ids-0", Kind.IDS, 6, prompt_ids=(1, 2))
-TEXT = Specimen("text-1", Kind.TEXT, 6, prompt="a b")
+IDS = SampleRequest("ids-0", SampleKind.IDS, 6, prompt_ids=(1, 2))
+TEXT = SampleRequest("text-1", SampleKind.TEXT, 6, prompt="a b")
 DUE = Expected((10, 11, 12, 13, 14, 15), "abcdéf", "length")
 WHOLE = [(0, (10, 11), "ab"), (2, (12,), "c"), (3, (13, 14, 15), "déf")]
 
 Piece = tuple[int, tuple[int, ...], str]
 
 
-def observed(pieces: list[Piece], specimen: Specimen = IDS, *, counted: int = 6, ends: bool = True) -> Observed:
+def observed(pieces: list[Piece], sample: SampleRequest = IDS, *, counted: int = 6, ends: bool = True) -> Observed:
     """A stream that brought these pieces, a second apart."""
-    seen = Observed(specimen, 0.0)
+    seen = Observed(sample, 0.0)
     seen.add(Accepted("r", "t", 2, 6), 0.5)
     for at, (offset, ids, text) in enumerate(pieces):
-        seen.add(Delta(text, ids if specimen.wants_ids else (), offset, len(ids)), 1.0 + at)
+        seen.add(Delta(text, ids if sample.wants_ids else (), offset, len(ids)), 1.0 + at)
     if ends:
         seen.add(Finished(0, FinishReason.LENGTH), 9.0)
         seen.add(Done(Usage(2, 0, counted, 0), Timing(None, None, None, None, 0)), 9.0)
@@ -42,9 +41,9 @@ def observed(pieces: list[Piece], specimen: Specimen = IDS, *, counted: int = 6,
     return seen
 
 
-@pytest.mark.parametrize("specimen", [IDS, TEXT])
-def test_stream_that_brings_everything_once_is_right(specimen: Specimen) -> None:
-    assert judge(observed(WHOLE, specimen), DUE) == Verdict()
+@pytest.mark.parametrize("sample", [IDS, TEXT])
+def test_stream_that_brings_everything_once_is_right(sample: SampleRequest) -> None:
+    assert judge(observed(WHOLE, sample), DUE) == Verdict()
 
 
 def test_stream_that_its_client_left_is_right_as_far_as_it_went() -> None:
@@ -52,7 +51,7 @@ def test_stream_that_its_client_left_is_right_as_far_as_it_went() -> None:
     assert judge(observed([(0, (10, 99), "ab")], ends=False), DUE).lost == 1
 
 
-@pytest.mark.parametrize("specimen", [IDS, TEXT])
+@pytest.mark.parametrize("sample", [IDS, TEXT])
 @pytest.mark.parametrize(
     ("pieces", "lost", "duplicated"),
     [
@@ -63,9 +62,9 @@ def test_stream_that_its_client_left_is_right_as_far_as_it_went() -> None:
     ],
 )
 def test_token_that_is_missing_or_came_again_is_counted(
-    specimen: Specimen, pieces: list[Piece], lost: int, duplicated: int
+    sample: SampleRequest, pieces: list[Piece], lost: int, duplicated: int
 ) -> None:
-    verdict = judge(observed(pieces, specimen), DUE)
+    verdict = judge(observed(pieces, sample), DUE)
     assert (verdict.lost, verdict.duplicated) == (lost, duplicated)
     assert not verdict.is_right
 
@@ -73,7 +72,7 @@ def test_token_that_is_missing_or_came_again_is_counted(
 def test_wrong_token_is_found_where_it_is() -> None:
     verdict = judge(observed([WHOLE[0], (2, (99,), "c"), WHOLE[2]]), DUE)
     assert (verdict.lost, verdict.duplicated) == (1, 0)
-    assert verdict.complaint == "1 wrong tokens, the first at offset 2"
+    assert verdict.problem == "1 wrong tokens, the first at offset 2"
 
 
 @pytest.mark.parametrize(
@@ -82,13 +81,13 @@ def test_wrong_token_is_found_where_it_is() -> None:
 def test_wrong_text_of_right_tokens_is_counted(text: str, lost: int, duplicated: int) -> None:
     verdict = judge(observed([*WHOLE[:2], (3, (13, 14, 15), text)], TEXT), DUE)
     assert (verdict.lost, verdict.duplicated) == (lost, duplicated)
-    assert "text differs" in (verdict.complaint or "")
+    assert "text differs" in (verdict.problem or "")
 
 
-def test_wrong_end_and_wrong_count_are_complaints() -> None:
-    assert judge(observed(WHOLE, counted=9), DUE).complaint == "9 output tokens counted instead of 6"
+def test_wrong_end_and_wrong_count_are_problems() -> None:
+    assert judge(observed(WHOLE, counted=9), DUE).problem == "9 output tokens counted instead of 6"
     stopped = replace(DUE, finish_reason="stop_string")
-    assert judge(observed(WHOLE), stopped).complaint == "finished by length instead of stop_string"
+    assert judge(observed(WHOLE), stopped).problem == "finished by length instead of stop_string"
 
 
 def tally_of(*sent: Sent, leak: Leak | None = Leak(0, 0, 0)) -> Tally:  # noqa: B008 - a value
@@ -107,13 +106,12 @@ def test_last_line_says_what_was_wrong_and_only_a_clean_run_is_right() -> None:
         (tally_of(sent(Verdict(lost=2))), "lost=2 duplicated=0 leaked_blocks=0"),
         (tally_of(sent(Verdict(duplicated=1))), "lost=0 duplicated=1 leaked_blocks=0"),
         (tally_of(leak=Leak(3, 4, 0)), "lost=0 duplicated=0 leaked_blocks=7"),
-        (tally_of(sent(Verdict(complaint="finished by error"))), "lost=0 duplicated=0 leaked_blocks=0"),
+        (tally_of(sent(Verdict(problem="finished by error"))), "lost=0 duplicated=0 leaked_blocks=0"),
         (tally_of(leak=Leak(0, 0, 1)), "lost=0 duplicated=0 leaked_blocks=0"),
     ]:
         assert not wrong.is_right
         assert wrong.last_line.endswith(words)
-        assert wrong.last_line in to_markdown(wrong)
-        assert wrong.last_line in to_html(wrong)
+        assert page(wrong).last_lines == [wrong.last_line]
 
 
 def test_only_new_work_may_be_told_to_come_again() -> None:
@@ -157,15 +155,15 @@ def test_seed_makes_the_schedule_and_every_kind_comes_before_any_comes_again() -
 
 
 def test_measured_gaps_go_into_their_place_on_the_page(tmp_path: Path) -> None:
-    page = tmp_path / "failures.md"
-    page.write_text(f"before\n{BEGIN}old\n{END}\nafter\n")
-    fill(page, tally_of())
-    fill(page, tally_of())
-    text = page.read_text()
+    path = tmp_path / "failures.md"
+    path.write_text(f"before\n{BEGIN}old\n{END}\nafter\n")
+    fill(path, tally_of())
+    fill(path, tally_of())
+    text = path.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
     assert text.count("chaos: requests=0") == 1
-    page.write_text("no place")
+    path.write_text("no place")
     with pytest.raises(ValueError, match="no place"):
-        fill(page, tally_of())
+        fill(path, tally_of())

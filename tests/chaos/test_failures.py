@@ -20,17 +20,17 @@ import pytest
 
 from bench.chaos.inject import KEPT, KEYS
 from bench.chaos.load import Load, Manner
-from bench.chaos.proxy import Weather
-from bench.chaos.specimens import Kind, Specimen
+from bench.chaos.requests import SampleKind, SampleRequest
+from bench.fleet.proxy import Weather
 from bench.simulation.store_link import REMEMBER, RESTORE
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from router.store.connection import connect
 from router.store.settings import StoreSettings
 from tests.chaos.poisoned import POISON
 from tests.chaos.system import LONG, PATIENCE_S, SHORT, Reading, System, numbered
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 Record = Callable[[str, object], None]
 FOUR = [numbered(LONG, number) for number in range(4)]
@@ -95,7 +95,7 @@ async def test_streams_and_waiting_requests_outlive_a_restart_of_redis(
     readings = await system.read_running([numbered(LONG, number) for number in range(8)])
     waiting = [numbered(SHORT, number) for number in range(4)]
     await system.learn(*waiting)
-    queued = [system.read(specimen) for specimen in waiting]
+    queued = [system.read(sample) for sample in waiting]
     if not keeps:
         system.fleet.redis_process.forget()
     system.fleet.redis.send(signal.SIGKILL)
@@ -115,7 +115,7 @@ async def test_requests_in_line_outlive_a_redis_that_forgets_its_newest_writes(
     readings = await system.read_running([numbered(LONG, number) for number in range(8)])
     async with aclosing(connect(system.fleet.redis_process.url(), StoreSettings())) as redis:
         await redis.eval(REMEMBER, 0, KEYS, KEPT)
-        queued = [system.read(specimen, want_queue_events=True) for specimen in waiting]
+        queued = [system.read(sample, want_queue_events=True) for sample in waiting]
         for reading in queued:
             await reading.until(functools.partial(has_news, reading))
         await redis.eval(RESTORE, 0, KEYS, KEPT)
@@ -128,7 +128,7 @@ async def test_requests_in_line_outlive_a_redis_that_forgets_its_newest_writes(
 
 async def refused(address: str) -> InflightError:
     """What new work is told, by a client that does not try again."""
-    async with Client(address, retries=False, resume=False) as client:
+    async with AsyncClient(address, retries=False, resume=False) as client:
         with pytest.raises(InflightError) as caught:
             await client.send(SHORT.request()).result()
     return caught.value
@@ -195,7 +195,7 @@ async def test_blocks_are_free_when_a_client_disconnects(system: System, record_
 async def test_poison_prompt_convicts_only_itself(system: System) -> None:
     before = len(system.fleet.exits)
     others = await system.read_running([numbered(LONG, 1), numbered(LONG, 2)])
-    poison = Specimen("poison", Kind.IDS, 8, prompt_ids=POISON)
+    poison = SampleRequest("poison", SampleKind.IDS, 8, prompt_ids=POISON)
     with pytest.raises(InflightError) as caught:
         async with asyncio.timeout(PATIENCE_S):
             await system.client.send(poison.request()).result()
@@ -207,9 +207,9 @@ async def test_poison_prompt_convicts_only_itself(system: System) -> None:
 
 
 async def test_rolling_restart_of_everything_fails_no_request(system: System, record_property: Record) -> None:
-    specimens = [numbered(SHORT, number) for number in range(8)]
-    await system.learn(*specimens)
-    known = {specimen: system.expected[specimen] for specimen in specimens}
+    samples = [numbered(SHORT, number) for number in range(8)]
+    await system.learn(*samples)
+    known = {sample: system.expected[sample] for sample in samples}
     load = Load(system.client, known, random.Random(1).randrange(100), [Manner.READ, Manner.WATCH_QUEUE])
     async with asyncio.TaskGroup() as group:
         group.create_task(load.run(num_clients=10))

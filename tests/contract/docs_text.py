@@ -16,7 +16,7 @@ from markdown_it.token import Token
 from tests.contract.test_imports import REPOSITORY
 
 PAGES = (
-    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "bench/workloads/README.md")),
 )
 # Names of other systems stand in the first column of this page's tables.

@@ -43,7 +43,6 @@ def test_picture_says_what_it_shows_and_has_a_dark_side(picture: Path) -> None:
     assert is_screenshot or "prefers-color-scheme: dark" in text
 
 
-@pytest.mark.slow
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "-c", "docs", "-b", "html"]
     built = subprocess.run([*command, ".", str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True)

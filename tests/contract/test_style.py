@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.contract.test_imports import PACKAGES, REPOSITORY, imports_of, parsed, sources
+from tests.structure.tree import PRODUCT
 
 MAX_FUNCTION_LINES = 60
 EMPTY_NAMES = frozenset(
@@ -80,6 +81,13 @@ def test_no_clock_of_a_router_enters_a_decision() -> None:
     time_of_day = re.compile(r"\btime\.(time|time_ns|localtime|gmtime)\b|\bdatetime\b")
     told_the_time = {path.name for path in sources("router") if time_of_day.search(path.read_text(encoding="utf-8"))}
     assert told_the_time <= {"api_keys.py", "authenticator.py"}
+
+
+def test_product_waits_with_a_timeout_that_loses_no_cancel() -> None:
+    """`asyncio.wait_for` of Python 3.11 drops a cancel that comes just as what it waits for is done; `asyncio.timeout`
+    does not."""
+    waiting = {path.name for path in sources(*PRODUCT) if "asyncio.wait_for(" in path.read_text(encoding="utf-8")}
+    assert waiting <= {"adoption.py", "registry.py"}
 
 
 def test_no_note_to_ourselves_is_left() -> None:

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.chaos.tiny_model import write_tiny_model
-from inflight.aio import Client
+from bench.fleet.tiny_model import write_tiny_model
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
@@ -38,7 +38,7 @@ class Watched:
 
     async def ask(self) -> None:
         """Some of everything: requests that end, one that is refused, one that is cancelled, one over HTTP."""
-        async with Client(self.router) as client:
+        async with AsyncClient(self.router) as client:
             await asyncio.gather(*(client.complete(f"request {i}", max_tokens=24, ignore_eos=True) for i in range(4)))
             with suppress(InflightError):
                 await client.complete("too long", max_tokens=1 << 20)

@@ -83,7 +83,6 @@ async def run_prometheus(folder: Path, targets: Sequence[str]) -> AsyncIterator[
         await process.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="session")
 async def test_prometheus_answers_every_panel_and_a_script_draws_them(watched: Watched, tmp_path: Path) -> None:
     async with run_prometheus(tmp_path, watched.targets) as prometheus:

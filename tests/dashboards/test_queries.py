@@ -30,7 +30,6 @@ def test_query_parses_and_reads_what_is_documented(query: Query) -> None:
         assert metric in promised, f"{query.where}: {asked.metric}"
 
 
-@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="session")
 async def test_every_metric_and_label_of_a_query_is_exported(watched: Watched) -> None:
     scraped, promised = await watched.scraped(), documented()
@@ -46,7 +45,6 @@ async def test_every_metric_and_label_of_a_query_is_exported(watched: Watched) -
     assert not missing
 
 
-@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="session")
 async def test_documentation_and_export_agree_both_ways(watched: Watched) -> None:
     scraped, promised = await watched.scraped(), documented()
@@ -55,7 +53,6 @@ async def test_documentation_and_export_agree_both_ways(watched: Watched) -> Non
     assert not differ
 
 
-@pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="session")
 async def test_bounds_that_alerts_count_by_are_buckets(watched: Watched) -> None:
     scraped = await watched.scraped()

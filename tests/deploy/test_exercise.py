@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos.tiny_model import write_tiny_model
-from inflight.aio import Client
+from bench.fleet.tiny_model import write_tiny_model
+from inflight import AsyncClient
 from inflight.events import Completion, FinishReason
 from tests.deploy.kubelet import Node, Pod, addresses_of
 from tests.deploy.manifests import OVERLAYS, Overlay, needs_kubectl, overlay
 
-pytestmark = [needs_kubectl, pytest.mark.slow]
+pytestmark = needs_kubectl
 
 ROUTERS = ("127.1.0.1", "127.1.0.2")
 EXECUTORS = ("127.1.0.3", "127.1.0.4", "127.1.0.5")
@@ -78,15 +78,15 @@ async def start_redis(on: Node) -> list[Pod]:
     return pods
 
 
-def client_of(on: Overlay, folder: Path, routers: tuple[str, ...] = ROUTERS) -> Client:
+def client_of(on: Overlay, folder: Path, routers: tuple[str, ...] = ROUTERS) -> AsyncClient:
     """A program in the cluster: it knows who signs the routers' certificates, and the routers' name."""
     ca_file = folder / "ca.crt"
     ca_file.write_bytes(on.content("Secret", "inflight-client-tls")["ca.crt"])
     addresses = (f"{host}:50051" for host in routers)
-    return Client(*addresses, ca_file=ca_file, server_name="inflight-router")
+    return AsyncClient(*addresses, ca_file=ca_file, server_name="inflight-router")
 
 
-async def ask(client: Client, model: str = "") -> Completion:
+async def ask(client: AsyncClient, model: str = "") -> Completion:
     return await client.complete(
         "the bus", max_tokens=MAX_TOKENS, ignore_eos=True, want_token_ids=True, model=model, timeout=TIMEOUT_S
     )
@@ -137,7 +137,7 @@ async def test_overlay_starts_is_probed_answers_and_ends(name: str, tmp_path: Pa
 class Load:
     """Callers that ask one request after the other, and what came of them."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._stopped = asyncio.Event()
         self._progress = asyncio.Condition()
@@ -175,7 +175,7 @@ class Load:
                 self._progress.notify_all()
 
 
-async def wait_for_executors(client: Client, *pods: Pod, has_worked: bool = False) -> None:
+async def wait_for_executors(client: AsyncClient, *pods: Pod, has_worked: bool = False) -> None:
     """Until the ledger knows exactly these, by their pods' names, as taking new work; or as having worked, too."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:

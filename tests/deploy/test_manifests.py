@@ -13,8 +13,8 @@ from common.rpc.server import LIVE_SERVICE
 from common.settings import ENV_PREFIX, ProcessSettings
 from executor.settings import ExecutorSettings
 from gateway.settings import GatewaySettings
-from inflight.cli import connection
-from inflight.cli.address import ADDRESS_VARIABLE
+from inflight.cli import flags
+from inflight.cli.flags import ADDRESS_VARIABLE
 from router.settings import RouterSettings
 from tests.deploy.manifests import (
     COMPONENT,
@@ -39,7 +39,7 @@ SETTINGS: dict[str, type[ProcessSettings]] = {
     "gateway": GatewaySettings,
 }
 # Of the command line's client, which is no process with settings.
-CLIENT_VARIABLES = {ADDRESS_VARIABLE, connection.API_KEY_VARIABLE, connection.CA_FILE_VARIABLE}
+CLIENT_VARIABLES = {ADDRESS_VARIABLE, flags.API_KEY_VARIABLE, flags.CA_FILE_VARIABLE}
 FIELDS = {"metadata.name": "a-pod"}
 # Where the manifests put what several processes read; see deploy/Dockerfile.
 SERVICES = {"router": "inflight.v1.InferenceService", "executor": "inflight.v1.ExecutorService"}

@@ -15,11 +15,11 @@ from urllib.parse import parse_qs, urlsplit
 import grpc
 import pytest
 
+from inflight import Client
 from inflight.catalogue import Capacity, ExecutorCapacity
 from inflight.cli.pod_costs import DEFAULT_SELECTOR
 from inflight.errors import InflightError
 from inflight.local.certificates import make_certificates
-from inflight.sync import Client
 from inflight.tools.pod_costs.costs import ANNOTATION, changed_costs, deletion_cost
 from inflight.tools.pod_costs.follow import follow
 from inflight.tools.pod_costs.kubernetes_api import KubernetesApi, KubernetesError
@@ -191,7 +191,7 @@ def test_api_is_found_as_a_pod_finds_it(tmp_path: Path) -> None:
     (tmp_path / "namespace").write_text("llm\n")
     found = KubernetesApi.of_pod({"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}, tmp_path)
     assert found == KubernetesApi("https://[fd00::1]:6443", "llm", tmp_path / "token", tmp_path / "ca.crt")
-    with pytest.raises(KubernetesError, match="no pod"):
+    with pytest.raises(KubernetesError, match="not in a pod"):
         KubernetesApi.of_pod({}, tmp_path)
 
 

@@ -125,7 +125,6 @@ async def play(cluster: Cluster, statuses: Statuses, operations: list[tuple[Any,
     await until_empty(cluster)
 
 
-@pytest.mark.slow
 async def test_calls_in_any_order_leave_nothing_behind(redis_url: str, pool: str) -> None:
     statuses, loop = documented(), Loop()
     async with run_cluster(redis_url, pool, routers=2, shape=ExecutorShape(max_num_sequences=2)) as cluster:
@@ -174,7 +173,6 @@ async def one_of_the_storm(cluster: Cluster, statuses: Statuses, number: int, ch
     return "ended"
 
 
-@pytest.mark.slow
 async def test_cancel_storm_ends_every_request_once_and_leaves_nothing(redis_url: str, pool: str) -> None:
     chance, statuses = random.Random(5), documented()
     shape = ExecutorShape(max_num_sequences=4, num_standby_sequences=2)

@@ -108,7 +108,6 @@ def requests_of(rpc: str) -> st.SearchStrategy[bytes]:
     return st.tuples(st.sampled_from([sound, sound, b""]), bytes_of(REQUESTS[rpc], HINTS)).map(b"".join)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rpc", REQUESTS)
 async def test_any_request_is_answered_or_refused_as_documented(
     redis_url: str, pool: str, rpc: str, monkeypatch: pytest.MonkeyPatch

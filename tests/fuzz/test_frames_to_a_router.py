@@ -19,6 +19,7 @@ from router.lifecycle.events import LinkEvent, Withdrawn
 from router.request.executor_context import FrameError, context_of
 from router.store.types import Demand, Ending
 from router.stream.request_stream import RequestStream
+from tests.examples import examples
 from tests.fuzz.messages import messages_of
 from tests.scripted_store import ScriptedRouter, accepts, new_stream, place, placement, settled, steps
 
@@ -78,7 +79,7 @@ def take_in(link: ExecutorLink, response: executor_pb2.ServeResponse) -> None:
     link.receive(response)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(frames=st.lists(messages_of(executor_pb2.ServeResponse, HINTS), max_size=4), is_seated=st.booleans())
 async def test_any_frame_is_refused_or_taken_in(frames: list[executor_pb2.ServeResponse], is_seated: bool) -> None:
     router, link, stream = await offered()
@@ -112,7 +113,7 @@ async def test_any_frame_is_refused_or_taken_in(frames: list[executor_pb2.ServeR
         assert bystander.output_ids == [3, 4]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(messages_of(executor_pb2.Report, HINTS))
 def test_ledger_is_told_only_numbers_that_it_can_count_with(report: executor_pb2.Report) -> None:
     link = ExecutorLink("e0:1", "router", ScriptedRouter("m").pools)

@@ -129,7 +129,6 @@ async def attack(cluster: Cluster, channel: grpc.aio.Channel, frames: list[bytes
     return router
 
 
-@pytest.mark.slow
 async def test_any_frame_is_answered_as_documented_and_harms_nobody(redis_url: str, pool: str) -> None:
     statuses, loop = documented(), Loop()
     frames = bytes_of(executor_pb2.ServeRequest, HINTS)

@@ -65,7 +65,6 @@ async def stream_infer(channel: grpc.aio.Channel, requests: Sequence[bytes]) -> 
     return sum([one.infer_response.parameters["triton_final_response"].bool_param async for one in responses])
 
 
-@pytest.mark.slow
 async def test_any_inference_is_answered_or_refused_as_documented(redis_url: str, pool: str) -> None:
     statuses, loop = documented(), Loop()
     num_examples = 1000 if is_exploring() else 60

@@ -18,7 +18,7 @@ from tests.kernels.test_gpu_decoder import FAMILY
 from tests.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
 from tests.tiny_models import save_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = pytest.mark.gpu
 
 
 def load(folder: Path, backend_name: str) -> PagedModel:

@@ -13,7 +13,7 @@ from executor.step.sampling import SampleRow, sample
 from tests.kernels.comparison import assert_attends_as_the_reference
 from tests.paged_cases import Spec
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = pytest.mark.gpu
 
 MIXED = (*(Spec(1, 37 * i + 1) for i in range(9)), Spec(130, 130), Spec(5, 700), Spec(300, 900))
 

@@ -21,7 +21,7 @@ from tests.kernels.test_gpu_decoder import FAMILY, PROMPTS
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, requests
 from tests.tiny_models import save_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = pytest.mark.gpu
 
 
 def load(folder: Path, backend_name: str) -> PagedModel:

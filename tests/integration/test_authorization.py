@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from router.auth.caller import Caller
 from router.settings import RouterSettings
 from tests.cluster import Cluster, RunningRouter, run_cluster, token_request
 from tests.credentials import AUDIENCE, ISSUER, Signer, ec_key, key_entry, public_jwk, write_jwks
@@ -99,6 +100,29 @@ async def test_generate_is_held_against_the_callers_key(redis_url: str, pool: st
         assert await generate(router, shown("model")) == expected
         # A key opens the door, but the admission file says whether its tenant is served
         assert await status_of(router, shown("stranger")) is denied
+
+
+async def test_credential_is_verified_once_for_a_call(
+    redis_url: str, pool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with locked_cluster(redis_url, pool, tmp_path) as cluster:
+        router = cluster.routers[0]
+        authenticator = router.service._authenticator
+        identify, num_verified = authenticator.identify, 0
+
+        def counted(metadata: Any) -> Caller:
+            nonlocal num_verified
+            num_verified += 1
+            return identify(metadata)
+
+        monkeypatch.setattr(authenticator, "identify", counted)
+        await router.stub.ListModels(inference_pb2.ListModelsRequest(), metadata=shown("all"))
+        assert num_verified == 1
+        # The next call is verified by its own credential
+        assert await generate(router, shown("all")) == output_of("acme")
+        assert num_verified == 2
+        assert await status_of(router, shown("nobody")) is grpc.StatusCode.UNAUTHENTICATED
+        assert num_verified == 3
 
 
 async def test_generate_is_held_against_the_callers_token(redis_url: str, pool: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from router.settings import RouterSettings
 from tests.board_browser import CHROMIUM, NO_CHROMIUM, PATIENCE_MS, chromium, opened
 from tests.cluster import Brake, RunningRouter, run_cluster, token_request
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM.exists(), reason=NO_CHROMIUM)]
+pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=NO_CHROMIUM)
 
 SETTINGS = RouterSettings(http_listen="127.0.0.1:0", no_executor_grace_s=1.0)
 NUM_SEATS = 4

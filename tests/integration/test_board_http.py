@@ -46,7 +46,7 @@ async def test_stream_of_a_router_tells_of_its_executors_and_ends_with_the_route
         async with started(parts.http) as address:
             async with reply(address, "/") as (status, page):
                 assert status == 200
-                assert b"<title>inflight board</title>" in await page.read()
+                assert b"<title>inflight dashboard</title>" in await page.read()
             async with reply(address, "/board/stats") as (status, stream):
                 assert status == 200
                 await stream.readline()  # the chunk's length

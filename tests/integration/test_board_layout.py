@@ -20,7 +20,6 @@ from tests.integration.test_board_page import board, is_live
 expect.set_options(timeout=PATIENCE_MS)
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not CHROMIUM.exists(), reason=NO_CHROMIUM),
     pytest.mark.asyncio(loop_scope="module"),
 ]

@@ -1,4 +1,4 @@
-"""The live board in a real browser: the router's routes, a scripted source of statistics, Chromium.
+"""The dashboard in a real browser: the router's routes, a scripted source of statistics, Chromium.
 
 One browser for all tests. A test shows a message and waits until the page says what the message says.
 """
@@ -39,7 +39,6 @@ LOST_CONNECTION = re.compile(r"ERR_(CONNECTION_REFUSED|INCOMPLETE_CHUNKED_ENCODI
 expect.set_options(timeout=PATIENCE_MS)
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not CHROMIUM.exists(), reason=NO_CHROMIUM),
     pytest.mark.asyncio(loop_scope="module"),
 ]
@@ -194,7 +193,7 @@ async def test_seat_tells_who_sits_there_to_keys_and_pointer(browser: Browser) -
         await page.keyboard.press("End")
         await expect(looked_at).to_have_text("Seat 8: free")
         await page.keyboard.press("Escape")
-        await expect(looked_at).to_have_text(re.compile("^Point at a seat"))
+        await expect(looked_at).to_have_text(re.compile("^Select a seat"))
         await seats.blur()
         await seats.hover(position={"x": 40, "y": 42})
         await expect(looked_at).to_have_text(re.compile("^Seat 1: acme"))
@@ -215,7 +214,7 @@ async def test_queue_blocks_constraints_and_figures_are_told(browser: Browser) -
         blocks = page.get_by_role("img", name="KV blocks of executor-0")
         used = message.executors[0].iterations[-1].kv_cache_stats.used_num_blocks
         await expect(page.locator(".bus").first).to_contain_text(f"{used} in use of 120")
-        await expect(blocks).to_have_attribute("aria-label", re.compile(r"globex \d+.*reserved ahead \d+.*of 120"))
+        await expect(blocks).to_have_attribute("aria-label", re.compile(r"globex \d+.*reserved, not used \d+.*of 120"))
         await expect(page.locator(".bounds").first).to_contain_text(
             re.compile(r"%\s*no free KV blocks for the next sequence")
         )
@@ -296,9 +295,9 @@ async def test_locked_router_asks_for_a_key_and_keeps_it_in_the_tab_alone(browse
         await expect(page.locator("#board")).to_be_hidden()
         await field.fill("wrong" * 10)
         await page.keyboard.press("Enter")
-        await expect(page.get_by_role("alert")).to_contain_text("That did not open it")
+        await expect(page.get_by_role("alert")).to_contain_text("Key rejected")
         await field.fill(KEY)
-        await page.get_by_role("button", name="Open the board").click()
+        await page.get_by_role("button", name="Open dashboard").click()
         await is_live(page)
         await expect(field).to_be_hidden()
         kept = await page.evaluate(
@@ -384,7 +383,7 @@ async def test_screen_reader_finds_landmarks_headings_tables_and_a_summary(brows
         for landmark in landmarks:
             await expect(page.get_by_role(landmark)).to_have_count(1)
         for heading in (
-            "inflight board",
+            "inflight dashboard",
             "History",
             "Executors",
             "executor-0",
@@ -431,7 +430,7 @@ async def test_names_of_clients_are_text_and_never_markup(browser: Browser) -> N
         await page.get_by_role("button", name="Tables").click()
         await expect(page.locator("#queue")).to_contain_text(evil)
         assert await page.locator("main img").count() == 0
-        assert await page.title() == "inflight board"
+        assert await page.title() == "inflight dashboard"
         assert not complaints
 
 

@@ -34,7 +34,7 @@ def check_whole(result: Completion) -> None:
     assert result.usage.output_tokens == NUM_TOKENS
 
 
-def serving(cluster: Cluster, stream: aio.Stream | sync.Stream) -> RunningRouter:
+def serving(cluster: Cluster, stream: aio.AsyncStream | sync.Stream) -> RunningRouter:
     """The router that serves a stream."""
     request_id = stream.request_id
     assert request_id is not None
@@ -80,7 +80,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.close()
 
 
-async def until_read(stream: aio.Stream, num_tokens: int, events: Any) -> None:
+async def until_read(stream: aio.AsyncStream, num_tokens: int, events: Any) -> None:
     while stream.transcript.choices[0].num_tokens < num_tokens:
         await anext(events)
 
@@ -89,7 +89,7 @@ async def test_a_router_that_dies_in_mid_stream_is_not_noticed(redis_url: str, p
     async with run_cluster(redis_url, pool, routers=2) as cluster, asyncio.timeout(WAIT_S):
         brake = cluster.executors[0].brake
         brake.hold()
-        async with aio.Client(*addresses(cluster)) as client:
+        async with aio.AsyncClient(*addresses(cluster)) as client:
             stream = client.generate(token_ids=PROMPT, **OPTIONS)
             events = stream.events()
             brake.permit(6)
@@ -108,7 +108,7 @@ async def test_a_connection_cut_under_a_living_router_is_not_noticed(redis_url: 
     async with run_cluster(redis_url, pool, routers=1) as cluster, asyncio.timeout(WAIT_S):
         brake = cluster.executors[0].brake
         brake.hold()
-        async with Cut(cluster.routers[0].address) as way, aio.Client(way.address) as client:
+        async with Cut(cluster.routers[0].address) as way, aio.AsyncClient(way.address) as client:
             stream = client.generate(token_ids=PROMPT, **OPTIONS)
             events = stream.events()
             brake.permit(6)
@@ -118,7 +118,8 @@ async def test_a_connection_cut_under_a_living_router_is_not_noticed(redis_url: 
             async for _ in events:
                 pass
     check_whole(stream.transcript.result())
-    assert stream.num_resumes == 1
+    # The router may notice the cut only after the client has come back, and cancel the request then.
+    assert stream.num_resumes >= 1
 
 
 async def test_the_sync_client_outlives_its_router_too(redis_url: str, pool: str) -> None:

@@ -16,14 +16,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.rpc.server import (
-    KEEPALIVE_TIME_MS,
-    MAX_METADATA_BYTES,
-    MIN_PING_INTERVAL_MS,
-    ConnectionLimits,
-    GrpcServer,
-    channel_options,
-)
+from common.rpc.options import KEEPALIVE_TIME_MS, MAX_METADATA_BYTES, channel_options
+from common.rpc.server import MIN_PING_INTERVAL_MS, ConnectionLimits, GrpcServer
 from common.rpc.tls import TlsFiles, TlsPaths
 from inflight.local.certificates import make_certificates
 from inflight.local.ports import free_ports
@@ -203,7 +197,6 @@ def test_our_own_pings_are_twice_as_far_apart_as_a_server_demands() -> None:
     assert dict(channel_options())["grpc.keepalive_time_ms"] == KEEPALIVE_TIME_MS
 
 
-@pytest.mark.slow
 async def test_idle_client_keeps_its_connection_through_many_pings() -> None:
     """All times a tenth of the real ones; gRPC pings no more often than once a second."""
     async with (
@@ -218,7 +211,6 @@ async def test_idle_client_keeps_its_connection_through_many_pings() -> None:
         assert channel.get_state() is grpc.ChannelConnectivity.READY
 
 
-@pytest.mark.slow
 async def test_stopped_server_is_noticed_within_keepalive_and_its_timeout() -> None:
     """All times a tenth of the real ones."""
     (port,) = free_ports("127.0.0.1", 1)

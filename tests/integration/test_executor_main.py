@@ -13,7 +13,7 @@ import pytest
 from common.process import EXIT_FAILED
 from executor import main
 from executor.engine.runner import PendingStep
-from executor.main import Loaded, run
+from executor.main import Loaded, run_executor
 from executor.scheduler.sequence import StepPlan, TokenLogprobs
 from executor.serving.service import ExecutorService, Identity
 from executor.serving.submission import SubmissionLimits
@@ -85,7 +85,7 @@ def start_process(
     monkeypatch.setattr(main, "identity", lambda settings, loaded: identity)
     settings = ExecutorSettings(listen=address, tokens_per_block=16, http_listen=http_listen)
     loaded = Loaded(cast("Any", None), cast("Any", None), NUM_BLOCKS, LIMITS)
-    return address, asyncio.create_task(run(settings, loaded, None))
+    return address, asyncio.create_task(run_executor(settings, loaded, None))
 
 
 async def test_process_ends_with_1_when_its_engine_dies_and_hands_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,24 @@ async def test_door_tenant_class_and_models_hold(redis_url: str, pool: str, tmp_
         assert not index.models
 
 
+async def test_stream_refuses_requests_from_when_its_credential_has_expired(
+    redis_url: str, pool: str, tmp_path: Path
+) -> None:
+    async with (
+        locked_cluster(redis_url, pool, tmp_path) as cluster,
+        grpc.aio.insecure_channel(cluster.routers[0].address) as channel,
+    ):
+        call = stub_of(channel).ModelStreamInfer(metadata=shown("all"))
+        await call.write(by_ids([1, 2], 3, request_id="a", is_streamed=True))
+        assert await read_until_final(call, 1) == {"a": output_of("acme")}
+        keys = cluster.routers[0].parts.authentication._keys
+        assert keys is not None
+        keys._content = ()
+        await call.write(by_ids([1, 2], 3, request_id="b", is_streamed=True))
+        assert "a valid credential is needed" in (await call.read()).error_message
+        call.cancel()
+
+
 async def test_stream_with_a_refused_request_and_bytes_that_are_no_message_behind_it_ends(
     redis_url: str, pool: str
 ) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-import pytest
 from redis.asyncio import Redis
 
 from inflight.v1 import executor_pb2
@@ -111,7 +110,6 @@ async def storm(redis_url: str, pool: str) -> AsyncIterator[Storm]:
     await close(redis, other_redis)
 
 
-@pytest.mark.slow
 async def test_clients_that_leave_all_at_once_are_withdrawn_and_the_lease_holds(redis_url: str, pool: str) -> None:
     async with storm(redis_url, pool) as here:
         streams = await here.queue(NUM_REQUESTS)
@@ -125,7 +123,6 @@ async def test_clients_that_leave_all_at_once_are_withdrawn_and_the_lease_holds(
     assert (here.num_lapses, here.failed_calls) == (0, [])
 
 
-@pytest.mark.slow
 async def test_all_that_wait_are_put_in_line_again_when_the_ledger_was_lost(
     redis_url: str, redis_admin_url: str, pool: str
 ) -> None:

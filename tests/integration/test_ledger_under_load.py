@@ -12,7 +12,7 @@ from inflight.v1 import inference_pb2
 from router.store.connection import connect
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
-from tests.cluster import Cluster, ExecutorShape, run_cluster, token_request
+from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of, random_requests
 
 
@@ -36,14 +36,29 @@ async def watch_ledger(redis_url: str, pool: str, most_sequences: int, seen: lis
         await redis.aclose()
 
 
+async def collect_in_turn(
+    router: RunningRouter, request: tuple[list[int], int], turns: asyncio.Semaphore
+) -> list[inference_pb2.StreamEvent]:
+    """All events of a request. Few are on their way into the queue at once: a router refuses those that a slow machine
+    keeps waiting there."""
+    await turns.acquire()
+    events: list[inference_pb2.StreamEvent] = []
+    async for response in router.stub.Generate(token_request(*request, want_queue_events=True)):
+        if not events:
+            turns.release()
+        events.append(response.event)
+    return events
+
+
 async def test_reservations_never_exceed_the_budget_under_500_requests(redis_url: str, pool: str) -> None:
     shape = ExecutorShape(num_blocks=40, max_num_sequences=6, num_standby_sequences=2)
     requests = random_requests(500, seed=3)
     seen: list[tuple[int, int]] = []
+    turns = asyncio.Semaphore(16)
     async with run_cluster(redis_url, pool, executors=2, routers=2, shape=shape) as cluster:
         watcher = asyncio.create_task(watch_ledger(redis_url, pool, 8, seen))
         answers = await asyncio.gather(
-            *(collect(cluster.routers[i % 2], token_request(*request)) for i, request in enumerate(requests))
+            *(collect_in_turn(cluster.routers[i % 2], request, turns) for i, request in enumerate(requests))
         )
         assert not watcher.done(), watcher.exception()
         watcher.cancel()

@@ -30,7 +30,7 @@ WAIT_S = 20.0
 UP = """
 import sys
 from pathlib import Path
-from inflight.cli.foreground import run_in_foreground
+from inflight.cli.console import run_in_foreground
 from inflight.cli.up import _up
 from inflight.local.options import StackOptions
 program, run_dir = (sys.executable, sys.argv[1]), Path(sys.argv[2])
@@ -257,7 +257,7 @@ async def test_a_program_that_is_not_there_is_told_in_words(tmp_path: Path) -> N
 
 def test_a_run_folder_that_cannot_be_made_is_a_setting_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StackError, match="cannot use the run folder") as caught:
+    with pytest.raises(StackError, match="cannot use the run directory") as caught:
         asyncio.run(LocalStack(options(tmp_path / "file" / "run")).start())
     assert caught.value.is_setting
 

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from bench.chaos.proxy import Proxy, Weather
+from bench.fleet.proxy import Proxy, Weather
 from executor.engine.runner import PendingStep
 from executor.scheduler.sequence import StepPlan
 from inflight.local.ports import free_ports
@@ -53,7 +53,6 @@ def poison(executor: RunningExecutor, deaths: list[RunningExecutor]) -> None:
     device.launch = launch_or_die  # type: ignore[method-assign]
 
 
-@pytest.mark.slow
 async def test_poison_request_kills_two_executors_and_nobody_elses_request(redis_url: str, pool: str) -> None:
     deaths: list[RunningExecutor] = []
     shape = ExecutorShape(max_num_sequences=8, num_blocks=64)
@@ -93,7 +92,6 @@ def paralyse(executor: RunningExecutor, hangs: list[RunningExecutor]) -> None:
     device.launch = launch_and_stop  # type: ignore[method-assign]
 
 
-@pytest.mark.slow
 async def test_prompt_under_which_two_engines_stand_still_is_refused(redis_url: str, pool: str) -> None:
     hangs: list[RunningExecutor] = []
     settings = RouterSettings(no_executor_grace_s=30.0)

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from inflight.channel import SERVICE_CONFIG
+from inflight.access import SERVICE_CONFIG
 from inflight.v1 import inference_pb2, inference_pb2_grpc
 from tests.unit.scripted_router import WORDS, ScriptedRouter, asked, serving
 
@@ -95,7 +95,6 @@ def until_asked(dying: Dying, call: Callable[[], Any]) -> Any:
             return made
 
 
-@pytest.mark.slow
 def test_grpc_repeats_a_unary_call_of_a_killed_router_on_another() -> None:
     survivor = ScriptedRouter()
     with dying_router() as dying, serving(survivor) as other, plain_stub(dying.address, other) as stub:
@@ -105,7 +104,6 @@ def test_grpc_repeats_a_unary_call_of_a_killed_router_on_another() -> None:
         assert list(call.result().token_ids) == list(b"hi")
 
 
-@pytest.mark.slow
 def test_grpc_repeats_a_generate_that_has_produced_nothing() -> None:
     survivor = ScriptedRouter()
     request = inference_pb2.GenerateRequest(text="wait", idempotency_key="k")
@@ -116,7 +114,6 @@ def test_grpc_repeats_a_generate_that_has_produced_nothing() -> None:
     assert all(repeated == request for repeated in asked(survivor))
 
 
-@pytest.mark.slow
 def test_grpc_never_repeats_a_generate_that_has_produced_tokens() -> None:
     survivor = ScriptedRouter()
     request = inference_pb2.GenerateRequest(text="speak")

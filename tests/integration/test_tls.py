@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.protocol import PROTOCOL_VERSION
 from common.rpc.server import GrpcServer
 from common.rpc.tls import TlsFiles, TlsPaths
 from common.settings import load
@@ -21,7 +22,7 @@ from executor.settings import ExecutorSettings
 from inflight.local.certificates import EXECUTOR_NAME, ROUTER_NAME, CertificateFolder, make_certificates
 from inflight.v1 import executor_pb2, executor_pb2_grpc
 from router.executors.channel import ExecutorChannels
-from router.executors.link import PROTOCOL_VERSION, ExecutorLink, LinkEvents
+from router.executors.link import ExecutorLink, LinkEvents
 from router.lifecycle.events import LinkEvent
 from router.settings import RouterSettings
 from router.stream.request_stream import RequestStream

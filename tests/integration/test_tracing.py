@@ -13,7 +13,7 @@ from common.errors import Reason
 from common.settings import SettingError
 from common.telemetry.trace_context import traceparent_of
 from common.telemetry.tracing import Tracing, open_tracing
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from router.settings import RouterSettings
 from tests.cluster import ExecutorShape, run_router, start_executor, until_ready
@@ -57,7 +57,7 @@ class Traced:
 
 def ask_within_a_span() -> Any:
     async def ask(address: str, tracing: Tracing) -> None:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             with tracing.tracer.start_as_current_span("the user's own"):
                 await client.complete(token_ids=[1, 2, 3, 4, 0], max_tokens=6, ignore_eos=True)
 
@@ -112,7 +112,7 @@ async def test_request_that_its_client_does_not_sample_is_traced_nowhere(redis_u
     unsampled = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-00"
 
     async def ask(address: str, tracing: Tracing) -> None:
-        async with Client(address, metadata={"traceparent": unsampled}) as client:
+        async with AsyncClient(address, metadata={"traceparent": unsampled}) as client:
             await client.complete(token_ids=[1, 2], max_tokens=2)
 
     async with run_collector() as collector:
@@ -122,7 +122,7 @@ async def test_request_that_its_client_does_not_sample_is_traced_nowhere(redis_u
 
 async def test_refusal_is_an_error_with_its_reason_and_without_its_text(redis_url: str, pool: str) -> None:
     async def ask(address: str, tracing: Tracing) -> None:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             with pytest.raises(InflightError):
                 await client.complete(token_ids=[1, 2], max_tokens=1 << 20)
 

@@ -77,7 +77,6 @@ def _quick_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_server_options", lambda limits: [*{**dict(real(limits)), **quick}.items()])
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_quick_keepalive")
 async def test_client_that_vanishes_is_noticed_by_keepalive_and_its_blocks_are_free(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool) as cluster:

@@ -19,13 +19,12 @@ KERNELS = {
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", MAX_SHARED_BYTES)
 def test_everything_that_is_launched_compiles_and_fits(tmp_path: Path, capability: int) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_kernels", str(capability)],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100, check=False,
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=290, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     compiled = [json.loads(line) for line in result.stdout.splitlines()]

@@ -35,7 +35,6 @@ def load(folder: Path, backend_name: str) -> PagedModel:
     return model
 
 
-@pytest.mark.slow
 def test_sequence_goes_on_after_its_blocks_were_away(folder: Path) -> None:
     reference = ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE)
     undisturbed = greedy_tokens(reference, swap_after=None, num_ahead=0)

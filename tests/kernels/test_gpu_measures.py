@@ -48,7 +48,6 @@ def runner_of(model: RandomModel, num_blocks: int) -> GpuRunner:
     return GpuRunner(model.decoder, model.allocate_kv(num_blocks, BLOCK_SIZE), LIMITS, BLOCK_SIZE)
 
 
-@pytest.mark.slow
 def test_engine_serves_every_request_and_times_each_token(model: RandomModel) -> None:
     num_blocks = blocks_of(REQUESTS, BLOCK_SIZE)
     served = serve(runner_of(model, num_blocks), LIMITS, num_blocks, BLOCK_SIZE, REQUESTS)

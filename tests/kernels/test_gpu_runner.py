@@ -154,7 +154,6 @@ def test_log_probabilities_make_no_tensor_of_numbers_and_read_none(
     runner.close()
 
 
-@pytest.mark.slow
 def test_tokens_are_those_of_the_generic_runner(folder: Path) -> None:
     generic, ours = requests(), requests()
     for some in (*generic[1:4], *ours[1:4]):

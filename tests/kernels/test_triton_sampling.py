@@ -12,7 +12,7 @@ from executor.engine.runner import NO_TOKEN
 from executor.gpu.sampling import CHUNK, DrawRows, draw, restrict
 from executor.scheduler.sequence import Sampling
 from executor.step.philox import MASK
-from executor.step.philox import philox as torch_philox
+from executor.step.philox import philox_words as torch_philox
 from executor.step.sampling import LARGEST_UNIFORM, SampleRow, sample
 from executor.step.sampling_columns import SamplingBatch
 from tests.kernels.probes import noise_kernel, words_kernel
@@ -127,7 +127,6 @@ def test_row_that_bans_everything_gives_no_token() -> None:
     assert drawn(logits, rows) == sample(logits, rows).tolist() == [NO_TOKEN, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [0, 40])
 def test_restricted_tokens_are_those_of_the_torch_sampler(top_k: int) -> None:
     # Given rows of several temperatures, so that top_p keeps few tokens or many, one of them with banned ids

@@ -89,7 +89,7 @@ def _deal(pool: Pool, name: str, passed: list[str], caller_id: str) -> Dealt:
         return _drop(pool, name, DropReason.EXPIRED)
     executor_id = pool.choose(name, request)
     if executor_id is None:
-        return _deal_with_misfit(pool, name, caller_id)
+        return _handle_head_of_line(pool, name, caller_id)
     pool.estimates.observe_placement(pool.now_ms, request.tokens)
     if request.estimate and request.attempt == 0:
         pool.estimates.observe_wait(pool.now_ms - request.since_ms, *request.estimate)
@@ -124,7 +124,7 @@ def _may_be_passed(pool: Pool, name: str) -> bool:
     return bool(request.claim) or request.passed < pool.settings.max_bypass or _claim(pool, name)
 
 
-def _deal_with_misfit(pool: Pool, name: str, caller_id: str) -> Dealt:
+def _handle_head_of_line(pool: Pool, name: str, caller_id: str) -> Dealt:
     request = pool.requests[name]
     if pool.executors and not pool.fits_somewhere(request.demand):
         return _drop(pool, name, DropReason.NEVER_FITS)

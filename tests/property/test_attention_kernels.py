@@ -16,6 +16,7 @@ from executor.attention.cpu import CpuAttention
 from executor.attention.reference import ReferenceAttention
 from executor.native.library import NativeLibrary
 from executor.native.pool import NativePool
+from tests.examples import examples
 from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.paged_cases import PagedCase, Spec, make_case
 from tests.torch_threads import torch_threads
@@ -70,7 +71,7 @@ def filled(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     several=st.lists(specs, min_size=1, max_size=5),
     shape=shapes,

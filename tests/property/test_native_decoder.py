@@ -17,7 +17,7 @@ from executor.model.model import PagedModel
 from executor.model.self_check import relative_distance
 from executor.step.batch import StepBatch
 from tests.greedy import assert_same, generate_alone, generate_together
-from tests.native_builds import INSTRUCTION_SETS
+from tests.native_builds import BEST_FIRST
 from tests.paged_cases import PagedCase, Spec, make_case
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
@@ -82,7 +82,7 @@ def greedy_ids(model: PagedModel, batch: StepBatch) -> Tensor:
     return model.native.greedy(batch, model.kv)
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+@pytest.mark.parametrize("instructions", BEST_FIRST)
 def test_logits_are_those_of_transformers_modules(folder: Path, instructions: str) -> None:
     case = filled_case()
     expected = logits_of(load(folder, forward_name="transformers"), case)
@@ -94,7 +94,7 @@ def test_logits_are_those_of_transformers_modules(folder: Path, instructions: st
     assert greedy_ids(model, case.batch).tolist() == model.forward(case.batch).argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTION_SETS)
+@pytest.mark.parametrize("instructions", BEST_FIRST)
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_rounded_weights_stay_near_float32(folder: Path, instructions: str, kind: str) -> None:
     case = filled_case(block_size=32)

@@ -15,6 +15,7 @@ from executor.native.pool import NativePool
 from executor.scheduler.sequence import Sampling
 from executor.step.sampling import SampleRow, sample
 from executor.step.sampling_columns import SamplingBatch
+from tests.examples import examples
 from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.sampling_oracle import is_right
 
@@ -71,7 +72,7 @@ def within(row: SampleRow, vocabulary_size: int) -> SampleRow:
     return SampleRow(row.sampling, row.output_index, frozenset(i for i in row.banned_ids if i < vocabulary_size))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(row=rows, logits=logits_of_rows)
 def test_native_sampler_chooses_what_the_torch_sampler_does(
     native: NativeSampler, row: SampleRow, logits: Tensor
@@ -83,7 +84,7 @@ def test_native_sampler_chooses_what_the_torch_sampler_does(
     assert torch.equal(logits, before), "the caller's logits stay as they are"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     batch=st.lists(st.tuples(rows, st.integers(0, 2**32)), min_size=1, max_size=9),
     order=st.randoms(use_true_random=False),

@@ -15,6 +15,7 @@ from router.stream.relay import Relay
 from router.stream.request_stream import RequestStream
 from router.text.output import OutputText
 from tests import text_models
+from tests.examples import examples
 from tests.text_models import text_model
 
 ENDING_ID = 2  # <|im_end|>
@@ -81,7 +82,7 @@ def told(events: list[inference_pb2.StreamEvent], ids: list[int]) -> str:
     return text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     ids=IDS,
     text=st.text("ab \n🦙é", max_size=20),
@@ -113,6 +114,9 @@ def test_text_and_tokens_do_not_depend_on_where_a_stream_was_cut(
         expected_ids: list[int] = []
         events = await at_once.read([len(ids)], ReadPosition(), None)
         expected_text = told(events, expected_ids)
+        output = OutputText(model.detokenizer(), stops=stops, include_stop=include_stop, min_tokens=min_tokens)
+        step = output.feed(0, ids, last_is_stop_token=bool(ids) and ids[-1] == ENDING_ID)
+        assert expected_text == step.text + ("" if step.matched is not None else output.finish().text)
 
         cut = Stage(stops, include_stop, min_tokens, ids)
         known_ids: list[int] = []
@@ -133,7 +137,7 @@ def test_text_and_tokens_do_not_depend_on_where_a_stream_was_cut(
     asyncio.run(run())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(ids=IDS, spans=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 5)), max_size=3), cut=st.integers(0, 30))
 def test_without_a_count_of_bytes_text_goes_on_behind_what_the_tokens_bring(
     ids: list[int], spans: list[tuple[int, int]], cut: int

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Scheduler, SchedulerLimits
 from executor.scheduler.sequence import FinishReason, Sequence, StepPlan, StepResult
+from tests.examples import examples
 from tests.fake_device import FakeDevice, solo_output
 from tests.property.scheduler_machine import SchedulerMachine
 from tests.property.scheduler_model import limits_strategy, sequence_strategy
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(limits=limits_strategy(), num_extra_blocks=st.integers(0, 30), choice=st.data())
 def test_every_request_gets_its_solo_output_however_small_the_pool(
     overlap: bool, limits: SchedulerLimits, num_extra_blocks: int, choice: st.DataObject

@@ -18,6 +18,7 @@ from router.store.connection import connect
 from router.store.keys import PoolKeys
 from router.store.settings import StoreSettings
 from router.store.types import Demand, TenantLimits
+from tests.examples import examples
 from tests.property.crashing_pool import (
     BUDGET_BLOCKS,
     Crashed,
@@ -188,9 +189,8 @@ def redis_url(redis_admin_url: str) -> str:
     return redis_admin_url
 
 
-@pytest.mark.slow
 @given(seed=st.integers(0, 2**32), max_bypass=st.integers(0, 3), preempts=st.booleans())
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_ledger_survives_any_schedule_of_crashes(redis_url: str, seed: int, max_bypass: int, preempts: bool) -> None:
     """Invariants tested: one state each, sums and indexes agree, no more reserved than there is, one end each, one
     suspect at a time on an executor, no attempt twice. Redis is emptied and rolled back, too.

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.examples import examples
 from tests.property.store_machine import StoreMachine
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)  # to find a failure takes seconds, to shrink it minutes
 def test_scripts_decide_as_the_model_does(redis_url: str, redis_admin_url: str) -> None:
     """Invariants tested: equal results, equal events, equal state; sums, indexes and states agree."""
@@ -21,7 +21,7 @@ def test_scripts_decide_as_the_model_does(redis_url: str, redis_admin_url: str) 
     run_state_machine_as_test(
         StoreMachineOnRedis,
         settings=settings(
-            max_examples=100,
+            max_examples=examples(100),
             stateful_step_count=10,
             deadline=None,
             derandomize=True,

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from router.text.detokenizer import WindowDetokenizer
 from router.text.tokenizer import TextModel
 from tests import text_models
+from tests.examples import examples
 from tests.text_models import BYTE_FALLBACK_OFFSET
 
 SCRIPTS = st.sampled_from(
@@ -27,7 +28,7 @@ SCRIPTS = st.sampled_from(
     ]
 )
 TEXTS = st.one_of(SCRIPTS, st.text(max_size=60), st.lists(SCRIPTS, max_size=3).map(" ".join))
-EXAMPLES = settings(max_examples=200, deadline=None)
+EXAMPLES = settings(max_examples=examples(200), deadline=None)
 
 
 def streamed(model: TextModel, ids: Sequence[int], cuts: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from router.text.output import OutputText
 from tests import text_models
+from tests.examples import examples
 from tests.text_models import text_model
 
 ENDING_ID = 2  # <|im_end|>
@@ -14,7 +15,7 @@ ENDING_ID = 2  # <|im_end|>
 IDS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2000)), max_size=30)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     ids=IDS,
     text=st.text("ab \n🦙é", max_size=20),
@@ -62,7 +63,7 @@ def test_text_is_the_whole_text_cut_at_the_first_stop_that_counts(
     assert (sent, matched, num_taken) == (whole, None, len(ids))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(ids=IDS, split=st.integers(0, 100))
 def test_ending_token_adds_no_text(ids: list[int], split: int) -> None:
     model = text_model(text_models.smollm2)

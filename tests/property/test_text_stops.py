@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.text.stops import StopMatcher
+from tests.examples import examples
 
 # Few letters, so that stops overlap, contain each other and nearly match.
 LETTERS = st.one_of(st.text("ab", max_size=30), st.text("aé🦙", max_size=30))
@@ -30,7 +31,7 @@ def longest_beginning(text: str, stops: Sequence[str]) -> str:
     return max(beginnings, key=len, default="")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(stops=STOPS, pieces=PIECES, include_stop=st.booleans())
 def test_text_is_cut_where_a_search_of_the_whole_cuts_it(
     stops: list[str], pieces: list[tuple[str, bool]], include_stop: bool
@@ -50,7 +51,7 @@ def test_text_is_cut_where_a_search_of_the_whole_cuts_it(
         assert steps[-1].matched == stop
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(stops=STOPS, texts=st.lists(LETTERS, max_size=8))
 def test_exactly_a_possible_beginning_is_held_back(stops: list[str], texts: list[str]) -> None:
     matcher = StopMatcher(stops)

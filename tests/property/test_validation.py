@@ -13,6 +13,7 @@ from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
 from router.api.validation import fit_tokens, validate_generate
 from router.request.spec import ModelLimits
+from tests.examples import examples
 
 FLOATS = st.one_of(st.floats(width=32), st.sampled_from([0.0, 0.5, 1.0]))
 UINT32 = st.one_of(st.integers(0, 40), st.integers(0, 2**32 - 1))
@@ -63,7 +64,7 @@ def check_refusal(error: RequestError) -> None:
         assert re.split(r"[.\[]", violation.field)[0] in names
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(prompt=PROMPT, rest=REST, prompt_ids=IDS, has_chat_template=st.booleans())
 def test_request_is_refused_by_name_or_sound(
     prompt: dict[str, Any], rest: dict[str, Any], prompt_ids: list[int], has_chat_template: bool

@@ -1,6 +1,7 @@
 """Time bounds in virtual time: each fault by itself where there is room, and what is too late is seen.
 
-The bounds are those of docs/failures.md; `bench.simulation.bounds` states them and checks them in every simulation.
+The bounds are those of docs/design/time-bounds.md; `bench.simulation.bounds` states them and checks them in every
+simulation.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import pytest
 import router.store.lua
 from bench.simulation import virtual_router
 from bench.simulation.device import TWO_CORES
-from bench.simulation.faults import FaultKind, SpacedFaults
 from bench.simulation.ledger_writer import LedgerWriter
 from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.timeline import US_PER_S
-from bench.simulation.traffic import SimRequest, poisson_us, prompt_of
 from bench.simulation.virtual_router import VirtualRouter
 from bench.simulation.world import SimulationFailed, World
+from bench.timeline.faults import FaultKind, SpacedFaults
+from bench.timeline.timeline import US_PER_S
+from bench.timeline.traffic import SimRequest, poisson_us, prompt_of
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import Sequence
 from router.store.types import Ending

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from bench.simulation.faults import FaultKind, FaultRates
+from bench.simulation.invariants import RequestOutcome
 from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.witness import Fate
+from bench.timeline.faults import FaultKind, FaultRates
 from tests.simulation.worlds import OVERCOMMITTED, SHAPE, make_world, run_world
 
 
 def test_every_request_completes_where_nothing_breaks(redis_url: str, pool: str) -> None:
     world = run_world(make_world(redis_url, pool, 1))
-    assert world.witness.fates[Fate.COMPLETED] > 80
-    assert world.witness.fates[Fate.FAILED] == world.witness.fates[Fate.ROUTER_LOST] == 0
+    assert world.checker.outcomes[RequestOutcome.COMPLETED] > 80
+    assert world.checker.outcomes[RequestOutcome.FAILED] == world.checker.outcomes[RequestOutcome.ROUTER_LOST] == 0
 
 
 @pytest.mark.parametrize("kind", list(FaultKind), ids=lambda kind: kind.value)
@@ -38,7 +38,6 @@ def test_invariants_hold_when_executors_promise_more_than_they_have(redis_url: s
     run_world(make_world(redis_url, pool, seed, shape=OVERCOMMITTED, faults=FaultRates.of("all", 5.0)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("per_minute", [2.0, 8.0, 25.0])
 @pytest.mark.parametrize("shape", [SHAPE, OVERCOMMITTED], ids=["guaranteed", "overcommitted"])
 def test_invariants_hold_for_many_seeds(redis_url: str, pool: str, shape: ExecutorShape, per_minute: float) -> None:
@@ -59,8 +58,8 @@ def test_equal_seeds_give_equal_runs(redis_url: str, pool: str) -> None:
         world = run_world(make_world(redis_url, name, 5, faults=FaultRates.of("all", 10.0)))
         assert world.timeline.num_steps > 1000
         return [
-            (request_id, record.ended_us, record.num_tokens, str(record.fate))
-            for request_id, record in world.witness.records.items()
+            (request_id, record.ended_us, record.num_tokens, str(record.outcome))
+            for request_id, record in world.checker.records.items()
         ]
 
     assert trace(pool) == trace(f"{pool}-again")

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from bench.simulation.client import client_of
-from bench.simulation.faults import FaultRates
 from bench.simulation.ledger import Ledger
-from bench.simulation.population import limits_of
 from bench.simulation.sim_executor import SimExecutor
-from bench.simulation.traffic import SimRequest, prompt_of
 from bench.simulation.virtual_router import VirtualRouter
 from bench.simulation.world import SimulationFailed, World
+from bench.timeline.faults import FaultRates
+from bench.timeline.population import limits_of
+from bench.timeline.traffic import SimRequest, prompt_of
 from executor.scheduler.blocks import BlockPool
 from router.lifecycle import lifecycle
 from router.lifecycle.events import RequeueReason
@@ -75,7 +75,7 @@ def test_request_that_a_router_forgets_is_seen(redis_url: str, pool: str, monkey
         self._forget()
 
     monkeypatch.setattr(Lifecycle, "_requeue", forgetful)
-    fails(make_world(redis_url, pool, 3, faults=CRASHES), "nobody serves, and no end")
+    fails(make_world(redis_url, pool, 3, faults=CRASHES), "served by no router")
 
 
 def test_block_that_is_not_given_back_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from bench.simulation.faults import FaultRates
-from bench.simulation.timeline import US_PER_S
-from bench.simulation.traffic import SimRequest, prompt_of
+from bench.simulation.invariants import RequestOutcome
 from bench.simulation.virtual_router import RouterShape
-from bench.simulation.witness import Fate
+from bench.timeline.faults import FaultRates
+from bench.timeline.timeline import US_PER_S
+from bench.timeline.traffic import SimRequest, prompt_of
 from router.store.settings import StoreSettings
 from tests.simulation.worlds import make_world, run_world
 
@@ -48,7 +48,7 @@ def test_last_class_waits_a_bounded_time_because_requests_age(
     shape = routers(age_ms=age_ms)
     world = run_world(make_world(redis_url, pool, 1, requests=crowd(20), duration_s=20, router=shape))
     # Two promotions, and then its tenant's turn.
-    assert (world.witness.longest_wait_us[3] > 8 * US_PER_S) is starves
+    assert (world.checker.longest_wait_us[3] > 8 * US_PER_S) is starves
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -65,16 +65,16 @@ def test_first_class_takes_blocks_of_lower_ones_where_that_is_on(redis_url: str,
         shape = routers(preempt_for_priority=is_on)
         world = make_world(redis_url, f"{pool}-{is_on}", 1, requests=[*lower, urgent], duration_s=10, router=shape)
         run_world(world)
-        assert world.witness.fates == {Fate.COMPLETED: 25}
-        waits.append(world.witness.longest_wait_us[1])
+        assert world.checker.outcomes == {RequestOutcome.COMPLETED: 25}
+        waits.append(world.checker.longest_wait_us[1])
     assert waits[1] < waits[0] / 2
 
 
 def test_no_request_is_begun_after_its_deadline(redis_url: str, pool: str) -> None:
     requests = [replace(one, first_token_deadline_ms=3_000) for one in crowd(15)]
     world = run_world(make_world(redis_url, pool, 1, requests=requests, duration_s=15))
-    boarded = [one for one in world.witness.records.values() if one.boarded_us is not None]
+    boarded = [one for one in world.checker.records.values() if one.boarded_us is not None]
     # Placed in time; the way to the executor and its standby come on top.
     assert all(one.placed_us is not None and one.placed_us - one.arrived_us <= 3_001_000 for one in boarded)
-    assert world.witness.fates[Fate.REFUSED] > 20
-    assert world.witness.fates[Fate.COMPLETED] > 30
+    assert world.checker.outcomes[RequestOutcome.REFUSED] > 20
+    assert world.checker.outcomes[RequestOutcome.COMPLETED] > 30

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from bench.redis.pipelined import RedisWire
+from bench.redis.wire import WireError, command
+from bench.scheduling.fairness import FAIR, FLOODER, ways_to_bear_a_flood
+from bench.scheduling.figures import tokens_per_s, ttft_ms, wait_figures
+from bench.scheduling.lab import Lab
 from bench.simulation.__main__ import main
-from bench.simulation.comparison_report import write_comparisons
-from bench.simulation.conversations import Conversations
-from bench.simulation.fairness import FAIR, FLOODER, ways_to_bear_a_flood
-from bench.simulation.faults import FaultKind, FaultRates
-from bench.simulation.figures import Figures, tokens_per_s, ttft_ms, wait_figures
-from bench.simulation.lab import Comparison, Lab, Mode
-from bench.simulation.population import Population
+from bench.simulation.invariants import RequestOutcome
 from bench.simulation.push import PushPolicy
-from bench.simulation.timeline import US_PER_S, Process, Timeline
-from bench.simulation.traffic import STOP_ID, SimRequest, heavy_tailed, prompt_of, published
-from bench.simulation.wire import RedisReplyError, RedisWire, command
-from bench.simulation.witness import Fate
+from bench.timeline.conversations import Conversations
+from bench.timeline.faults import FaultKind, FaultRates
+from bench.timeline.population import Population
+from bench.timeline.timeline import US_PER_S, Process, Timeline
+from bench.timeline.traffic import STOP_ID, SimRequest, heavy_tailed, prompt_of, published
 from tests.simulation.worlds import make_world
 
 
@@ -78,7 +76,7 @@ def test_wire_reads_every_kind_of_reply(wire: RedisWire, pool: str) -> None:
     assert wire.call(command("HSET", f"{pool}-h", "field", b"\xc3\xa4")) == 1
     assert wire.call(command("HGETALL", f"{pool}-h")) == ["field", "ä"]
     assert wire.call(command("DEL", pool, f"{pool}-h")) == 2
-    with pytest.raises(RedisReplyError, match="unknown command"):
+    with pytest.raises(WireError, match="unknown command"):
         wire.call(command("NONSENSE"))
 
 
@@ -153,7 +151,7 @@ def test_placing_on_arrival_serves_everybody_too(redis_url: str, pool: str, push
     world = make_world(redis_url, pool, 1, requests=requests, duration_s=40, num_routers=1, push=push)
     world.run_window()
     world.close()
-    assert world.witness.fates == {Fate.COMPLETED: 50}
+    assert world.checker.outcomes == {RequestOutcome.COMPLETED: 50}
 
 
 def test_command_says_in_one_line_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +166,7 @@ def test_first_token_waits_in_line_in_standby_and_for_its_prompt(redis_url: str,
     world.run()
     world.close()
 
-    [record] = world.witness.records.values()
+    [record] = world.checker.records.values()
     waits = wait_figures(world, [record])
     assert [name for name in waits if name.endswith("p99 ms")] == [
         "in line p99 ms",
@@ -189,13 +187,3 @@ def test_limit_of_the_flooder_is_told_with_its_requests_only() -> None:
         (False, None),
     }
     assert [request.number for request in ways[name]] == list(range(len(ways[FAIR])))
-
-
-def test_report_has_every_comparison_in_three_forms(tmp_path: Path) -> None:
-    figures = Figures(10, 100.0, 5.0, 9.0, 1.0, None, (1.0, 5.0, 9.0), {"preemptions": 0.0, "cached %": 12.5})
-    comparison = Comparison("Queue < push", "two executors", (Mode("a", figures), Mode("b", figures)), ("a is b",))
-    paths = write_comparisons([comparison], {"command": "make"}, tmp_path)
-    values, markdown, page = (path.read_text(encoding="utf-8") for path in paths)
-    assert json.loads(values)["comparisons"][0]["modes"][1]["figures"]["ttft_p99_ms"] == 9.0
-    assert "| a | 10 | 100 | 5 | 9 | 1.0 | – | 12.50 |" in markdown
-    assert "Queue &lt; push" in page

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from bench.simulation.device import SLOW
-from bench.simulation.faults import NO_FAULTS, FaultRates, SpacedFaults
-from bench.simulation.population import Population
 from bench.simulation.push import PushPolicy
 from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.traffic import SimRequest
 from bench.simulation.virtual_router import RouterShape
 from bench.simulation.world import World, WorldSettings
+from bench.timeline.faults import NO_FAULTS, FaultRates, SpacedFaults
+from bench.timeline.population import Population
+from bench.timeline.traffic import SimRequest
 from executor.scheduler.scheduler import SchedulerPolicy
 
 SHAPE = ExecutorShape(

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.local.options import StackOptions
 from inflight.local.ports import free_ports
@@ -35,7 +35,7 @@ async def board_once(address: str, is_there: Any) -> dict[str, Any]:
             await asyncio.sleep(0.2)
 
 
-async def load(client: Client) -> None:
+async def load(client: AsyncClient) -> None:
     """One long request after the other, of any end."""
     while True:
         with suppress(InflightError):
@@ -56,7 +56,7 @@ async def test_killed_executor_is_an_event_with_the_number_of_requests_moved(tmp
         executors=2, model=str(tiny_model), run_dir=tmp_path, router_args=("--http-listen", http),
         executor_args=("--max-num-sequences", "4", "--num-threads", "1"),
     )  # fmt: skip
-    async with LocalStack(options) as stack, Client(stack.address) as client:
+    async with LocalStack(options) as stack, AsyncClient(stack.address) as client:
         pids = {one["name"]: one["pid"] for one in json.loads((tmp_path / "state.json").read_text())["processes"]}
         calls = [asyncio.create_task(load(client)) for _ in range(8)]
         await board_once(http, lambda board: len(running(board, "executor-0")) >= 1)

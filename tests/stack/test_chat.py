@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from inflight import sync
-from inflight.aio import Client
+from inflight import AsyncClient, sync
 from inflight.events import FinishReason
 from inflight.local.stack import LocalStack
 from tests.pseudo_terminal import CTRL_C, CTRL_D, at_terminal
@@ -14,7 +13,7 @@ QUESTION = "What is the capital of France?"
 
 
 async def test_chat_answers_and_ends_at_the_models_end_of_sequence(stack: LocalStack) -> None:
-    async with Client(stack.address) as client:
+    async with AsyncClient(stack.address) as client:
         stream = client.generate(chat=QUESTION, temperature=0, max_tokens=32)
         texts = [delta.text async for delta in stream]
         assert len(texts) > 3, "the answer comes as it is made"
@@ -25,7 +24,7 @@ async def test_chat_answers_and_ends_at_the_models_end_of_sequence(stack: LocalS
 
 
 async def test_synchronous_client_reads_the_same_answer(stack: LocalStack) -> None:
-    async with Client(stack.address) as client:
+    async with AsyncClient(stack.address) as client:
         expected = await client.complete(chat=QUESTION, temperature=0, max_tokens=32)
 
     def ask() -> str:
@@ -36,7 +35,7 @@ async def test_synchronous_client_reads_the_same_answer(stack: LocalStack) -> No
 
 
 async def test_stop_string_ends_the_text_before_it(stack: LocalStack) -> None:
-    async with Client(stack.address) as client:
+    async with AsyncClient(stack.address) as client:
         whole = await client.complete(chat=QUESTION, temperature=0, max_tokens=32)
         cut = await client.complete(chat=QUESTION, temperature=0, max_tokens=32, stop=["of Fr"])
     assert cut.text == whole.text[: whole.text.index("of Fr")]
@@ -45,7 +44,7 @@ async def test_stop_string_ends_the_text_before_it(stack: LocalStack) -> None:
 
 async def test_repeated_prompt_is_served_from_the_prefix_cache(stack: LocalStack) -> None:
     prompt = "A sentence that is repeated until it fills several blocks of the cache. " * 6
-    async with Client(stack.address) as client:
+    async with AsyncClient(stack.address) as client:
         usages = [(await client.complete(prompt, temperature=0, max_tokens=2)).usage for _ in range(3)]
     # Two executors: by the third time one of them has seen it before.
     assert usages[2] is not None
@@ -53,7 +52,7 @@ async def test_repeated_prompt_is_served_from_the_prefix_cache(stack: LocalStack
 
 
 async def test_models_and_token_ids_are_told(stack: LocalStack) -> None:
-    async with Client(stack.address) as client:
+    async with AsyncClient(stack.address) as client:
         (model,) = await client.list_models()
         assert model.name == "SmolLM2-135M-Instruct"
         assert model.context_length == 8192
@@ -63,7 +62,7 @@ async def test_models_and_token_ids_are_told(stack: LocalStack) -> None:
 
 
 async def test_ctrl_c_in_a_chat_frees_the_seat_long_before_the_answer_would_have_ended(stack: LocalStack) -> None:
-    async with Client(stack.address) as client:
+    async with AsyncClient(stack.address) as client:
         before = sum(executor.computed_tokens for executor in (await client.capacity()).executors)
 
         def chat() -> None:

@@ -1,6 +1,7 @@
-"""What a new user runs first: the examples of the README, of the quick start and of the gateway's page.
+"""The examples of the README, the quick start, the recipes and the pages about OpenAI's and Triton's clients.
 
-Each is run with the default model as it stands in the page, with other ports, and its answer must be right.
+Each is run with the default model as it stands in the page, with other ports, and its answer must be right. An example
+that imports a client of others runs in the environment of that client.
 """
 
 from __future__ import annotations
@@ -16,18 +17,29 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from inflight import Client
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from inflight.sync import Client
+from tests.clients.environments import python_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/quickstart.md", "docs/gateway.md")
+# The pages, and the languages of the examples that each has.
+PAGES = {
+    "README.md": {"console", "python"},
+    "docs/quickstart.md": {"console", "python"},
+    "docs/gateway.md": {"bash", "python"},
+    "docs/kserve.md": {"python"},
+    "docs/recipes.md": {"bash", "python"},
+}
+# Where examples run that import a package of others; all others run where the tests do.
+ENVIRONMENTS = {"tritonclient": "tritonclient", "langchain": "frameworks", "litellm": "frameworks"}
 BLOCK = re.compile(r"^```(console|bash|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # The commands whose output is an answer.
 ASKING = re.compile(r"inflight generate|curl \S*/v1/(chat/)?completions")
 # What is asked, and words of which one is in every right answer.
 ANSWERS = {
-    "capital of France": ("Paris",),
+    "What is the capital of": ("Paris",),
+    "The capital of France is": ("Paris",),
     "Name three fruits": ("Bananas", "Oranges", "Grapes"),
 }
 
@@ -38,14 +50,19 @@ class Example:
 
     page: str
     code: str
-    is_python: bool
+    language: str
     printed: str = ""
 
     @property
-    def right_words(self) -> tuple[str, ...]:
-        """Words of which the answer must have one."""
-        (words,) = (words for question, words in ANSWERS.items() if question in self.code)
-        return words
+    def right_words(self) -> list[tuple[str, ...]]:
+        """Words for each question that is asked; the answer must have one of each."""
+        return [words for question, words in ANSWERS.items() if question in self.code]
+
+    @property
+    def environment(self) -> str:
+        """The client's environment in `.clients`; empty: that of the tests."""
+        imported = re.findall(r"^(?:import|from) ([a-z]+)", self.code, re.MULTILINE)
+        return next((ENVIRONMENTS[module] for module in imported if module in ENVIRONMENTS), "")
 
 
 def examples() -> Iterator[Example]:
@@ -53,7 +70,7 @@ def examples() -> Iterator[Example]:
     for page in PAGES:
         for language, block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
             if language == "python":
-                yield Example(page, block, is_python=True)
+                yield Example(page, block, language)
             else:
                 yield from (one for one in commands(page, language, block) if ASKING.match(one.code))
 
@@ -69,7 +86,7 @@ def commands(page: str, language: str, block: str) -> Iterator[Example]:
         while code.count("'") % 2:
             code += "\n" + lines.pop(0)
         printed = lines[0] if language == "console" and lines and not lines[0].startswith("$ ") else ""
-        yield Example(page, code.partition("  #")[0].strip(), is_python=False, printed=printed)
+        yield Example(page, code.partition("  #")[0].strip(), language, printed=printed)
 
 
 EXAMPLES = list(examples())
@@ -84,20 +101,23 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Local
 
 
 def test_every_page_has_examples() -> None:
-    assert {(example.page, example.is_python) for example in EXAMPLES} == {
-        (page, is_python) for page in PAGES for is_python in (True, False)
+    assert {(example.page, example.language) for example in EXAMPLES} == {
+        (page, language) for page, languages in PAGES.items() for language in languages
     }
 
 
-@pytest.mark.slow
+def test_recipes_drive_every_client_of_others() -> None:
+    assert {example.environment for example in EXAMPLES} == {"", *ENVIRONMENTS.values()}
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{one.page}-{number}" for number, one in enumerate(EXAMPLES)])
 def test_documented_example_is_answered_right(stack: LocalStack, example: Example) -> None:
     said = run(stack, example)
-    assert any(word in said for word in example.right_words), said
+    assert example.right_words
+    assert all(any(word in said for word in words) for words in example.right_words), said
     assert said.startswith(example.printed), "what the page shows is what is printed"
 
 
-@pytest.mark.slow
 def test_request_that_says_nothing_about_sampling_gets_what_the_models_authors_recommend(stack: LocalStack) -> None:
     with Client(stack.address) as client:
         sampled = [client.complete(chat="Name a fruit.", seed=seed, max_tokens=24).text for seed in range(4)]
@@ -114,9 +134,13 @@ def run(stack: LocalStack, example: Example) -> str:
     """What the example prints, in a folder in which `inflight up` has started the stack."""
     code = example.code.replace("localhost:50051", stack.address).replace("127.0.0.1:8000", stack.gateway_addresses[0])
     inflight = f'inflight() {{ "{sys.executable}" -m inflight.cli.main "$@"; }}\n'
-    command = [sys.executable, "-c", code] if example.is_python else ["bash", "-c", inflight + code]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    python = python_of(example.environment) if example.environment else sys.executable
+    command = [python, "-c", code] if example.language == "python" else ["bash", "-c", inflight + code]
+    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     environment.pop("INFLIGHT_ADDRESS", None)
+    environment.pop("PYTHONPATH", None)
+    if not example.environment:
+        environment["PYTHONPATH"] = str(ROOT)
     ended = subprocess.run(
         command,
         cwd=stack.options.run_dir.parent,

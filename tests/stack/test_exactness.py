@@ -8,7 +8,7 @@ import random
 import pytest
 from transformers import PreTrainedModel
 
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.local.stack import LocalStack
 from tests.stack.reference import assert_same_greedy, generate, load_reference
 
@@ -35,7 +35,7 @@ def reference() -> PreTrainedModel:
     return load_reference()
 
 
-async def ids_of(client: Client, prompt_ids: tuple[int, ...], max_tokens: int, **options: object) -> list[int]:
+async def ids_of(client: AsyncClient, prompt_ids: tuple[int, ...], max_tokens: int, **options: object) -> list[int]:
     stream = client.generate(
         token_ids=prompt_ids,
         max_tokens=max_tokens,
@@ -50,7 +50,7 @@ async def ids_of(client: Client, prompt_ids: tuple[int, ...], max_tokens: int, *
     return ids
 
 
-async def cancel_half_way(client: Client, prompt_ids: tuple[int, ...], max_tokens: int) -> list[int]:
+async def cancel_half_way(client: AsyncClient, prompt_ids: tuple[int, ...], max_tokens: int) -> list[int]:
     ids: list[int] = []
     async for delta in client.generate(
         token_ids=prompt_ids, max_tokens=max_tokens, ignore_eos=True, temperature=0, want_token_ids=True
@@ -61,13 +61,14 @@ async def cancel_half_way(client: Client, prompt_ids: tuple[int, ...], max_token
     return ids
 
 
+@pytest.mark.timeout(600)  # transformers alone takes a minute of a quiet machine
 async def test_mixed_company_gets_the_tokens_of_transformers_generate(
     stack: LocalStack, reference: PreTrainedModel
 ) -> None:
     rng = random.Random(6)
     prompts = make_prompts(32)
     lengths = [rng.choice((4, 8, 16, 24, 48)) for _ in prompts]
-    async with Client(*stack.router_addresses[:1]) as first, Client(*stack.router_addresses[1:]) as second:
+    async with AsyncClient(*stack.router_addresses[:1]) as first, AsyncClient(*stack.router_addresses[1:]) as second:
         ids = [await first.tokenize(prompt) for prompt in prompts]
         clients = [first if i % 2 else second for i in range(len(prompts))]
         answers = await asyncio.gather(
@@ -89,7 +90,7 @@ async def test_mixed_company_gets_the_tokens_of_transformers_generate(
 
 
 async def test_seeded_sampling_gives_the_same_tokens_alone_and_in_company(stack: LocalStack) -> None:
-    async with Client(stack.address) as client:
+    async with AsyncClient(stack.address) as client:
         prompts = [await client.tokenize(prompt) for prompt in make_prompts(8)]
 
         async def sampled(i: int) -> list[int]:

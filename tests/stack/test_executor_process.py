@@ -83,7 +83,6 @@ async def start_two(router: RouterStream) -> None:
     await router.until(lambda: router.of("runs") and len(router.of("runs")[0].tokens) >= 10 and router.of("waits"))
 
 
-@pytest.mark.slow
 async def test_terminated_executor_hands_everything_back_and_exits_with_0(model: Path, tmp_path: Path) -> None:
     async with executor_process(model, tmp_path, "--drain-timeout-s", "1", "--watchdog-s", "1") as child:
         generation = await generation_of(child)

@@ -12,16 +12,14 @@ import socket
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.events import Delta
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.stack.conftest import EXECUTOR_ARGS
 
 
-async def words(client: Client, prompt: str, max_tokens: int = 8) -> str:
+async def words(client: AsyncClient, prompt: str, max_tokens: int = 8) -> str:
     events = [event async for event in client.generate(prompt, max_tokens=max_tokens, temperature=0.0)]
     return "".join(event.text for event in events if isinstance(event, Delta))
 
@@ -36,7 +34,6 @@ async def until_closed(pid: int, num_files: int) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.slow
 async def test_processes_serve_on_with_full_disks_and_without_file_descriptors(
     tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -51,7 +48,7 @@ async def test_processes_serve_on_with_full_disks_and_without_file_descriptors(
     async with LocalStack(options) as stack:
         (router,) = stack.routers
         # Given processes that cannot write a line of their logs, which serve all the same
-        async with Client(stack.address) as client:
+        async with AsyncClient(stack.address) as client:
             said = await words(client, "The capital of France is")
             assert said
             # When the router can open no more files
@@ -68,7 +65,7 @@ async def test_processes_serve_on_with_full_disks_and_without_file_descriptors(
                 assert num_open_files(router.pid) <= before + 4
             # And when the others have gone, whoever comes is served again
             await until_closed(router.pid, before + 2)
-        async with Client(stack.address) as client:
+        async with AsyncClient(stack.address) as client:
             assert await words(client, "The capital of France is") == said
         resource.prlimit(router.pid, resource.RLIMIT_NOFILE, (soft, hard))
         assert router.exit_code is None

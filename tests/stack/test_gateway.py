@@ -123,7 +123,6 @@ async def end(child: ChildProcess) -> None:
     await child.wait()
 
 
-@pytest.mark.slow
 async def test_streams_outlive_a_router_unseen_and_their_gateway_by_the_last_events_id(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from bench.openai_load import GUIDELLM, Load, guidellm_command, run_guidellm, write_tokenizer
+from bench.openai_load import GUIDELLM, GuideLlmLoad, guidellm_command, run_guidellm, write_tokenizer
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.contract.test_imports import REPOSITORY
 from tests.stack.conftest import EXECUTOR_ARGS
 
 PROGRAM = REPOSITORY / GUIDELLM
-LOAD = Load("tiny", path="/v1/completions", streams=(2,), num_requests=6, prompt_tokens=24, output_tokens=16)
+LOAD = GuideLlmLoad("tiny", path="/v1/completions", streams=(2,), num_requests=6, prompt_tokens=24, output_tokens=16)
 
 
 async def counted(address: str) -> dict[str, float]:
@@ -29,7 +29,6 @@ async def counted(address: str) -> dict[str, float]:
     return totals
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not PROGRAM.exists(), reason="GuideLLM is not installed; make loadgen does that")
 async def test_guidellm_has_every_request_answered_and_counts_the_same_tokens(tmp_path: Path, tiny_model: Path) -> None:
     options = StackOptions(

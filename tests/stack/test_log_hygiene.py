@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from inflight.channel import client_options
+from inflight.access import client_options
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -132,7 +132,6 @@ def stub_of_bytes(stub: Any) -> Any:
     return channel.unary_stream("/inflight.v1.InferenceService/Generate")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("log_format", ["text", "json"])
 async def test_no_prompt_output_or_credential_is_in_any_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_format: str

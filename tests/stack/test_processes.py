@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.errors import InflightError
 from inflight.events import Delta
 
@@ -108,7 +108,7 @@ async def test_stack_killed_in_the_middle_of_a_stream_gives_a_status_and_leaves_
     state = json.loads(state_file.read_text())
     pids = [process["pid"] for process in state["processes"]]
     assert len(pids) == 3
-    async with Client(state["address"], retries=False, resume_timeout=2.0) as client:
+    async with AsyncClient(state["address"], retries=False, resume_timeout=2.0) as client:
         stream = client.generate("Once upon a time", max_tokens=2000, ignore_eos=True)
         deltas = aiter(stream)
         await anext(deltas)

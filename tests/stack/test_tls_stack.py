@@ -37,7 +37,6 @@ async def is_trusted(address: str, ca: bytes) -> bool:
     return True
 
 
-@pytest.mark.slow
 async def test_stack_with_certificates_serves_through_a_change_of_authority(tmp_path: Path, tiny_model: Path) -> None:
     options = StackOptions(model=str(tiny_model), executor_args=EXECUTOR_ARGS, run_dir=tmp_path, tls=True)
     async with LocalStack(options) as stack:

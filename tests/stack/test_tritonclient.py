@@ -16,8 +16,6 @@ from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.clients.environments import REPOSITORY, python_of
 
-pytestmark = pytest.mark.slow
-
 MODEL = "tiny"
 EXECUTOR_ARGS = (
     *("--dtype", "float32"),

@@ -75,7 +75,6 @@ def test_instructions_that_are_asked_for_by_name_are_not_replaced() -> None:
     assert choose_backend("reference", cpu, torch.float32, shapes, instructions="sse9").backend.name == "reference"
 
 
-@pytest.mark.slow
 def test_backends_are_chosen_where_triton_is_not_installed() -> None:
     program = "import sys; sys.modules['triton'] = None; import executor.attention.choice"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

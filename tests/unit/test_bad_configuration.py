@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-import pytest
-
 from common.errors import Reason
 from router.store.codec import settle_args, submit_args
 from router.store.lua import Argument, load_scripts
@@ -162,7 +160,6 @@ async def test_tenant_that_may_run_nothing_waits_and_holds_up_nobody(store_pool:
     assert await a.placed() == ["shut out"]
 
 
-@pytest.mark.slow
 async def test_records_of_many_tenants_do_not_stay(store_pool: StorePool) -> None:
     """Also where what they asked for teaches how long outputs become."""
     a, count = store_pool.router("a"), 1500

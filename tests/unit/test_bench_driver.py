@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from bench.measures import Run, Slo
+from bench.measures.run import Run, Slo
 from bench.peers.driver import Request, Setup, TokenBatch, drive
 from bench.targets.driven import Driver, driven, last_words
-from bench.targets.record import Record
+from bench.targets.record import DriverRecord
 from bench.targets.target import TargetError
 from bench.workloads.plan import PlannedRequest, Workload
 from tests.scripted_peer import ScriptedEngine
@@ -98,7 +98,7 @@ def test_engine_on_a_thread_of_its_own_is_waited_for_until_the_next_arrival() ->
 
 
 def test_record_turns_lines_into_outcomes_and_seats() -> None:
-    record = Record(workload(3, 2, 1))
+    record = DriverRecord(workload(3, 2, 1))
     assert record.take({"sent": [[0, 0.0], [1, 0.0]]}) == 0
     assert record.take({"at_s": 0.1, "tokens": [[0, 1], [1, 1]]}) == 2
     record.take({"at_s": 0.3, "tokens": [[0, 2]]})

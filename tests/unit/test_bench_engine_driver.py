@@ -20,7 +20,6 @@ def setup(model: str, arguments: tuple[str, ...]) -> Setup:
     return Setup(model=model, cache_folder="", seats=2, max_request_tokens=32, num_threads=1, arguments=arguments)
 
 
-@pytest.mark.slow
 def test_more_requests_than_seats_and_blocks_all_get_their_tokens_in_run_after_run(tmp_path: Path) -> None:
     engine = OwnEngine(setup(str(save_model(LlamaConfig(**sizes()), tmp_path / "model")), FEW))
     try:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 from bench.gpu import main as bench
-from bench.gpu.figures import AttentionPoint, DecodePoint, Figures, Missing, PrefillPoint, ServedRun
-from bench.gpu.report import to_json, to_markdown
+from bench.gpu.figures import AttentionPoint, DecodePoint, GpuFigures, Missing, PrefillPoint, ServedRun
+from bench.gpu.report import page_of, values_of
 from bench.gpu.roofline import LLAMA_3_1B, LLAMA_3_8B, Limits, ModelShape, decode_bytes, prefill_operations
 
 TINY = ModelShape("tiny", 4, 2, 2, 1, 2, 8, 10, has_tied_embeddings=True)
@@ -41,9 +38,9 @@ def test_limits_are_bytes_and_operations_over_their_rates() -> None:
     assert limits.prefill_s(TINY, 3) == pytest.approx(prefill_operations(TINY, 3) / 1e4)
 
 
-def figures() -> Figures:
+def figures() -> GpuFigures:
     """A run in which everything takes twice its limit."""
-    return Figures(
+    return GpuFigures(
         circumstances={"gpu": "GPU X"},
         model="Llama-3-8B",
         copy_bytes_per_s=4e12,
@@ -60,7 +57,7 @@ def figures() -> Figures:
 
 
 def test_report_sets_figures_against_limits_and_peers() -> None:
-    report = to_markdown(figures(), LLAMA_3_8B)
+    report = page_of(values_of(figures())).markdown()
     assert report.startswith("# Llama-3-8B on GPU X\n")
     assert report.count("| 50% |") == 3, "decode, prefill and attention"
     assert "copy 4.00 TB/s (read and written), matrix products 800 TFLOP/s" in report
@@ -70,17 +67,8 @@ def test_report_sets_figures_against_limits_and_peers() -> None:
     assert "| decode, 256 sequences | out of memory |" in report
 
 
-def test_report_leaves_out_what_was_not_measured_at_all() -> None:
-    empty = Figures({"gpu": "GPU X"}, "Llama-3-8B", 4e12, 8e14)
-    report = to_markdown(empty, LLAMA_3_8B)
-    assert "##" not in report
-
-
-def test_json_holds_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written, report = bench.write(figures(), LLAMA_3_8B, tmp_path / "reports", "gpu-8b")
-    assert json.loads(written.read_text()) == json.loads(to_json(figures()))
-    assert json.loads(written.read_text())["served"][0]["between_tokens_s"] == [0.01, 0.02]
-    assert report.read_text() in capsys.readouterr().out
+def test_report_leaves_out_tables_without_rows() -> None:
+    assert not page_of(values_of(GpuFigures({"gpu": "GPU X"}, "Llama-3-8B", 4e12, 8e14))).parts
 
 
 def test_what_cannot_be_had_is_noted_and_the_rest_goes_on() -> None:

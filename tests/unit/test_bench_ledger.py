@@ -13,12 +13,13 @@ import pytest
 from bench.ledger import main as ledger
 from bench.ledger.commands import ID_MARKERS, Commands
 from bench.ledger.figures import Saturation, percentiles_ms
-from bench.ledger.matrix import cells
+from bench.ledger.main import cells
 from bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from bench.ledger.server import Server
 from bench.ledger.slowest import Slowest
 from bench.ledger.traffic import Traffic, TrafficError
-from bench.ledger.wire import Connection, Framing, Template, WireError, bulk_text, encode
+from bench.ledger.wire import Connection, Template, bulk_text
+from bench.redis.wire import Framing, WireError, command
 
 LAST_LINE = r"admission: queued=50 executors=3 admitted_per_s=(\d+) p50_ms=(\d+\.\d+) p99_ms=(\d+\.\d+)"
 NESTED = b"*3\r\n*2\r\n$6\r\nQUEUED\r\n:7\r\n*0\r\n$-1\r\n"
@@ -58,7 +59,7 @@ def test_error_reply_is_raised_with_its_text() -> None:
 def test_template_is_the_command_with_values_in_its_blanks() -> None:
     template = Template(["EVALSHA", "100%", b"<a>", 3, b"<b>", b"<a>"], [b"<a>", b"<b>"])
     filled = template.fill({b"<a>": b"one", b"<b>": b"two"})
-    assert filled == encode(["EVALSHA", "100%", "one", 3, "two", "one"])
+    assert filled == command("EVALSHA", "100%", "one", 3, "two", "one")
 
 
 def test_names_have_one_length_and_differ() -> None:
@@ -85,16 +86,22 @@ def test_scheme_that_is_not_spoken_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_small_run_keeps_its_line_and_ends_with_its_figures(redis_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--queued", "50", "--executors", "3", "--seats", "16", "--seconds", "0.1", "--redis-url", redis_url]
-    assert ledger.main(arguments) == 0  # a line of another length at the end would be an error
-    output = capsys.readouterr().out
-    found = re.fullmatch(LAST_LINE, output.splitlines()[-1])
+def test_small_matrix_keeps_its_queue_and_writes_its_report(
+    redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--matrix", "3x50", "--seats", "16", "--seconds", "0.1", "--redis-url", redis_url]
+    assert ledger.main([*arguments, "--out", str(tmp_path)]) == 0  # another length of the queue would be an error
+    lines = capsys.readouterr().out.splitlines()
+    found = re.fullmatch(LAST_LINE, lines[-1])
     assert found
     assert all(float(figure) > 0 for figure in found.groups())
     for script in ("submit, seated at once", "submit, queued", "settle of 4, refilled", "cancel, queued", "report"):
-        line = next(line for line in output.splitlines() if line.startswith(script))
-        assert all(float(figure.replace(",", "")) > 0 for figure in line.split()[-4:])
+        row = next(line for line in lines if line.startswith(script))
+        assert all(float(figure.replace(",", "")) > 0 for figure in row.split()[-4:])
+    (cell,) = json.loads((tmp_path / "admission.json").read_text(encoding="utf-8"))["cells"]
+    assert cell["line"] == lines[-1]
+    assert all(us > 0 for name, us in cell["script_us"].items() if name != "boarding")
+    assert cell["worst"]["us"] > 0
     connection = Connection(redis_url)
     assert connection.ask("KEYS", "*bench-admission*") == b"*0\r\n"
     connection.close()
@@ -114,7 +121,7 @@ def test_settle_names_ends_of_one_executor_that_has_so_many() -> None:
 
 
 def placed(placed_id: bytes, executor: bytes) -> bytes:
-    return encode(["placed", "request_id", placed_id, "executor_id", executor])
+    return command("placed", "request_id", placed_id, "executor_id", executor)
 
 
 @pytest.mark.parametrize("text", ["", "10", "1x", "0x10", "1x2x3", "axb"])
@@ -151,22 +158,6 @@ def test_shares_of_redis_time_add_up_and_name_the_bound() -> None:
     )
     assert saturated.bound_by == "scripts on Redis' core"
     assert replace(saturated, redis_cpu_s=0.5, load_cpu_s=0.99).bound_by == "the load generator"
-
-
-@pytest.mark.slow
-def test_small_matrix_writes_a_report_of_its_cells(
-    redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--matrix", "2x50", "--seats", "16", "--seconds", "0.05", "--redis-url", redis_url]
-    assert ledger.main([*arguments, "--out", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()[-1:]
-    assert [line.split()[1:3] for line in lines] == [["queued=50", "executors=2"]]
-    report = json.loads((tmp_path / "admission.json").read_text(encoding="utf-8"))
-    assert [cell["line"] for cell in report["cells"]] == lines
-    assert all(us > 0 for cell in report["cells"] for name, us in cell["script_us"].items() if name != "boarding")
-    assert all(cell["worst"]["us"] > 0 for cell in report["cells"])
-    assert lines[0] in (tmp_path / "admission.md").read_text(encoding="utf-8")
-    assert (tmp_path / "admission.html").read_text(encoding="utf-8").count("<polyline") == 13
 
 
 def test_redis_that_is_not_there_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:

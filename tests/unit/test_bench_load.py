@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import grpc
 
-from bench.load import run_workload
+from bench.targets.load import run_workload
 from bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
 from common.errors import Reason, RequestError
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import Script, ScriptedRouter, delta, serving, speak
 
@@ -41,7 +41,7 @@ def answer(request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
 async def test_every_request_is_sent_as_planned_and_counted() -> None:
     router = ScriptedRouter(answer)
     with serving(router) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             run = await run_workload(client, workload(3, 5), mode="inflight", round_number=2)
 
     sent = [router.requests.get_nowait() for _ in range(2)]
@@ -83,7 +83,7 @@ async def test_executor_is_held_until_the_first_batch_has_arrived() -> None:
 
     router = CountingRouter(hold_or_answer)
     with serving(router) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             run = await run_workload(client, workload(3, 5, 7), mode="static", round_number=1)
 
     assert num_waiting_at_release[0] >= 1 + 2, "the first batch of two seats was not full"
@@ -94,7 +94,7 @@ async def test_what_arrives_over_time_is_not_held_up() -> None:
     router = CountingRouter(answer)
     planned = (PlannedRequest((1,), 2, 0.0), PlannedRequest((1,), 2, 0.001))
     with serving(router) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             run = await run_workload(client, Workload("chat", planned), mode="static", round_number=1)
 
     assert run.measures.num_failed == 0
@@ -108,7 +108,7 @@ async def test_refused_and_short_requests_count_as_failed_with_the_reason() -> N
         yield from speak(["x"] * 2)
 
     with serving(ScriptedRouter(refuse_or_cut)) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             run = await run_workload(client, workload(3, 5), mode="static", round_number=1)
 
     assert run.measures.num_failed == 2

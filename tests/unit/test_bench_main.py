@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from bench.comparison.options import parse_options
+from bench.comparison.progress import Progress, run_line
+from bench.comparison.start import Field, circumstances
 from bench.main import compare, main
-from bench.measures import Run
-from bench.options import parse_options
-from bench.progress import Progress, run_line
-from bench.start import Field, circumstances
+from bench.measures.run import Run
 from bench.targets.target import OnTokens, TargetError
 from bench.workloads.plan import Workload
-from inflight.cli.outcome import CommandError
-from tests.bench_runs import finished_run, section
+from inflight.cli.console import CommandError
+from tests.bench_runs import WORKLOAD, finished_run
 
 
 @dataclass
@@ -89,20 +89,18 @@ def test_circumstances_say_what_each_mode_is() -> None:
 
 
 def test_finished_run_is_one_line_with_its_first_error() -> None:
-    workload = section("inflight").workload
-    assert run_line(workload, finished_run("inflight", 1)) == (
+    assert run_line(WORKLOAD, finished_run("inflight", 1)) == (
         "mixed round 1 inflight: 1 requests in 2.0 s, 300.0 output tokens/s, 6.5 seats in use"
     )
 
 
 def test_progress_off_a_terminal_is_a_line_for_each_run_and_no_bar() -> None:
     out = io.StringIO()
-    workload = section("inflight").workload
     with Progress(Console(file=out, width=200), 1) as progress:
         progress.say("starting [the] stack")
-        progress.begin(workload, "inflight")
+        progress.begin(WORKLOAD, "inflight")
         progress.advance(5)
-        progress.end(workload, finished_run("inflight", 1))
+        progress.end(WORKLOAD, finished_run("inflight", 1))
     lines = out.getvalue().splitlines()
     assert lines[0] == "starting [the] stack"
     assert lines[1].startswith("mixed round 1 inflight:")
@@ -115,3 +113,8 @@ def test_wrong_workload_file_is_found_before_anything_starts(tmp_path: Path, mon
     with pytest.raises(CommandError, match="line 1 is not JSON"):
         main(["--workload", "day.jsonl"])
     assert not (tmp_path / "run").exists()
+
+
+def test_soak_of_a_router_elsewhere_is_refused() -> None:
+    with pytest.raises(CommandError, match="--address"):
+        main(["--soak", "5", "--address", "somewhere:1"])

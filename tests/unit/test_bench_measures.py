@@ -1,16 +1,24 @@
-"""From times at the client to the figures of a run."""
+"""The figures of a run, from times at the client, an engine's totals and /proc."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from bench.measures import (
+from bench.measures.processes import THIS_BENCH, CoreMeter, cpu_seconds, resident_bytes
+from bench.measures.run import (
+    DeviceTimes,
     Measures,
     Outcome,
     Run,
     SeatSample,
     Slo,
+    TokenTimes,
+    added_up,
     cost_per_million,
+    device_figures,
     distributions,
     keeps,
     mean_seats,
@@ -19,7 +27,6 @@ from bench.measures import (
     quantiles,
     ratio,
 )
-from bench.token_times import TokenTimes
 
 
 def seats(at_s: float, used: int) -> SeatSample:
@@ -142,3 +149,56 @@ def test_tokens_that_come_together_count_as_coming_at_equal_distances() -> None:
     outcome = times.outcome(2.0)
     assert (outcome.first_token_s, outcome.output_tokens) == (1.5, 6)
     assert outcome.gaps_ms == pytest.approx((0.0, 100.0, 100.0, 100.0, 100.0))
+
+
+def test_share_and_exposed_time_are_of_the_run_alone() -> None:
+    before, after = DeviceTimes(100, 5.0, 50.0), DeviceTimes(300, 14.0, 60.0)
+    figures = device_figures(before, after)
+    assert figures["device_busy_fraction"] == pytest.approx(0.9)
+    assert figures["exposed_host_ms"] == pytest.approx(5.0)
+
+
+def test_engine_that_measures_nothing_or_did_nothing_has_no_figures() -> None:
+    assert device_figures(DeviceTimes(1), DeviceTimes(5)) == {}
+    assert device_figures(DeviceTimes(3, 1.0, 1.0), DeviceTimes(3, 1.0, 1.0)) == {}
+
+
+def test_totals_of_several_engines_count_only_where_all_measure() -> None:
+    assert added_up([DeviceTimes(1, 2.0, 3.0), DeviceTimes(4, 5.0, 6.0)]) == DeviceTimes(5, 7.0, 9.0)
+    assert added_up([DeviceTimes(1, 2.0, 3.0), DeviceTimes(4)]) == DeviceTimes(5)
+    assert added_up([]) == DeviceTimes()
+
+
+def stat_line(pid: int, name: str, session: int, *ticks: int) -> str:
+    return f"{pid} ({name}) S 1 {session} {session} 0 -1 4194304 0 0 0 0 {' '.join(map(str, ticks))} 20 0 1 0 5\n"
+
+
+def write_process(proc: Path, pid: int, text: str) -> None:
+    (proc / str(pid)).mkdir()
+    (proc / str(pid) / "stat").write_text(text)
+
+
+def test_processor_time_is_summed_over_a_session_whatever_commands_are_called(tmp_path: Path) -> None:
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    write_process(tmp_path, 10, stat_line(10, "python", 10, ticks_per_s, 0, 0, 0))
+    write_process(tmp_path, 11, stat_line(11, "a) S 1 (b", 10, 0, ticks_per_s, 0, ticks_per_s))
+    write_process(tmp_path, 12, stat_line(12, "other", 12, 9 * ticks_per_s, 0, 0, 0))
+    (tmp_path / "13").mkdir()  # ended while we looked
+    (tmp_path / "self").mkdir()
+    assert cpu_seconds({"engine": 10, "gone": 99}, tmp_path) == {"engine": 3.0, "gone": 0.0}
+
+
+def test_machine_without_proc_knows_nothing(tmp_path: Path) -> None:
+    assert cpu_seconds({"engine": 1}, tmp_path / "absent") == {"engine": 0.0}
+    assert resident_bytes(1, tmp_path) is None
+
+
+def test_resident_memory_is_the_second_number_of_statm(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "statm").write_text("900 300 20 1 0 400 0\n")
+    assert resident_bytes(7, tmp_path) == 300 * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_meter_says_nothing_where_no_session_is_known() -> None:
+    assert CoreMeter({}).stop() == {}
+    assert CoreMeter({"me": os.getsid(0)}).stop().keys() == {"me", THIS_BENCH}

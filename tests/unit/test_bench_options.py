@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.options import parse_options
-from bench.stacks import engine_driver, peer_driver, stack_options, usable_cores
+from bench.comparison.options import parse_options
+from bench.comparison.stacks import engine_driver, peer_driver, stack_options, usable_cores
 from bench.workloads.generate import build_workload
 
 

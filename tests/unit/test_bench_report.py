@@ -1,8 +1,7 @@
-"""What a benchmark leaves behind: figures for programs, a page for people, one with charts."""
+"""The writer of reports: tables, pages, charts and their axes, and the pages of the committed reports."""
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from html import unescape
@@ -10,53 +9,89 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from hypothesis import given
+from hypothesis import strategies as st
 
-from bench.measures import Run, Slo, measure
-from bench.report.as_json import dump, to_json
-from bench.report.markdown import sentences, to_markdown
-from bench.report.page import to_html
-from bench.report.report import Report, Section, stack_cost
-from bench.report.terminal import print_report
-from bench.report.write import write_report
-from bench.workloads.generate import build_workload
-from tests.bench_runs import finished_run, report, section
+from bench.build_reports import PAGES, REPORTS
+from bench.comparison.pages import page, sentences, terminal_lines, values_of
+from bench.comparison.report import Report, read_report, section_of, stack_cost
+from bench.measures.run import Run, Slo, measure
+from bench.report.page import Page, Part, dump, write_report
+from bench.report.scale import Scale, even_scale, log_scale
+from bench.report.table import Table
+from tests.bench_runs import WORKLOAD, finished_run, report, section
 
-WORKLOAD = build_workload("mixed", vocabulary_size=1000, scale=0.1, num_requests=3)
 VOID = frozenset({"meta", "br"})
+EVIL = "<script>alert('1')</script> | &"
 
 
 class Reader(HTMLParser):
-    """Checks that every element is closed where it should be."""
+    """Checks that every element is closed where it should be and that coordinates are numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(name, value or "") for name, value in attrs]
         if tag not in VOID:
             self.open.append(tag)
+        self.handle_startendtag(tag, attrs)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(name, value or "") for name, value in attrs]
+        for name, value in attrs:
+            assert name not in ("points", "d", "style") or not re.search(r"nan|inf\b|None", value or "")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
 
-def read(page: str) -> Reader:
+def read(html: str) -> str:
+    """Checks a page and returns the text that a person would read."""
     reader = Reader()
-    reader.feed(page)
+    reader.feed(html)
     reader.close()
     assert not reader.open
-    return reader
+    assert not re.search(r"https?://|src=|@import|url\(|<script", html), "a page is complete in itself"
+    return unescape(re.sub(r"<[^>]*>", " ", html))
 
 
-def text_of(page: str) -> str:
-    """What a person would read."""
-    return unescape(re.sub(r"<[^>]*>", " ", page))
+def test_table_is_the_same_in_every_form_and_escapes_its_cells() -> None:
+    table = Table(["name", "number"], [["one", "1.5"], ["<two>\n|", "**10**"]])
+    assert table.markdown().splitlines()[2:] == ["| one | 1.5 |", "| &lt;two> \\| | **10** |"]
+    assert "<td>&lt;two&gt;\n|</td><td>10</td>" in table.html()
+    assert Table(["name", "number"], [["one", "1.5"]]).text().splitlines() == ["name  number", "one      1.5"]
+
+
+def test_page_escapes_what_comes_from_outside() -> None:
+    part = Part(EVIL, EVIL, [EVIL], Table([EVIL], [[EVIL]]), problems=[EVIL])
+    evil = Page("title", {EVIL: EVIL}, [part], EVIL, last_lines=[EVIL])
+    assert read(evil.html()).count(EVIL) == 10
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inside: st.lists(inside) | st.dictionaries(st.text(), inside),
+    )
+)
+def test_json_means_the_same_however_its_lines_are_broken(values: object) -> None:
+    assert json.loads(dump(values)) == values
+
+
+@pytest.mark.parametrize("path", sorted(REPORTS.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_report_is_what_its_json_says(path: Path) -> None:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    page = PAGES[values["report"]](values)
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == page.markdown(), "run make reports"
+    text = read(page.html())
+    assert all(part.title in text for part in page.parts)
+
+
+def test_report_is_three_files_of_one_name(tmp_path: Path) -> None:
+    values = values_of(report("inflight"))
+    paths = write_report(tmp_path / "reports", "mixed", values, page(report("inflight")))
+    assert [path.name for path in paths] == ["mixed.json", "mixed.md", "mixed.html"]
+    assert page(read_report(json.loads(paths[0].read_text()))) == page(report("inflight"))
 
 
 def test_subject_is_compared_with_every_other_mode() -> None:
@@ -76,106 +111,54 @@ def test_stack_is_compared_with_its_engine_as_a_cost() -> None:
     assert sentences(section("inflight", "engine")) == [
         "**The whole stack keeps 80.0 % of the engine's tokens/s**; its TTFT (p50) differs by +10.0 ms."
     ]
-
-
-def test_stack_without_its_engine_has_no_cost() -> None:
     assert stack_cost(section("inflight", "static")) is None
 
 
-def test_markdown_shows_medians_with_ranges_and_every_run() -> None:
-    page = to_markdown(report("inflight", "static"), page="mixed.html")
-    assert "| mode | total s | requests/min | output tokens/s |" in page
-    assert "| inflight | 2.1 (2.0–2.2) | 28.6 (27.3–30.0) | 286.4 (272.7–300.0) |" in page
-    assert "| 2 | static | 6.6 | 9.1 | 90.9 |" in page
-    assert "- model: SmolLM2" in page
-    assert "[mixed.html](mixed.html)" in page
-    assert "cost of a million tokens" in page
-    assert "goodput" not in page, "nothing is said of what was not asked"
+def test_comparison_shows_medians_with_ranges_and_every_run() -> None:
+    text = page(report("inflight", "static")).markdown()
+    assert "| mode | total s | requests/min | output tokens/s |" in text
+    assert "| inflight | 2.1 (2.0–2.2) | 28.6 (27.3–30.0) | 286.4 (272.7–300.0) |" in text
+    assert "| 2 | static | 6.6 | 9.1 | 90.9 |" in text
+    assert "cost of a million tokens" in text
+    assert "goodput" not in text, "no figure is shown that was not asked for"
+    charts = read(page(report("inflight", "static", "engine", "vllm")).html())
+    assert all(title in charts for title in ("Throughput", "Between tokens", "Seats in use over time", "Cores busy"))
 
 
 def test_goodput_is_shown_where_objectives_are_set() -> None:
     slo = Slo(ttft_ms=300, inter_token_ms=20)
-    page = to_markdown(
-        Report({}, (Section(WORKLOAD, (finished_run("inflight", 1, slo=slo),)),), slo=slo), page="x.html"
-    )
-    assert "goodput requests/min | within objectives %" in page
-    assert "- objective: first token within 300 ms" in page
-
-
-def test_errors_of_runs_are_listed_and_break_no_table() -> None:
-    run = finished_run("static", 2, "UNAVAILABLE: a | b\n<c>")
-    page = to_markdown(Report({}, (Section(WORKLOAD, (run,)),)), page="x.html")
-    assert "- round 2, static: UNAVAILABLE: a \\| b &lt;c>" in page
-
-
-def test_json_holds_summary_ratios_runs_and_samples() -> None:
-    values = json.loads(dump(to_json(report("inflight", "static"))))
-    (workload,) = values["workloads"]
-    assert (workload["compared"], workload["ratios"]) == ("inflight", {"static": pytest.approx(3.0)})
-    assert [(run["mode"], run["round"]) for run in workload["runs"]] == [
-        ("inflight", 1),
-        ("static", 1),
-        ("inflight", 2),
-        ("static", 2),
-    ]
-    assert workload["runs"][0]["samples"]["seats_used"] == [8, 7, 6, 5]
-    assert workload["runs"][0]["distributions"]["ttft_ms"][50] == 260.0
-    assert workload["summary"]["inflight"]["total s"] == {
-        "median": pytest.approx(2.1),
-        "least": 2.0,
-        "most": pytest.approx(2.2),
-    }
-
-
-def test_page_is_complete_in_itself_and_well_formed() -> None:
-    page = to_html(report("inflight", "static", "engine", "vllm"))
-    read(page)
-    assert not re.search(r"https?://|src=|@import|url\(", page)
-    text = text_of(page)
-    for words in (
-        "Throughput",
-        "Time to first token",
-        "Between tokens",
-        "Seats in use over time",
-        "Cost",
-        "Cores busy",
-    ):
-        assert words in text
-    assert "prefers-color-scheme: dark" in page
-    assert 'name="viewport"' in page
-
-
-def test_page_escapes_what_comes_from_outside() -> None:
-    evil = '<script>alert("1")</script>'
-    run = finished_run("static", 1, f"INTERNAL {evil}")
-    page = to_html(Report({"model": evil, evil: "&"}, (Section(WORKLOAD, (run,)),)))
-    assert "<script" not in page
-    assert text_of(page).count(evil) == 3
-
-
-def test_charts_hold_no_number_that_is_none() -> None:
-    page = to_html(report("inflight", "static"))
-    for name, value in read(page).attributes:
-        if name in ("points", "d", "style"):
-            assert not re.search(r"nan|inf\b|None", value)
+    runs = [finished_run("inflight", 1, "UNAVAILABLE: a | b", slo=slo)]
+    text = page(Report({}, (section_of(WORKLOAD, runs),), slo=slo)).markdown()
+    assert "goodput requests/min | within objectives %" in text
+    assert "- objective, first token: within 300 ms" in text
+    assert "- round 1, inflight: UNAVAILABLE: a \\| b" in text
 
 
 def test_terminal_shows_a_row_for_each_mode_and_what_follows() -> None:
-    console = Console(width=160, record=True, file=io.StringIO())
-    print_report(report("inflight", "static"), console)
-    text = console.export_text()
-    assert "286.4 (272.7–300.0)" in text
+    text = "\n".join(terminal_lines(report("inflight", "static")))
+    assert re.search(r"^inflight +286.4 \(272.7–300.0\)", text, re.MULTILINE)
     assert "inflight gives 3.00 times the output tokens/s of static" in text
 
 
-def test_report_is_three_files_of_one_name_and_json_where_it_is_wanted(tmp_path: Path) -> None:
-    paths = write_report(report("inflight"), tmp_path / "reports", "mixed", tmp_path / "elsewhere" / "result.json")
-    assert [path.name for path in paths] == ["mixed.json", "mixed.md", "mixed.html", "result.json"]
-    assert paths[0].read_text() == paths[3].read_text() == dump(to_json(report("inflight")))
+def test_run_without_samples_or_tokens_still_makes_a_report() -> None:
+    empty = Report({}, (section_of(WORKLOAD, [Run("static", 1, measure([], [], None), (), ())]),))
+    assert "| static | 0.0 | 0.0 | 0.0 |" in page(empty).markdown()
+    read(page(empty).html())
 
 
-def test_run_without_samples_or_tokens_still_makes_a_report(tmp_path: Path) -> None:
-    run = Run("static", 1, measure([], [], None), (), ())
-    paths = write_report(Report({}, (Section(WORKLOAD, (run,)),)), tmp_path, "empty")
-    assert "| static | 0.0 | 0.0 | 0.0 |" in paths[1].read_text()
-    read(paths[2].read_text())
+def test_axis_names_round_values_and_powers_of_ten() -> None:
+    assert even_scale(93.0).ticks() == [0, 20, 40, 60, 80]
+    assert even_scale(0.0).ticks(3)[0] == 0
+    scale = Scale(1.0, 100.0, is_log=True)
+    assert (scale.at(1.0), scale.at(10.0), scale.at(100.0)) == pytest.approx((0.0, 0.5, 1.0))
+    assert scale.ticks(8) == pytest.approx([1, 2, 5, 10, 20, 50, 100])
+    assert (even_scale(10.0).at(-5.0), even_scale(10.0).at(50.0)) == (0.0, 1.0)
+
+
+@given(st.lists(st.floats(0.0, 1e9), min_size=1), st.booleans())
+def test_every_value_and_tick_lies_on_the_axis(values: list[float], is_log: bool) -> None:
+    scale = log_scale(values, 0.1) if is_log else even_scale(max(values))
+    assert all(0.0 <= scale.at(value) <= 1.0 for value in values)
+    ticks = scale.ticks()
+    assert len(ticks) <= 6
+    assert all(scale.low * 0.999 <= tick <= scale.high * 1.001 for tick in ticks)

@@ -1,63 +1,121 @@
-"""A soak against a router that the test writes down: every request is sent, and memory is read as they go by."""
+"""The verdict of a soak and its load, without a stack."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grpc
 import pytest
-from rich.progress import Progress as Bars
 
-from bench.options import parse_options
-from bench.soak.count import SHAPE, Soak, soak
+from bench.soak.load import SoakLoad
+from bench.soak.readings import Readings, num_open_files, num_threads
+from bench.soak.result import SoakResult, page, page_of, trend, trends_of, values_of
 from bench.targets.target import TargetError
-from bench.workloads.generate import shaped_requests
-from common.errors import Reason, RequestError
-from inflight.aio import Client
-from inflight.cli.outcome import CommandError
+from bench.workloads.plan import PlannedRequest
+from inflight import AsyncClient
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import ScriptedRouter, serving, speak
 
-Events = Iterator[inference_pb2.StreamEvent]
-REQUESTS = shaped_requests(SHAPE, "soak", 100, num_requests=20)
+REQUESTS = [PlannedRequest((1, 2, 3), num_tokens, 0.0) for num_tokens in range(1, 9)]
 
 
-def answer(request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Events:
-    yield from speak(["x"] * request.stopping.max_tokens)
+def noisy(start: float, growth: float, number: int = 100) -> list[float]:
+    """So many readings, of which every tenth is far off."""
+    return [start + growth * i + (50.0 if i % 10 == 3 else 0.0) for i in range(number)]
 
 
-async def test_every_request_is_sent_and_memory_is_read_for_each_process() -> None:
-    router = ScriptedRouter(answer)
-    with serving(router) as address:
-        async with Client(address) as client:
-            soaked = Soak(client, {"router-0": os.getpid()}, REQUESTS, Bars(disable=True))
-            await soaked.run(concurrency=4)
-    assert (soaked.num_done, soaked.num_failed, router.requests.qsize()) == (20, 0, 20)
-    assert [reading.num_requests for reading in soaked.readings["router-0"]] == list(range(1, 21))
-    assert all(reading.resident_bytes > 0 for reading in soaked.readings["router-0"])
+@pytest.mark.parametrize(
+    ("readings", "is_flat"),
+    [
+        pytest.param(noisy(200.0, 0.0), True, id="noise"),
+        pytest.param(noisy(200.0, 0.5), False, id="a leak"),
+        pytest.param(noisy(200.0, -0.5), True, id="falling"),
+        pytest.param([100.0] * 15 + [200.0] * 85, True, id="the warm-up"),
+        pytest.param([200.0] * 60 + [215.0] * 40, False, id="a step that stays"),
+    ],
+)
+def test_memory_is_flat_where_its_late_middle_is_its_early_one(readings: Sequence[float], is_flat: bool) -> None:
+    found = trend("router-0", "resident MiB", readings)
+    assert found is not None
+    assert found.is_flat is is_flat
 
 
-async def test_failures_are_counted_and_the_soak_goes_on() -> None:
-    def refuse(request: inference_pb2.GenerateRequest, context: grpc.ServicerContext) -> Events:
-        raise RequestError(Reason.QUEUE_FULL, "the queue is full")
-
-    with serving(ScriptedRouter(refuse)) as address:
-        async with Client(address) as client:
-            soaked = Soak(client, {}, REQUESTS, Bars(disable=True))
-            await soaked.run(concurrency=2)
-    assert (soaked.num_done, soaked.num_failed) == (20, 20)
-    assert "the queue is full" in (soaked.first_error or "")
+def test_too_few_readings_give_no_verdict() -> None:
+    assert trend("router-0", "threads", [1.0] * 5) is None
 
 
-async def test_process_that_ended_ends_the_soak() -> None:
+def outcome(readings: Sequence[float], left: int = 0) -> SoakResult:
+    trends, too_few = trends_of({("router-0", "open files"): list(readings)})
+    return SoakResult({}, 60.4, 10, 2, 1, 100, 0, (), {"blocks held": left}, trends, too_few)
+
+
+def test_last_line_says_whether_it_was_flat() -> None:
+    flat = outcome([20.0] * 20)
+    assert flat.last_line == "soak: seconds=60 requests=10 failed=0 flat=yes"
+    assert page(flat) == page_of(values_of(flat, [0.0], {}))
+    assert outcome([20.0] * 10 + [90.0] * 10).last_line.endswith("flat=no")
+    assert outcome([20.0] * 20, left=1).last_line.endswith("flat=no")
+    assert outcome([20.0] * 2).last_line.endswith("flat=unknown")
+
+
+def test_open_files_and_threads_are_counted() -> None:
+    before = num_open_files(os.getpid())
+    with open(os.devnull) as _:
+        assert num_open_files(os.getpid()) == before + 1
+    assert num_threads(os.getpid()) >= 1
+
+
+async def test_load_reads_cancels_and_vanishes_and_stops_when_it_is_told() -> None:
+    def answer(
+        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.StreamEvent]:
+        if load.num_sent >= 60:
+            load.is_stopping = True
+        yield from speak(["x"] * request.stopping.max_tokens)
+
     with serving(ScriptedRouter(answer)) as address:
-        async with Client(address) as client:
-            soaked = Soak(client, {"executor-0": 2**30}, REQUESTS, Bars(disable=True))
-            with pytest.raises(TargetError, match="memory of executor-0"):
-                await soaked.run(concurrency=2)
+        async with AsyncClient(address) as client:
+            load = SoakLoad(client, (address,), REQUESTS, seed=1)
+            await load.run(num_clients=3)
+    assert load.num_sent >= 60
+    assert load.num_failed == 0, load.errors
+    assert load.num_cancelled > 0
+    assert load.num_vanished > 0
 
 
-async def test_soak_of_a_router_elsewhere_is_refused() -> None:
-    with pytest.raises(CommandError, match="--address"):
-        await soak(parse_options(["--soak", "5", "--address", "somewhere:1"]), 5)
+async def test_load_counts_an_answer_that_is_too_short() -> None:
+    def answer(
+        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.StreamEvent]:
+        load.is_stopping = load.num_failed > 0
+        yield from speak(["x"])
+
+    with serving(ScriptedRouter(answer)) as address:
+        async with AsyncClient(address) as client:
+            load = SoakLoad(client, (address,), [PlannedRequest((1,), 3, 0.0)], seed=1)
+            await load.run(num_clients=1)
+    assert load.num_failed >= 1
+    assert load.errors[0] == "1 of 3 tokens"
+
+
+async def test_load_ends_after_the_number_of_requests() -> None:
+    def answer(
+        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.StreamEvent]:
+        yield from speak(["x"] * request.stopping.max_tokens)
+
+    with serving(ScriptedRouter(answer)) as address:
+        async with AsyncClient(address) as client:
+            load = SoakLoad(client, (address,), REQUESTS, seed=1, max_requests=20)
+            await load.run(num_clients=3)
+    assert (load.num_sent, load.num_failed) == (20, 0)
+
+
+async def test_process_that_ended_ends_the_soak(redis_admin_url: str) -> None:
+    async with (
+        AsyncClient("127.0.0.1:1") as client,
+        Readings({"executor-0": 2**30}, redis_admin_url, client) as readings,
+    ):
+        with pytest.raises(TargetError, match="executor-0 cannot be read"):
+            await readings.read(0.0)

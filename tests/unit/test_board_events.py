@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from router.config.admission_file import AdmissionFile
+from router.config.tenants import TenantConfigFile
 from router.store.types import StoreCall
 from router.telemetry.event_log import MAX_EVENTS, MERGE_S, EventKind, EventLog
 
@@ -89,7 +89,7 @@ def test_redis_is_told_of_when_it_goes_and_when_it_is_back() -> None:
 def test_admission_file_is_told_of_when_it_changes(tmp_path: Path) -> None:
     log, path = log_of(), tmp_path / "admission.toml"
     path.write_text("")
-    file = AdmissionFile.open(path, frozenset({"tiny"}), log.admission_file_read)
+    file = TenantConfigFile.open(path, frozenset({"tiny"}), log.admission_file_read)
     assert texts(log) == []
     path.write_text("no such line\n")
     file.look()

@@ -214,7 +214,7 @@ def test_growth_begins_again_with_a_new_start_of_an_executor() -> None:
 
 
 def test_history_of_a_model_and_an_executor_stays_within_its_memory() -> None:
-    """docs/board.md: about 130 KiB for a model, 34 KiB an executor, 34 KiB a tenant."""
+    """docs/design/dashboard.md: about 130 KiB for a model, 34 KiB an executor, 34 KiB a tenant."""
 
     def held(num_executors: int, num_tenants: int) -> float:
         history = History()

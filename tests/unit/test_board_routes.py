@@ -294,7 +294,7 @@ async def test_source_that_breaks_ends_streams_and_the_next_watcher_starts_it_an
         await reply.line()
         source.fail(RuntimeError("broken"))
         assert await reply.body() == b""
-    assert "the board's statistics failed" in caplog.text
+    assert "the dashboard's statistics failed" in caplog.text
     source.error = None
     async with get(app, "/board/stats") as again:
         await again.line()

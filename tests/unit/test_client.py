@@ -13,8 +13,8 @@ import pytest
 
 from common.errors import FieldViolation, Reason, RequestError, invalid
 from inflight import aio, sync
+from inflight.access import channel_target, client_options
 from inflight.catalogue import RequestState
-from inflight.channel import channel_target, client_options
 from inflight.errors import FieldError, InflightError
 from inflight.events import Accepted, Delta, Done, Finished, FinishReason, Started
 from inflight.v1 import inference_pb2
@@ -62,7 +62,7 @@ def refuse(error: RequestError, *, times: int = 1_000) -> ScriptedRouter:
 
 
 async def test_deltas_arrive_in_order_and_the_end_is_known(address: str) -> None:
-    async with aio.Client(address) as client:
+    async with aio.AsyncClient(address) as client:
         stream = client.generate("hi", want_token_ids=True)
         deltas = [delta async for delta in stream]
     assert "".join(delta.text for delta in deltas) == "The capital is Paris."
@@ -86,13 +86,13 @@ def test_the_sync_client_streams_the_same(address: str) -> None:
 
 
 async def test_events_bring_everything(address: str) -> None:
-    async with aio.Client(address) as client:
+    async with aio.AsyncClient(address) as client:
         kinds = [type(event) async for event in client.generate("hi").events()]
     assert kinds == [Accepted, Started, *[Delta] * len(WORDS), Finished, Done]
 
 
 async def test_complete_returns_the_whole_result(address: str, router: ScriptedRouter) -> None:
-    async with aio.Client(address) as client:
+    async with aio.AsyncClient(address) as client:
         result = await client.complete(chat="hi", temperature=0, max_tokens=9)
     assert result.text == "The capital is Paris."
     request = router.requests.get()
@@ -113,13 +113,13 @@ async def test_metadata_goes_with_every_call() -> None:
         yield from speak(WORDS)
 
     with serving(ScriptedRouter(script)) as address:
-        async with aio.Client(address, metadata={"authorization": "Bearer k"}) as client:
+        async with aio.AsyncClient(address, metadata={"authorization": "Bearer k"}) as client:
             await client.complete("hi")
     assert seen[0]["authorization"] == "Bearer k"
 
 
 async def test_a_client_outlives_its_event_loop(address: str) -> None:
-    client = aio.Client(address)
+    client = aio.AsyncClient(address)
 
     async def once() -> str:
         async with client:
@@ -134,7 +134,7 @@ async def test_a_client_outlives_its_event_loop(address: str) -> None:
 async def test_breaking_out_of_the_loop_cancels_the_request() -> None:
     router = ScriptedRouter(endless)
     with serving(router) as address:
-        async with aio.Client(address) as client:
+        async with aio.AsyncClient(address) as client:
             stream = client.generate("hi")
             async for _ in stream:
                 break
@@ -155,7 +155,7 @@ def test_breaking_out_of_the_sync_loop_cancels_the_request() -> None:
 async def test_cancelling_a_stream_ends_its_loop_without_an_error() -> None:
     router = ScriptedRouter(endless)
     with serving(router) as address:
-        async with aio.Client(address) as client, client.generate("hi") as stream:
+        async with aio.AsyncClient(address) as client, client.generate("hi") as stream:
             num_deltas = 0
             async for _ in stream:
                 num_deltas += 1
@@ -183,7 +183,7 @@ def test_a_sync_stream_is_cancelled_from_another_thread() -> None:
 async def test_leaving_the_block_of_a_stream_that_was_never_read_cancels_it() -> None:
     router = ScriptedRouter(endless)
     with serving(router) as address:
-        async with aio.Client(address) as client:
+        async with aio.AsyncClient(address) as client:
             async with client.generate("hi"):
                 await asyncio.to_thread(router.requests.get)
             assert await asyncio.to_thread(router.ended.wait, WAIT_S)
@@ -192,7 +192,7 @@ async def test_leaving_the_block_of_a_stream_that_was_never_read_cancels_it() ->
 async def test_cancelling_the_task_cancels_the_request_and_stays_a_cancellation() -> None:
     router = ScriptedRouter(endless)
     with serving(router) as address:
-        async with aio.Client(address) as client:
+        async with aio.AsyncClient(address) as client:
             reading = asyncio.create_task(client.complete("hi"))
             await asyncio.to_thread(router.requests.get)
             reading.cancel()
@@ -203,7 +203,7 @@ async def test_cancelling_the_task_cancels_the_request_and_stays_a_cancellation(
 
 async def test_closing_the_client_ends_its_streams_with_an_error_and_not_a_cancellation() -> None:
     with serving(ScriptedRouter(endless)) as address:
-        client = aio.Client(address)
+        client = aio.AsyncClient(address)
         async with aclosing(client.generate("hi").events()) as events:
             await anext(events)
             await client.close()
@@ -219,7 +219,7 @@ async def test_closing_the_client_ends_its_streams_with_an_error_and_not_a_cance
 async def test_an_error_names_the_fields_and_the_reason() -> None:
     violation = FieldViolation("sampling.temperature", "must be at least 0")
     with serving(refuse(invalid(violation))) as address:
-        async with aio.Client(address) as client:
+        async with aio.AsyncClient(address) as client:
             with pytest.raises(InflightError) as caught:
                 await client.complete("hi", temperature=-1)
     error = caught.value
@@ -244,7 +244,7 @@ def test_an_error_says_when_to_try_again_and_which_quota_it_was() -> None:
 
 async def test_a_deadline_ends_the_stream_with_its_status() -> None:
     with serving(ScriptedRouter(endless)) as address:
-        async with aio.Client(address) as client:
+        async with aio.AsyncClient(address) as client:
             with pytest.raises(InflightError) as caught:
                 async for _ in client.generate("hi", timeout=0.2):
                     pass
@@ -259,7 +259,7 @@ async def test_a_stream_that_breaks_gives_unavailable_where_it_is_not_to_be_resu
 
     router = ScriptedRouter(dies)
     with serving(router) as address:
-        async with aio.Client(address, resume=False) as client:
+        async with aio.AsyncClient(address, resume=False) as client:
             stream = client.generate("hi")
             with pytest.raises(InflightError) as caught:
                 await stream.text()
@@ -277,11 +277,10 @@ def test_nobody_at_the_address_gives_unavailable() -> None:
 # --- retries
 
 
-@pytest.mark.slow
 async def test_unavailable_before_the_first_event_is_retried_unseen() -> None:
     router = refuse(RequestError(Reason.NO_EXECUTOR, "none yet"), times=2)
     with serving(router) as address:
-        async with aio.Client(address) as client:
+        async with aio.AsyncClient(address) as client:
             assert await client.generate("hi").text() == "The capital is Paris."
     assert router.requests.qsize() == 3
 
@@ -289,7 +288,7 @@ async def test_unavailable_before_the_first_event_is_retried_unseen() -> None:
 async def test_without_retries_the_first_refusal_is_the_answer() -> None:
     router = refuse(RequestError(Reason.NO_EXECUTOR, "none yet"), times=1)
     with serving(router) as address:
-        async with aio.Client(address, retries=False) as client:
+        async with aio.AsyncClient(address, retries=False) as client:
             with pytest.raises(InflightError, match="none yet"):
                 await client.complete("hi")
 
@@ -297,7 +296,7 @@ async def test_without_retries_the_first_refusal_is_the_answer() -> None:
 async def test_several_routers_share_the_calls_and_a_dead_one_is_passed_over(router: ScriptedRouter) -> None:
     other = ScriptedRouter()
     with serving(router) as first, serving(other) as second:
-        async with aio.Client(first, second, "localhost:1") as client:
+        async with aio.AsyncClient(first, second, "localhost:1") as client:
             for _ in range(8):
                 await client.complete("hi")
     assert router.requests.qsize() > 0
@@ -309,7 +308,7 @@ async def test_several_routers_share_the_calls_and_a_dead_one_is_passed_over(rou
 
 
 async def test_tokenize_and_detokenize_are_inverse_here(address: str) -> None:
-    async with aio.Client(address) as client:
+    async with aio.AsyncClient(address) as client:
         token_ids = await client.tokenize("héllo")
         assert token_ids == tuple("héllo".encode())
         assert await client.detokenize(token_ids) == "héllo"
@@ -327,7 +326,7 @@ async def test_both_clients_say_where_a_request_stands(address: str, router: Scr
     router.standing = inference_pb2.GetRequestResponse(
         state=inference_pb2.REQUEST_STATE_WAITING, wait_reason=inference_pb2.WAIT_REASON_HELD_LINE, times_passed=2
     )
-    async with aio.Client(address) as client:
+    async with aio.AsyncClient(address) as client:
         standing = await client.get_request("r7", model="smol")
     assert (standing.request_id, standing.state, standing.wait_reason) == ("r7", RequestState.WAITING, "held_line")
     assert (standing.times_passed, standing.estimated_wait_s, standing.priority) == (2, None, "unspecified")
@@ -336,7 +335,7 @@ async def test_both_clients_say_where_a_request_stands(address: str, router: Scr
 
 
 async def test_cancel_names_the_request_and_says_where_it_was(address: str, router: ScriptedRouter) -> None:
-    async with aio.Client(address) as client:
+    async with aio.AsyncClient(address) as client:
         assert await client.cancel("r7", resume_token="t", model="smol") is RequestState.PLACED
         assert (await client.list_models())[0].has_chat_template
         assert (await client.capacity()).num_queued == 0

@@ -34,7 +34,7 @@ async def test_the_sync_client_works_inside_a_running_loop(address: str) -> None
 
 async def test_both_clients_work_beside_each_other(address: str) -> None:
     with sync.Client(address) as blocking:
-        async with aio.Client(address) as client:
+        async with aio.AsyncClient(address) as client:
             stream = client.generate("hi")
             assert blocking.complete("hi").text == SAID
             assert await stream.text() == SAID
@@ -44,7 +44,7 @@ async def test_show_prints_the_text_as_it_comes(address: str) -> None:
     out = io.StringIO()
     with sync.Client(address) as client:
         client.generate("hi").show(out)
-    async with aio.Client(address) as client:
+    async with aio.AsyncClient(address) as client:
         await client.generate("hi").show(out)
     assert out.getvalue() == f"{SAID}\n{SAID}\n"
 
@@ -55,8 +55,8 @@ def test_a_stream_and_a_client_say_what_they_are(address: str) -> None:
         assert repr(stream) == "<Stream not accepted yet: 0 tokens, runs>"
         stream.text()
         assert repr(stream) == f"<Stream r1: {len(WORDS)} tokens, stop_token>"
-        assert repr(client) == f"<inflight.sync.Client of {address}>"
-    assert repr(aio.Client(address)) == f"<inflight.aio.Client of {address}>"
+        assert repr(client) == f"<Client of {address}>"
+    assert repr(aio.AsyncClient(address)) == f"<AsyncClient of {address}>"
 
 
 def test_a_completion_is_shown_as_its_text_with_nothing_that_could_run() -> None:
@@ -75,7 +75,7 @@ def test_capacity_is_shown_as_a_table() -> None:
 
 
 def test_an_async_client_in_a_second_loop_says_so(address: str) -> None:
-    client = aio.Client(address)
+    client = aio.AsyncClient(address)
 
     async def ask() -> None:
         await client.list_models()
@@ -90,8 +90,8 @@ def test_an_async_client_in_a_second_loop_says_so(address: str) -> None:
 
 
 def test_an_async_client_without_a_loop_names_the_other_one(address: str) -> None:
-    with pytest.raises(RuntimeError, match=r"use inflight\.sync"):
-        aio.Client(address).generate("hi")
+    with pytest.raises(RuntimeError, match="without one use Client"):
+        aio.AsyncClient(address).generate("hi")
 
 
 def test_a_closed_client_says_so_and_not_what_grpc_says(address: str) -> None:

@@ -69,7 +69,7 @@ def read_both(address: str, **options: bool | float) -> list[tuple[str, list[Eve
         found = [([*stream.events()], stream.transcript)]
 
     async def read() -> None:
-        async with aio.Client(address, **options) as client:  # type: ignore[arg-type]
+        async with aio.AsyncClient(address, **options) as client:  # type: ignore[arg-type]
             stream = client.generate("hi")
             found.append(([event async for event in stream.events()], stream.transcript))
 
@@ -133,7 +133,7 @@ async def test_a_user_who_holds_a_token_resumes_from_where_he_was() -> None:
     router = ScriptedRouter(resume=resumes)
     begun = len("".join(WORDS[:2]))
     with serving(router) as address:
-        async with aio.Client(address) as client:
+        async with aio.AsyncClient(address) as client:
             assert await client.resume("r1", "secret", offset=2, text_bytes=begun).text() == "is Paris."
         with sync.Client(address) as sync_client:
             stream = await asyncio.to_thread(sync_client.resume, "r1", "secret", offset=2, text_bytes=begun)
@@ -154,7 +154,7 @@ def away(request: inference_pb2.ResumeRequest, context: grpc.ServicerContext) ->
 async def test_cancelling_while_it_waits_to_resume_ends_it_at_once() -> None:
     router = ScriptedRouter(breaks_after(1), away)
     with serving(router) as address:
-        async with aio.Client(address, retries=False) as client, asyncio.timeout(WAIT_S):
+        async with aio.AsyncClient(address, retries=False) as client, asyncio.timeout(WAIT_S):
             stream = client.generate("hi")
             reading = asyncio.create_task(stream.text())
             await asyncio.to_thread(_until_resumed, router)
@@ -182,7 +182,7 @@ def test_another_thread_cancels_a_sync_stream_that_waits_to_resume() -> None:
 async def test_cancelling_the_task_that_waits_to_resume_stays_a_cancellation() -> None:
     router = ScriptedRouter(breaks_after(1), away)
     with serving(router) as address:
-        async with aio.Client(address, retries=False) as client, asyncio.timeout(WAIT_S):
+        async with aio.AsyncClient(address, retries=False) as client, asyncio.timeout(WAIT_S):
             reading = asyncio.create_task(client.complete("hi"))
             await asyncio.to_thread(_until_resumed, router)
             reading.cancel()
@@ -214,7 +214,7 @@ def test_the_deadline_holds_across_resumptions() -> None:
 async def test_closing_the_client_ends_a_stream_that_would_resume() -> None:
     router = ScriptedRouter(breaks_after(1), resumes)
     with serving(router) as address:
-        client = aio.Client(address)
+        client = aio.AsyncClient(address)
         async with aclosing(client.generate("hi").events()) as events:
             await anext(events)
             await client.close()

@@ -86,7 +86,7 @@ def test_the_sync_client_tells_until_it_is_left(address: str, router: ScriptedRo
 
 
 async def test_the_async_client_does_the_same(address: str, router: ScriptedRouter) -> None:
-    async with aio.Client(address) as client:
+    async with aio.AsyncClient(address) as client:
         stats = client.stats()
         check(await anext(stats))
         await stats.aclose()
@@ -95,7 +95,7 @@ async def test_the_async_client_does_the_same(address: str, router: ScriptedRout
 
 
 async def test_closing_the_client_ends_its_statistics(address: str) -> None:
-    client = aio.Client(address)
+    client = aio.AsyncClient(address)
     stats = client.stats()
     await anext(stats)
     await anext(stats)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from executor.engine.deadlines import MAX_ENDED, Deadlines
+from executor.engine.deadlines import MAX_ENDED, DeadlineHeap
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput
 from executor.scheduler.blocks import BlockPool
@@ -84,7 +84,7 @@ def test_deadline_in_the_far_future_is_no_trouble() -> None:
 
 
 def test_names_of_who_has_ended_do_not_pile_up() -> None:
-    deadlines = Deadlines()
+    deadlines = DeadlineHeap()
     held = [make_sequence(f"held {i}", [1]) for i in range(3)]
     for i, sequence in enumerate(held):
         sequence.deadline_ms = i

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from common.errors import Reason, RequestError
-from inflight.aio import Client
+from inflight import AsyncClient
 from inflight.catalogue import Capacity, decode_capacity
-from inflight.demo.board import Board, RiderState
-from inflight.demo.display import LiveDisplay, PlainDisplay
-from inflight.demo.prompts import CHECKED_PROMPT, DEMO_PROMPTS, DemoPrompt
-from inflight.demo.round import Round, run_round
-from inflight.demo.summary import answers_table, comparison_table, names_the_capital, quantile
+from inflight.cli.demo.board import Board, RiderState
+from inflight.cli.demo.display import LiveDisplay, PlainDisplay
+from inflight.cli.demo.prompts import CHECKED_PROMPT, DEMO_PROMPTS, DemoPrompt
+from inflight.cli.demo.round import Round, run_round
+from inflight.cli.demo.summary import answers_table, comparison_table, names_the_capital, quantile
 from inflight.v1 import inference_pb2
 from tests.unit.scripted_router import ScriptedRouter, accepted, delta, ending, serving, started
 
@@ -157,7 +157,7 @@ async def test_a_round_asks_in_order_brings_every_answer_and_tells_of_everybody(
     shown = console(is_terminal=False)
     router = Answering(num_seats=2)
     with serving(router) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             finished = await run_round(client, PROMPTS, 2, PlainDisplay(shown, "title"))
     assert [rider.state for rider in finished.riders] == [RiderState.DONE] * 4
     assert finished.num_tokens == 40
@@ -173,7 +173,7 @@ async def test_a_round_asks_in_order_brings_every_answer_and_tells_of_everybody(
 async def test_one_refused_request_fails_alone() -> None:
     prompts = (PROMPTS[0], DemoPrompt("refuse", 5), PROMPTS[1])
     with serving(Answering(num_seats=3)) as address:
-        async with Client(address) as client:
+        async with AsyncClient(address) as client:
             finished = await run_round(client, prompts, 3, PlainDisplay(console(is_terminal=False), "title"))
     assert [rider.number for rider in finished.failures] == [2]
     assert "too many wait" in finished.failures[0].ending

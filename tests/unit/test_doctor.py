@@ -85,7 +85,6 @@ def test_an_executor_that_cannot_be_imported_is_told_and_not_raised(monkeypatch:
     assert doctor.backend().verdict is Verdict.MISSING
 
 
-@pytest.mark.slow
 def test_the_backend_is_the_one_that_an_executor_would_choose() -> None:
     finding = doctor.backend()
     assert finding.text.split(":")[0].split(" ")[0] in ("cpu", "reference")

@@ -23,7 +23,7 @@ from router.auth.api_keys import ApiKey, find_key, parse_keys
 from router.auth.authenticator import Authentication, CredentialAuthenticator
 from router.auth.caller import ANYBODY, Caller, Metadata
 from router.auth.jwt import LEEWAY_S, TokenRules, parse_jwks
-from router.config.file_problems import ContentError
+from router.config.watched_file import ContentError
 from router.settings import RouterSettings
 from tests.credentials import (
     AUDIENCE,
@@ -168,27 +168,43 @@ def test_key_that_is_too_short_to_be_random_opens_nothing() -> None:
         ("[[key]\n", "line 1: is not TOML"),
         ("[keys]\n", "line 1: keys: is not known"),
         ("key = 1\n", "line 1: key: must be tables"),
-        (key_entry(KEY, color='"red"'), "line 5: key 'inflight': color is not known"),
-        ('[[key]]\nid = "a"\n', "line 1: key 'a': tenant is needed"),
-        ('[[key]]\nid = "a"\ntenant = "t"\nhash = "md5:00"\n', "line 4: key 'a': hash must be"),
-        (f'[[key]]\nid = "a"\ntenant = "t"\nhash = "sha256:{"z" * 64}"\n', "line 4: key 'a': hash must be"),
-        (key_entry(KEY, id='""'), "line 4: key '': id must be"),
-        (key_entry(KEY, "a\\nb"), "line 3: key 'inflight': tenant is needed"),
-        (key_entry(KEY, classes='["gold"]'), "line 5: key 'inflight': classes must be of interactive, standard, batch"),
-        (key_entry(KEY, models="[]"), "line 5: key 'inflight': models must be a list of names, not empty"),
-        (key_entry(KEY, operator="1"), "line 5: key 'inflight': operator must be true or false"),
+        (key_entry(KEY, color='"red"'), "line 5: key number 1, color: is not known; known: id, hash"),
+        ('[[key]]\nid = "a"\n', "line 1: key number 1, hash: is missing"),
+        ('[[key]]\nid = "a"\ntenant = "t"\nhash = "md5:00"\n', "line 4: key number 1, hash: must be"),
+        (f'[[key]]\nid = "a"\ntenant = "t"\nhash = "sha256:{"z" * 64}"\n', "line 4: key number 1, hash: must be"),
+        (key_entry(KEY, id='""'), "line 4: key number 1, id: must be"),
+        (key_entry(KEY, "a\\nb"), "line 3: key number 1, tenant: a tenant's name must have"),
+        (
+            key_entry(KEY, classes='["gold"]'),
+            "line 5: key number 1, classes number 1: must be 'interactive', 'standard' or",
+        ),
+        (key_entry(KEY, models="[]"), "line 5: key number 1, models: must not be empty"),
+        (key_entry(KEY, models='["m", ""]'), "line 5: key number 1, models number 2: must not be empty"),
+        (key_entry(KEY, disabled='"no"'), "line 5: key number 1, disabled: must be true or false"),
+        (key_entry(KEY, operator="1"), "line 5: key number 1, operator: must be true or false"),
         (
             key_entry(KEY, expires="2027-01-01"),
-            "line 5: key 'inflight': expires must be a date and time with an offset",
+            "line 5: key number 1, expires: must be a date and time, as 2027",
         ),
-        (key_entry(KEY) + key_entry(OTHER_KEY), "line 8: key number 2: id is that of key number 1"),
-        (key_entry(KEY) + key_entry(KEY, id='"b"'), "line 6: key number 2: hash is that of key number 1"),
+        (
+            key_entry(KEY, expires="2027-01-01T00:00:00"),
+            "line 5: key number 1, expires: must be a date and time with an offset",
+        ),
+        (key_entry(KEY) + key_entry(OTHER_KEY), "line 8: key number 2, id: is that of key number 1"),
+        (key_entry(KEY) + key_entry(KEY, id='"b"'), "line 6: key number 2, hash: is that of key number 1"),
     ],
 )
 def test_error_in_the_file_of_keys_names_line_and_key(text: str, problem: str) -> None:
     with pytest.raises(ContentError) as caught:
         parse_keys(text)
     assert str(caught.value).startswith(problem)
+
+
+def test_key_in_place_of_its_hash_is_not_repeated() -> None:
+    with pytest.raises(ContentError) as caught:
+        parse_keys(f'[[key]]\nid = "a"\ntenant = "t"\nhash = "{KEY}"\nsecret = "{KEY}"\n')
+    assert KEY not in str(caught.value)
+    assert len(caught.value.problems) == 2
 
 
 def test_rotated_file_is_read_and_a_broken_one_keeps_the_old(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from gateway.answers import Choice, encoded, whole_answer
+from gateway.answers import FinishedChoice, encoded, whole_answer
 from gateway.asking import Ask
 from gateway.event_ids import AnswerId
 from gateway.logprobs import num_characters, of_chat, of_completion
@@ -34,7 +34,7 @@ def alone(*texts: str | bytes) -> list[Position]:
 
 def answered(ask: Ask, text: str, positions: list[Position]) -> Any:
     """The answer as its reader has it: JSON, and no constant that JSON does not know."""
-    choice = Choice(text, FinishReason.LENGTH, Usage(1, 0, len(positions), 0), positions)
+    choice = FinishedChoice(text, FinishReason.LENGTH, Usage(1, 0, len(positions), 0), positions)
     whole = encoded(whole_answer(ask, AnswerId("a", 1), [choice]))
     return json.loads(whole, parse_constant=pytest.fail)
 

@@ -143,6 +143,7 @@ def test_model_imported_by_an_older_version_is_imported_again(source: ModelSourc
     assert json.loads((new / "generation_config.json").read_text())["temperature"] == 0.2
 
 
+@pytest.mark.slow
 def test_model_runs_and_knows_its_stop_tokens(source: ModelSource) -> None:
     model = PagedModel.load(source, dtype_name="float32", backend_name="reference", device_name="cpu")
     description = model.description

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from executor.engine.output import EngineOutput, HeldSequence
+from executor.engine.output import EngineOutput, ReportedSequence
 from executor.scheduler.admission import Refusal
 from executor.scheduler.sequence import FinishEvent, FinishReason, NewTokens, Sequence
 from executor.serving.placements import PlacementTable, RetentionPolicy
@@ -184,7 +184,7 @@ def test_what_is_handed_back_has_ended_and_the_engine_speaks_to_nobody(world: Wo
     assert {cancel[0] for cancel in world.cancels} == {"running", "waiting", "orphan", "offered"}
 
     # And the engine, once it moves again, is heard by nobody and has its work until it says so
-    held = [HeldSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in (running, waiting, orphan)]
+    held = [ReportedSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in (running, waiting, orphan)]
     assert world.holdings.reported(held) == []
     assert world.holdings.num_times_idle == 0
     world.step(running, orphan)
@@ -240,7 +240,7 @@ def test_report_counts_what_the_engine_has_not_answered(world: World) -> None:
     reader = router()
     world.place(reader, "a")
     world.offer(reader, "b")
-    held = [HeldSequence("a", 1, 8)]
+    held = [ReportedSequence("a", 1, 8)]
     assert [(one.request_id, one.attempt) for one in world.holdings.reported(held)] == [("a", 1), ("b", 1)]
 
 

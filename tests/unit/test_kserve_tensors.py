@@ -114,13 +114,13 @@ def test_what_does_not_fit_is_said() -> None:
     request = by_raw(one)
     request.inputs[0].shape[0] = -1
     assert "negative size" in refusal(request)
-    assert "is there twice" in refusal(by_raw(one, one))
+    assert "is listed twice" in refusal(by_raw(one, one))
     request = by_raw(one)
     request.raw_input_contents.append(b"")
     assert refusal(request) == "raw_input_contents: has 2 entries for 1 tensors"
     request = by_raw(one)
     request.inputs[0].contents.int_contents.append(1)
-    assert "`contents` beside raw_input_contents" in refusal(request)
+    assert "`contents` in addition to raw_input_contents" in refusal(request)
     request = by_contents(one)
     request.inputs[0].contents.fp32_contents.append(1)
     assert "its elements are in fp32_contents" in refusal(request)

@@ -10,6 +10,8 @@ import pytest
 from inflight.v1 import executor_pb2
 from router.executors import link as links
 from router.executors.link import ExecutorLink
+from router.store.types import Lost
+from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
 
 
 class StillCall:
@@ -72,3 +74,23 @@ async def test_link_that_is_stopped_while_its_executor_is_silent_stops(monkeypat
 
     await asyncio.wait((serving,), timeout=5)
     assert serving.cancelled()
+
+
+async def test_token_of_a_void_placement_is_dropped() -> None:
+    router, stream = ScriptedRouter("m"), new_stream()
+    first, second = router.link("e0", "m"), router.link("e1", "m")
+    store = router.stores["m"]
+    async with router.running():
+        store.answers.append(placement())
+        await router.pools.find("m").dispatcher.submit(stream)
+        first.receive(accepts(1))
+        first.receive(steps(3, 4, cached=0))
+        # When the ledger has placed it on another executor, and the first one does not know that yet
+        store.answers.append(placement(2, "e1"))
+        store.tell(Lost("r", 1, "e0", 1))
+        await settled()
+        second.receive(accepts(2))
+        first.receive(steps(0, offset=2))
+        second.receive(steps(1, offset=2, cached=0))
+        # Then only what the second one says counts
+        assert stream.output_ids == [3, 4, 1]

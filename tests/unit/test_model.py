@@ -212,7 +212,7 @@ def test_wrong_options_are_named(tmp_path: Path, option: dict[str, str], words: 
 def test_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert model_module.choose_device("auto") == CPU
-    with pytest.raises(ModelError, match="torch sees no GPU"):
+    with pytest.raises(ModelError, match="torch finds no GPU"):
         model_module.choose_device("cuda")
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from bench.engine import samplers as compare_samplers
 from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.engine.runner import NO_TOKEN
 from executor.native.build import BuildFailure
@@ -24,7 +23,6 @@ from executor.step.sampling import SampleRow, gumbel_noise, sample
 from executor.step.sampling_columns import SamplingBatch
 from tests.native_builds import INSTRUCTION_SETS, library_of
 from tests.sampling_oracle import PHILOX_ANSWERS
-from tests.torch_threads import torch_threads
 
 # The first test of a build may have to wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
@@ -199,11 +197,3 @@ def test_without_a_compiler_the_torch_sampler_runs_and_the_log_says_why(
 
 def test_logits_elsewhere_than_on_a_cpu_are_sampled_by_torch() -> None:
     assert choose_sampler(torch.device("meta")) is None
-
-
-def test_comparison_prints_a_line_for_every_way_of_sampling(capsys: pytest.CaptureFixture[str]) -> None:
-    with torch_threads(1):
-        assert compare_samplers.main(["--rows", "2", "--vocabulary", "300", "--rounds", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert len(lines) == len(compare_samplers.WAYS) * len(compare_samplers.SPREADS)
-    assert all(line.endswith("2/2") for line in lines)

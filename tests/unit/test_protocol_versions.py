@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from common.protocol import PROTOCOL_VERSION
 from inflight.v1 import executor_pb2, executor_pb2_grpc
-from router.executors.link import PROTOCOL_VERSION, ExecutorLink
+from router.executors.link import ExecutorLink
 from tests.scripted_store import ScriptedRouter
 
 

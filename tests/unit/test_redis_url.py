@@ -53,8 +53,8 @@ def test_url_of_a_cluster() -> None:
         (f"redis+cluster://:{SECRET}@host:1/1", "0 or left out in a cluster"),
         (f"redis+cluster://:{SECRET}@host:1,,other", "host:port,host:port"),
         (f"redis+cluster://:{SECRET}@", "host:port,host:port"),
-        (f"redis://:{SECRET}@host:port", "is no address"),
-        (f"redis://:{SECRET}@host?socket_timeout={SECRET}", "is no address"),
+        (f"redis://:{SECRET}@host:port", "is not a Redis URL"),
+        (f"redis://:{SECRET}@host?socket_timeout={SECRET}", "is not a Redis URL"),
     ],
 )
 def test_error_says_what_is_allowed_and_repeats_nothing(url: str, problem: str) -> None:

@@ -13,15 +13,14 @@ from router.api.resume import ResumeAuthorizer
 from router.api.service import InferenceService
 from router.api.validation import REQUEST_ID
 from router.auth.caller import ANYBODY, Caller
-from router.auth.resume_secret import ResumeTokens
+from router.auth.resume_token import ResumeTokens
 from router.request.ids import client_id, digest_of, keyed_request_id, keyed_seed, ledger_id
 from router.settings import RouterSettings
 from router.store.connection import connect
 from router.store.ledgers import KEY, learn_secret
 from tests.cluster import token_request
-from tests.scripted_store import ScriptedRouter
+from tests.scripted_store import CallContext, ScriptedRouter
 from tests.store_pool import SETTINGS
-from tests.unit.test_service_admission import Context
 
 ACME, OTHER = Caller(tenant="acme"), Caller(tenant="other")
 ACME_N = Caller(tenant="acme", models=frozenset({"n"}))
@@ -90,7 +89,7 @@ def test_operators_and_the_unidentified_need_no_token_to_cancel(
 
 async def test_resume_needs_a_token_whoever_calls(router: ScriptedRouter) -> None:
     with pytest.raises(RequestError) as caught:
-        await router.service.Resume(inference_pb2.ResumeRequest(request_id="r"), cast(Any, Context()))
+        await router.service.Resume(inference_pb2.ResumeRequest(request_id="r"), cast(Any, CallContext()))
     assert caught.value.reason is Reason.UNKNOWN_REQUEST
 
 
@@ -103,7 +102,7 @@ async def test_without_a_secret_nothing_is_begun() -> None:
     tokens = ResumeTokens(None)
     router.service = InferenceService(router.pools, RouterSettings(), router.admission, _Open(), tokens, router.stats)
     with pytest.raises(RequestError) as caught:
-        await router.service.Generate(token_request([1], 2), cast(Any, Context()))
+        await router.service.Generate(token_request([1], 2), cast(Any, CallContext()))
     assert caught.value.reason is Reason.STORE_UNAVAILABLE
     assert caught.value.retry_after_ms
 
@@ -153,7 +152,7 @@ async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
 
 
 async def test_secret_is_learned_when_the_ledger_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.auth.resume_secret.RETRY_S", 0.0)
+    monkeypatch.setattr("router.auth.resume_token.RETRY_S", 0.0)
     answers: list[Any] = [RequestError(Reason.STORE_UNAVAILABLE, "away"), b"s" * 32]
 
     async def learn(own: bytes | None) -> bytes:

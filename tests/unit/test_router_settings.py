@@ -8,8 +8,8 @@ import pytest
 
 from common.settings import SettingError, describe, load
 from router.app import resume_tokens, store_settings_of
-from router.auth.resume_secret import ResumeTokens
-from router.main import run
+from router.auth.resume_token import ResumeTokens
+from router.main import run_router
 from router.settings import RouterSettings
 from router.store.settings import StoreSettings
 
@@ -60,4 +60,4 @@ async def test_router_does_not_start_with_an_admission_file_that_is_wrong(tmp_pa
     path = tmp_path / "admission.toml"
     path.write_text("[tenants.a]\nmax_running = -1")
     with pytest.raises(SettingError, match="line 2"):
-        await run(RouterSettings(admission_file=path), {})
+        await run_router(RouterSettings(admission_file=path), {})

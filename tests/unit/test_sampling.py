@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor.engine.runner import NO_TOKEN
 from executor.scheduler.sequence import Sampling
-from executor.step.philox import philox
+from executor.step.philox import philox_words
 from executor.step.sampling import FIRST_CANDIDATES, SampleRow, choose_greedily, gumbel_noise, keep_top, sample
 from tests.sampling_oracle import PHILOX_ANSWERS
 from tests.torch_threads import torch_threads
@@ -50,7 +50,7 @@ def test_philox_gives_the_published_numbers(
     counter: tuple[int, int, int, int], key: tuple[int, int], words: tuple[int, int, int, int]
 ) -> None:
     c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
-    result = philox((c0, c1, c2, c3), (torch.tensor([key[0]]), torch.tensor([key[1]])))
+    result = philox_words((c0, c1, c2, c3), (torch.tensor([key[0]]), torch.tensor([key[1]])))
     assert tuple(int(word) for word in result) == words
 
 

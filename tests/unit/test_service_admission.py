@@ -12,35 +12,19 @@ from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, inference_pb2, stats_pb2, types_pb2
 from router.api.prepare import deadlines_of
 from router.api.request_status import waiting_for
-from router.config.tenants import AdmissionRules
+from router.config.tenants import TenantConfig
 from router.config.variants import Variant
 from router.request.prefix_hashes import prefix_hashes
 from router.request.spec import GenerateSpec
 from router.store.types import CancelOutcome, Explanation, Refused, RequestState, TenantLimits, WaitReason
 from tests.cluster import token_request
-from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
+from tests.scripted_store import CallContext, ScriptedRouter, accepts, new_stream, placement, settled, steps
 
-RULES = AdmissionRules(
+RULES = TenantConfig(
     tenants={"acme": TenantLimits(weight=2, max_queue_tokens=7), "out": TenantLimits(max_running=0)},
     refuses_unknown_tenants=True,
     variants={"smol": (Variant("m-inflight", 90), Variant("m-static", 10))},
 )
-
-
-class Context:
-    """Of a call without a deadline; keeps what is written."""
-
-    def __init__(self) -> None:
-        self.events: list[inference_pb2.StreamEvent] = []
-
-    def time_remaining(self) -> float | None:
-        return None
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
-
-    async def write(self, response: inference_pb2.GenerateResponse) -> None:
-        self.events.append(response.event)
 
 
 @pytest.fixture
@@ -54,7 +38,7 @@ def router() -> ScriptedRouter:
 async def refused(router: ScriptedRouter, request: inference_pb2.GenerateRequest) -> RequestError:
     async with router.running():
         with pytest.raises(RequestError) as caught:
-            await router.service.Generate(request, cast(Any, Context()))
+            await router.service.Generate(request, cast(Any, CallContext()))
     return caught.value
 
 
@@ -140,7 +124,7 @@ async def test_sessions_are_spread_over_the_models_of_a_name_and_stay(router: Sc
         for session in sessions:
             request = token_request([1], 2, tenant="acme", model="smol", session_id=session)
             with pytest.raises(RequestError):
-                await router.service.Generate(request, cast(Any, Context()))
+                await router.service.Generate(request, cast(Any, CallContext()))
     assert len(router.stores["m-static"].demands) == len(sessions)
     assert router.stores["m-inflight"].demands == []
 
@@ -149,7 +133,7 @@ async def test_served_requests_are_measured_per_model_of_a_name(router: Scripted
     link = router.pools.by_name["m-static"].dispatcher.links[0]
     session = next(s for s in map(str, range(100)) if router.pools.find("smol", s).name == "m-static")
     request = token_request([1], 2, request_id="r", tenant="acme", model="smol", session_id=session)
-    context = Context()
+    context = CallContext()
     async with router.running():
         router.stores["m-static"].answers.append(placement(executor_id="e1", request_id="acme/r"))
         call = asyncio.create_task(router.service.Generate(request, cast(Any, context)))
@@ -158,7 +142,7 @@ async def test_served_requests_are_measured_per_model_of_a_name(router: Scripted
         link.receive(steps(1, 2, cached=0, end=types_pb2.FINISH_REASON_LENGTH))
         await call
         capacity = await router.service.GetCapacity(
-            inference_pb2.GetCapacityRequest(model="smol"), cast(Any, Context())
+            inference_pb2.GetCapacityRequest(model="smol"), cast(Any, CallContext())
         )
     by_variant = {one.variant: one for one in capacity.variants}
     assert [round(by_variant[name].share, 3) for name in ("m-inflight", "m-static")] == [0.9, 0.1]
@@ -170,7 +154,7 @@ async def test_served_requests_are_measured_per_model_of_a_name(router: Scripted
 
 
 async def test_name_of_several_models_is_listed_with_what_all_of_them_allow(router: ScriptedRouter) -> None:
-    response = await router.service.ListModels(inference_pb2.ListModelsRequest(), cast(Any, Context()))
+    response = await router.service.ListModels(inference_pb2.ListModelsRequest(), cast(Any, CallContext()))
     assert [model.name for model in response.models] == ["m-inflight", "m-static", "smol"]
     assert (response.models[2].num_executors, response.models[2].context_length) == (2, 64)
 
@@ -191,7 +175,7 @@ async def test_request_is_found_and_cancelled_by_the_name_that_it_asked_for(rout
         assert standing.state == inference_pb2.REQUEST_STATE_PLACED
         assert standing.variant == (model if asked == "smol" else "")
         cancelled = await router.service.Cancel(
-            inference_pb2.CancelRequest(request_id="r", model=asked), cast(Any, Context())
+            inference_pb2.CancelRequest(request_id="r", model=asked), cast(Any, CallContext())
         )
         assert cancelled.state == inference_pb2.REQUEST_STATE_WAITING
 
@@ -203,7 +187,7 @@ async def test_ended_request_of_the_same_id_does_not_hide_the_one_that_waits(rou
     router.stores["m-static"].cancels["r"] = CancelOutcome(RequestState.WAITING)
     assert (await standing_of(router, model="smol")).variant == "m-static"
     cancel = inference_pb2.CancelRequest(request_id="r", model="smol")
-    assert (await router.service.Cancel(cancel, cast(Any, Context()))).state == inference_pb2.REQUEST_STATE_WAITING
+    assert (await router.service.Cancel(cancel, cast(Any, CallContext()))).state == inference_pb2.REQUEST_STATE_WAITING
 
 
 # --- questions about a request
@@ -211,7 +195,7 @@ async def test_ended_request_of_the_same_id_does_not_hide_the_one_that_waits(rou
 
 async def standing_of(router: ScriptedRouter, **fields: str) -> inference_pb2.GetRequestResponse:
     request = inference_pb2.GetRequestRequest(request_id="r", **fields)
-    return await router.service.GetRequest(request, cast(Any, Context()))
+    return await router.service.GetRequest(request, cast(Any, CallContext()))
 
 
 async def test_waiting_request_is_explained(router: ScriptedRouter) -> None:
@@ -299,7 +283,7 @@ async def test_request_that_nobody_knows_is_not_found(router: ScriptedRouter) ->
         await standing_of(router, model="smol")
     assert caught.value.code is grpc.StatusCode.NOT_FOUND
     with pytest.raises(RequestError, match="must not be empty"):
-        await router.service.GetRequest(inference_pb2.GetRequestRequest(), cast(Any, Context()))
+        await router.service.GetRequest(inference_pb2.GetRequestRequest(), cast(Any, CallContext()))
 
 
 @pytest.mark.parametrize("reason", WaitReason)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos.tiny_model import write_tiny_model
+from bench.fleet.tiny_model import write_tiny_model
 from common.model_source import ModelError
 from common.settings import SettingError, load
 from executor import main as executor_main
@@ -136,7 +136,6 @@ def test_what_is_no_model_is_named(tmp_path: Path, config_file: Path) -> None:
 # --- against an executor
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [("", "bfloat16"), ("tiny", "bfloat16"), ("tiny", "float32")])
 def test_its_blocks_are_those_of_a_real_executor(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +202,7 @@ def test_size_takes_figures_of_a_running_system(capsys: pytest.CaptureFixture[st
     [
         (["--model", "/nowhere/at/all"], "no such folder"),
         (["--memory-gib", "0.2"], "no block"),
-        (["--max-tokens-in-paged-kv-cache", "64"], "not one request of 500 + 200 tokens fits"),
+        (["--max-tokens-in-paged-kv-cache", "64"], "a request of 500 + 200 tokens does not fit"),
     ],
 )
 def test_what_cannot_be_is_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

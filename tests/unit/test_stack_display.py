@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from inflight.cli.stack_display import StackDisplay
+from inflight.local.display import StackDisplay
 from inflight.local.stack import Phase, Progress
 
 

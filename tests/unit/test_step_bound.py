@@ -20,7 +20,7 @@ from tests.fake_device import FakeDevice
 from tests.scheduling import BLOCK_SIZE, LIMITS, make_sequence
 
 MAX_STEPS = 2
-"""As docs/failures.md has it."""
+"""As docs/design/time-bounds.md has it."""
 OVERCOMMITTED = replace(
     LIMITS, policy=SchedulerPolicy.MAX_UTILIZATION, num_host_blocks=8, overcommit=Overcommit(watermark=0.0, margin=0.1)
 )

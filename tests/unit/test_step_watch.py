@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import RequestError
 from executor.engine.output import EngineOutput
-from executor.scheduler.seat_view import Phase, SequenceStanding
+from executor.scheduler.seat_view import SequencePhase, SequenceStanding
 from executor.scheduler.sequence import FinishReason, StepPlan
 from executor.scheduler.step_record import NO_TIMES, KvCounts, LoopPart, PlanCounts, StepRecord
 from executor.serving.step_feed import StepHistory, StepWatch
@@ -28,7 +28,7 @@ def record(number: int) -> StepRecord:
 
 
 def standing(request_id: str) -> SequenceStanding:
-    return SequenceStanding(request_id, Phase.DECODE, 0, 3, 4, 2, 1, 2)
+    return SequenceStanding(request_id, SequencePhase.DECODE, 0, 3, 4, 2, 1, 2)
 
 
 def test_history_gives_what_is_behind_a_step_in_order_and_forgets_the_oldest() -> None:
@@ -90,14 +90,14 @@ def test_a_sequence_stands_where_the_scheduler_has_it() -> None:
     # 8 tokens a step.
     assert (first.request_id, first.phase, first.prompt_tokens, first.computed_tokens) == (
         "long",
-        Phase.PREFILL,
+        SequencePhase.PREFILL,
         12,
         8,
     )
     assert (first.num_blocks, first.reserved_blocks, first.output_tokens) == (2, 4, 0)
-    assert [(one.phase, one.seat, one.num_blocks) for one in others] == [(Phase.STANDBY, None, 0)] * 2
+    assert [(one.phase, one.seat, one.num_blocks) for one in others] == [(SequencePhase.STANDBY, None, 0)] * 2
     step(scheduler)
-    assert scheduler.seating.standings()[0].phase is Phase.DECODE
+    assert scheduler.seating.standings()[0].phase is SequencePhase.DECODE
 
 
 def test_blocks_are_free_held_or_evictable_and_what_was_found_in_the_cache_is_counted() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from router.store.codec import parse_reply, submit_args
-from router.store.ownership import KEPT_MS, OwnershipFilter
+from router.store.mailbox import KEPT_MS, OwnershipFilter
 from router.store.types import (
     Adopted,
     Attempt,

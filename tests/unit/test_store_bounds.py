@@ -1,6 +1,6 @@
 """The ledger's time bounds, each at the last millisecond that is in time and the first that is not.
 
-The bounds are those of docs/failures.md.
+The bounds are those of docs/design/time-bounds.md.
 """
 
 from __future__ import annotations

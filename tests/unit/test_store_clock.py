@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from router.store.types import Demand, Dropped, DropReason, HeldSequence, Lost, Placement, Queued
-from tests.store_pool import START_MS, StorePool
+from tests.store_pool import START_MS, RouterSide, StorePool
 
 STEPS_BACK_MS = [10_000, 60_000, 3_600_000]
 SILENT_MS = 2_000
@@ -41,18 +41,19 @@ async def attend(
                 await pool.router(routers[0]).store.report(pool.next_report(executor_id, held=held))
 
 
-async def begin(pool: StorePool) -> None:
-    """A time of day from which every step back is a time of day, too, and routers attend for longer than a lease."""
-    await pool.set_clock(START_MS + 10 * 3_600_000)
-    await attend(pool, LEASE_MS + 1000, reporting=["x"])
+@pytest.fixture
+async def a(store_pool: StorePool) -> RouterSide:
+    """A router of a pool at a time of day from which every step back is a time of day, too, and that routers have
+    attended to for longer than a lease."""
+    await store_pool.set_clock(START_MS + 10 * 3_600_000)
+    await attend(store_pool, LEASE_MS + 1000, reporting=["x"])
+    return store_pool.router("a")
 
 
 @step_back
 async def test_executor_dead_at_a_step_back_gets_no_new_work_after_the_silence_limit(
-    store_pool: StorePool, step_ms: int
+    a: RouterSide, store_pool: StorePool, step_ms: int
 ) -> None:
-    a = store_pool.router("a")
-    await begin(store_pool)
     await store_pool.wait(-step_ms)
 
     await attend(store_pool, SILENT_MS + BETWEEN_CALLS_MS)
@@ -61,9 +62,9 @@ async def test_executor_dead_at_a_step_back_gets_no_new_work_after_the_silence_l
 
 
 @step_back
-async def test_executor_dead_at_a_step_back_is_reaped_within_its_lease(store_pool: StorePool, step_ms: int) -> None:
-    a = store_pool.router("a")
-    await begin(store_pool)
+async def test_executor_dead_at_a_step_back_is_reaped_within_its_lease(
+    a: RouterSide, store_pool: StorePool, step_ms: int
+) -> None:
     await a.place("r", 2)
     await store_pool.wait(-step_ms)
 
@@ -75,10 +76,9 @@ async def test_executor_dead_at_a_step_back_is_reaped_within_its_lease(store_poo
 
 @step_back
 async def test_requests_of_a_router_dead_at_a_step_back_leave_the_line_within_its_lease(
-    store_pool: StorePool, step_ms: int
+    a: RouterSide, store_pool: StorePool, step_ms: int
 ) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await begin(store_pool)
+    b = store_pool.router("b")
     await a.place("running", 10)
     await b.queue(Demand("of the dead", 2, blocks=10))
     await a.queue(Demand("of the living", 2, blocks=10))
@@ -92,9 +92,9 @@ async def test_requests_of_a_router_dead_at_a_step_back_leave_the_line_within_it
 
 
 @step_back
-async def test_reservation_leaked_at_a_step_back_is_audited_back(store_pool: StorePool, step_ms: int) -> None:
-    a = store_pool.router("a")
-    await begin(store_pool)
+async def test_reservation_leaked_at_a_step_back_is_audited_back(
+    a: RouterSide, store_pool: StorePool, step_ms: int
+) -> None:
     await a.place("never told", 4)
     await store_pool.wait(-step_ms)
 
@@ -106,10 +106,9 @@ async def test_reservation_leaked_at_a_step_back_is_audited_back(store_pool: Sto
 
 @step_back
 async def test_living_executors_and_routers_keep_all_they_have_across_a_step_back(
-    store_pool: StorePool, step_ms: int
+    a: RouterSide, store_pool: StorePool, step_ms: int
 ) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await begin(store_pool)
+    b = store_pool.router("b")
     await a.place("running", 10)
     await b.queue(Demand("waiting", 2, blocks=10))
     await store_pool.wait(-step_ms)
@@ -122,9 +121,9 @@ async def test_living_executors_and_routers_keep_all_they_have_across_a_step_bac
 
 
 @step_back
-async def test_deadline_passes_as_if_the_clock_had_not_been_set_back(store_pool: StorePool, step_ms: int) -> None:
-    a = store_pool.router("a")
-    await begin(store_pool)
+async def test_deadline_passes_as_if_the_clock_had_not_been_set_back(
+    a: RouterSide, store_pool: StorePool, step_ms: int
+) -> None:
     await a.place("running", 10)
     await a.queue(Demand("urgent", 2, blocks=10, deadline_ms=3_000))
     await store_pool.wait(-step_ms)
@@ -139,9 +138,9 @@ async def test_deadline_passes_as_if_the_clock_had_not_been_set_back(store_pool:
     assert await a.told() == [Dropped("urgent", DropReason.EXPIRED), Placement("behind", 1, "y", 1)]
 
 
-async def test_clock_that_was_forward_for_a_while_leaves_nothing_standing_still(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await begin(store_pool)
+async def test_clock_that_was_forward_for_a_while_leaves_nothing_standing_still(
+    a: RouterSide, store_pool: StorePool
+) -> None:
     await store_pool.wait(3_600_000)  # leases begin anew, as after any gap
     await attend(store_pool, LEASE_MS + 1000, reporting=["x"])
     await a.place("r", 2)
@@ -152,9 +151,8 @@ async def test_clock_that_was_forward_for_a_while_leaves_nothing_standing_still(
     assert await a.told() == [Lost("r", 1, "x", 1)]
 
 
-async def test_step_forward_costs_no_living_executor_or_router_its_lease(store_pool: StorePool) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await begin(store_pool)
+async def test_step_forward_costs_no_living_executor_or_router_its_lease(a: RouterSide, store_pool: StorePool) -> None:
+    b = store_pool.router("b")
     await a.place("running", 10)
     await b.queue(Demand("waiting", 2, blocks=10))
     await store_pool.wait(3_600_000)

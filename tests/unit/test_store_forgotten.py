@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from router.store.types import Attempt, Demand, HeldSequence, Placement, Queued
-from tests.store_pool import StorePool
+from tests.store_pool import RouterSide, StorePool
+
+
+@pytest.fixture
+async def a(store_pool: StorePool) -> RouterSide:
+    """A router of a pool whose only seat is taken by the request `running`."""
+    router = store_pool.router("a")
+    await router.store.report(store_pool.next_report(sequences=1))
+    await router.place("running")
+    return router
 
 
 async def forgotten(pool: StorePool, *waiting: tuple[str, int], router_id: str = "a") -> set[str]:
@@ -11,21 +22,16 @@ async def forgotten(pool: StorePool, *waiting: tuple[str, int], router_id: str =
     return set(await store.find_forgotten([Attempt(*one) for one in waiting]))
 
 
-async def test_request_in_line_is_not_forgotten(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(sequences=1))
-    await a.place("running")
+async def test_request_in_line_is_not_forgotten(a: RouterSide, store_pool: StorePool) -> None:
     await a.queue(Demand("waiting", 2, blocks=1))
     assert await forgotten(store_pool, ("waiting", 0)) == set()
     assert await forgotten(store_pool) == set()
 
 
 async def test_request_that_was_submitted_in_the_lost_interval_is_forgotten_and_keeps_no_one_waiting(
+    a: RouterSide,
     store_pool: StorePool,
 ) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(sequences=1))
-    await a.place("running")
     await a.queue(Demand("before", 2, blocks=1))
     await store_pool.remember()
     await a.queue(Demand("lost", 2, blocks=1))
@@ -72,14 +78,12 @@ async def test_request_of_another_router_is_forgotten_for_this_one(store_pool: S
 
 
 async def test_request_placed_in_the_lost_interval_is_found_by_the_report_of_its_executor(
+    a: RouterSide,
     store_pool: StorePool,
 ) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(sequences=1))
-    await a.place("first")
     await a.queue(Demand("r", 2, blocks=3))
     await store_pool.remember()
-    await a.store.settle([Attempt("first", 1)])
+    await a.store.settle([Attempt("running", 1)])
     assert await a.told() == [Placement("r", 1, "x", 1)]
     await store_pool.roll_back()
 

@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import Reason, RequestError
 from router.store.connection import connect
-from router.store.ledgers import KEY, SECRET_BYTES, restore, shared_secret
+from router.store.ledgers import KEY, SECRET_BYTES, restore_secret, shared_secret
 from tests.store_pool import SETTINGS, StorePool
 
 
@@ -22,12 +22,12 @@ async def test_routers_share_the_secret_that_the_first_one_made(store_pool: Stor
 async def test_secret_that_redis_lost_is_put_back_unless_there_is_a_new_one(store_pool: StorePool) -> None:
     old = await shared_secret(store_pool.redis, SETTINGS)
     await store_pool.redis.delete(KEY)
-    assert await restore(store_pool.redis, SETTINGS, old) == old
+    assert await restore_secret(store_pool.redis, SETTINGS, old) == old
     assert await shared_secret(store_pool.redis, SETTINGS) == old
 
     await store_pool.redis.delete(KEY)
     new = await shared_secret(store_pool.redis, SETTINGS)
-    assert await restore(store_pool.redis, SETTINGS, old) == new
+    assert await restore_secret(store_pool.redis, SETTINGS, old) == new
 
 
 async def test_anything_else_in_its_place_is_a_refusal(store_pool: StorePool) -> None:

@@ -1,4 +1,4 @@
-"""How long routers and executors wait before they act, in virtual time. The bounds are those of docs/failures.md."""
+"""Timers of routers and executors, in virtual time. The bounds are those of docs/design/time-bounds.md."""
 
 from __future__ import annotations
 

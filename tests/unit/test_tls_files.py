@@ -130,7 +130,7 @@ def test_certs_writes_keys_for_its_owner_only_and_prints_the_settings(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "router.pem is there already"),
+        ([], "router.pem already exists"),
         (["--days", "0"], "--days must be between"),
         (["--name", "ü.example"], "--name"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from executor.engine.watchdog import Look, poll
+from executor.engine.watchdog import Look, next_look
 
 INTERVAL_S = 1.0
 
@@ -20,7 +20,7 @@ class Engine:
 def looks(engine: Engine, before: Look, *times_s: float) -> Look:
     """The last of looks at these times."""
     for at_s in times_s:
-        before = poll(before, at_s, engine, INTERVAL_S)
+        before = next_look(before, at_s, engine, INTERVAL_S)
     return before
 
 

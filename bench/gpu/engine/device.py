@@ -1,4 +1,4 @@
-"""What the GPU does at best: copying memory and multiplying matrices."""
+"""The GPU's limits: copying memory and multiplying matrices."""
 
 from __future__ import annotations
 

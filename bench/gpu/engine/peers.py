@@ -45,7 +45,7 @@ def serve_static(network: Any, requests: ReadOnlyList[TimedRequest], max_num_seq
 
 
 def serve_continuous(network: Any, requests: ReadOnlyList[TimedRequest], max_num_sequences: int) -> Served:
-    """Transformers' continuous batching with its own defaults, but for the number of requests in a batch."""
+    """Transformers' continuous batching with its own defaults, except for the number of requests in a batch."""
     from transformers import ContinuousBatchingConfig
 
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=PAD_ID, max_new_tokens=1)

@@ -126,7 +126,6 @@ class GpuSession:
         return peers.serve_static(self._model.network, requests, max_num_sequences)
 
     def serve_continuous(self, requests: Sequence[serving.TimedRequest], max_num_sequences: int) -> serving.Served:
-        """Transformers' continuous batching."""
         release_memory()
         self._model.network.set_attn_implementation("sdpa")
         return peers.serve_continuous(self._model.network, requests, max_num_sequences)

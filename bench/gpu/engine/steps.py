@@ -1,4 +1,4 @@
-"""How long steps take: decodes and prompts through the runner, and the attention of one layer by itself."""
+"""The time of steps: decodes and prompts through the runner, and the attention of one layer alone."""
 
 from __future__ import annotations
 

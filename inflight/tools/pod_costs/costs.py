@@ -1,4 +1,4 @@
-"""What deleting a pod would cost, from what its executor holds. Pure.
+"""Deletion costs of pods, from the KV blocks that their executors hold. Pure.
 
 When Kubernetes makes a Deployment smaller it deletes first the pods with the least
 `controller.kubernetes.io/pod-deletion-cost`. Ours is the number of KV blocks that sequences hold there, rounded up to
@@ -23,9 +23,9 @@ def deletion_cost(executor: ExecutorCapacity) -> int:
 
 
 def changed_costs(executors: Iterable[ExecutorCapacity], annotated: Mapping[str, int | None]) -> dict[str, int]:
-    """What to write, by pod. `annotated` is what pods bear now; an executor's id is the name of its pod.
+    """The costs to write, by pod. `annotated` has the current ones; an executor's id is the name of its pod.
 
-    A pod whose executor is not known is left as it is: it starts, or no router reaches it.
+    A pod whose executor is unknown is left unchanged: it is starting, or no router reaches it.
     """
     costs = {executor.executor_id: deletion_cost(executor) for executor in executors}
     return {pod: costs[pod] for pod, borne in annotated.items() if pod in costs and costs[pod] != (borne or 0)}

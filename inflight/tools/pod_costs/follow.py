@@ -1,7 +1,7 @@
-"""Keeps the deletion costs of executor pods at what their executors hold, until it is told to stop.
+"""The loop that updates the deletion costs of executor pods.
 
-Nothing here is needed for anything else to work: where a router or the API server does not answer, the costs stay as
-they are, the log says so once, and the next round tries again.
+Nothing else depends on it: if a router or the API server does not answer, the costs stay as they are, one line is
+logged, and the next round tries again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def follow(client: Client, api: KubernetesApi, selector: str, interval_s: float, stopped: threading.Event) -> None:
-    """A round at once and then every `interval_s` seconds, until `stopped`."""
+    """Updates the costs at once and then every `interval_s` seconds, until `stopped`."""
     trouble = ""
     while True:
         said = _round(client, api, selector)
@@ -32,7 +32,7 @@ def follow(client: Client, api: KubernetesApi, selector: str, interval_s: float,
 
 
 def _round(client: Client, api: KubernetesApi, selector: str) -> str:
-    """Writes what has changed; returns what went wrong, or an empty text."""
+    """Writes the costs that changed; returns an error text, which may be empty."""
     try:
         changed = changed_costs(client.capacity().executors, api.costs(selector))
         for pod, cost in sorted(changed.items()):

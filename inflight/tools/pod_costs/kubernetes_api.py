@@ -1,7 +1,7 @@
 """The two calls of the Kubernetes API that pod costs need: list pods, and patch one annotation.
 
-Plain HTTPS with the pod's own service account: a client library would be larger than all of this command. The token is
-read anew for each call, since the kubelet renews it.
+Plain HTTPS with the pod's service account: a client library would be larger than the whole command. The token is read
+for each call, because the kubelet renews it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inflight.tools.pod_costs.costs import ANNOTATION
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 10.0
-# Of a namespace's executors; a page more would only matter beyond it.
+# One page: more executors in a namespace are not expected.
 MAX_PODS = 5000
 
 
@@ -31,7 +31,7 @@ class KubernetesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KubernetesApi:
-    """An API server, a namespace in it, and what says who we are."""
+    """An API server, a namespace, and the credentials."""
 
     url: str
     namespace: str
@@ -43,7 +43,7 @@ class KubernetesApi:
         """The API as a pod finds it. Raises `KubernetesError` outside of one."""
         host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
-            raise KubernetesError("this is no pod: KUBERNETES_SERVICE_HOST is not set")
+            raise KubernetesError("not in a pod: KUBERNETES_SERVICE_HOST is not set")
         try:
             namespace = (account / "namespace").read_text(encoding="utf-8").strip()
         except OSError as error:
@@ -52,13 +52,13 @@ class KubernetesApi:
         return cls(f"https://{address}:{port}", namespace, account / "token", account / "ca.crt")
 
     def costs(self, selector: str) -> dict[str, int | None]:
-        """The deletion cost that each pod of the selector bears; None where it bears none that can be read."""
+        """The deletion cost of each pod of the selector; None if it has none that can be read."""
         query = urlencode({"labelSelector": selector, "limit": MAX_PODS})
         pods = self._call("GET", f"pods?{query}")["items"]
         return {pod["metadata"]["name"]: _cost(pod["metadata"].get("annotations") or {}) for pod in pods}
 
     def set_cost(self, pod: str, cost: int) -> bool:
-        """Writes a pod's deletion cost; False where the pod is gone meanwhile."""
+        """Writes a pod's deletion cost; False if the pod no longer exists."""
         patch = {"metadata": {"annotations": {ANNOTATION: str(cost)}}}
         try:
             self._call("PATCH", f"pods/{quote(pod, safe='')}", patch)
@@ -84,7 +84,7 @@ class KubernetesApi:
             raise KubernetesError(f"{method} {path.partition('?')[0]}: {error}") from None
 
     def _opener(self) -> urllib.request.OpenerDirector:
-        """Without a proxy: the API server is in the cluster. Its authority is read anew, as it may be renewed."""
+        """Without a proxy: the API server is in the cluster. Its authority is read each time, as it may be renewed."""
         openers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if self.ca_file is not None:
             context = ssl.create_default_context(cafile=str(self.ca_file))
@@ -93,7 +93,7 @@ class KubernetesApi:
 
 
 class _GoneError(KubernetesError):
-    """There is no such pod any more."""
+    """The pod no longer exists."""
 
 
 def _cost(annotations: Mapping[str, str]) -> int | None:

@@ -29,7 +29,7 @@ GPUS_MIB = {
 CPU_LANES = 16
 # Share of the time in which requests find a seat free, in standard deviations of the normal distribution.
 SURE_DEVIATIONS = 1.645
-# What one core of Redis admitted with a million in line and a thousand executors: docs/admission-scale.md.
+# What one core of Redis admitted with a million in line and a thousand executors: docs/design/scale.md.
 ADMITTED_PER_S = 2_110
 
 

@@ -21,7 +21,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model. `counted` says whether its weights were counted, or reckoned from the configuration."""
+    """A model. `counted` says whether its weights were counted, or computed from the configuration."""
 
     name: str
     num_layers: int
@@ -87,7 +87,7 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
     )
     if counted is not None:
         return shape
-    return _with_parameters(shape, _reckoned_parameters(config, shape, hidden_size, num_heads))
+    return _with_parameters(shape, _computed_parameters(config, shape, hidden_size, num_heads))
 
 
 def _of_gguf(path: Path, header: GgufHeader) -> ModelShape:
@@ -111,7 +111,7 @@ def _with_parameters(shape: ModelShape, num_parameters: int) -> ModelShape:
     )
 
 
-def _reckoned_parameters(config: dict[str, Any], shape: ModelShape, hidden_size: int, num_heads: int) -> int:
+def _computed_parameters(config: dict[str, Any], shape: ModelShape, hidden_size: int, num_heads: int) -> int:
     """Embeddings, and for each layer attention, a gated feed-forward (each expert's) and two norms."""
     num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
     inner = config.get("moe_intermediate_size") if num_experts > 1 else None

@@ -1,4 +1,4 @@
-"""What `inflight size` says: each figure with what it rests on, and the flags to start with. Plain data and text."""
+"""The report of `inflight size`: each figure with its basis, and the flags of the executors. Plain data and text."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from inflight.tools.sizing.arithmetic import GIBIBYTE, Demand, Machine, Pool, SeatsHeld, Speed, Traffic
 from inflight.tools.sizing.model_shape import ModelShape
 
-EXACT, RECKONED, MEASURED, ESTIMATED = "exact", "reckoned", "measured", "estimated"
+EXACT, COMPUTED, MEASURED, ESTIMATED = "exact", "computed", "measured", "estimated"
 # From here on it is worth reserving less than a request may take.
 WORTHWHILE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """All that was found. `speed` and `demand` are None where nobody said how fast steps are, or what comes.
+    """The result of sizing. `speed` and `demand` are None if the step time or the request rate is unknown.
 
-    `is_pool_given` says that somebody chose the pool's size; `measured_at` names the running system that blocks and
-    speed were taken from.
+    `is_pool_given`: the user chose the size of the pool. `measured_at` names the running system that blocks and speed
+    were taken from.
     """
 
     model: str
@@ -43,7 +43,7 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure, what it rests on, and how it came about."""
+    """A figure, its basis, and how it was obtained."""
 
     what: str
     figure: str
@@ -52,14 +52,14 @@ class Row:
 
 
 def better_policy(without_eviction: SeatsHeld, at_max_utilization: SeatsHeld, wanted: int) -> str:
-    """The one that risks nothing, unless it leaves seats empty that are wanted, and many of them."""
+    """`guaranteed_no_evict`, unless `max_utilization` fills many more of the wanted seats."""
     held = without_eviction.seats_mean
     is_worthwhile = held < wanted and at_max_utilization.seats_mean >= WORTHWHILE * max(1, held)
     return "max_utilization" if is_worthwhile else "guaranteed_no_evict"
 
 
 def rows(sizing: Sizing) -> Iterator[Row]:
-    """Every figure, in the order in which one follows from another."""
+    """All figures, each after those that it depends on."""
     yield from _memory_rows(sizing)
     yield from _seat_rows(sizing)
     yield from _demand_rows(sizing)
@@ -84,7 +84,7 @@ def as_values(sizing: Sizing) -> dict[str, Any]:
 
 def _memory_rows(sizing: Sizing) -> Iterator[Row]:
     shape, pool = sizing.shape, sizing.pool
-    counted = EXACT if shape.counted else RECKONED
+    counted = EXACT if shape.counted else COMPUTED
     how = "the files of the weights" if shape.counted else "the configuration, as for a Llama"
     yield Row("weights", f"{shape.num_parameters / 1e9:.2f} billion, {_gib(pool.weight_bytes)}", counted, how)
     per_token = f"2 × {shape.num_layers} layers × {shape.num_kv_heads} KV heads × {shape.head_dim} × {sizing.dtype}"
@@ -95,9 +95,7 @@ def _memory_rows(sizing: Sizing) -> Iterator[Row]:
         return
     machine = sizing.machine
     if sizing.is_pool_given:
-        yield Row(
-            "blocks", f"{pool.num_blocks:,} of {pool.tokens_per_block} tokens", EXACT, "the size that is asked for"
-        )
+        yield Row("blocks", f"{pool.num_blocks:,} of {pool.tokens_per_block} tokens", EXACT, "the size that was given")
         return
     working = f", {_gib(machine.working_bytes)} for steps" if machine.working_bytes else ""
     how = f"{machine.fraction:g} of {_gib(machine.memory_bytes)} less weights{working}; the executor measures it"
@@ -108,11 +106,11 @@ def _seat_rows(sizing: Sizing) -> Iterator[Row]:
     traffic = sizing.traffic
     likely = min(traffic.max_tokens, traffic.output_tokens_p95)
     how = _reserved(sizing.without_eviction, traffic, f"max_tokens {traffic.max_tokens}")
-    yield Row("seats, nothing evicted", f"{sizing.without_eviction.seats_mean:,}", RECKONED, how)
+    yield Row("seats, nothing evicted", f"{sizing.without_eviction.seats_mean:,}", COMPUTED, how)
     how = _reserved(sizing.at_max_utilization, traffic, f"likely output {likely}")
     yield Row("seats, max_utilization", f"{sizing.at_max_utilization.seats_mean:,}", ESTIMATED, how)
     how = f"by {sizing.policy}, at most {sizing.max_num_sequences} (--max-num-sequences)"
-    yield Row("seats of an executor", f"{sizing.seats_per_replica:,}", RECKONED, how)
+    yield Row("seats of an executor", f"{sizing.seats_per_replica:,}", COMPUTED, how)
 
 
 def _reserved(held: SeatsHeld, traffic: Traffic, output: str) -> str:
@@ -125,20 +123,20 @@ def _reserved(held: SeatsHeld, traffic: Traffic, output: str) -> str:
 def _demand_rows(sizing: Sizing) -> Iterator[Row]:
     demand, speed = sizing.demand, sizing.speed
     if speed is None:
-        yield Row("replicas", "not known", ESTIMATED, "give --step-ms, or --address of a system under such a load")
+        yield Row("replicas", "unknown", ESTIMATED, "give --step-ms, or --from-running for a system under this load")
         return
     source = sizing.measured_at if sizing.measured_at else "--step-ms"
     yield Row("step", f"{speed.step_ms:.1f} ms", MEASURED, source)
     if demand is None:
-        yield Row("replicas", "not known", ESTIMATED, "give --requests-per-s")
+        yield Row("replicas", "unknown", ESTIMATED, "give --requests-per-s")
         return
     how = f"{sizing.traffic.output_tokens} tokens, one a step, and the prompt's steps"
     yield Row("time on a seat", f"{demand.seat_time_s:.2f} s", ESTIMATED, how)
     how = (
         f"Little's law: {sizing.traffic.requests_per_s:g}/s × {demand.seat_time_s:.2f} s = {demand.seats_busy:.1f} busy"
     )
-    yield Row("seats needed", f"{demand.seats_needed:,}", ESTIMATED, f"{how}; so many that 95 % find one free")
-    yield Row("output", f"{demand.output_tokens_per_s:,.0f} tokens/s", RECKONED, "of all executors")
+    yield Row("seats needed", f"{demand.seats_needed:,}", ESTIMATED, f"{how}; 95 % of requests find one free")
+    yield Row("output", f"{demand.output_tokens_per_s:,.0f} tokens/s", COMPUTED, "of all executors")
     yield Row("first token", f"{demand.ttft_ms:.0f} ms", ESTIMATED, "without a wait for a seat")
     how = f"{demand.replicas + 1} to stand the loss of one"
     yield Row("executors", f"{demand.replicas:,}", ESTIMATED, how)
@@ -149,7 +147,7 @@ def _demand_rows(sizing: Sizing) -> Iterator[Row]:
         if demand.ledger_share < 1
         else (f"{demand.ledger_share:.1f} cores of Redis: more than a model's ledger can have")
     )
-    yield Row("ledger", share, MEASURED, "docs/admission-scale.md, its largest size, on its machine")
+    yield Row("ledger", share, MEASURED, "docs/design/scale.md, its largest size, on its machine")
 
 
 def _gib(num_bytes: int) -> str:

@@ -28,8 +28,8 @@ export class BlocksStrip {
     const { total, used, ahead, kept, free } = bus.blocks;
     const owners = [
       ...ownersOf(bus.sequences, used),
-      { name: "reserved ahead", blocks: ahead, kind: "reserved" },
-      { name: "prefixes kept", blocks: kept, kind: "prefix" },
+      { name: "reserved, not used", blocks: ahead, kind: "reserved" },
+      { name: "cached prefixes", blocks: kept, kind: "prefix" },
       { name: "free", blocks: free, kind: "free" },
     ];
     say(this.sum, `${count(used)} in use of ${count(total)} (${percent(used / Math.max(total, 1))})`);
@@ -40,7 +40,7 @@ export class BlocksStrip {
     const taken = used + ahead;
     const isZoomed = taken > 0 && taken < total / 4;
     const drawn = isZoomed ? owners.filter((one) => one.kind !== "free" && one.kind !== "prefix") : owners;
-    say(this.zoom, isZoomed ? `enlarged: the ${count(taken)} blocks in use and reserved, ${percent(taken / total)} of the pool` : "by owner");
+    say(this.zoom, isZoomed ? `zoomed: ${count(taken)} blocks in use or reserved, ${percent(taken / total)} of the pool` : "by owner");
     this.drawBars(drawn, isZoomed ? taken : total);
     this.drawLegend(owners.filter((one) => one.blocks > 0));
     this.table.show(() => owners.map((one) => [one.name, count(one.blocks), percent(one.blocks / Math.max(total, 1))]));

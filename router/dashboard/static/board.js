@@ -18,7 +18,7 @@ const KEY = "inflight-key";
 const THEME = "inflight-theme";
 const THEMES = { system: "light", light: "dark", dark: "system" };
 const STATES = {
-  connecting: "connecting", live: "live", reconnecting: "reconnecting", full: "no place to watch", locked: "locked", paused: "paused",
+  connecting: "connecting", live: "live", reconnecting: "reconnecting", full: "too many viewers", locked: "locked", paused: "paused",
 };
 const SPOKEN_EVERY_MS = 10_000;
 const HIDDEN_FOR_MS = 30_000;
@@ -107,7 +107,7 @@ class Page {
   }
 
   askForKey(why) {
-    say(byId("key-error"), this.stream.key === null ? "" : `That did not open it: ${why}`);
+    say(byId("key-error"), this.stream.key === null ? "" : `Key rejected: ${why}`);
     byId("key").value = "";
     byId("key").focus();
   }
@@ -151,7 +151,7 @@ class Page {
   render(animate) {
     const now = performance.now();
     const seen = this.state.of(this.model);
-    say(byId("router-id"), this.state.message?.routerId ?? "not known yet");
+    say(byId("router-id"), this.state.message?.routerId ?? "unknown");
     this.showModels();
     this.showTenants(seen);
     this.showBuses(seen.buses, animate, now);
@@ -191,10 +191,10 @@ class Page {
       const answer = await response.json();
       if (this.timeline.key !== key) return;
       if (response.ok) this.found = { ...answer, arrivedMs: performance.now() - answer.ageMs };
-      else this.timeline.fail("This router has no timeline of the request: another router serves it.");
+      else this.timeline.fail("This router has no timeline of this request. Another router serves it.");
       this.showTimeline(performance.now());
     } catch {
-      if (this.timeline.key === key) this.timeline.fail("The router does not answer.");
+      if (this.timeline.key === key) this.timeline.fail("The router does not respond.");
     }
   }
 

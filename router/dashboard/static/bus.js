@@ -11,7 +11,7 @@ const SEQUENCE_COLUMNS = [
   ["Seat", true], ["Tenant", false], ["Phase", false], ["Prompt tokens", true], ["Output tokens", true], ["Blocks", true],
   ["Request", false],
 ];
-const HINT = "Point at a seat, tap it, or use the arrow keys. Enter or a click shows the request's timeline.";
+const HINT = "Select a seat by pointer, touch or arrow keys. Click it or press Enter for the request's timeline.";
 const HOST_PARTS = [["schedule", ["inbox", "plan"]], ["launch", ["launch"]], ["retire", ["retire", "publish"]]];
 let numCards = 0;
 
@@ -25,7 +25,7 @@ export class BusCard {
     this.pace = paceList(["seats", "KV", "tok/s", "step"]);
     this.meter = new PoolMeter();
     this.trend = svg("path", { class: "trend-line" });
-    this.trendNode = el("div", { class: "trend", title: "Seats taken over the time of the charts" }, svg("svg", { viewBox: "0 0 1000 24", preserveAspectRatio: "none", "aria-hidden": "true" }, this.trend));
+    this.trendNode = el("div", { class: "trend", title: "Seats in use, over the range of the charts" }, svg("svg", { viewBox: "0 0 1000 24", preserveAspectRatio: "none", "aria-hidden": "true" }, this.trend));
     this.button = el("button", { type: "button", class: "small", "aria-expanded": "false", "aria-controls": `details-${numCards}` }, "Details");
     this.details = el("div", { class: "details", id: `details-${numCards++}` });
     this.isOpen = false;
@@ -39,7 +39,7 @@ export class BusCard {
     this.host = el("dl", { class: "pace" });
     this.sequences = new TableView(`Sequences of ${name}`, SEQUENCE_COLUMNS, "Sequences");
     this.steps = new TableView(`Newest steps of ${name}`, [
-      ["Step", true], ["Took", true], ["Output tokens", true], ["Prompt tokens", true], ["Started", true], ["Ended", true], ["Limited by", false],
+      ["Step", true], ["Duration", true], ["Output tokens", true], ["Prompt tokens", true], ["Started", true], ["Ended", true], ["Bound by", false],
     ], "Steps");
     this.node = el("article", { class: "card bus", "aria-label": `Executor ${name}` }, ...this.parts());
     this.picture = new SeatsPicture(this.canvas);
@@ -53,8 +53,8 @@ export class BusCard {
     this.details.append(
       el("div", { class: "road" }, el("div", { class: "part-heading" }, el("h4", {}, "Tokens in each step", ...roadKey()), this.passing), this.roadCanvas),
       this.blocks.node,
-      el("div", {}, el("h4", {}, "Steps, mean of the last 10 s"), this.host),
-      el("div", {}, el("h4", {}, "What limits the batch, last 10 s"), this.bounds),
+      el("div", {}, el("h4", {}, "Step time, mean of the last 10 s"), this.host),
+      el("div", {}, el("h4", {}, "What bound the steps, last 10 s"), this.bounds),
       el("div", { class: "tables" }, this.sequences.node, this.steps.node, this.blocks.table.node),
     );
     return [
@@ -140,7 +140,7 @@ export class BusCard {
     this.bus = bus;
     const { capacity } = bus;
     const isAccepting = capacity.accepting === true;
-    say(this.state, isAccepting ? "accepting" : "takes no new work");
+    say(this.state, isAccepting ? "accepting" : "not accepting");
     mark(this.state, "data-kind", isAccepting ? "on" : "off");
     const isStatic = capacity.batching === "BATCHING_MODE_STATIC";
     say(this.batching, isStatic ? "static batching" : "");
@@ -192,7 +192,7 @@ export class BusCard {
       ...(isMeasured ? [["device", mean((step) => step.device)], ["exposed host", mean((step) => step.exposed)]] : []),
       ...HOST_PARTS.map(([name, parts]) => [name, mean((step) => parts.reduce((all, part) => all + (step.parts.get(part) ?? 0), 0))]),
     ];
-    const words = [["steps/s", figure(bus.stepsPerSecond())], ...(steps.length > 0 ? rows.map(([name, ms]) => [name, durationText(ms)]) : [["no step", ""]])];
+    const words = [["steps/s", figure(bus.stepsPerSecond())], ...(steps.length > 0 ? rows.map(([name, ms]) => [name, durationText(ms)]) : [["no steps", ""]])];
     while (this.host.children.length > words.length) this.host.lastChild.remove();
     words.forEach(([name, text], at) => {
       const line = this.host.children[at] ?? this.host.appendChild(el("div", {}, el("dt"), el("dd")));
@@ -208,7 +208,7 @@ export class BusCard {
     mark(this.roadCanvas, "aria-label", `Tokens in each step of ${bus.name}. In 10 seconds: ${plural(bus.steps.length, "step")}, ${plural(sum("output"), "output token")}, ${plural(sum("prompt"), "prompt token")}, ${words}`);
     const bounds = bus.bounds();
     const rows = bounds.length > 0 ? bounds : [[bus.capacity.constraint, null]];
-    const lines = rows.map(([name, share]) => [share === null ? "" : percent(share), share === null ? "no step" : constraintWords(name)]);
+    const lines = rows.map(([name, share]) => [share === null ? "" : percent(share), share === null ? "no steps" : constraintWords(name)]);
     while (this.bounds.children.length > lines.length) this.bounds.lastChild.remove();
     lines.forEach(([share, text], at) => {
       const line = this.bounds.children[at] ?? this.bounds.appendChild(el("li", {}, el("span", { class: "share" }), el("span")));
@@ -276,7 +276,7 @@ function summaryOf(bus) {
   const seated = bus.seated();
   const reading = seated.filter((one) => one.phase === "SEQUENCE_PHASE_PREFILL").length;
   const standing = bus.standing().length;
-  return `${seated.length} of ${plural(bus.seats(), "seat")} taken, ${reading} in prefill, ${standing} accepted without a seat`;
+  return `${seated.length} of ${plural(bus.seats(), "seat")} taken, ${reading} in prefill, ${standing} waiting for a seat`;
 }
 
 function sequenceRows(bus) {

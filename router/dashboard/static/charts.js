@@ -212,21 +212,21 @@ function stepOf(models, name) {
 
 const PERCENTILES = [["p50", "p50"], ["p99", "p99"]];
 const CHARTS = [
-  [{ title: "Running and waiting", unit: "requests", lines: [["0", "running"], ["p99", "waiting"]], about: "Sequences on a seat, and requests in the queue" },
+  [{ title: "Running and waiting", unit: "requests", lines: [["0", "running"], ["p99", "waiting"]], about: "Sequences with a seat, and requests in the queue" },
     (models) => [total(models, "running"), total(models, "waiting")]],
-  [{ title: "TTFT", unit: "ms", lines: PERCENTILES, about: "Time from arrival to the first token, of requests that this router served" },
+  [{ title: "TTFT", unit: "ms", lines: PERCENTILES, about: "Time from arrival to the first token. Requests of this router" },
     (models) => [worst(models, "ttftP50Ms"), worst(models, "ttftP99Ms")]],
-  [{ title: "Inter-token latency", unit: "ms", lines: PERCENTILES, about: "Time between tokens, of requests that this router served" },
+  [{ title: "Inter-token latency", unit: "ms", lines: PERCENTILES, about: "Time between tokens. Requests of this router" },
     (models) => [worst(models, "interTokenP50Ms"), worst(models, "interTokenP99Ms")]],
-  [{ title: "Throughput", unit: "tokens/s", lines: [["0", "output"], ["p99", "prompt"]], about: "Tokens sent, and tokens of prompts of requests that got a seat, of this router" },
+  [{ title: "Throughput", unit: "tokens/s", lines: [["0", "output"], ["p99", "prompt"]], about: "Output tokens sent, and prompt tokens of requests that got their first seat. Requests of this router" },
     (models, seconds) => [total(models, "outputTokens") / seconds, total(models, "promptTokens") / seconds]],
   [{ title: "KV cache", unit: "% of blocks", lines: [["0", "used"], ["p99", "reserved"]], about: "Blocks that sequences hold, and blocks reserved for them" },
     (models) => ["kvUsed", "kvReserved"].map((name) => share(total(models, name), total(models, "kvTotal")))],
-  [{ title: "Prefix cache hits", unit: "% of tokens", lines: [["2", "hits"]], about: "Prompt tokens whose KV was cached when their request got a seat", least: 10 },
+  [{ title: "Prefix cache hits", unit: "% of tokens", lines: [["2", "hits"]], about: "Share of these prompt tokens whose KV was in the prefix cache", least: 10 },
     (models) => [share(total(models, "cachedTokens"), total(models, "promptTokens"))]],
-  [{ title: "Step time", unit: "ms, log scale", lines: [["0", "device"], ["p99", "exposed host"]], about: "Mean step: time that the device worked, and time that it waited for the host", scale: "log" },
+  [{ title: "Step time", unit: "ms, log scale", lines: [["0", "device"], ["p99", "exposed host"]], about: "Mean step: time the device works, and time it waits for the host", scale: "log" },
     (models) => [stepOf(models, "deviceMs"), stepOf(models, "hostMs")]],
-  [{ title: "Ended", unit: "requests/s", lines: [["0", "stop"], ["2", "length"], ["3", "cancel"], ["4", "error"], ["5", "refused"]], about: "Requests that ended, by finish reason, and requests refused, of this router", style: "areas" },
+  [{ title: "Ended", unit: "requests/s", lines: [["0", "stop"], ["2", "length"], ["3", "cancel"], ["4", "error"], ["5", "refused"]], about: "Ended requests by finish reason, and refused requests. Requests of this router", style: "areas" },
     finishedOf],
 ];
 
@@ -241,7 +241,7 @@ export class Charts {
 
   show(history, model, manyModels, now) {
     for (const [chart, valuesOf] of this.all) chart.show(history.rows(model, valuesOf), now, this.rangeMs, history.sampleMs);
-    const many = !model && manyModels ? " Latencies are of the slowest model, counts of all models." : "";
-    say(this.note, `Latencies, throughput, prefix hits and ends are of requests that this router served.${many}`);
+    const many = !model && manyModels ? " Latencies show the slowest model, counts the sum of all models." : "";
+    say(this.note, `Latencies, throughput, prefix cache hits and ended requests cover this router only.${many}`);
   }
 }

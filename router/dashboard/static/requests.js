@@ -164,7 +164,7 @@ export class TimelineDialog {
     const rows = spansOf(one, now).map(([stage, from, to]) => [stage.stage, stageWords(stage.stage), `+${durationText(from)}`, durationText(to - from), stage.executor ?? "", stage.why ? `moved: ${stage.why.replaceAll("_", " ")}` : ""]);
     if (one.outcome) rows.push(["end", `Ended: ${outcomeWords(one)}`, `+${durationText(one.durationMs)}`, "", "", ""]);
     this.stages.replaceChildren(...rows.map((cells) => el("tr", {}, el("th", { scope: "row" }, el("i", { class: "stage-mark", "data-stage": cells[0], "aria-hidden": "true" }), cells[1]), ...cells.slice(2).map((text, at) => el("td", { class: at < 2 ? "number" : null }, text)))));
-    const notes = [one.numLeftOut ? `${plural(one.numLeftOut, "stage")} in the middle left out` : "", one.numResumed ? `its client came back ${plural(one.numResumed, "time")}` : ""];
+    const notes = [one.numLeftOut ? `${plural(one.numLeftOut, "stage")} in the middle omitted` : "", one.numResumed ? `resumed ${plural(one.numResumed, "time")}` : ""];
     say(this.note, notes.filter(Boolean).join("; "));
   }
 }

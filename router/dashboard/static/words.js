@@ -1,13 +1,13 @@
 // How the board says things: numbers with their units, and what the protocol's names mean.
 
 const CONSTRAINTS = {
-  STEP_CONSTRAINT_NO_WORK: "no sequence was waiting on the executor",
-  STEP_CONSTRAINT_SEATS: "all seats were taken",
+  STEP_CONSTRAINT_NO_WORK: "nothing waited on the executor",
+  STEP_CONSTRAINT_SEATS: "all seats in use",
   STEP_CONSTRAINT_BLOCKS: "no free KV blocks for the next sequence",
-  STEP_CONSTRAINT_TOKENS: "the token budget of the step was spent",
-  STEP_CONSTRAINT_PACE: "prefill was limited to keep inter-token latency",
-  STEP_CONSTRAINT_STATIC_BATCH: "a static batch was still running",
-  STEP_CONSTRAINT_TWIN: "the next sequence waits for a prefix that another computes",
+  STEP_CONSTRAINT_TOKENS: "token budget of the step (max_num_tokens) used up",
+  STEP_CONSTRAINT_PACE: "prefill chunk cut to keep the inter-token latency",
+  STEP_CONSTRAINT_STATIC_BATCH: "a static batch was running",
+  STEP_CONSTRAINT_TWIN: "the next sequence waits for a prefix that another one computes",
 };
 const PHASES = {
   SEQUENCE_PHASE_STANDBY: "waiting for a seat",
@@ -25,8 +25,8 @@ const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignif
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 // One that a newer router knows is told by its name.
-export const constraintWords = (name) => CONSTRAINTS[name] ?? ((name ?? "").replace("STEP_CONSTRAINT_", "").replaceAll("_", " ").toLowerCase() || "not known");
-export const phaseWords = (name) => PHASES[name] ?? "not known";
+export const constraintWords = (name) => CONSTRAINTS[name] ?? ((name ?? "").replace("STEP_CONSTRAINT_", "").replaceAll("_", " ").toLowerCase() || "unknown");
+export const phaseWords = (name) => PHASES[name] ?? "unknown";
 export const classWords = (name) => CLASSES[name] ?? "standard";
 export const tenantWords = (tenant) => tenant || "other tenants";
 

@@ -1,10 +1,11 @@
--- absolve: a suspect has brought a token: its executor may seat the next one, and what it lost before is not counted.
+-- absolve: clears a suspect that has produced a token: its executor may seat another one, and its earlier losses no
+-- longer count.
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller  [2] request id  [3] attempt
 -- returns     {'ABSOLVED'} | {'STALE'}: it is no suspect, or not placed by this attempt
 -- complexity  O(1), and that of board
--- A repeat is stale.
+-- A repeated call returns STALE.
 local id = ARGV[2]
 local request = load_request(id)
 if not request or request.state ~= 'PLACED' or request.attempt ~= tonumber(ARGV[3]) or request.strikes == 0 then

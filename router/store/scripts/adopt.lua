@@ -1,12 +1,13 @@
--- adopt: makes a request the caller's that has a placement; for a caller without its prompt, to attach to its executor.
+-- adopt: makes the caller the owner of a placed request, so that it can attach to its executor without the prompt.
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller, who owns the request from now on  [2] request id  [3] until when the caller waits, or ''
 -- returns     {'ADOPTED', attempt, executor, generation, blocks, 1 for a suspect} | {'ADOPTED_ENDED', …}: it has ended,
---             there | {'WAITING'} | {'LOST'} | {'ENDED'}: never placed, or nobody knows where | {'UNKNOWN'}
---             | {'AGAIN'} | {'LATE'}: the caller waits no more
+--             there | {'WAITING'} | {'LOST'} | {'ENDED'}: never placed, or its executor is not known | {'UNKNOWN'}
+--             | {'AGAIN'} | {'LATE'}: the caller no longer waits
 -- complexity  O(log R) for R routers
--- Changes nothing but the owner of a placed request; an owner that lives is told. A repeat returns the same.
+-- Changes only the owner of a placed request; the previous owner is notified if it is alive. A repeated call returns
+-- the same.
 local id = ARGV[2]
 
 if is_late(ARGV[3]) then

@@ -1,4 +1,4 @@
--- board: seats waiting requests; goes on where an earlier call stopped at its bound or at an unknown mailbox.
+-- board: places waiting requests. Continues where an earlier call stopped at its bound or at an unknown mailbox.
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller

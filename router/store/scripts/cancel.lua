@@ -1,15 +1,15 @@
--- cancel: takes a request that has no executor out for good, and asks the owner of one that has to cancel it there.
+-- cancel: removes a request that has no executor, and asks the owner of a placed request to cancel it there.
 --
 -- KEYS        the pool's keys, mailboxes
--- ARGV        [1] caller  [2] request id  [3] 1 where only a request of the caller's is meant, not another router's
+-- ARGV        [1] caller  [2] request id  [3] 1 to cancel it only if the caller owns it
 --             [4] until when the caller waits, or ''
 -- returns     {state, attempt, executor, generation, owner, 1 where another router was told} with state WAITING,
 --             PLACED or LOST as it was found | {'ENDED'} | {'UNKNOWN'} | {'AGAIN'}
---             | {'LATE'}: the caller waits no more
+--             | {'LATE'}: the caller no longer waits
 -- complexity  O(log N), and that of board
--- A repeat finds the request ended, or asks again. One that leaves the line gets the tokens of its rate back.
+-- A repeated call finds the request ended, or asks its owner again. A waiting request's rate tokens are returned.
 local id = ARGV[2]
-if is_late(ARGV[4]) then -- by now the id may be that of a repeat, which stands in line
+if is_late(ARGV[4]) then -- by now the id may belong to a repeated request in the queue
   return finish({'LATE'})
 end
 local request = load_request(id)

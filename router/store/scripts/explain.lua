@@ -1,9 +1,9 @@
--- explain: how a request stands and what it waits for.
+-- explain: reports the state of a request and what it waits for.
 --
 -- KEYS        the pool's keys
 -- ARGV        [1] caller  [2] request id
--- returns     {state, attempt, class, tenant, executor or '', number ahead, estimated wait or '', what it waits for or '',
---             blocks needed, most blocks available, times passed} | {'ENDED'} | {'UNKNOWN'}
+-- returns     {state, attempt, class, tenant, executor or '', number ahead, estimated wait or '', what it waits for or
+--             '', blocks needed, most blocks available, times bypassed} | {'ENDED'} | {'UNKNOWN'}
 -- complexity  O(log N)
 -- Changes nothing.
 local id = ARGV[2]
@@ -13,12 +13,12 @@ local function most_available()
   return first and math.max(0, available_blocks(load_executor(first))) or 0
 end
 
--- The first of the tenants of a class that may be served.
+-- The tenant of the class that is served next.
 local function first_tenant(class)
   return redis.call('ZRANGE', KEYS[ACTIVE + class], 0, 0)[1]
 end
 
--- Whether some executor has a seat that the request may take: a suspect none beside another.
+-- Whether some executor has a seat that the request may take. A suspect may not run beside another suspect.
 local function may_find_blocks(request)
   for _, executor_id in ipairs(roomiest(request.strikes > 0 and MAX_SUSPECT_CANDIDATES or 1)) do
     if not are_both_suspect(request, load_executor(executor_id)) then

@@ -1,18 +1,18 @@
--- hand_back: the owner returns a placement that came to nothing; the request stands in line again where it stood.
+-- hand_back: the owner returns a placement that failed; the request gets its former position in the queue.
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller, who owns the request from now on  [2] request id  [3] attempt  [4] most attempts
---             [5] 'lost', 'stood_still': its executor says that its engine did, 'rejected': the executor did not take it,
---             or 'preempted': it gave way; the last two do not count as attempts, and 'lost' does where the executor has
---             died  [6] output tokens that it has: with some its deadline for waiting is behind it  [7] 1 where tokens
---             came of this placement: that does not count either, nor what was counted before
+--             [5] 'lost', 'stood_still': its executor reports a stalled engine, 'rejected': by the executor, or
+--             'preempted'; the last two do not count as attempts, and 'lost' counts if the executor died
+--             [6] output tokens so far: from the first on its queue deadline no longer applies  [7] 1 if this placement
+--             produced tokens: then this loss and earlier ones do not count
 -- returns     {'PLACED', attempt, executor, generation, blocks, 1 for a suspect} | {'QUEUED', number ahead, estimated
---             wait or ''} | {'EXHAUSTED'} | {'UNDECIDED'}: not known yet whether it has had its attempts; to be
---             asked again soon | {'STALE'}: it ended, moved on, or is another living router's | {'UNKNOWN'}
+--             wait or ''} | {'EXHAUSTED'} | {'UNDECIDED'}: not known yet whether its attempts are used up; call
+--             again soon | {'STALE'}: it ended, was placed again, or belongs to another living router | {'UNKNOWN'}
 --             | {'AGAIN'} | {'DROPPED'}: as the event says
 -- complexity  O(log N), and that of board
--- A repeat finds the request in line or undecided, or is stale. Unless it was preempted, the executor gets nothing new before its
--- next report: it has rejected, or its link has broken, and the ledger does not know yet what it will find.
+-- A repeated call finds the request waiting or undecided, or is stale. Unless the request was preempted, the executor
+-- gets no new work before its next report: it rejected, or its link broke, and the ledger does not know its state.
 local id, attempt, max_attempts = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local why, output, progressed = ARGV[5], tonumber(ARGV[6]), ARGV[7] == '1'
 
@@ -24,7 +24,7 @@ local function suspend(executor_id)
   end
 end
 
--- What becomes of the request: nil where it is back in line, else why it is not.
+-- Puts the request back into the queue. Returns nil, or the reason why it is not there.
 local function return_to_line(request)
   if request.state == 'PLACED' and why ~= 'preempted' then
     suspend(request.executor_id)

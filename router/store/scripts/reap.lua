@@ -1,23 +1,23 @@
--- reap: removes executors and routers whose lease has lapsed, and sweeps what nobody came for.
+-- reap: removes executors and routers whose lease has lapsed, and sweeps abandoned requests.
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller
 -- returns     {'DONE'} | {'AGAIN'}: there is more to do
 -- complexity  O((MAX_PLACEMENTS + MAX_SWEPT + MAX_TOMBSTONES) · log N + T / SWEEP_REAPS) for T tenants, and that of
 --             board
--- An executor's reservations are lost, and their owners told. A router's waiting requests are forgotten; those placed
--- run on, and the audit returns them. Safe to run from every router at any time. LivenessTimer counts only while somebody was
--- there to hear it: after a gap in the calls (Redis was away, or every router was) all leases start anew.
+-- An executor's reservations are lost, and their owners notified. A router's waiting requests are removed; its placed
+-- requests run on, and the audit returns them. Safe to run from every router at any time. Silence counts only while
+-- some router was calling: after a gap in the calls (Redis or all routers were down) all leases start again.
 local MAX_EXECUTORS, MAX_PLACEMENTS = 4, 256 -- the second for each executor
 local MAX_ROUTERS, MAX_SWEPT = 64, 256       -- the second of all requests
 local MAX_LOST, MAX_TOMBSTONES = 256, 1024
-local MIN_TENANTS, SWEEP_REAPS = 64, 600 -- a look at all tenants takes at most so many calls
+local MIN_TENANTS, SWEEP_REAPS = 64, 600 -- a pass over all tenants takes at most so many calls
 local MAX_SIZES = 40 -- of `max_tokens`, in powers of two: more than any context has
 local MAX_GAP_MS = 3000
-local IDLE_TENANT_MS = 600000 -- a tenant without work for so long is forgotten; its debts are, too
-local LOST_MS = 30000 -- an owner that has done nothing about a lost request for so long will not
+local IDLE_TENANT_MS = 600000 -- a tenant without work for so long is forgotten, with its counter
+local LOST_MS = 30000 -- after this time an owner is not expected to act on a lost request
 
--- Whether the pool has been attended for as long as a lease.
+-- Whether routers have called without a gap for as long as a lease.
 local function is_attended()
   local last_ms, since_ms = unpack(redis.call('HMGET', ATTENDED, 'last_ms', 'since_ms'))
   if not last_ms or NOW - tonumber(last_ms) > MAX_GAP_MS then
@@ -57,8 +57,8 @@ local function reap_executor(id)
   return true
 end
 
--- Sweeps some of the requests for those that wait in the name of a router that is gone; `board` drops whom it meets
--- before. A router is forgotten, its entry 0 until then, when all were looked at. False where there are more.
+-- Scans some of the requests for those that wait and belong to a dead router; `board` drops those that it meets first.
+-- A router is forgotten, its entry 0 until then, once all requests were scanned. Returns false if there are more.
 local function reap_routers()
   if state.sweep_cursor == '0' then
     local lapsed = redis.call('ZRANGEBYSCORE', ROUTERS, '-inf', NOW - 1, 'LIMIT', 0, MAX_ROUTERS)
@@ -96,7 +96,7 @@ local function reap_lost()
   return #lost < MAX_LOST
 end
 
--- What was learned of a tenant's outputs; what was learned of all tenants' stays.
+-- Removes the learned output lengths of a tenant; those of all tenants together stay.
 local function forget_lengths(name)
   local fields = {}
   for i = 0, MAX_SIZES do
@@ -105,8 +105,8 @@ local function forget_lengths(name)
   redis.call('HDEL', LENGTHS, unpack(fields))
 end
 
--- Looks at some tenants, the next ones at the next call. A share of them, so that they are not named faster than
--- forgotten, however many names clients think of.
+-- Checks some tenants; the next call continues. The number grows with the number of tenants, so that clients cannot add
+-- names faster than they are removed.
 local function forget_idle_tenants()
   local count = math.max(MIN_TENANTS, math.ceil(redis.call('HLEN', TENANTS) / SWEEP_REAPS))
   local cursor, found = unpack(redis.call('HSCAN', TENANTS, state.tenant_cursor, 'COUNT', string.format('%d', count)))
@@ -116,14 +116,14 @@ local function forget_idle_tenants()
     local is_idle = tenant.waiting == 0 and tenant.running == 0
     if is_idle and NOW - math.max(tenant.used_ms, tenant.token_ms, tenant.request_ms) > IDLE_TENANT_MS then
       redis.call('HDEL', TENANTS, found[i])
-      if state.overcommits and found[i] ~= '' then -- '' is whose only their executor knew of, and all tenants' lengths
+      if state.overcommits and found[i] ~= '' then -- '' is the tenant of requests found only on executors, and of all lengths
         forget_lengths(found[i])
       end
     end
   end
 end
 
--- Each with at most so many; whether that was all. Routers first: those that are gone need not be told of executors.
+-- Each bounded; returns whether that was all. Routers first: dead ones need no notice about executors.
 local function reap_leases()
   local complete = reap_routers()
   local silent = redis.call('ZRANGEBYSCORE', REPORTS, '-inf', NOW - LEASE_MS - 1, 'LIMIT', 0, MAX_EXECUTORS)

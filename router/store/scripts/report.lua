@@ -1,15 +1,15 @@
--- report: takes an executor's report; sets its budget, audits the ledger by what it holds, seats waiting requests.
+-- report: applies an executor's report: sets its budget, audits the ledger by what it holds, places waiting requests.
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller  [2] executor  [3] generation  [4] seq  [5] budget blocks  [6] total blocks
---             [7] budget sequences  [8] 1 where it takes new work  [9] the quantile of outputs that it reserves for, 1 for
---             their end  [10] milliseconds of a step  [11] prompt tokens per second, both 0 where not measured  then
---             triples of what it holds: request id, attempt, blocks
--- returns     {'TAKEN', {request id, attempt, …}}: held by the executor, superseded in the ledger; the caller has them
---             cancelled there | {'OLD'} | {'AGAIN'}
+--             [7] budget sequences  [8] 1 if it accepts new work  [9] the quantile of outputs that it reserves for, 1
+--             for their end  [10] milliseconds of a step  [11] prompt tokens per second, both 0 where not measured 
+--             then triples of what it holds: request id, attempt, blocks
+-- returns     {'TAKEN', {request id, attempt, …}}: held by the executor but superseded in the ledger; the caller
+--             cancels them there | {'OLD'} | {'AGAIN'}
 -- complexity  O(H + P · log N) for H held and P placed on the executor, both bounded by its sequences; that of board
 -- A report seen before is OLD, so any number of routers may relay it. The audit runs once a second, or when an
--- earlier call could not finish it for want of a mailbox.
+-- earlier call could not finish it because a mailbox was unknown.
 local AUDIT_INTERVAL_MS = 1000
 local id, generation, seq = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local FIRST_HELD = 12
@@ -21,8 +21,8 @@ local function is_old(executor)
   return seq < executor.seq or (seq == executor.seq and not executor.audit_due)
 end
 
--- Loses what is placed on the executor: all of it, or what `spared` does not spare. False where an owner could not
--- be told.
+-- Marks placements on the executor as lost: all of them, or all that are not in `spared`. Returns false if an owner
+-- could not be notified.
 local function lose_placements(spared)
   local complete = true
   for _, member in ipairs(redis.call('ZRANGEBYLEX', PLACEMENTS, placements_of(id))) do
@@ -39,20 +39,20 @@ local function lose_placements(spared)
   return complete
 end
 
--- Accounts for a sequence that the executor holds and the ledger does not have there. True where it is superseded.
+-- Records a sequence that the executor holds and the ledger does not have there. Returns true if it is superseded.
 local function account_for(request_id, attempt, blocks)
   local request = load_request(request_id)
   if request and request.attempt >= attempt then
     return true
   end
-  if request then -- the ledger has lost this placement: the executor knows better
+  if request then -- the ledger has lost this placement: the executor's report counts
     withdraw(request_id, request)
     forgive(request) -- its attempts before this one; and the executor may have a suspect
     seat(request_id, request, id, attempt, blocks)
     return false
   end
   local ended = ended_ms(request_id)
-  if ended then -- a fresh end may just not have reached the executor when it reported
+  if ended then -- the executor may have reported before it knew of a recent end
     return NOW - ended > AUDIT_GRACE_MS
   end
   request = new_request('', '', '', '?', 2, math.huge, blocks, 1, 0, 0, 0, 0, 1, 0)
@@ -61,7 +61,8 @@ local function account_for(request_id, attempt, blocks)
   return false
 end
 
--- Compares the ledger with what the executor holds. False where an owner could not be told; else what is superseded.
+-- Compares the ledger with what the executor holds. Returns what is superseded, or false if an owner could not be
+-- notified.
 local function audit()
   local unmatched = {}
   for i = FIRST_HELD, #ARGV, 3 do
@@ -75,7 +76,7 @@ local function audit()
   if not complete then
     return false
   end
-  list_tenants() -- who has lost placements may come back before the floor follows what is taken in
+  list_tenants() -- tenants that lost placements may return before the floor follows
   local superseded = {}
   for i = FIRST_HELD, #ARGV, 3 do
     local attempt = tonumber(ARGV[i + 1])

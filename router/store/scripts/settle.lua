@@ -1,12 +1,12 @@
--- settle: ends placements; their reservations return, tenants are charged what was used, and the seats are filled.
+-- settle: ends placements: releases their reservations, charges tenants for what was used, and fills the seats.
 --
 -- KEYS        the pool's keys, mailboxes
--- ARGV        [1] caller  then for each: request id, attempt, prompt tokens computed or '', output tokens or '', 1 where
---             it ended by itself, 1 where it was cancelled
+-- ARGV        [1] caller  then for each: request id, attempt, prompt tokens computed or '', output tokens or '', 1 if
+--             it ended by itself, 1 if it was cancelled
 -- returns     {'SETTLED', number of requests that this call ended}
 -- complexity  O(log N) for each, and that of board
--- A stale attempt is left alone. An id not in the ledger gets a tombstone, so that a report still on its way does
--- not add it. A repeat ends nothing. What another living router serves, nobody else can cancel.
+-- A stale attempt is ignored. An id not in the ledger gets a tombstone, so that a report still on its way does not add
+-- it. A repeated call ends nothing. Only the living owner of a request can cancel it.
 local num_settled = 0
 
 local function is_served_elsewhere(request)
@@ -18,13 +18,13 @@ for i = 2, #ARGV, 6 do
   local id, attempt = ARGV[i], tonumber(ARGV[i + 1])
   local request = load_request(id)
   if not request then
-    ended_ms(id) -- an end out of date says nothing of this one
+    ended_ms(id) -- an expired end does not concern this request
     bury(id)
   elseif request.attempt == attempt and request.state ~= 'WAITING'
     and not (ARGV[i + 5] == '1' and is_served_elsewhere(request)) then
     local computed, output = tonumber(ARGV[i + 2]), tonumber(ARGV[i + 3])
     local tenant = load_tenant(request.tenant)
-    if computed and output then -- before it may come back to the line and be lifted
+    if computed and output then -- before the tenant may wait again and its counter be lifted
       settle_usage(request, tenant, computed, output)
     end
     withdraw(id, request)

@@ -1,10 +1,11 @@
--- snapshot: the pool at one moment, for people and gauges.
+-- snapshot: the state of the pool at one moment, for statistics and metrics.
 --
 -- KEYS        the pool's keys
--- ARGV        [1] caller  [2] most lines of tenants to tell of; none where it is left out
--- returns     {'SNAPSHOT', JSON}: executors with how they stand, requests and tokens that wait per class, how true
---             estimates were; of so many lines class, tenant, requests, tokens, milliseconds that the first has waited
--- complexity  O(E + L · log N) for E executors and L lines
+-- ARGV        [1] caller  [2] most tenants' queues to return; 0 if left out
+-- returns     {'SNAPSHOT', JSON}: executors with their state, waiting requests and tokens per class, the quality of
+--             estimates; for each tenant's queue: class, tenant, requests, tokens, milliseconds that its head has
+--             waited
+-- complexity  O(E + L · log N) for E executors and L tenants' queues
 local found, names = {}, redis.call('HKEYS', EXECUTORS)
 table.sort(names)
 for i, id in ipairs(names) do
@@ -16,7 +17,7 @@ for i, id in ipairs(names) do
     accepting = executor.accepting, live = NOW - executor.last_report_ms <= SILENT_MS,
   }
 end
--- Lines in order of class and tenant: a class has them one behind the other.
+-- Tenants' queues in order of class and tenant; those of a class are contiguous.
 local function lines(most)
   local told = {}
   for class = 1, NUM_CLASSES do

@@ -1,50 +1,51 @@
--- submit: puts a request in line and seats it in the same call where its turn has come and it fits.
+-- submit: enqueues a request, and places it in the same call if its turn has come and it fits.
 --
 -- KEYS        the pool's keys, mailboxes
 -- ARGV        [1] caller, who owns the request  [2] request id  [3] tenant  [4] numbers, packed big-endian doubles in
---             the order of calls.py; infinity is no limit and no deadline  [5] names of ever longer beginnings of
---             the prompt, between spaces  [6] digest of the request or ''  [7] 1 where its router serves it already
+--             the order of codec.py; infinity is no limit and no deadline  [5] chain hashes of the prompt's blocks,
+--             separated by spaces  [6] digest of the request or ''  [7] 1 if its router already serves it
 --             [8] until when the caller waits, or ''
 -- returns     {'PLACED', attempt, executor, generation, blocks, 1 for a suspect} | {'QUEUED', number ahead, estimated
 --             wait or ''} | {'ADOPTED', …}: placed before, and its executor may know it | {'ADOPTED_ENDED', …}: it has
---             ended, there | {'REFUSED', reason, limit, milliseconds until a retry makes sense or ''}, the reason one of
---             NO_EXECUTOR, NEVER_FITS, QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE | {'DUPLICATE', state}
---             | {'DROPPED'}: as the event says | {'AGAIN'} | {'LATE'}: the caller waits no more
--- complexity  O(log N) for N waiting, and that of board where the request may go at once
--- A repeat by the owner with the same arguments changes nothing and returns how the request stands. A repeat by another,
--- known by its digest, makes the request the caller's; one of what was cancelled starts it anew. Where [7] is 1, neither
--- is done to what another living router serves or somebody has cancelled, and the id is enough where there is no digest. A request that had an attempt was admitted
--- before: neither rates nor bounds refuse it. Whoever waits already could not be placed when a seat last opened, so
--- boarding is tried only where there is room for this request, or an earlier call stopped half-way.
+--             ended, there | {'REFUSED', reason, limit, milliseconds until a retry makes sense or ''}, the reason one
+--             of NO_EXECUTOR, NEVER_FITS, QUEUE_FULL, RATE_LIMITED, DEADLINE_UNMEETABLE | {'DUPLICATE', state}
+--             | {'DROPPED'}: as the event says | {'AGAIN'} | {'LATE'}: the caller no longer waits
+-- complexity  O(log N) for N waiting, and that of board if the request may be placed at once
+-- A repeated call by the owner with the same arguments changes nothing and returns the request's state. A repeated call
+-- by another router with the same digest makes that router the owner; if the request was cancelled, it starts again.
+-- With [7] = 1 neither is done to a request that another living router serves or that was cancelled, and without a
+-- digest the id is enough. A request that had an attempt was admitted before: neither rates nor bounds refuse it.
+-- Requests that already wait could not be placed when a seat last opened, so boarding is tried only if there is room
+-- for this request, or an earlier call stopped half-way.
 local id, name, digest, is_served = ARGV[2], ARGV[3], ARGV[6], ARGV[7] == '1'
 local class, deadline_in_ms, blocks, sequences, last_attempt, prompt, max, output, block_size, bytes,
   weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst,
   max_pool_requests, max_pool_tokens, max_pool_bytes, max_bypass, age_ms, preempts, remember_ms
   = struct.unpack('<dddddddddddddddddddddddddd', ARGV[4])
-local request_ms, token_ms -- of its tenant, before it came
+local request_ms, token_ms -- of its tenant, before this request
 
--- Whether this is the request asked for: its digest says so, or its router, which has no digest of it.
+-- Whether this is the requested one: by its digest, or by its router, which has no digest of it.
 local function is_same(known)
   return known.digest == '?' and (digest ~= '' or is_served)
     or known.digest == digest and (digest ~= '' or is_served) and (known.tenant == name or known.tenant == '')
 end
 
--- Whether a request of the caller's own is asked for once more.
+-- Whether the caller repeats a request that it owns.
 local function is_own_repeat(known)
   return known.owner == CALLER and (is_same(known) or digest == '' and known.digest == ''
     and known.tenant == name and known.asked_class == class and known.deadline_in_ms == deadline_in_ms
     and known.blocks == blocks and known.sequences == sequences)
 end
 
--- Makes the request the caller's, as it stands; one that has just lost its executor goes back in line first. That is no
--- strike where the caller, its owner, never knew of the placement, and so has not told its executor.
+-- Makes the caller the owner of the request in its current state; one that has just lost its executor is enqueued again
+-- first. That is no strike if the caller, its owner, never learned of the placement, and so did not submit it.
 local function adopt(known)
   if not reachable(known.owner) then
     return {'AGAIN'}
   end
   local was_told = known.owner ~= CALLER or last_attempt >= known.attempt
   take_over(id, known)
-  if known.digest ~= '?' or known.state ~= 'PLACED' then -- else its executor says what it is, to who attaches to it
+  if known.digest ~= '?' or known.state ~= 'PLACED' then -- otherwise the executor returns the request to the router that attaches
     known.digest = digest
   end
   if known.state ~= 'LOST' then
@@ -60,7 +61,7 @@ local function adopt(known)
   return nil
 end
 
--- What becomes of a request known already.
+-- Handles a request that is known already.
 local function repeat_of(known)
   local outcome
   local is_owner_free = not is_served or known.owner == CALLER or not lives(known.owner)
@@ -74,7 +75,7 @@ local function repeat_of(known)
   if outcome then
     return outcome
   end
-  board() -- it has come back to the line, or an earlier call for that stopped half-way
+  board() -- it was enqueued again, or an earlier call for that stopped half-way
   known = load_request(id)
   if not known then
     return {'DROPPED'}
@@ -82,7 +83,7 @@ local function repeat_of(known)
   return known.state == 'WAITING' and #missing > 0 and {'AGAIN'} or standing(id, known)
 end
 
--- What becomes of a request that has ended lately: an outcome, or nil and the attempt behind which it starts anew.
+-- Handles a request that ended recently: returns an outcome, or nil and the attempt after which it starts again.
 local function repeat_of_ended()
   local ending = load_ending(id)
   if digest == '' and not is_served or ending and ending.digest ~= digest and ending.digest ~= '?' then
@@ -95,7 +96,7 @@ local function repeat_of_ended()
   return nil, ending and ending.attempt or 0
 end
 
--- Why the request can run nowhere, now or ever.
+-- Returns why no executor can run the request, now or ever.
 local function impossible(request)
   local newest = redis.call('ZREVRANGE', REPORTS, 0, 0, 'WITHSCORES')
   if #newest == 0 or NOW - tonumber(newest[2]) > LEASE_MS then
@@ -104,7 +105,7 @@ local function impossible(request)
   return not fits_somewhere(request) and {'REFUSED', 'NEVER_FITS', '', ''} or nil
 end
 
--- The bound that a request in line exceeds; of the tenant or of the pool.
+-- Returns the bound of the tenant or the pool that a waiting request exceeds.
 local function exceeded(tenant)
   local tokens = state.tokens[1] + state.tokens[2] + state.tokens[3]
   return tenant.waiting > max_requests and 'tenant max_queue_requests'
@@ -116,7 +117,7 @@ local function exceeded(tenant)
     or nil
 end
 
--- Why it may not wait: it would come too late, or too much waits already. Nil where it may.
+-- Returns why it may not wait: its deadline would be missed, or the queue is full; nil if it may.
 local function refusal_of_waiting(request, tenant, wait_ms)
   if last_attempt > 0 or output > 0 then
     return nil
@@ -132,14 +133,14 @@ local function refusal_of_waiting(request, tenant, wait_ms)
   return nil
 end
 
--- Forgets a request that was just put in line, and what it took of the rates.
+-- Removes a request that was just enqueued, and returns its rate tokens.
 local function take_back(request, tenant)
   withdraw(id, request)
   redis.call('HDEL', REQUESTS, id)
   tenant.request_ms, tenant.token_ms = request_ms, token_ms
 end
 
--- What becomes of a request that has no seat at once: one known already, or one to be put in line. The outcome.
+-- Handles a request that is not placed at once: one known already, or one to enqueue. Returns the outcome.
 local function without_seat(known, request, executor_id)
   --@nest
   if known then
@@ -162,7 +163,7 @@ local function without_seat(known, request, executor_id)
     return {'DROPPED'}
   elseif request.state == 'PLACED' then
     return standing(id, request)
-  elseif #missing > 0 then -- seats ahead of it could not be given
+  elseif #missing > 0 then -- requests ahead of it could not be placed
     take_back(request, tenant)
     return {'AGAIN'}
   end
@@ -214,7 +215,7 @@ save_tenant(name, tenant)
 
 local is_first = state.waiting == 0 and tenant.running < tenant.max_running
 local executor_id, reserved = choose(id, request)
-if is_first and executor_id and not is_dead(request) then -- it need not stand in line first: half the work, usually
+if is_first and executor_id and not is_dead(request) then -- it need not be enqueued first, which halves the work
   seat(id, request, executor_id, first_attempt, reserved)
   remember_prefixes(request, executor_id)
   if ended then

@@ -1,11 +1,12 @@
--- verify: names those of the caller's waiting requests that the ledger does not have in line for it.
+-- verify: names those of the caller's waiting requests that the ledger does not have in its queue.
 --
 -- KEYS        the pool's keys
 -- ARGV        [1] caller  then pairs: request id, last attempt that the caller knows of
--- returns     {'VERIFIED', {request id, …}}: those that are unknown, another router's, or placed or lost by an attempt that
---             the caller knows to be over
+-- returns     {'VERIFIED', {request id, …}}: those that are unknown, another router's, or placed or lost by an attempt
+--             that the caller knows to be over
 -- complexity  O(N) for N requests, of which a caller names at most 256
--- Changes nothing. What was placed or lost by a later attempt is not named: the caller is told of that, or the audit is.
+-- Changes nothing. A request placed or lost by a later attempt is not named: an event to the caller, or the audit,
+-- reports it.
 local ids, attempts = {}, {}
 for i = 2, #ARGV, 2 do
   ids[#ids + 1], attempts[#attempts + 1] = ARGV[i], tonumber(ARGV[i + 1])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from inflight.cli.main import main
 from tests.unit.scripted_router import ScriptedRouter, serving
 
 
@@ -19,6 +20,18 @@ def router() -> ScriptedRouter:
 def address(router: ScriptedRouter) -> Iterator[str]:
     with serving(router) as served:
         yield served
+
+
+@pytest.fixture
+def output(address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Runs a command that succeeds, in a wide terminal, and returns its output."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> str:
+        assert main([*arguments, "--address", address]) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture(autouse=True)

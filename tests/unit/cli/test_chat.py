@@ -13,9 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from inflight.chat.commands import ChatState, run_command
-from inflight.chat.conversation import Conversation, ConversationError
-from inflight.chat.prompt import Prompt
+from inflight.cli.chat.commands import ChatState, run_command
+from inflight.cli.chat.conversation import Conversation, ConversationError
+from inflight.cli.chat.prompt import Prompt
 from inflight.cli.main import main
 from inflight.v1 import inference_pb2, types_pb2
 from tests.pseudo_terminal import CTRL_C, CTRL_D, UP, at_terminal
@@ -34,7 +34,7 @@ def state() -> ChatState:
 
 
 def test_reset_keeps_the_system_message(state: ChatState) -> None:
-    assert run_command(state, "/reset") == "forgotten"
+    assert run_command(state, "/reset") == "conversation cleared"
     assert state.conversation.asking("x") == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "x"},
@@ -60,15 +60,15 @@ def test_settings_are_read_shown_and_unset(state: ChatState) -> None:
 
 
 def test_a_model_that_is_not_there_is_not_taken(state: ChatState) -> None:
-    assert run_command(state, "/model huge") == "there is no model 'huge', but smol, large"
-    assert run_command(state, "/model large") == "large answers from now on"
+    assert run_command(state, "/model huge") == "unknown model 'huge'; served: smol, large"
+    assert run_command(state, "/model large") == "model is large"
     assert run_command(state, "/model") == "  smol\n* large"
     assert state.options == {"model": "large"}
 
 
 def test_a_conversation_is_saved_for_its_user_only_and_goes_on(state: ChatState, tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
-    assert run_command(state, f"/save {path}") == f"saved 3 messages in {path}"
+    assert run_command(state, f"/save {path}") == f"saved 3 messages to {path}"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     other = Conversation(None)
     other.load(path)
@@ -88,7 +88,7 @@ def test_a_file_that_is_no_conversation_changes_nothing(state: ChatState, tmp_pa
 
 
 def test_unknown_commands_point_to_the_help(state: ChatState) -> None:
-    assert run_command(state, "/what") == "there is no /what; /help lists what there is"
+    assert run_command(state, "/what") == "unknown command /what; /help lists the commands"
     assert "/set [NAME VALUE]" in run_command(state, "/help")
     run_command(state, "/quit")
     assert state.has_left
@@ -178,7 +178,6 @@ def endless() -> Iterator[tuple[ScriptedRouter, str]]:
         yield router, address
 
 
-@pytest.mark.slow
 def test_ctrl_c_cancels_the_answer_on_the_router_and_the_chat_goes_on(
     endless: tuple[ScriptedRouter, str], tmp_path: Path
 ) -> None:
@@ -204,7 +203,6 @@ def test_ctrl_c_cancels_the_answer_on_the_router_and_the_chat_goes_on(
     assert first.chat.messages[0].content[0].text == "talk without end"
 
 
-@pytest.mark.slow
 def test_ctrl_c_at_the_prompt_drops_the_line_and_twice_leaves(
     endless: tuple[ScriptedRouter, str], tmp_path: Path
 ) -> None:
@@ -227,7 +225,6 @@ def test_ctrl_c_at_the_prompt_drops_the_line_and_twice_leaves(
     assert [request.chat.messages[0].content[0].text for request in asked(router)] == ["whole"]
 
 
-@pytest.mark.slow
 def test_what_was_typed_is_there_again_in_the_next_chat(endless: tuple[ScriptedRouter, str], tmp_path: Path) -> None:
     router, address = endless
     history = tmp_path / "history"

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from inflight.cli import main as cli
-from inflight.cli.address import DEFAULT_ADDRESS, add_address_flags, resolve_addresses
+from inflight.cli.flags import DEFAULT_ADDRESS, add_address_flags, resolve_addresses
 from inflight.cli.main import COMMANDS, Command, main, usage
 from inflight.local.state import ProcessState, StackState, write_state
 from tests.unit.scripted_router import ScriptedRouter
 
-NATIVE = [command.name for command in COMMANDS if command.run.startswith("client.")]
+NATIVE = [command.name for command in COMMANDS if command.run.startswith("inflight.")]
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -38,7 +38,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_command_and_a_wrong_one_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["genrate"]) == 2
-    assert "no command 'genrate'" in capsys.readouterr().err
+    assert "unknown command 'genrate'" in capsys.readouterr().err
 
 
 def test_a_wrong_flag_is_a_usage_error() -> None:
@@ -47,12 +47,12 @@ def test_a_wrong_flag_is_a_usage_error() -> None:
     assert ended.value.code == 2
 
 
-def test_a_command_whose_part_is_not_installed_says_so(
+def test_a_command_whose_extra_is_not_installed_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "COMMANDS", (Command("fly", "fly", "nowhere.main:main"),))
-    assert main(["fly"]) == 1
-    assert capsys.readouterr().err == "error: this installation has no 'nowhere' part, which inflight fly needs\n"
+    monkeypatch.setattr(cli, "COMMANDS", (Command("fly", "fly", "nowhere.main:main", "wings"),))
+    assert main(["fly"]) == 2
+    assert capsys.readouterr().err == "error: inflight fly needs nowhere: pip install 'inflight[wings]'\n"
 
 
 def test_help_loads_no_server_and_no_model_library() -> None:

@@ -16,11 +16,11 @@ import pytest
 
 from common.rpc.server import GrpcServer
 from docs.generate.settings_page import settings_classes
-from inflight.chat.commands import ChatState, run_command
-from inflight.chat.conversation import Conversation
-from inflight.cli import doctor, terminal
+from inflight.cli import doctor
+from inflight.cli.chat.commands import ChatState, run_command
+from inflight.cli.chat.conversation import Conversation
+from inflight.cli.console import in_words, open_console
 from inflight.cli.main import main
-from inflight.cli.outcome import in_words
 from inflight.cli.up import EXECUTOR_FLAGS, ROUTER_FLAGS
 from inflight.errors import InflightError
 from inflight.local.options import StackOptions
@@ -53,9 +53,7 @@ def test_empty_prompt_is_refused_with_a_hint(
     prompt: str, address: str, router: ScriptedRouter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", prompt, "--address", address]) == 2
-    assert capsys.readouterr().err == (
-        'error: the prompt is empty; give one, as in: inflight generate "Name three fruits."\n'
-    )
+    assert capsys.readouterr().err == ('error: the prompt is empty; example: inflight generate "Name three fruits."\n')
     assert router.requests.empty(), "nothing was sent"
 
 
@@ -74,10 +72,10 @@ def test_missing_prompt_and_an_empty_standard_input_are_refused(
 def test_mistyped_command_is_told_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["genrate"]) == 2
     assert capsys.readouterr().err == (
-        "error: there is no command 'genrate'; did you mean 'generate'? inflight --help lists them all\n"
+        "error: unknown command 'genrate'; did you mean 'generate'? inflight --help lists all\n"
     )
     assert main(["xyzzy"]) == 2
-    assert capsys.readouterr().err == "error: there is no command 'xyzzy'; inflight --help lists them all\n"
+    assert capsys.readouterr().err == "error: unknown command 'xyzzy'; inflight --help lists all\n"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +118,7 @@ async def test_healthcheck_without_arguments_asks_the_local_stack(capsys: pytest
 def test_healthcheck_without_arguments_and_without_a_stack_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["healthcheck"]) == 2
     error = capsys.readouterr().err
-    assert all(words in error for words in ("no stack runs from the folder run", "`inflight up`", "--address"))
+    assert all(words in error for words in ("no local stack runs in run", "`inflight up`", "--address"))
 
 
 # --- ports
@@ -172,7 +170,7 @@ def test_free_port_has_no_holder() -> None:
         ("/set deadline_s 0", "deadline_s: is 0; must be above 0"),
         ("/set priority urgent", "priority: 'urgent' is not one of interactive, standard, batch"),
         ("/set temperature warm", "temperature: 'warm' is not a number"),
-        ("/set temprature 1", "/set takes no temprature; did you mean temperature?"),
+        ("/set temprature 1", "unknown setting temprature; did you mean temperature?"),
     ],
 )
 def test_setting_that_cannot_hold_is_refused_at_once(line: str, said: str) -> None:
@@ -184,7 +182,8 @@ def test_setting_that_cannot_hold_is_refused_at_once(line: str, said: str) -> No
 def test_mistyped_chat_command_is_told_the_nearest_one() -> None:
     state = ChatState(Conversation(None), lambda: ["smol"])
     assert (
-        run_command(state, "/sytem be brief") == "there is no /sytem; did you mean /system? /help lists what there is"
+        run_command(state, "/sytem be brief")
+        == "unknown command /sytem; did you mean /system? /help lists the commands"
     )
 
 
@@ -203,7 +202,6 @@ def test_grpcs_own_words_are_shown_on_demand_only() -> None:
     assert "connection refused" in in_words(unavailable(), "localhost:50051", is_verbose=True)
 
 
-@pytest.mark.slow
 def test_verbose_flag_shows_grpcs_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--address", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().err == "error: no router answers at 127.0.0.1:1; `inflight up` starts one\n"
@@ -251,7 +249,7 @@ def test_piped_output_has_no_trailing_blanks(
 
 
 def test_blanks_within_a_line_stay_however_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    console = terminal.console()
+    console = open_console()
     console.print("a  ", end="")
     console.print("b  ")
     console.print("  c")

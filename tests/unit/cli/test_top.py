@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from inflight.cli.main import main
-from inflight.cli.top import as_svg
-from inflight.top.screen import ESCAPE, LEAVE, SORT, Screen
-from inflight.top.view import render
+from inflight.cli.top.main import as_svg
+from inflight.cli.top.screen import ESCAPE, LEAVE, SORT, Screen
+from inflight.cli.top.view import render
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 from tests.pseudo_terminal import CTRL_C, at_terminal
 from tests.unit.scripted_router import ScriptedRouter, asked
@@ -78,7 +78,7 @@ def line_of(text: str, label: str) -> str:
 def test_every_seat_is_a_cell_that_shows_what_it_does() -> None:
     shown = drawn(Screen.of(message(executor("e0", (0, DECODE), (1, DECODE), (3, PREFILL)))))
     assert line_of(shown, "seats ") == "  seats ■ ■ □ ◧ □ □ □ □"
-    assert "seats 3/8 + 2 standing by" in shown
+    assert "seats 3/8 + 2 standby" in shown
     assert "bound by blocks" in shown
 
 
@@ -111,7 +111,7 @@ def test_many_seats_wrap_and_very_many_are_a_bar() -> None:
 def test_blocks_are_held_promised_kept_and_free() -> None:
     bar = line_of(drawn(Screen.of(message(executor("e0"))), width=73), "blocks █")
     assert [bar.count(sign) for sign in "█▓▒░"] == [16, 16, 8, 24]
-    assert "16 held, 32 reserved, 8 evictable of 64" in drawn(Screen.of(message(executor("e0"))))
+    assert "16 used, 32 reserved, 8 evictable of 64" in drawn(Screen.of(message(executor("e0"))))
 
 
 def test_queues_and_latencies_are_told() -> None:
@@ -121,7 +121,7 @@ def test_queues_and_latencies_are_told() -> None:
     assert ["smol", "420", "80", "-", "-", "-", "12", "0"] in rows
     assert ["smol", "batch", "acme", "5", "900", "2.5", "s"] in rows
     del (empty := message()).queues[:]
-    assert "nothing waits" in drawn(Screen.of(empty))
+    assert "no requests waiting" in drawn(Screen.of(empty))
 
 
 def test_steps_per_second_are_the_difference_between_two_messages() -> None:
@@ -224,7 +224,6 @@ def test_a_picture_that_cannot_be_written_is_one_line(address: str, capsys: pyte
     assert capsys.readouterr().err == "error: --svg: No such file or directory: /nowhere/top.svg\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", ["q", CTRL_C])
 def test_the_terminal_is_as_before_when_top_is_left(key: str, address: str, router: ScriptedRouter) -> None:
     with at_terminal("top", "--address", address) as terminal:
@@ -242,13 +241,12 @@ def test_the_terminal_is_as_before_when_top_is_left(key: str, address: str, rout
     assert router.stats_left.wait(30)
 
 
-@pytest.mark.slow
 def test_top_says_that_its_router_has_gone_and_goes_on_with_it_later(address: str, router: ScriptedRouter) -> None:
     with at_terminal("top", "--address", address) as terminal:
         terminal.expect("50 steps/s")
         router.stats = [message(executor("e0", (7, DECODE)), timestamp_ms=9_000)]
         router.end_stats()
-        terminal.expect("asking again")
+        terminal.expect("reconnecting")
         terminal.expect("□ □ □ □ □ □ □ ■")
         terminal.type("q")
         assert terminal.wait() == 0

@@ -1,15 +1,15 @@
--- Board: seats as many waiting requests as fit, in fair order. Ends every script that may have opened a seat.
+-- Board: places as many waiting requests as fit, in fair order. Ends every script that may have freed a seat.
 --
--- Order: class, then the active tenant with the smallest counter, then deadline and arrival. One that does not fit may
--- be passed by up to MAX_PASSED others that do, `max_bypass` times in all; then an executor is kept for it (`claim`), or,
--- where none can be, the line holds. For whom an executor is kept that has room goes before all: those that came back to
--- the line ahead of it might hold that, with nowhere else to go.
+-- Order: class, then the active tenant with the smallest counter, then deadline and arrival. A request that does not
+-- fit may be bypassed by up to MAX_PASSED others that do, `max_bypass` times in all. Then an executor is claimed for
+-- it, or, if none can be, the queue waits for it. A request whose claimed executor has room goes first: requests that
+-- were enqueued again ahead of it could hold that executor, with no other place to go.
 local MAX_PASSED = 4
 local MAX_AGED = 16         -- requests moved up a class by one call
 local MAX_VICTIMS = 8       -- placements looked at to find room for a higher class
-local PREEMPTION_MS = 2000  -- until a request may ask again for others to give way
+local PREEMPTION_MS = 2000  -- until a request may preempt others again
 
--- Moves up a class who has waited long.
+-- Moves requests that have waited long up by a class.
 local function promote_aged()
   if NOW < state.next_age_ms then
     return
@@ -38,7 +38,7 @@ local function promote_aged()
   state.next_age_ms = first[2] and tonumber(first[2]) or math.huge
 end
 
--- An entry of the line whose record is gone (evicted) is dropped, and counted out as far as it is known.
+-- Drops a queue entry whose record was evicted, and subtracts what is known of it from the counts.
 local function drop_entry(class, name, member)
   redis.call('ZREM', KEYS[WAITING + class], member)
   local tenant = load_tenant(name)
@@ -47,7 +47,7 @@ local function drop_entry(class, name, member)
   save_tenant(name, tenant)
 end
 
--- The first for whom an executor is kept that has room by now.
+-- Returns the first request whose claimed executor has room now.
 local function next_kept()
   for _, claim in ipairs(claims) do
     local request, executor = load_request(claim.id), load_executor(claim.executor_id)
@@ -58,7 +58,7 @@ local function next_kept()
   return nil
 end
 
--- The first in fair order that is not among the passed.
+-- Returns the first request in fair order that was not bypassed in this call.
 local function next_in_line(passed)
   list_tenants()
   local kept_id, kept = next_kept()
@@ -84,7 +84,7 @@ local function next_in_line(passed)
   return nil
 end
 
--- Takes the request out of the line for good.
+-- Removes the request from the queue for good.
 local function drop(kind, id, request)
   withdraw(id, request)
   bury_with_ending(id, request, true)
@@ -93,13 +93,14 @@ local function drop(kind, id, request)
   tell(kind, id, request)
 end
 
--- Whether it would be dead before its first token. Output is proof of life.
+-- Whether its deadline would pass before its first token. A request with output has met it.
 local function is_dead(request)
   return request.output == 0 and NOW + prefill_ms(request) / 2 > request.deadline_ms
 end
 
--- The newest placements of lower classes on one executor that make room if they give way; nil where there are none.
--- Their owners hand them back, and then the request, being first, gets the room; not where it is kept for another.
+-- Returns the newest placements of lower classes on one executor whose preemption makes room; nil if there are none.
+-- Their owners hand them back, and then the request, which is first, gets the room, unless the executor is claimed by
+-- another.
 local function preempt_for(id, request)
   if NOW - request.preempting < PREEMPTION_MS then
     return
@@ -131,8 +132,8 @@ local function preempt_for(id, request)
   return nil
 end
 
--- What to do with a request that does not fit: 'drop' it, 'pass' it, or 'hold' the line for it.
-local function deal_with_misfit(id, request)
+-- Decides on a request that does not fit: 'drop' it, 'pass' it, or 'hold' the queue for it.
+local function handle_head_of_line(id, request)
   if redis.call('ZCARD', SIZES) > 0 and not fits_somewhere(request) then
     drop('never_fits', id, request)
     return 'drop'
@@ -163,7 +164,7 @@ local function deal_with_misfit(id, request)
   return 'pass'
 end
 
--- Deals with the next in line: 'seat', 'drop', 'pass' or 'hold'.
+-- Handles the head of the queue: 'seat', 'drop', 'pass' or 'hold'.
 local function board_one(id, request)
   if not lives(request.owner) then
     withdraw(id, request)
@@ -176,7 +177,7 @@ local function board_one(id, request)
   end
   local executor_id, blocks = choose(id, request)
   if not executor_id then
-    return deal_with_misfit(id, request)
+    return handle_head_of_line(id, request)
   end
   observe_wait(request)
   withdraw(id, request)
@@ -186,7 +187,7 @@ local function board_one(id, request)
   return 'seat'
 end
 
--- Somebody was placed past these. Whether others may be, too.
+-- Counts a bypass of these requests. Returns whether more bypasses are allowed.
 local function count_passes(passed)
   local may_pass = true
   for _, id in ipairs(passed) do
@@ -200,7 +201,7 @@ local function count_passes(passed)
   return may_pass
 end
 
--- `state.unboarded` stays where a call stopped before everybody in line had had a look: the next one boards on.
+-- `state.unboarded` stays set if a call stopped before it had tried all waiting requests: the next call continues.
 local function board()
   state.unboarded = false
   if state.waiting == 0 then

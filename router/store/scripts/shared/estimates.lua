@@ -1,12 +1,12 @@
--- Estimates: how long a request will wait, from how fast the line has moved, and how true that was.
+-- Estimates: the expected wait of a request, from the speed of the queue, and the quality of the estimates.
 --
--- The line's speed is in tokens (prompt and `max_tokens`) placed per millisecond while somebody waited, smoothed over
+-- The queue's speed is in tokens (prompt and `max_tokens`) placed per millisecond while requests waited, smoothed over
 -- windows of a second. Raw estimates are multiplied by `state.correction`, the smoothed ratio of actual to estimated.
 local WINDOW_MS = 1000
 local MARGIN = 1.2 -- by which an estimate must miss a deadline before the request is refused for it
 
--- Requests that will probably be placed before it: of higher classes all, of its tenant those ahead; the other tenants
--- of its class take turns with it.
+-- Requests that will probably be placed before it: all of higher classes, and those ahead of it in its tenant's queue;
+-- the other tenants of its class take turns with it.
 local function num_ahead(request, ahead_in_tenant)
   local ahead = ahead_in_tenant
   for class = 1, request.class - 1 do
@@ -22,7 +22,7 @@ local function num_ahead(request, ahead_in_tenant)
   return ahead
 end
 
--- Milliseconds until so many requests are placed; nil where nothing was measured.
+-- Milliseconds until so many requests are placed; nil if nothing was measured.
 local function estimated_wait(ahead)
   if state.speed == 0 or state.waiting == 0 then
     return nil
@@ -31,7 +31,7 @@ local function estimated_wait(ahead)
   return math.ceil((ahead + 1) * tokens / state.waiting / state.speed * state.correction)
 end
 
--- Milliseconds from its seat to its first token; 0 where nothing was measured.
+-- Milliseconds from placement to first token; 0 if nothing was measured.
 local function prefill_ms(request)
   if state.prefill_speed == 0 then
     return 0
@@ -39,7 +39,7 @@ local function prefill_ms(request)
   return (request.prompt + request.output) / state.prefill_speed + state.step_ms
 end
 
--- Takes in that a request that stood in line was placed.
+-- Updates the measurements after a waiting request was placed.
 local function observe_wait(request)
   if state.window_since == 0 then
     state.window_since = NOW
@@ -48,7 +48,7 @@ local function observe_wait(request)
   state.window_tokens = state.window_tokens + request.prompt + request.max
   if window_ms >= WINDOW_MS then
     local speed = state.window_tokens / window_ms
-    if speed > 0 then -- of requests that only executors knew of, the tokens are not known
+    if speed > 0 then -- the tokens of requests known only to executors are unknown
       state.speed = state.speed > 0 and 0.7 * state.speed + 0.3 * speed or speed
     end
     state.window_since, state.window_tokens = NOW, 0
@@ -63,7 +63,7 @@ local function observe_wait(request)
   end
 end
 
--- Nobody waits: how fast the line would move is not measured.
+-- The queue is empty: its speed is not measured.
 local function end_window()
   state.window_since, state.window_tokens = 0, 0
 end

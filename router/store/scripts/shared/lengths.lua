@@ -1,8 +1,8 @@
--- Lengths: how long outputs become, learned from completions, and what is therefore reserved.
+-- Lengths: output lengths learned from completions, and the reservations that follow from them.
 --
 -- For each tenant and size of `max_tokens` (a power of two), and for all tenants together, `lengths` has a histogram:
 -- bin i of 25 counts outputs of up to size · 2^((i - 25) / 3) tokens. Counts are halved when they reach MAX_COUNT, so
--- that the last few hundred completions count. Only kept while some executor reserves less than the end.
+-- that the last few hundred completions count. Kept only while some executor reserves less than `max_tokens`.
 local NUM_BINS, BINS_PER_DOUBLING = 25, 3
 local MAX_COUNT, MIN_COUNT = 512, 32
 
@@ -41,7 +41,7 @@ local function add_length(field, bin)
   redis.call('HSET', LENGTHS, field, cmsgpack.pack(histogram))
 end
 
--- Learns from a completion of a request that a router asked for; what only its executor knew of has no `max`.
+-- Learns from a completion. A request known only to its executor has no `max` and is skipped.
 local function learn_length(request, output)
   if state.overcommits and request.max > 0 then
     local size = size_of(request.max)
@@ -51,7 +51,7 @@ local function learn_length(request, output)
   end
 end
 
--- The output tokens that a request stays within so often, given what it has; its `max` while too little is known.
+-- Returns the quantile of the output length, given the output so far; `max` while too little is known.
 local function likely_output(request, quantile)
   --@nest
   local size = size_of(request.max)

@@ -1,6 +1,6 @@
--- Owners: which routers live, and how they are told what becomes of their requests.
+-- Owners: the living routers, and the events that notify them of their requests.
 
--- Renews the caller's lease. Only `reap` ends one, and marks it with 0 before it forgets what waits in its name.
+-- Renews the caller's lease. Only `reap` ends one, and marks it with 0 before it removes the router's waiting requests.
 local function register()
   local until_ms = tonumber(redis.call('ZSCORE', ROUTERS, CALLER) or 0)
   if until_ms == 0 then
@@ -11,13 +11,13 @@ local function register()
   end
 end
 
--- Whether the caller has given the call up by now, at `until_ms`; '' is never. Then its client asks elsewhere, and what
--- comes late from a connection that stood still must not take the request from there.
+-- Whether the caller has given up the call, at `until_ms`; '' is never. Then its client asks another router, and a late
+-- call from a stalled connection must not take the request from that router.
 local function is_late(until_ms)
   return NOW > (tonumber(until_ms) or math.huge)
 end
 
-local living = {[CALLER] = true, [''] = false} -- looked up in this call; '' owns what only an executor knew of
+local living = {[CALLER] = true, [''] = false} -- looked up in this call; '' owns what only an executor knew
 
 local function lives(owner)
   if living[owner] == nil then
@@ -40,7 +40,7 @@ local function mailbox_of(owner)
   return mailboxes[owner]
 end
 
--- Whether `tell` can tell the owner. Asked before anything about its request is changed.
+-- Whether `tell` can notify the owner. Checked before anything about its request is changed.
 local function reachable(owner)
   if owner == CALLER or not lives(owner) or mailbox_of(owner) then
     return true
@@ -54,7 +54,7 @@ local function reachable(owner)
   return false
 end
 
--- Tells the request's owner, if it lives: the caller by this call's reply, others by mailbox.
+-- Notifies the request's owner if it is alive: the caller by this call's reply, other routers by mailbox.
 local function tell(kind, id, request)
   local fields = {
     'kind', kind, 'request_id', id, 'attempt', request.attempt,

@@ -1,19 +1,19 @@
--- Places: which executor a request goes to.
+-- Places: the choice of the executor for a request.
 --
--- `room` has the executors with a free sequence by their available blocks, but for those that are claimed: kept for a
--- request that others passed too often. A claimed one is there for that request first, and for higher classes where no
--- other has room. Of the rest the one with most available is taken, unless another holds a beginning of the prompt and
--- is not much fuller.
+-- `room` has the executors with a free sequence, ordered by available blocks, without the claimed ones. An executor is
+-- claimed for a request that was bypassed too often: it serves that request first, and higher classes if no other
+-- executor has room. Of the rest the one with most available blocks is taken, unless another holds a prefix of the
+-- prompt and is not much fuller.
 local MAX_IMBALANCE = 0.25 -- how much fuller, as a share of its blocks or sequences, the holder of a prefix may be
 local MAX_CLAIMS = 8
-local MAX_SUSPECT_CANDIDATES = 64 -- executors looked at for one that seats no other suspect
-local MAX_PREFIXES = 100000 -- remembered, twice: the newest and those before
+local MAX_SUSPECT_CANDIDATES = 64 -- executors examined for one without another suspect
+local MAX_PREFIXES = 100000 -- remembered, in two generations: the newest and the previous
 
 local function takes_work(executor)
   return executor and executor.accepting and not executor.suspended and NOW - executor.last_report_ms <= SILENT_MS
 end
 
--- Whether one of the two could take the other with it: an executor seats one suspect at a time.
+-- Whether the executor already runs a suspect and the request is one, too: one of them could crash the other.
 local function are_both_suspect(request, executor)
   return request.strikes > 0 and executor.has_suspect
 end
@@ -30,8 +30,8 @@ local function room_for(request, executor)
   return available_blocks(executor) >= blocks and blocks or nil
 end
 
--- The executors with most available blocks that take work. Each round but the last takes executors that have fallen
--- silent out of `room`, where only a save puts them back.
+-- The executors with most available blocks that accept work. Each round but the last removes silent executors from
+-- `room`; only a save adds them again.
 local function roomiest(count)
   flush_executors()
   for _ = 1, 32 do
@@ -55,7 +55,7 @@ local function load_of(executor)
     executor.reserved_sequences / math.max(1, executor.budget_sequences))
 end
 
-local hashes_of, hashes -- of the request that was looked at last: it is the one that will be placed
+local hashes_of, hashes -- of the last examined request: the one that will be placed
 
 local function split_prefixes(prefixes)
   if prefixes ~= hashes_of then
@@ -67,8 +67,8 @@ local function split_prefixes(prefixes)
   return hashes
 end
 
--- The executor that holds the longest known beginning of the prompt, where it has room and is not much fuller than the
--- best one.
+-- The executor that holds the longest known prefix of the prompt, if it has room and is not much fuller than the best
+-- one.
 local function holder_of_prefix(request, best)
   if request.prefixes == '' then
     return nil
@@ -90,7 +90,7 @@ local function holder_of_prefix(request, best)
   return nil
 end
 
--- Notes that the executor will hold these beginnings.
+-- Records that the executor will hold these prefixes.
 local function remember_prefixes(request, executor_id)
   if request.prefixes == '' then
     return
@@ -108,7 +108,7 @@ end
 
 local function choose_open(request)
   local most = request.strikes > 0 and MAX_SUSPECT_CANDIDATES or MAX_CANDIDATES
-  for count = 1, most, most - 1 do -- the first mostly does
+  for count = 1, most, most - 1 do -- the first is usually enough
     for _, executor_id in ipairs(roomiest(count)) do
       local blocks = room_for(request, load_executor(executor_id))
       if blocks then
@@ -123,7 +123,7 @@ local function choose_open(request)
   return nil
 end
 
--- The first executor with room that is kept for the request itself, or else for a lower class.
+-- The first executor with room that is claimed for the request itself, or else for a lower class.
 local function choose_claimed(id, request, for_itself)
   for _, claim in ipairs(claims) do
     if for_itself and claim.id == id or not for_itself and request.class < claim.class then
@@ -137,7 +137,7 @@ local function choose_claimed(id, request, for_itself)
   return nil
 end
 
--- Where the request can go now, and the blocks to reserve there; nil where it cannot. Ties by id.
+-- The executor for the request now, and the blocks to reserve there; nil if there is none. Ties by id.
 local function choose(id, request)
   if #claims == 0 then
     return choose_open(request)
@@ -152,14 +152,14 @@ local function choose(id, request)
   return executor_id, blocks
 end
 
--- Whether the executor takes work and would, empty, hold this much.
+-- Whether the executor accepts work and would, if empty, hold this much.
 local function could_hold(executor, request)
   return takes_work(executor) and executor.total_blocks >= request.blocks and executor.budget_sequences >= request.sequences
 end
 
--- Whether some executor, empty, would hold this much. Those silent up to their lease count: they may come back.
+-- Whether some executor, if empty, would hold this much. Silent ones count until their lease lapses: they may return.
 local function fits_somewhere(request)
-  for _, count in ipairs({1, 64}) do -- the first mostly does
+  for _, count in ipairs({1, 64}) do -- the first is usually enough
     for _, id in ipairs(redis.call('ZRANGEBYSCORE', SIZES, request.blocks, '+inf', 'LIMIT', '0', count)) do
       local executor = load_executor(id)
       if executor and executor.budget_sequences >= request.sequences then
@@ -170,7 +170,7 @@ local function fits_somewhere(request)
   return false
 end
 
--- Keeps for the request the executor that is nearest to having room for it. False where there is none to be kept.
+-- Claims for the request the executor that is closest to having room for it. Returns false if there is none.
 local function claim_executor(id, request)
   if #claims >= MAX_CLAIMS then
     return false

@@ -1,17 +1,17 @@
--- Records: the pool's keys, and what is kept in them. Prepended to every script, behind clock.lua.
+-- Records: the pool's keys and their contents. Prepended to every script, after clock.lua.
 --
 -- KEYS     the pool's keys, in the order of keys.py; behind them the mailboxes that the caller knows.
 -- ARGV     [1] the calling router; the rest is the script's own.
 -- returns  {outcome, events, missing, more, registered, now}, the same for every script:
 --            outcome     the script's own answer; {'AGAIN'}: call it again with the same arguments
---            events      what the caller must know of its own requests, each a flat list of fields and values
---            missing     live routers whose mailbox is needed and was not passed; what concerns them was left undone
+--            events      events of the caller's own requests, each a flat list of fields and values
+--            missing     live routers whose mailbox is needed and was not passed; their part was left undone
 --            more        1 where `board` stopped at its bound
---            registered  1 where the pool did not know the caller: what waited in its name may be gone
+--            registered  1 if the pool did not know the caller: its waiting requests may be lost
 --            now         milliseconds of the ledger's clock
 --
--- Records are packed numbers and strings, made and read by functions that compose.py makes of the lines `--@record`: a
--- tenth of what JSON costs. Executors, tenants and the pool's own state are unpacked once in a call, changed in place,
+-- Records are packed numbers and strings, made and read by functions that lua.py makes of the lines `--@record`, at a
+-- tenth of the cost of JSON. Executors, tenants and the pool's own state are unpacked once in a call, changed in place,
 -- and written by `flush_executors` and `finish`. "No limit", "no deadline", "not yet" is infinity, so that times are
 -- compared without asking whether there is one; '' is no name.
 
@@ -55,9 +55,9 @@ local SILENT_MS = 2000        -- an executor that reported no later gets no new 
 local LEASE_MS = 5000         -- an executor or router silent for longer is gone
 local RELAY_MS = 600          -- routers hold a report back for up to half a second
 local AUDIT_GRACE_MS = 2000   -- how long a placement may take to show up in its executor's reports
-local PATIENCE_MS = 60000     -- in its tenant's line nobody stands behind who comes so much later, whatever the deadlines
-local MAX_HEADS = 32          -- requests that one call deals with
-local MAX_CANDIDATES = 4      -- executors looked at for a seat at a time
+local PATIENCE_MS = 60000     -- a request that comes this much later never overtakes by its deadline
+local MAX_HEADS = 32          -- requests that one call handles
+local MAX_CANDIDATES = 4      -- executors examined for a seat at a time
 local MAILBOX_ENTRIES = 10000 -- about how many unread entries a mailbox keeps
 local MAILBOX_MS = 600000     -- an unread mailbox is deleted after this long
 
@@ -65,7 +65,7 @@ local CALLER = ARGV[1]
 
 local events, missing, more, registered = {}, {}, 0, 0
 
--- The pool's own state: counters, what waits in sum, what is measured (0: not yet), options of the newest submit.
+-- The pool's own state: counters, sums over waiting requests, measurements (0: none yet), options of the newest submit.
 local state
 local text_of_state = redis.call('GET', STATE)
 if text_of_state then
@@ -80,17 +80,18 @@ else
   }
 end
 
--- The ledger's clock. It never goes back: when Redis' clock is set back, it runs on from the latest time that a call has
--- seen, and stays so much ahead of Redis' clock. `finish` saves both, so a call that changes nothing else writes them, too.
+-- The ledger's clock. It never goes back: when Redis' clock is set back, it runs on from the latest time that a call
+-- has seen, and stays so much ahead of Redis' clock. `finish` saves both, so a call that changes nothing else writes
+-- them, too.
 local NOW = now_ms() + state.ahead_ms
 if NOW < state.now_ms then
   state.ahead_ms = state.ahead_ms + state.now_ms - NOW
   NOW = state.now_ms
 end
 state.now_ms = NOW
-local NOW_TEXT = string.format('%d', NOW) -- a number among a command's arguments costs ten times what a string does
+local NOW_TEXT = string.format('%d', NOW) -- a number argument of a command costs ten times a string
 
--- Executors kept for requests that were passed too often: a list of {id of the request, its class, executor_id}.
+-- Claims: executors kept for requests that were bypassed too often, a list of {request id, class, executor_id}.
 local claims = state.claims ~= '' and cmsgpack.unpack(state.claims) or {}
 
 local function save_claims()
@@ -113,8 +114,8 @@ local function available_blocks(executor)
   return executor.budget_blocks - executor.reserved_blocks
 end
 
--- Whether and how much room the executors have that were changed. LivenessTimer takes one out of `room` only when `choose`
--- meets it there; one that is claimed is not for everybody.
+-- Writes the room of the changed executors. A silent executor leaves `room` only when `choose` meets it there; a
+-- claimed one is not in it.
 local function flush_executors()
   for id, executor in pairs(dirty_executors) do
     redis.call('HSET', EXECUTORS, id, pack_executor(executor))

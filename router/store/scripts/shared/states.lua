@@ -1,13 +1,14 @@
 -- States: a request is in exactly one, and `withdraw` takes it out of any of them:
---   WAITING  in line: in `waiting:<class>` and, below the first class, `ageing`; counted by its tenant
+--   WAITING  queued: in `waiting:<class>` and, below the first class, `ageing`; counted by its tenant
 --   PLACED   reserved on an executor: in `placements` and in the executor's reserved sums; counted by its tenant
---   LOST     taken back from an executor; its owner was told and hands it back or settles it: in `lost`
--- It ends by leaving `requests`, for a tombstone in `ended`; of what was placed `endings` knows where, to be attached to.
--- One whose executor was lost before it brought a token has a strike and is a suspect: an executor seats one at a time.
--- `blamed` has the strikes of which it is not known yet whether their executor died, `counted` the last attempt whose
--- loss needs no more counting.
+--   LOST     taken back from an executor; its owner was notified and hands it back or settles it: in `lost`
+-- It ends by leaving `requests` for a tombstone in `ended`; for a placed request `endings` has its executor, so that a
+-- router can attach to it. A request whose executor was lost before its first token has a strike and is a suspect: an
+-- executor runs one suspect at a time. `blamed` has the strikes for which it is not known yet whether the executor
+-- died, `counted` the last attempt whose loss is already counted.
 --
--- Lines are ordered by name: tenant, then deadline (at most PATIENCE_MS away), then arrival. A tenant's line is a range.
+-- Queues are ordered by name: tenant, then deadline (at most PATIENCE_MS away), then arrival. A tenant's queue is a
+-- range.
 
 local function line_of(tenant)
   return '[' .. tenant .. '\0', '(' .. tenant .. '\1'
@@ -29,7 +30,7 @@ local function placements_of(executor_id)
   return '[' .. executor_id .. '\0', '(' .. executor_id .. '\1'
 end
 
--- Counts the request into its tenant's line and the pool's (`sign` 1), or out of them (-1), of a `class` it had or has.
+-- Adds the request to the counts of its tenant and the pool (`sign` 1), or subtracts it (-1), for the given `class`.
 local function count_waiting(request, sign, class)
   class = class or request.class
   local tenant, tokens = load_tenant(request.tenant), request.prompt + request.max
@@ -44,7 +45,7 @@ local function count_waiting(request, sign, class)
   end
 end
 
--- Gives up the executor that was kept for the request.
+-- Releases the executor that is claimed for the request.
 local function unclaim(request)
   for i, claim in ipairs(claims) do
     if claim.executor_id == request.claim then
@@ -61,7 +62,8 @@ local function unclaim(request)
   request.claim = ''
 end
 
--- A request as it comes. Where only an executor knew of it, it is nobody's, of tenant '', and its digest '?' is any.
+-- Makes a new request. If only an executor knew of it, it has no owner, the tenant '' and the digest '?', which fits
+-- any.
 local function new_request(
   owner, tenant, prefixes, digest, class, deadline_in_ms, blocks, sequences, attempt, prompt, max, output, block_size,
   bytes
@@ -78,7 +80,7 @@ local function new_request(
   }
 end
 
--- Puts the request in line, by the order key that it has had from the start. The caller saves it.
+-- Enqueues the request by its original order key. The caller saves it.
 local function enqueue(id, request)
   request.state = 'WAITING'
   redis.call('ZADD', KEYS[WAITING + request.class], '0', line_member(id, request))
@@ -117,7 +119,7 @@ local function leave_executor(id, request)
   save_tenant(request.tenant, tenant)
 end
 
--- Takes the request out of the state it is in; its reservation returns to its executor.
+-- Removes the request from its state; its reservation returns to its executor.
 local function withdraw(id, request)
   if request.state == 'WAITING' then
     leave_line(id, request)
@@ -148,8 +150,8 @@ local function seat(id, request, executor_id, attempt, blocks)
   save_request(id, request)
 end
 
--- Whether an executor has died that a strike names; nil while nobody can say. It has where it started anew or its lease
--- lapsed, and has not where it was seen again after the same start. A report relayed within RELAY_MS may be from before.
+-- Whether the executor of a strike has died; nil while that is unknown. It died if it started again or its lease
+-- lapsed, and is alive if the same generation reported again. A report relayed within RELAY_MS may be older.
 local function has_died(blame)
   local executor = load_executor(blame.executor_id)
   if not executor or executor.generation ~= blame.generation then
@@ -164,8 +166,8 @@ local function forgive(request)
   request.strikes, request.blamed = 0, ''
 end
 
--- Decides what can be decided of the strikes: one whose executor died stands from now on, one whose executor lives is
--- void. Returns how many are undecided.
+-- Decides the strikes that can be decided: one whose executor died stays, one whose executor lives is removed. Returns
+-- how many are undecided.
 local function judge(request)
   local undecided = {}
   for _, blame in ipairs(request.blamed ~= '' and cmsgpack.unpack(request.blamed) or {}) do
@@ -180,8 +182,8 @@ local function judge(request)
   return #undecided
 end
 
--- Counts the loss of a placement against the request, once, unless tokens came of it: then nothing is held against it.
--- An executor that was given the request again after the same start has not died before. One `proven` is not judged.
+-- Counts the loss of a placement against the request, once. If the placement produced tokens, all strikes are cleared.
+-- An executor whose same generation got the request again has not died before. A `proven` loss needs no decision.
 local function strike(request, progressed, proven)
   if progressed then
     forgive(request)
@@ -204,7 +206,7 @@ local function strike(request, progressed, proven)
   request.blamed = #blamed > 0 and cmsgpack.pack(blamed) or ''
 end
 
--- Puts a request that has left its executor in line again, where it stood, in the caller's name.
+-- Enqueues a request that has left its executor at its former position, owned by the caller.
 local function requeue(id, request, output)
   request.owner, request.executor_id, request.generation, request.placed_ms = CALLER, '', 0, 0
   request.reserved, request.output, request.adopted = 0, math.max(output, request.output), false
@@ -212,7 +214,8 @@ local function requeue(id, request, output)
   save_request(id, request)
 end
 
--- Makes the request the caller's, and tells its owner. The caller has asked whether it is reachable, and saves it.
+-- Makes the caller the owner and notifies the previous owner. The caller has checked that it is reachable, and saves
+-- it.
 local function take_over(id, request)
   if request.owner ~= CALLER then
     tell('taken_over', id, request)
@@ -220,16 +223,15 @@ local function take_over(id, request)
   end
 end
 
--- Leaves a request that was withdrawn to its owner.
+-- Marks a withdrawn request as lost, for its owner to handle.
 local function set_lost(id, request)
   request.state = 'LOST'
   save_request(id, request)
   redis.call('ZADD', LOST, NOW_TEXT, id)
 end
 
--- Takes a placement back and leaves it to its owner what follows. An owner that is gone is not waited for. Where the
--- executor lives, and only does not hold the request, that is no strike. False, and nothing done, where the owner
--- cannot be told.
+-- Takes a placement back and leaves the rest to its owner. A dead owner is not waited for. If the executor lives and
+-- only does not hold the request, that is no strike. Returns false, and does nothing, if the owner cannot be notified.
 local function lose(id, request, executor_lives)
   if not reachable(request.owner) then
     return false
@@ -247,7 +249,7 @@ local function lose(id, request, executor_lives)
   return true
 end
 
--- Forgets up to `limit` ended ids that are out of date.
+-- Removes up to `limit` expired tombstones.
 local function sweep_tombstones(limit)
   local old = redis.call('ZRANGEBYSCORE', ENDED, '-inf', string.format('%d', NOW - state.remember_ms - 1), 'LIMIT', '0', limit)
   if #old > 0 then
@@ -256,14 +258,14 @@ local function sweep_tombstones(limit)
   end
 end
 
--- Leaves a tombstone, which says that the id ended. Whoever buries sweeps twice as many, which keeps `ended` from growing.
+-- Leaves a tombstone: the id has ended. Each new tombstone sweeps two expired ones, which keeps `ended` from growing.
 local function bury(id)
   redis.call('HDEL', REQUESTS, id)
   redis.call('ZADD', ENDED, NOW_TEXT, id)
 end
 
--- Leaves a tombstone that also says, where the request was ever placed, how it ended: a repeat of what was cancelled
--- starts it anew, of what was not attaches to what its executor has kept.
+-- Leaves a tombstone that also records how a placed request ended: a repeat of a cancelled request starts again, any
+-- other repeat attaches to the output that its executor has kept.
 local function bury_with_ending(id, request, cancelled)
   bury(id)
   if request.attempt > 0 then
@@ -272,19 +274,19 @@ local function bury_with_ending(id, request, cancelled)
   end
 end
 
--- The id has no tombstone any more.
+-- Removes the tombstone of the id.
 local function forget_end(id)
   redis.call('ZREM', ENDED, id)
   redis.call('HDEL', ENDINGS, id)
 end
 
--- How a request ended that has a tombstone; nil where it was never placed.
+-- Returns how a request with a tombstone ended; nil if it was never placed.
 local function load_ending(id)
   local text = redis.call('HGET', ENDINGS, id)
   return text and unpack_ending(text) or nil
 end
 
--- When the id ended, or nil where that is not known (any more).
+-- Returns when the id ended, or nil if that is not known (any more).
 local function ended_ms(id)
   local ended = redis.call('ZSCORE', ENDED, id)
   if ended and NOW - tonumber(ended) <= state.remember_ms then
@@ -300,7 +302,7 @@ local function num_ahead_in_tenant(id, request)
   return redis.call('ZLEXCOUNT', KEYS[WAITING + request.class], first, '(' .. line_member(id, request))
 end
 
--- How a PLACED request stands, as an outcome. Its executor may have one that was adopted, for all that its owner knows.
+-- Returns the outcome for a PLACED request. The executor may already hold one that was adopted.
 local function placed(request)
   return {
     request.adopted and 'ADOPTED' or 'PLACED', request.attempt, request.executor_id, request.generation,
@@ -308,18 +310,18 @@ local function placed(request)
   }
 end
 
--- How a request stands that has ended, and whose placement is known.
+-- Returns the outcome for an ended request whose placement is known.
 local function placed_once(ending)
   return {'ADOPTED_ENDED', ending.attempt, ending.executor_id, ending.generation, 0, 0}
 end
 
--- How a request stands in line: how many are ahead, and the estimated wait or nil.
+-- Returns the number of requests ahead in the queue, and the estimated wait or nil.
 local function outlook(id, request)
   local ahead = num_ahead(request, num_ahead_in_tenant(id, request))
   return ahead, estimated_wait(ahead)
 end
 
--- How a WAITING or PLACED request stands, as an outcome. An estimate of '' is none.
+-- Returns the outcome for a WAITING or PLACED request. An estimate of '' is none.
 local function standing(id, request)
   if request.state == 'PLACED' then
     return placed(request)

@@ -1,10 +1,10 @@
 -- Tenants: fair shares by virtual token counters, and rates.
 --
--- A tenant's counter is what it was served, in tokens (input 1, output 2) divided by its weight; of those with work in
--- line the smallest goes first. `state.floor` is the counter of whoever was placed last: a tenant that comes back is
--- lifted to it, so that nobody saves up turns by being away (Sheng et al., "Fairness in Serving Large Language Models",
--- with the floor of start-time fair queueing). A tenant is active, in `active:<class>`, while it has work in line there
--- and runs less than it may.
+-- A tenant's counter is its service in tokens (input 1, output 2) divided by its weight; of the tenants with waiting
+-- requests the smallest counter goes first. `state.floor` is the counter of the tenant that was placed last: a tenant
+-- that returns is lifted to it, so that an idle tenant saves up no service (Sheng et al., "Fairness in Serving Large
+-- Language Models", with the floor of start-time fair queueing). A tenant is active, in `active:<class>`, while it has
+-- waiting requests in that class and runs less than its limit.
 local OUTPUT_WEIGHT = 2
 local SHARE_STEP = 0.05 -- of the newest output in how much of `max_tokens` is used; a new tenant is taken for an average one
 
@@ -12,8 +12,9 @@ local function is_active(tenant)
   return tenant.waiting > 0 and tenant.running < tenant.max_running
 end
 
--- Writes where the changed tenants stand among the active ones of each class: before anybody reads that, and at the end.
--- `listed` has what is written there, infinity for nothing. Whole numbers: a sorted set reads and writes those faster.
+-- Writes the positions of the changed tenants among the active ones of each class: before these are read, and at the
+-- end. `listed` has what is written there, infinity for nothing. Whole numbers: a sorted set reads and writes those
+-- faster.
 local function list_tenants()
   for name, tenant in pairs(unlisted_tenants) do
     unlisted_tenants[name] = nil
@@ -36,13 +37,13 @@ local function list_tenants()
   end
 end
 
--- What a request will probably cost its tenant.
+-- Returns the expected cost of a request for its tenant.
 local function expected_charge(request, tenant)
   local output = math.max(1, tenant.output_share * request.max - request.output)
   return (request.prompt + OUTPUT_WEIGHT * output) / tenant.weight
 end
 
--- Charges a placement, a request's first time only. The floor follows. Who comes without having stood in line is lifted.
+-- Charges a request's first placement. The floor follows. A tenant whose request did not wait is lifted here.
 local function charge(request, tenant)
   if request.charged then
     return
@@ -55,7 +56,7 @@ local function charge(request, tenant)
   tenant.counter = tenant.counter + request.charge
 end
 
--- Settles what was charged to what was used.
+-- Corrects the charge to what was used.
 local function settle_usage(request, tenant, computed, output)
   if request.charged then
     tenant.counter = tenant.counter + (computed + OUTPUT_WEIGHT * output) / tenant.weight - request.charge
@@ -70,7 +71,7 @@ local function settle_usage(request, tenant, computed, output)
   end
 end
 
--- Gives the tokens of its rate back to a request that was never placed.
+-- Returns the rate tokens of a request that was never placed.
 local function refund(request)
   if request.rated > 0 and not request.charged then
     local tenant = load_tenant(request.tenant)
@@ -79,16 +80,17 @@ local function refund(request)
   end
 end
 
--- Rates are kept by GCRA: `…_ms` is when the tenant's bucket is full again. One request of any size may come when it
--- is. Milliseconds to wait, 0 for none.
+-- Rates follow GCRA: `…_ms` is when the tenant's bucket is full again. A full bucket admits one request of any size.
+-- Returns the milliseconds to wait, 0 for none.
 local function rate_wait(full_ms, cost_ms, burst_ms)
-  if cost_ms == 0 or full_ms <= NOW then -- without a limit, or with all that there can be
+  if cost_ms == 0 or full_ms <= NOW then -- no limit, or a full bucket
     return 0
   end
   return math.max(0, math.ceil(full_ms + math.min(cost_ms, burst_ms) - burst_ms - NOW))
 end
 
--- Takes a request of so many tokens from the tenant's rates. The limit that refuses it, and for how long; or nil.
+-- Takes a request of so many tokens from the tenant's rates. Returns nil, or the limit that refuses it and for how
+-- long.
 local function take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, tokens)
   --@nest
   local request_wait = rate_wait(tenant.request_ms, ms_per_request, request_burst * ms_per_request)

@@ -1,0 +1,225 @@
+"""The options of `inflight bench`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.measures.run import Slo
+from bench.peers.catalogue import VARIANTS, PeerChoice, parse_peer
+from bench.workloads.generate import DEFAULT_SEED, TRACE_SUFFIX, Arrivals
+from bench.workloads.shapes import SHAPES
+from inflight.cli.parser import CommandParser
+
+STACK_MODES = ("inflight", "static")
+ENGINE_MODE = "engine"
+MODES = (*STACK_MODES, ENGINE_MODE)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """A benchmark. `address` None starts local stacks, one for each of the modes that has one."""
+
+    workloads: tuple[str, ...]
+    modes: tuple[str, ...]
+    peers: tuple[PeerChoice, ...]
+    rounds: int
+    scale: float
+    num_requests: int | None
+    seed: int
+    arrivals: Arrivals
+    seats: int
+    executors: int
+    executor_args: tuple[str, ...]
+    model: str | None
+    address: str | None
+    slo: Slo
+    price_per_hour: float | None
+    num_soak_requests: int | None
+    out: Path
+    name: str
+    json_path: Path | None
+
+    @property
+    def stack_modes(self) -> tuple[str, ...]:
+        """The modes that go through a whole stack."""
+        return tuple(mode for mode in self.modes if mode in STACK_MODES)
+
+
+def parse_options(argv: Sequence[str]) -> BenchOptions:
+    """Reads the command line; exits 2 with the option's name where it is wrong."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    if given.rate is not None and given.concurrency is not None:
+        parser.error("argument --rate: an open and a closed loop exclude each other; leave --concurrency out")
+    peers = tuple(dict.fromkeys(peer for peers in given.peer for peer in peers))
+    if given.address is not None and (peers or given.engine_only or ENGINE_MODE in (given.modes or ())):
+        parser.error("argument --address: a router elsewhere cannot be compared with an engine here")
+    return BenchOptions(
+        workloads=given.workload,
+        modes=(ENGINE_MODE,) if given.engine_only else given.modes or STACK_MODES,
+        peers=peers,
+        rounds=given.rounds,
+        scale=given.scale,
+        num_requests=given.requests,
+        seed=given.seed,
+        arrivals=Arrivals(given.rate, given.concurrency),
+        seats=given.seats,
+        executors=given.executors,
+        executor_args=tuple(shlex.split(given.executor_args)),
+        model=given.model,
+        address=given.address,
+        slo=Slo(given.slo_ttft_ms, given.slo_itl_ms),
+        price_per_hour=given.price_per_hour,
+        num_soak_requests=given.soak,
+        out=given.out,
+        name=given.name or "-".join(Path(name).stem for name in given.workload),
+        json_path=given.json,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="inflight bench",
+        description="Compares in-flight with static batching, the engine alone and other engines on this machine, side "
+        "by side in one run, or measures a router that runs already. Writes a report as Markdown, HTML and JSON.",
+        allow_abbrev=False,
+    )
+    _add_traffic(parser.add_argument_group("requests").add_argument)
+    _add_targets(parser.add_argument_group("what is measured").add_argument)
+    _add_results(parser.add_argument_group("results").add_argument)
+    return parser
+
+
+def _add_traffic(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--workload",
+        type=_workloads,
+        default=("mixed",),
+        metavar="NAME,…",
+        help=f"{', '.join(SHAPES)}, a shape (.json) or a trace ({TRACE_SUFFIX}) of yours; default: mixed",
+    )
+    add("--rounds", type=_positive, default=2, metavar="N", help="times that everything runs; default: 2")
+    add("--scale", type=_share, default=1.0, metavar="X", help="factor on prompts and outputs, in (0, 1]; default: 1")
+    add("--requests", type=_positive, metavar="N", help="number of requests; default: the workload's")
+    add("--seed", type=int, default=DEFAULT_SEED, metavar="N", help="another seed, other requests of the same shape")
+    add("--rate", type=_above_zero, metavar="R", help="open loop: requests arrive as a Poisson process, R per second")
+    add("--concurrency", type=_positive, metavar="N", help="closed loop: N requests under way at any time")
+    add(
+        "--soak",
+        type=_positive,
+        metavar="N",
+        help="instead: a soak test of N short requests through one stack, watching what its processes hold",
+    )
+
+
+def _add_targets(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--modes",
+        type=_names(MODES),
+        metavar="MODE,…",
+        help="inflight and static: through a whole stack; engine: the in-flight engine alone; default: inflight,static",
+    )
+    add("--engine-only", action="store_true", help="the same as --modes engine")
+    add(
+        "--peer",
+        type=_peer,
+        action="append",
+        default=[],
+        metavar="NAME[:VARIANT]",
+        help=f"another engine, installed by `make bench-peers`: {_variants()}; may be given more than once",
+    )
+    add("--seats", type=_positive, default=8, metavar="N", help="sequences at once, the same everywhere; default: 8")
+    add("--executors", type=_positive, default=1, metavar="N", help="executors of a local stack; default: 1")
+    add("--executor-args", default="", metavar="FLAGS", help="flags for our executors, as one word")
+    add("--model", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct")
+    add("--address", metavar="HOST:PORT", help="router to measure instead of starting local stacks")
+
+
+def _add_results(add: Callable[..., argparse.Action]) -> None:
+    add("--slo-ttft-ms", type=_above_zero, metavar="MS", help="goodput: most time to the first token")
+    add("--slo-itl-ms", type=_above_zero, metavar="MS", help="goodput: most mean time between a request's tokens")
+    add(
+        "--price-per-hour",
+        type=_above_zero,
+        metavar="P",
+        help="price of this machine, for the cost of a million tokens",
+    )
+    add("--out", type=Path, default=Path("bench/reports"), metavar="FOLDER", help="default: bench/reports")
+    add("--name", help="name of the report's files; default: the workloads'")
+    add("--json", type=Path, metavar="PATH", help="writes the JSON there too")
+
+
+def _variants() -> str:
+    return ", ".join(f"{name} ({', '.join(variants)})" for name, variants in VARIANTS.items())
+
+
+def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """Parses `a,b` into some of the known names."""
+    allowed = tuple(known)
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = _split(text)
+        for name in names:
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(allowed)}")
+        return names
+
+    return parse
+
+
+def _workloads(text: str) -> tuple[str, ...]:
+    """Known names, or files that are there."""
+    names = _split(text)
+    for name in names:
+        if name in SHAPES:
+            continue
+        if not name.endswith((".json", TRACE_SUFFIX)):
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is not one of {', '.join(SHAPES)}, nor a file (.json, {TRACE_SUFFIX})"
+            )
+        if not Path(name).is_file():
+            raise argparse.ArgumentTypeError(f"there is no file {name}")
+    return names
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _peer(text: str) -> tuple[PeerChoice, ...]:
+    try:
+        return parse_peer(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _above_zero(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number in (0, 1]")
+    return value
+
+
+def _number(text: str) -> float:
+    """0 for what is no number: every option here wants more than that."""
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0

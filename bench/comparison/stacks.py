@@ -1,0 +1,115 @@
+"""The stacks and drivers of a comparison, equal in everything that is not compared. Starts nothing itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.comparison.options import ENGINE_MODE, BenchOptions
+from bench.peers.catalogue import SOURCES, PeerChoice, peer_environment
+from bench.peers.driver import Setup
+from bench.targets.driven import Driver
+from bench.workloads.generate import build_workload
+from bench.workloads.plan import GATE_TOKENS, Workload
+from common.disk_cache import cache_folder
+from common.machine import num_usable_cores
+from executor.entry import SPIN_COUNT
+from inflight.local.options import StackOptions
+
+# Room for the gate, for the sequences that an executor holds beyond its seats, and for the prefix cache.
+EXTRA_SEATS = 4
+# Most tokens by which a block outgrows what it holds.
+BLOCK_SLACK_TOKENS = 16
+
+RUN_FOLDER = Path("run")
+
+
+def stack_options(options: BenchOptions, mode: str) -> StackOptions:
+    """The stack of one mode. Everything but the mode is the same, the size of the KV pool included."""
+    return StackOptions(
+        executors=options.executors,
+        model=options.model,
+        executor_args=_executor_flags(options, mode),
+        run_dir=RUN_FOLDER / f"bench-{mode}",
+    )
+
+
+def engine_driver(options: BenchOptions) -> Driver:
+    """Our engine alone, as an executor of a stack would have it."""
+    return Driver(
+        mode=ENGINE_MODE,
+        command=(sys.executable, "-m", "bench.targets.engine_driver"),
+        environment={
+            "GOMP_SPINCOUNT": SPIN_COUNT,
+            **os.environ,
+            "PYTHONPATH": _with_sources(os.environ.get("PYTHONPATH", "")),
+        },
+        setup=_setup(options, options.model or "", _executor_flags(options, "inflight")),
+        log_file=RUN_FOLDER / "bench-engine" / "engine.log",
+    )
+
+
+def peer_driver(options: BenchOptions, peer: PeerChoice, model_folder: Path) -> Driver:
+    """Another engine with as many seats and cores."""
+    return Driver(
+        mode=peer.mode,
+        command=peer.command,
+        environment=peer_environment(peer, os.environ, usable_cores()),
+        setup=_setup(options, str(model_folder), (), peer.variant),
+        log_file=RUN_FOLDER / "bench-peers" / f"{peer.mode}.log",
+    )
+
+
+def usable_cores() -> Sequence[int]:
+    """The numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))[: num_usable_cores()]
+    return range(num_usable_cores())
+
+
+def planned_workload(options: BenchOptions, name: str, vocabulary_size: int, variant: int = 0) -> Workload:
+    """A workload as the options want it."""
+    return build_workload(
+        name,
+        vocabulary_size=vocabulary_size,
+        scale=options.scale,
+        num_requests=options.num_requests,
+        seed=options.seed,
+        variant=variant,
+        arrivals=options.arrivals,
+    )
+
+
+def _setup(options: BenchOptions, model: str, arguments: tuple[str, ...], variant: str = "") -> Setup:
+    return Setup(
+        model=model,
+        cache_folder=str(cache_folder()),
+        seats=options.seats,
+        max_request_tokens=_max_request_tokens(options),
+        num_threads=num_usable_cores(),
+        variant=variant,
+        arguments=arguments,
+    )
+
+
+def _executor_flags(options: BenchOptions, mode: str) -> tuple[str, ...]:
+    flags = {
+        "--batching": mode,
+        "--max-num-sequences": options.seats,
+        "--max-tokens-in-paged-kv-cache": (options.seats + EXTRA_SEATS)
+        * (_max_request_tokens(options) + BLOCK_SLACK_TOKENS),
+    }
+    return (*(str(part) for flag in flags.items() for part in flag), *options.executor_args)
+
+
+def _max_request_tokens(options: BenchOptions) -> int:
+    workloads = (planned_workload(options, name, vocabulary_size=1) for name in options.workloads)
+    return max(GATE_TOKENS, *(workload.max_request_tokens for workload in workloads))
+
+
+def _with_sources(python_path: str) -> str:
+    """The generated code is a folder of its own in a source checkout."""
+    parts = [str(SOURCES), python_path]
+    return os.pathsep.join(part for part in parts if part)

@@ -1,0 +1,122 @@
+"""The start of everything that a comparison measures. A peer that cannot run here is left out with the reason."""
+
+from __future__ import annotations
+
+import platform
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from bench.comparison.options import ENGINE_MODE, BenchOptions
+from bench.comparison.progress import Progress
+from bench.comparison.stacks import engine_driver, peer_driver, stack_options
+from bench.peers.catalogue import PeerChoice, missing_words, shortcomings
+from bench.targets.driven import driven
+from bench.targets.model import LocalModel, local_model
+from bench.targets.stack import StackTarget, sessions_of
+from bench.targets.target import Target, TargetError
+from common.machine import num_usable_cores
+from inflight import AsyncClient
+from inflight.catalogue import Model
+from inflight.cli.console import CommandError
+from inflight.cli.flags import access_of_environment
+from inflight.local.stack import LocalStack
+
+
+@dataclass(slots=True)
+class Field:
+    """All that takes part, in the order in which it was started, and what could not, with the reason."""
+
+    model_name: str
+    vocabulary_size: int
+    targets: list[Target] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    peer_modes: tuple[str, ...] = ()
+    modes: list[str] = field(default_factory=list)
+
+    def enter(self, target: Target) -> None:
+        self.targets.append(target)
+        self.modes.append(target.mode)
+
+    def leave_out(self, target: Target, reason: str) -> None:
+        self.targets.remove(target)
+        self.left_out[target.mode] = reason
+
+    def place(self, mode: str) -> int:
+        """Where a mode comes in the order of starting."""
+        return self.modes.index(mode)
+
+
+async def start_field(options: BenchOptions, opened: AsyncExitStack, progress: Progress) -> Field:
+    """Starts everything; it ends with `opened`."""
+    if options.address is not None:
+        return await _field_elsewhere(options, options.address, opened)
+    model = local_model(options.model)
+    started = Field(model.name, model.vocabulary_size, peer_modes=tuple(peer.mode for peer in options.peers))
+    for mode in options.stack_modes:
+        progress.say(f"starting the {mode} stack")
+        started.enter(await _start_stack(options, mode, opened))
+    if ENGINE_MODE in options.modes:
+        progress.say("starting the engine alone")
+        started.enter(await opened.enter_async_context(driven(engine_driver(options), options.slo)))
+    for peer in options.peers:
+        progress.say(f"starting {peer.mode}")
+        try:
+            started.enter(await _start_peer(options, peer, model, opened))
+        except TargetError as error:
+            started.left_out[peer.mode] = str(error)
+            progress.say(f"without {error}")
+    return started
+
+
+async def _field_elsewhere(options: BenchOptions, address: str, opened: AsyncExitStack) -> Field:
+    """A router that runs already, under the name of the batching that its executors do."""
+    client = await opened.enter_async_context(AsyncClient(address, **access_of_environment()))
+    model = await _only_model(client)
+    executors = (await client.capacity()).executors
+    mode = "+".join(sorted({executor.batching for executor in executors})) or "no executor"
+    target = StackTarget(mode, address, client, options.slo, {}, {"router": address})
+    elsewhere = Field(model.name, model.vocabulary_size)
+    elsewhere.enter(target)
+    return elsewhere
+
+
+async def _only_model(client: AsyncClient) -> Model:
+    models = await client.list_models()
+    if len(models) != 1:
+        raise CommandError(f"a benchmark needs a router with one model, not {len(models)}")
+    return models[0]
+
+
+async def _start_stack(options: BenchOptions, mode: str, opened: AsyncExitStack) -> StackTarget:
+    stack = await opened.enter_async_context(LocalStack(stack_options(options, mode)))
+    client = await opened.enter_async_context(AsyncClient(stack.address))
+    words = {"engine": f"inflight {metadata.version('inflight')}, 1 router, executors: {options.executors}"}
+    return StackTarget(mode, stack.address, client, options.slo, sessions_of(stack), words)
+
+
+async def _start_peer(options: BenchOptions, peer: PeerChoice, model: LocalModel, opened: AsyncExitStack) -> Target:
+    if not peer.is_installed:
+        raise TargetError(missing_words(peer))
+    target = await opened.enter_async_context(driven(peer_driver(options, peer, model.folder), options.slo))
+    target.words.update(shortcomings(peer))
+    return target
+
+
+def circumstances(options: BenchOptions, started: Field) -> dict[str, str]:
+    """Under which the figures came about, in words."""
+    shape = f"scale {options.scale:g}, seed {options.seed}, rounds: {options.rounds}"
+    machine = f"{num_usable_cores()} cores, {platform.machine()}, Python {platform.python_version()}"
+    here = {} if options.address is not None else {"machine": machine, "torch": metadata.version("torch")}
+    targets = {
+        target.mode: ", ".join(text if name == "engine" else f"{name}: {text}" for name, text in target.words.items())
+        for target in started.targets
+    }
+    return {
+        "model": started.model_name,
+        **here,
+        "seats": str(options.seats),
+        "workload": shape,
+        **targets,
+        **{f"without {mode}": reason for mode, reason in started.left_out.items()},
+    }

@@ -1,0 +1,247 @@
+"""The loss of quality by dtype, against transformers' own float32 forward pass.
+
+    python -m bench.engine.quality [--model FOLDER] [--variants float32,bfloat16] [--prompts 50] [--out bench/reports]
+
+A text (`bench/texts/passages.txt`) is cut into prompts. At every position, given the true tokens before it, each
+variant predicts the next token. That gives perplexity, and how often the greedy choice is the reference's. Where it is
+not, the report shows how close the reference's own first two were. Every variant is measured on both of its paths:
+prompts in chunks, and one token a step as in generation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.measures.run import percentile
+from bench.report.page import Page, Part, write_report
+from bench.report.table import Table, shown
+from common.machine import num_usable_cores
+from common.model_source import ModelError, ModelSource, load_tokenizer, resolve_model
+from executor.entry import SPIN_COUNT
+
+if TYPE_CHECKING:
+    from bench.engine.teacher_forcing import Predictions
+
+TEXT = Path(__file__).parents[1] / "texts" / "passages.txt"
+NUM_PROMPTS = 50
+# Tokens of a prompt in a step.
+PATHS = {"chunks of 64": 64, "one by one": 1}
+EXPLANATION = """\
+Agreement is the share of positions, each given the true tokens before it, at which the likeliest token is the
+reference's. The gaps are the reference's own: by how many logits its first token leads its second at the positions that
+differ. The last column says at how many of all positions it leads by no more than the largest of them."""
+KIND = "quality"
+COLUMNS = (
+    "computed in", "prompt", "perplexity", "change", "agreement", "different", "gap p50", "p99", "largest", "as close",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Over all positions of a text, each given the true tokens before it.
+
+    `num_different` positions have another likeliest token than the reference. `gap_…` are the reference's own leads, in
+    logits, of its first over its second token at those positions: small ones are near ties. `share_of_smaller_gaps` is
+    the share of all positions where the reference leads by no more than `gap_max`. None where nothing differs.
+    """
+
+    num_positions: int
+    perplexity: float
+    num_different: int
+    gap_p50: float | None
+    gap_p99: float | None
+    gap_max: float | None
+    share_of_smaller_gaps: float | None
+
+    @property
+    def share_equal(self) -> float:
+        return 1 - self.num_different / self.num_positions
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way of computing: what `PagedModel.load` is told beside the model."""
+
+    name: str
+    load_arguments: Mapping[str, str] = field(default_factory=dict)
+
+
+VARIANTS = (
+    Variant("float32", {"dtype_name": "float32"}),
+    Variant("bfloat16", {"dtype_name": "bfloat16"}),
+    Variant("int8 weights", {"dtype_name": "bfloat16", "weight_dtype": "int8"}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One variant on one path."""
+
+    variant: str
+    path: str
+    agreement: Agreement
+
+
+@dataclass(frozen=True, slots=True)
+class QualityReport:
+    """The reference's perplexity, and what the variants make of the same text."""
+
+    circumstances: Mapping[str, str]
+    reference_perplexity: float
+    results: tuple[Result, ...]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures and writes the report; 1 where the model cannot be loaded."""
+    options = _parser().parse_args(argv)
+    try:
+        report = _measure(resolve_model(options.model), options.text, options.prompts, options.variants)
+    except ModelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    values = values_of(report)
+    page = page_of(values)
+    paths = write_report(options.out, "quality", values, page)
+    print(page.markdown())
+    print("report: " + ", ".join(str(path) for path in paths))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.engine.quality",
+        description="Perplexity and greedy agreement by dtype.",
+        allow_abbrev=False,
+    )
+    names = [variant.name for variant in VARIANTS]
+    add = parser.add_argument
+    add("--model", default="", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct")
+    add("--text", type=Path, default=TEXT, metavar="FILE", help="default: bench/texts/passages.txt")
+    add("--prompts", type=int, default=NUM_PROMPTS, metavar="N", help=f"parts of the text; default: {NUM_PROMPTS}")
+    add("--variants", type=_variants, default=VARIANTS, metavar="NAME,…", help=f"{', '.join(names)}; default: all")
+    add("--out", type=Path, default=Path("bench/reports"), metavar="FOLDER", help="default: bench/reports")
+    return parser
+
+
+def _variants(text: str) -> tuple[Variant, ...]:
+    known = {variant.name: variant for variant in VARIANTS}
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+    return tuple(known[name] for name in names)
+
+
+def _measure(source: ModelSource, text: Path, num_prompts: int, variants: Sequence[Variant]) -> QualityReport:
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    # Imported here: it brings torch, which neither the figures nor the report need.
+    from bench.engine.teacher_forcing import transformers_predictions
+
+    token_ids = load_tokenizer(source).encode(text.read_text(encoding="utf-8"))
+    prompts = cut(token_ids, num_prompts)
+    reference = transformers_predictions(source, prompts)
+    results = tuple(result for variant in variants for result in _results(source, variant, prompts, reference))
+    circumstances = {
+        "model": source.name,
+        "text": f"{text.name}, {num_prompts} prompts of {len(prompts[0])} tokens",
+        "machine": f"{num_usable_cores()} cores, {platform.machine()}, torch {metadata.version('torch')}",
+        "reference": f"transformers {metadata.version('transformers')}, float32, each prompt alone",
+    }
+    return QualityReport(circumstances, perplexity(reference.log_probabilities), results)
+
+
+def _results(
+    source: ModelSource, variant: Variant, prompts: Sequence[Sequence[int]], reference: Predictions
+) -> list[Result]:
+    from bench.engine.teacher_forcing import paged_predictions
+    from executor.model.model import PagedModel
+
+    model = PagedModel.load(source, **variant.load_arguments)
+    results = []
+    for path, chunk_tokens in PATHS.items():
+        found = paged_predictions(model, prompts, chunk_tokens)
+        figures = agreement(reference.top_ids, reference.top_gaps, found.top_ids, found.log_probabilities)
+        print(f"{variant.name}, {path}: {figures.share_equal:.2%} equal", file=sys.stderr, flush=True)
+        results.append(Result(variant.name, path, figures))
+    return results
+
+
+def values_of(report: QualityReport) -> dict[str, Any]:
+    """The report as plain values."""
+    results = [
+        {"variant": result.variant, "path": result.path, **asdict(result.agreement)} for result in report.results
+    ]
+    return {"report": KIND, **asdict(report), "results": results}
+
+
+def page_of(values: Mapping[str, Any]) -> Page:
+    """The page of a report that is given as values."""
+    reference = values["reference_perplexity"]
+    circumstances = {**values["circumstances"], "perplexity of the reference": f"{reference:.4f}"}
+    table = Table(COLUMNS, [_row(result, reference) for result in values["results"]])
+    return Page("Quality by dtype", circumstances, [Part("Agreement", note=EXPLANATION, table=table)])
+
+
+def _row(result: Mapping[str, Any], reference_perplexity: float) -> list[str]:
+    different, positions = result["num_different"], result["num_positions"]
+    return [
+        result["variant"],
+        result["path"],
+        f"{result['perplexity']:.4f}",
+        f"{result['perplexity'] / reference_perplexity - 1:+.3%}",
+        f"{1 - different / positions:.2%}",
+        f"{different} of {positions}",
+        *(shown(result[gap], ".3f") for gap in ("gap_p50", "gap_p99", "gap_max")),
+        shown(result["share_of_smaller_gaps"], ".1%"),
+    ]
+
+
+def perplexity(log_probabilities: Sequence[float]) -> float:
+    """e to the mean negative log probability of the tokens that do follow."""
+    return math.exp(-math.fsum(log_probabilities) / len(log_probabilities))
+
+
+def agreement(
+    reference_ids: Sequence[int],
+    reference_gaps: Sequence[float],
+    top_ids: Sequence[int],
+    log_probabilities: Sequence[float],
+) -> Agreement:
+    """Compares the likeliest tokens of a model with those of a reference, position by position."""
+    assert len(reference_ids) == len(reference_gaps) == len(top_ids) == len(log_probabilities) > 0
+    gaps = [
+        gap
+        for reference_id, gap, top_id in zip(reference_ids, reference_gaps, top_ids, strict=True)
+        if reference_id != top_id
+    ]
+    largest = max(gaps, default=None)
+    smaller = None if largest is None else sum(gap <= largest for gap in reference_gaps) / len(reference_gaps)
+    return Agreement(
+        num_positions=len(top_ids),
+        perplexity=perplexity(log_probabilities),
+        num_different=len(gaps),
+        gap_p50=percentile(gaps, 0.5),
+        gap_p99=percentile(gaps, 0.99),
+        gap_max=largest,
+        share_of_smaller_gaps=smaller,
+    )
+
+
+def cut(token_ids: Sequence[int], num_prompts: int) -> list[list[int]]:
+    """The text as prompts of one length, without overlap; what is left over at the end is dropped."""
+    length = len(token_ids) // num_prompts
+    assert length >= 2, "a prompt needs a token and one that follows it"
+    return [list(token_ids[i * length : (i + 1) * length]) for i in range(num_prompts)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

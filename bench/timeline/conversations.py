@@ -1,0 +1,65 @@
+"""Chats of several turns: every prompt begins with the whole conversation so far, answers included."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bench.timeline.timeline import US_PER_S
+from bench.timeline.traffic import VOCABULARY_SIZE, SimRequest, poisson_us
+from router.request.prefix_hashes import prefix_hashes
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """`rate_per_s` chats begin; each has `num_turns` turns, `pause_s` apart, which is longer than an answer takes."""
+
+    rate_per_s: float = 4.0
+    num_turns: int = 6
+    pause_s: float = 6.0
+    system_tokens: int = 64
+    turn_tokens: tuple[int, int] = (32, 256)
+    output_tokens: tuple[int, int] = (20, 300)
+    block_size: int = 16
+
+    def requests(self, seed: int, duration_s: float, *, names_prefixes: bool) -> list[SimRequest]:
+        """All turns that begin within so long, by arrival."""
+        turns = heapq.merge(
+            *(self._turns(number, begin_us, seed) for number, begin_us in self._begins(seed, duration_s)),
+            key=lambda turn: turn[0],
+        )
+        return [
+            self._request(number, arrival_us, prompt, num_output, names_prefixes)
+            for arrival_us, number, prompt, num_output in turns
+            if arrival_us <= duration_s * US_PER_S
+        ]
+
+    def _begins(self, seed: int, duration_s: float) -> Iterator[tuple[int, int]]:
+        rng = random.Random(f"{seed}/conversations")
+        for number, begin_us in enumerate(poisson_us(self.rate_per_s, rng)):
+            if begin_us > duration_s * US_PER_S:
+                return
+            yield number, begin_us
+
+    def _turns(self, chat: int, begin_us: int, seed: int) -> Iterator[tuple[int, int, tuple[int, ...], int]]:
+        """→ arrival, number of the request, prompt, output tokens."""
+        rng = random.Random(f"{seed}/chat/{chat}")
+        prompt, arrival_us = tuple(range(1, self.system_tokens + 1)), begin_us
+        for turn in range(self.num_turns):
+            number = chat * self.num_turns + turn
+            asked = rng.randint(*self.turn_tokens)
+            prompt += tuple(rng.randrange(1, VOCABULARY_SIZE) for _ in range(asked))
+            num_output = rng.randint(*self.output_tokens)
+            yield arrival_us, number, prompt, num_output
+            arrival_us += round(self.pause_s * rng.uniform(0.8, 1.2) * US_PER_S)
+            request = self._request(number, 0, prompt, num_output, False)
+            prompt += tuple(request.token(offset) for offset in range(num_output - 1))
+
+    def _request(
+        self, number: int, arrival_us: int, prompt: tuple[int, ...], num_output: int, names_prefixes: bool
+    ) -> SimRequest:
+        hashes = prefix_hashes(prompt, self.block_size, b"") if names_prefixes else ()
+        limit = self.output_tokens[1] + 1
+        return SimRequest(number, f"chat{number}", arrival_us, prompt, num_output, limit, prefix_hashes=hashes)

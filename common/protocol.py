@@ -1,0 +1,21 @@
+"""Versions and limits of the protocol between routers and executors, the same at both ends."""
+
+from __future__ import annotations
+
+# Older versions are accepted too, so that executors can be replaced before routers or after them.
+MIN_PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+# The first version with `Attach`, `attached` and `detached`.
+ATTACH_VERSION = 2
+
+# As in OpenAI's API.
+MAX_TOP_LOGPROBS = 20
+# The buffers of a step have room for so many in each row.
+MAX_STOP_TOKEN_IDS = 256
+# Of one frame, at 15 bytes a token at most: what has collected for a slow reader, or is sent again to a router that
+# attaches, must not exceed the largest message.
+MAX_FRAME_TOKENS = 2**20
+
+# Of the statistics that a reader subscribes to.
+DEFAULT_STATS_INTERVAL_MS = 1000
+MIN_STATS_INTERVAL_MS = 50

@@ -1,0 +1,129 @@
+"""The part of the asynchronous client that gRPC's two APIs do not share: opening, closing and waiting.
+
+`sync_connection` has the same names for the blocking client. Everything else of that client is generated from this one,
+see `generate_sync`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+
+from common.cancellation import task_is_cancelled
+from inflight.access import Access, Metadata
+from inflight.errors import InflightError, client_closed, from_rpc_error
+from inflight.recovery import Call
+from inflight.v1 import inference_pb2_grpc
+
+# How a call ends that fails. gRPC raises `CancelledError` where its channel is closed or the call is cancelled.
+CALL_FAILURES = (grpc.RpcError, asyncio.CancelledError)
+
+
+def error_of(failure: BaseException) -> InflightError:
+    """Returns the error that one of `CALL_FAILURES` stands for; raises it again where the task itself is cancelled."""
+    if isinstance(failure, grpc.RpcError):
+        return from_rpc_error(failure)
+    if task_is_cancelled():
+        raise failure
+    return client_closed()
+
+
+class Connection:
+    """The channel of a client. The first call opens it, in the event loop that runs then; so does one after `close`."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._channel: grpc.aio.Channel | None = None
+        self.opened: Any = None  # the stub, while the channel is open
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def close(self) -> None:
+        """Cancels the calls and closes the channel."""
+        channel, self._channel, self.opened = self._channel, None, None
+        if channel is not None:
+            await channel.close(None)
+
+    def stub(self) -> Any:
+        """The stub of `InferenceService`.
+
+        Raises:
+            RuntimeError: no event loop runs, or another one than that of the channel.
+        """
+        loop = _running_loop()
+        if self.opened is None:
+            self._loop = loop
+            target, options, credentials = self._access.target, self._access.options, self._access.credentials
+            self._channel = (
+                grpc.aio.insecure_channel(target, options)
+                if credentials is None
+                else grpc.aio.secure_channel(target, credentials, options)
+            )
+            self.opened = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        if self._loop is not loop:
+            raise RuntimeError("this client is open in another event loop: close it there, or make one for each loop")
+        return self.opened
+
+    def health_stub(self) -> Any:
+        """The stub of gRPC's health service."""
+        self.stub()
+        return health_pb2_grpc.HealthStub(self._channel)
+
+    def metadata(self, of_call: Mapping[str, str] | None = None) -> Metadata:
+        """The metadata of a call that is made now."""
+        return (*self._access.metadata(), *(of_call or {}).items())
+
+
+class StreamCalls:
+    """The calls of one stream, all on the channel that is open when the stream begins."""
+
+    def __init__(self, connection: Connection, of_call: Mapping[str, str] | None = None) -> None:
+        self._connection = connection
+        self._metadata = of_call
+        self._stub = connection.stub()
+
+    def check_open(self) -> None:
+        """Raises `InflightError` where the channel was closed."""
+        if self._connection.opened is not self._stub:
+            raise client_closed()
+
+    def start(self, call: Call) -> Any:
+        """Makes a call. Raises as `check_open`."""
+        self.check_open()
+        method = getattr(self._stub, call.method)
+        return method(call.request, timeout=call.timeout_s, metadata=self._connection.metadata(self._metadata))
+
+
+class CancelFlag:
+    """Set once the reader has cancelled its stream. `lock` is held from the check of the flag to the call after it."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.lock = nullcontext()
+
+    def is_set(self) -> bool:
+        """Whether the stream was cancelled."""
+        return self._event.is_set()
+
+    def set(self) -> None:
+        """Marks the stream as cancelled and wakes what waits."""
+        self._event.set()
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Waits at most so long; true where the stream is cancelled then."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+        return self._event.is_set()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError("AsyncClient needs a running event loop; without one use Client") from None

@@ -1,0 +1,233 @@
+"""Flags that several commands share, and what they stand for: routers, credentials, requests and sampling.
+
+Keep a key in the environment or a file: other users of the machine can see a program's flags. It is never printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from inflight.access import AccessOptions
+from inflight.cli.console import EXIT_USAGE, CommandError, errors_in_words
+from inflight.local.state import DEFAULT_RUN_DIR, StackState, read_state
+from inflight.requests import PRIORITIES, GenerateOptions
+from inflight.sync import Client
+
+ADDRESS_VARIABLE = "INFLIGHT_ADDRESS"
+RUN_DIR_VARIABLE = "INFLIGHT_RUN_DIR"
+DEFAULT_ADDRESS = "localhost:50051"
+
+
+def add_address_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `--address` and `--run-dir`."""
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT[,…]",
+        help=f"address of a router, or several that share the calls [{ADDRESS_VARIABLE}]; default: the routers of the "
+        f"local stack in the run directory, else {DEFAULT_ADDRESS}",
+    )
+    add_run_dir_flag(parser)
+
+
+def add_run_dir_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds `--run-dir`."""
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help=f"directory of the local stack's state.json and logs [{RUN_DIR_VARIABLE}]; default: {DEFAULT_RUN_DIR}",
+    )
+
+
+def resolve_addresses(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The routers to use: the flag, else the environment, else the running local stack, else the default."""
+    given = options.address or environment.get(ADDRESS_VARIABLE)
+    if given:
+        return tuple(str(given).split(","))
+    state = stack_in_use(options, environment)
+    if state is None:
+        return (DEFAULT_ADDRESS,)
+    others = (process.address for process in state.processes if process.role == "router")
+    return tuple(dict.fromkeys((state.address, *others)))
+
+
+def stack_in_use(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> StackState | None:
+    """The local stack, if its routers are to be used."""
+    if options.address or environment.get(ADDRESS_VARIABLE):
+        return None
+    return read_state(resolve_run_dir(options, environment))
+
+
+def resolve_run_dir(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Path:
+    """The run directory: the flag, else the environment, else the default."""
+    return Path(options.run_dir or environment.get(RUN_DIR_VARIABLE) or DEFAULT_RUN_DIR)
+
+
+API_KEY_VARIABLE = "INFLIGHT_API_KEY"
+TLS_VARIABLE = "INFLIGHT_TLS"
+CA_FILE_VARIABLE = "INFLIGHT_CA_FILE"
+SERVER_NAME_VARIABLE = "INFLIGHT_SERVER_NAME"
+
+YES, NO = ("1", "true", "yes"), ("", "0", "false", "no")
+
+
+def add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags for the address, credentials and TLS."""
+    add_address_flags(parser)
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="include gRPC's own message when a connection fails"
+    )
+    group = parser.add_argument_group("access")
+    key = group.add_mutually_exclusive_group()
+    key.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"API key or JSON web token [{API_KEY_VARIABLE}]; other users can see it in the process list: prefer the "
+        "variable or --api-key-file",
+    )
+    key.add_argument("--api-key-file", metavar="FILE", help="file with the API key or JSON web token")
+    group.add_argument("--tls", action="store_true", help=f"use TLS and trust public authorities [{TLS_VARIABLE}=1]")
+    group.add_argument(
+        "--ca-file",
+        metavar="FILE",
+        help=f"PEM file with the authorities to trust; implies --tls [{CA_FILE_VARIABLE}]; default: that of the local "
+        "stack if it uses TLS",
+    )
+    group.add_argument(
+        "--server-name",
+        metavar="NAME",
+        help=f"name expected in the router's certificate [{SERVER_NAME_VARIABLE}]; default: the host of its address",
+    )
+
+
+@contextmanager
+def connected(flags: argparse.Namespace) -> Iterator[Client]:
+    """A client of the routers that flags and environment name. Errors of its calls become `CommandError`."""
+    addresses = resolve_addresses(flags)
+    with (
+        errors_in_words(", ".join(addresses), is_verbose=flags.verbose),
+        Client(*addresses, **access_of(flags)) as client,
+    ):
+        yield client
+
+
+def access_of(flags: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> AccessOptions:
+    """The client's keywords for credentials and TLS. A flag overrides its variable."""
+    stack = stack_in_use(flags, environment)
+    access = access_of_environment(environment)
+    if stack is not None and stack.ca_file:
+        access.setdefault("ca_file", stack.ca_file)
+    if flags.api_key is not None:
+        access["api_key"] = flags.api_key
+    elif flags.api_key_file is not None:
+        access["api_key"] = _read_key(Path(flags.api_key_file))
+    if flags.tls:
+        access["tls"] = True
+    if flags.ca_file is not None:
+        access["ca_file"] = flags.ca_file
+    if flags.server_name is not None:
+        access["server_name"] = flags.server_name
+    return access
+
+
+def access_of_environment(environment: Mapping[str, str] = os.environ) -> AccessOptions:
+    """The client's keywords that the variables set."""
+    access: AccessOptions = {}
+    if key := environment.get(API_KEY_VARIABLE):
+        access["api_key"] = key
+    if ca_file := environment.get(CA_FILE_VARIABLE):
+        access["ca_file"] = ca_file
+    if server_name := environment.get(SERVER_NAME_VARIABLE):
+        access["server_name"] = server_name
+    wants_tls = environment.get(TLS_VARIABLE, "").lower()
+    if wants_tls not in (*YES, *NO):
+        raise CommandError(f"{TLS_VARIABLE}: {wants_tls!r} is not one of {', '.join((*YES, *NO[1:]))}", EXIT_USAGE)
+    if wants_tls in YES:
+        access["tls"] = True
+    return access
+
+
+def _read_key(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise CommandError(f"--api-key-file: {error.strerror}: {path}", EXIT_USAGE) from None
+    except UnicodeDecodeError:
+        raise CommandError(f"--api-key-file: contains no key: {path}", EXIT_USAGE) from None
+
+
+RESUME_TOKEN_VARIABLE = "INFLIGHT_RESUME_TOKEN"
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the request's id and the flags that authorize the caller."""
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="id of the request")
+    parser.add_argument("--model", metavar="NAME", help="model of the request; default: the only one")
+    parser.add_argument(
+        "--resume-token",
+        metavar="TOKEN",
+        help=f"token of the request, from `inflight generate --show-token` [{RESUME_TOKEN_VARIABLE}]; required if the "
+        "router authenticates callers, except for operators",
+    )
+    parser.add_argument("--tenant", metavar="NAME", help="tenant of the request; default: the caller's")
+
+
+def resume_token_of(flags: argparse.Namespace, environment: Mapping[str, str]) -> str:
+    """The token: the flag, else the environment, else empty."""
+    return str(flags.resume_token or environment.get(RESUME_TOKEN_VARIABLE, ""))
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds flags for model, sampling, stopping and admission. The default of each is the model's."""
+    group = parser.add_argument_group("request", "The defaults are the model's.")
+    group.add_argument(
+        "--model", metavar="NAME", help="name of the model, see `inflight models`; default: the only one"
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities sum to P"
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens; 0: from all")
+    group.add_argument("--seed", type=int, metavar="N", help="random seed; the same seed gives the same output")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of output tokens")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
+    group.add_argument("--tenant", metavar="NAME", help="tenant of the request; default: default")
+    group.add_argument("--priority", choices=PRIORITIES, help="priority class; default: standard")
+    group.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="time limit of the request, including queueing"
+    )
+    group.add_argument("--first-token-deadline", type=float, metavar="SECONDS", help="time limit for the first token")
+    group.add_argument("--session", metavar="NAME", help="session; its requests go to the same model variant")
+
+
+def request_options(flags: argparse.Namespace) -> GenerateOptions:
+    """The keywords of `Client.generate` that the flags set."""
+    options: GenerateOptions = {}
+    if flags.model is not None:
+        options["model"] = flags.model
+    if flags.temperature is not None:
+        options["temperature"] = flags.temperature
+    if flags.top_p is not None:
+        options["top_p"] = flags.top_p
+    if flags.top_k is not None:
+        options["top_k"] = flags.top_k
+    if flags.seed is not None:
+        options["seed"] = flags.seed
+    if flags.max_tokens is not None:
+        options["max_tokens"] = flags.max_tokens
+    if flags.stop:
+        options["stop"] = flags.stop
+    if flags.tenant is not None:
+        options["tenant"] = flags.tenant
+    if flags.priority is not None:
+        options["priority"] = flags.priority
+    if flags.deadline is not None:
+        options["deadline_s"] = flags.deadline
+    if flags.first_token_deadline is not None:
+        options["first_token_deadline_s"] = flags.first_token_deadline
+    if flags.session is not None:
+        options["session_id"] = flags.session
+    return options

@@ -1,0 +1,97 @@
+"""The part of the blocking client that gRPC's two APIs do not share; `aio_connection` has the same names.
+
+Its objects may be used by several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from inflight.access import Access, Metadata
+from inflight.errors import InflightError, client_closed, from_rpc_error
+from inflight.recovery import Call
+from inflight.v1 import inference_pb2_grpc
+
+CALL_FAILURES = (grpc.RpcError,)
+
+
+def error_of(failure: grpc.RpcError) -> InflightError:
+    """Returns the error that one of `CALL_FAILURES` stands for."""
+    return from_rpc_error(failure)
+
+
+class Connection:
+    """The channel of a client, open until `close`."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._channel = (
+            grpc.insecure_channel(access.target, access.options)
+            if access.credentials is None
+            else grpc.secure_channel(access.target, access.credentials, access.options)
+        )
+        self._stub: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Cancels the calls and closes the channel."""
+        self._is_closed = True
+        self._channel.close()
+
+    def stub(self) -> Any:
+        """The stub of `InferenceService`. Raises `InflightError` after `close`."""
+        if self._is_closed:
+            raise client_closed()
+        return self._stub
+
+    def health_stub(self) -> Any:
+        """The stub of gRPC's health service. Raises as `stub`."""
+        self.stub()
+        return health_pb2_grpc.HealthStub(self._channel)
+
+    def metadata(self, of_call: Mapping[str, str] | None = None) -> Metadata:
+        """The metadata of a call that is made now."""
+        return (*self._access.metadata(), *(of_call or {}).items())
+
+
+class StreamCalls:
+    """The calls of one stream."""
+
+    def __init__(self, connection: Connection, of_call: Mapping[str, str] | None = None) -> None:
+        self._connection = connection
+        self._metadata = of_call
+        self.check_open()
+
+    def check_open(self) -> None:
+        """Raises `InflightError` where the channel was closed."""
+        self._connection.stub()
+
+    def start(self, call: Call) -> Any:
+        """Makes a call. Raises as `check_open`."""
+        method = getattr(self._connection.stub(), call.method)
+        return method(call.request, timeout=call.timeout_s, metadata=self._connection.metadata(self._metadata))
+
+
+class CancelFlag:
+    """Set once a thread has cancelled the stream. `lock` is held from the check of the flag to the call after it."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.lock = threading.Lock()
+
+    def is_set(self) -> bool:
+        """Whether the stream was cancelled."""
+        return self._event.is_set()
+
+    def set(self) -> None:
+        """Marks the stream as cancelled and wakes what waits."""
+        self._event.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits at most so long; true where the stream is cancelled then."""
+        return self._event.wait(timeout_s)

@@ -1,0 +1,193 @@
+"""The deliberate mutations: bugs that somebody could write, in what decides about requests, memory and access."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One bug. `old` is in the file exactly once; `tests` probably detect it and are run first."""
+
+    breaks: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+SCHEDULER_TESTS = (
+    "tests/unit/test_scheduler.py",
+    "tests/unit/test_run_ahead.py",
+    "tests/property/test_scheduler_properties.py",
+)
+LEDGER_TESTS = ("tests/unit/test_store.py", "tests/unit/test_store_leases.py", "tests/property/test_store_model.py")
+PLACING_TESTS = (
+    "tests/unit/test_dispatch.py",
+    "tests/unit/test_void_placements.py",
+    "tests/unit/test_surplus_tokens.py",
+)
+
+SCHEDULER = (
+    Mutation(
+        "a stop token ends a sequence one token before min_tokens",
+        "executor/scheduler/scheduler.py",
+        "sequence.num_output_tokens > stopping.min_tokens:",
+        "sequence.num_output_tokens >= stopping.min_tokens:",
+        SCHEDULER_TESTS,
+    ),
+    Mutation(
+        "the blocks of a finished sequence are free while a step in flight still writes to them",
+        "executor/scheduler/scheduler.py",
+        """        self._leave(sequence, None)
+        if sequence.num_in_flight == 0:
+            self._release(sequence)
+""",
+        """        self._leave(sequence, None)
+        self._release(sequence)
+""",
+        SCHEDULER_TESTS,
+    ),
+    Mutation(
+        "of cached blocks the most recently used one is evicted",
+        "executor/scheduler/blocks.py",
+        "self._cached.popitem(last=False)",
+        "self._cached.popitem(last=True)",
+        ("tests/unit/test_blocks.py", "tests/unit/test_prefix_cache.py"),
+    ),
+    Mutation(
+        "a prompt that is cached as a whole leaves no token to compute logits from",
+        "executor/scheduler/prefix_cache.py",
+        "num_usable = (sequence.num_tokens - 1) // block_size",
+        "num_usable = sequence.num_tokens // block_size",
+        ("tests/unit/test_prefix_cache.py", *SCHEDULER_TESTS),
+    ),
+    Mutation(
+        "a sequence stays in the batch for one token more than it may have",
+        "executor/scheduler/plan_builder.py",
+        "if start + 2 >= sequence.length_limit:",
+        "if start + 2 > sequence.length_limit:",
+        SCHEDULER_TESTS,
+    ),
+    Mutation(
+        "the executor takes a late duplicate of an attempt that has ended",
+        "executor/scheduler/admission.py",
+        "return newest is not None and attempt <= newest",
+        "return newest is not None and attempt < newest",
+        ("tests/unit/test_admission.py", *SCHEDULER_TESTS),
+    ),
+)
+LEDGER = (
+    Mutation(
+        "a request is placed where one block is missing",
+        "router/store/scripts/shared/places.lua",
+        "return available_blocks(executor) >= blocks and blocks or nil",
+        "return available_blocks(executor) >= blocks - 1 and blocks or nil",
+        LEDGER_TESTS,
+    ),
+    Mutation(
+        "an end of an earlier attempt ends the request that was placed again",
+        "router/store/scripts/settle.lua",
+        "elseif request.attempt == attempt and request.state",
+        "elseif request.attempt >= attempt and request.state",
+        LEDGER_TESTS,
+    ),
+    Mutation(
+        "a tenant that comes back has saved up its turns",
+        "router/store/scripts/shared/tenants.lua",
+        """    if active and not tenant.active then
+      tenant.counter = math.max(tenant.counter, state.floor)
+    end
+""",
+        "",
+        ("tests/unit/test_store_fairness.py", *LEDGER_TESTS),
+    ),
+    Mutation(
+        "an executor that seated a suspect never seats another one",
+        "router/store/scripts/shared/states.lua",
+        "    executor.has_suspect = executor.has_suspect and request.strikes == 0\n",
+        "",
+        ("tests/unit/test_store_suspects.py", *LEDGER_TESTS),
+    ),
+    Mutation(
+        "the audit takes a placement back that its executor could not report yet",
+        "router/store/scripts/report.lua",
+        "elseif not spared or NOW - request.placed_ms > AUDIT_GRACE_MS then",
+        "elseif not spared or NOW > request.placed_ms then",
+        LEDGER_TESTS,
+    ),
+    Mutation(
+        "leases lapse while nobody was there to hear a report",
+        "router/store/scripts/reap.lua",
+        "if not last_ms or NOW - tonumber(last_ms) > MAX_GAP_MS then",
+        "if not last_ms then",
+        ("tests/unit/test_store_outage.py", *LEDGER_TESTS),
+    ),
+)
+LIFE_CYCLE = (
+    Mutation(
+        "a placement that is told twice is handed to the executor twice",
+        "router/dispatch/placer.py",
+        "if stream.attempt >= placement.attempt:",
+        "if stream.attempt > placement.attempt:",
+        PLACING_TESTS,
+    ),
+    Mutation(
+        "news of the loss of an earlier attempt voids the current placement",
+        "router/dispatch/placer.py",
+        "elif stream.placement is not None and stream.placement.attempt == lost.attempt:",
+        "elif stream.placement is not None:",
+        PLACING_TESTS,
+    ),
+    Mutation(
+        "a request that gave way to others counts as one that its executor died under",
+        "router/dispatch/placer.py",
+        "preempted=why is Void.PREEMPTED,",
+        "preempted=False,",
+        PLACING_TESTS,
+    ),
+)
+STREAMS = (
+    Mutation(
+        "tokens of a placement that is void are taken",
+        "router/executors/link.py",
+        """            if not _is_current(stream, attempt):
+                continue
+            if not stream.token(offset, token_id):
+""",
+        """            if not stream.token(offset, token_id):
+""",
+        ("tests/unit/test_void_placements.py",),
+    ),
+    Mutation(
+        "text that was held back as a possible stop text is missing at the end",
+        "router/stream/relay.py",
+        "            text += self._unread(rest.text)\n",
+        "",
+        ("tests/property/test_resumed_text.py",),
+    ),
+    Mutation(
+        "an executor can give one client's request to another client",
+        "router/request/executor_context.py",
+        "if not attached.request_id == attached.submit.request_id == ledger_id(context.tenant, context.request_id):",
+        "if not attached.request_id == attached.submit.request_id:",
+        ("tests/fuzz/test_frames_to_a_router.py",),
+    ),
+)
+AUTHENTICATION = (
+    Mutation(
+        "a token without an expiry is valid for ever",
+        "router/auth/jwt.py",
+        'options={"require": ["iss", "aud", "exp", rules.tenant_claim]}',
+        'options={"require": ["iss", "aud", rules.tenant_claim]}',
+        ("tests/unit/test_doors.py",),
+    ),
+    Mutation(
+        "a disabled API key still opens",
+        "router/auth/api_keys.py",
+        "return not self.is_disabled and (self.expires_s is None or now_s < self.expires_s)",
+        "return self.expires_s is None or now_s < self.expires_s",
+        ("tests/unit/test_doors.py",),
+    ),
+)
+MUTATIONS = (*SCHEDULER, *LEDGER, *LIFE_CYCLE, *STREAMS, *AUTHENTICATION)

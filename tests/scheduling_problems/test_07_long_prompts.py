@@ -1,0 +1,72 @@
+"""Problem 7: the prefill of a long prompt stalls the streams of all other requests."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from executor.scheduler.scheduler import Batching, SchedulerLimits
+from executor.scheduler.sequence import Sequence
+from tests.modelled_device import Ride
+from tests.scheduling import make_sequence
+
+LIMITS = SchedulerLimits(
+    max_num_sequences=32,
+    num_standby_sequences=4,
+    max_num_tokens=512,
+    context_length=16_384,
+    enable_chunked_context=True,
+    batching=Batching.INFLIGHT,
+    enable_prefix_cache=False,
+)
+
+
+def long_sequence(name: str, num_prompt: int, max_tokens: int) -> Sequence:
+    """A sequence for the modelled device."""
+    sequence = make_sequence(name, [1] * num_prompt, max_tokens=max_tokens, salt=None)
+    sequence.num_reserved_blocks = -(-(num_prompt + max_tokens) // 16)
+    return sequence
+
+
+def arrive(ride: Ride, name: str, num_prompt: int, max_tokens: int) -> Sequence:
+    """A sequence that comes now."""
+    sequence = long_sequence(name, num_prompt, max_tokens)
+    ride.submit(sequence)
+    return sequence
+
+
+def test_no_answer_stands_still_while_a_long_prompt_is_computed() -> None:
+    # Given answers under way, on an executor that has learned what prompts take
+    ride = Ride(LIMITS)
+    answers = [arrive(ride, f"answer {i}", 60, 4000) for i in range(20)]
+    for i in range(4):
+        arrive(ride, f"earlier {i}", 1000, 1)
+    ride.run_until(3.0)
+
+    # When a prompt of 8,000 tokens comes, which takes seconds
+    long = arrive(ride, "long", 8000, 4)
+    began_s = ride.device.now_s
+    while not ride.token_times[long]:
+        ride.engine.step()
+
+    # Then no token of theirs is much later than twice the usual
+    ended_s = ride.device.now_s
+    assert ended_s - began_s < 15.0
+    for answer in answers:
+        times = [time for time in ride.token_times[answer] if time < ended_s]
+        gaps = [(after - before, after) for before, after in itertools.pairwise(times)]
+        usual = sorted(gap for gap, at in gaps if 2.0 < at < began_s)
+        assert max(gap for gap, at in gaps if at > began_s) < 2.5 * usual[len(usual) // 2]
+
+
+def test_long_prompt_leaves_the_others_their_tokens_in_every_step() -> None:
+    """Whatever the device: who decodes is in each step, and what prompts get is what is left."""
+    ride = Ride(replace(LIMITS, max_num_sequences=8))
+    answers = [arrive(ride, f"answer {i}", 16, 400) for i in range(6)]
+    for _ in range(4):
+        ride.engine.step()
+    long = arrive(ride, "long", 4000, 4)
+    while not ride.token_times[long]:
+        before = [len(ride.token_times[answer]) for answer in answers]
+        ride.engine.step()
+        assert [len(ride.token_times[answer]) for answer in answers] == [count + 1 for count in before]

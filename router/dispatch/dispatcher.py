@@ -255,7 +255,8 @@ class Dispatcher:
         if known is None or not _is_being_cancelled(known):
             return known
         with suppress(TimeoutError):
-            await asyncio.wait_for(known.forgotten.wait(), CANCEL_WAIT_S)
+            async with asyncio.timeout(CANCEL_WAIT_S):
+                await known.forgotten.wait()
         known = self.stream_of(ledger_id)
         if known is not None and _is_being_cancelled(known):
             raise being_cancelled()
@@ -624,7 +625,8 @@ class Dispatcher:
 
         link.attach(placement.request_id, placement.attempt, 0, answer_once)
         try:
-            return await asyncio.wait_for(answered, ANSWER_WAIT_S)
+            async with asyncio.timeout(ANSWER_WAIT_S):
+                return await answered
         except TimeoutError:
             return NotAttached.LINK_LOST
 

@@ -50,7 +50,6 @@ class CredentialAuthenticator:
         self._now_s = now_s
 
     def identify(self, metadata: Metadata) -> Caller:
-        """See `Authenticator`."""
         credential = _credential(metadata)
         if self._tokens is not None and (self._keys is None or credential.count(".") == 2):
             return self._bearer(credential, self._tokens())

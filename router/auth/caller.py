@@ -58,7 +58,6 @@ class AnonymousAuthenticator:
     """Identifies nobody: tenants are believed as named."""
 
     def identify(self, metadata: Metadata) -> Caller:
-        """See `Authenticator`."""
         return ANYBODY
 
 

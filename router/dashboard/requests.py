@@ -110,33 +110,28 @@ class Timeline:
         self._tally = Tally()
 
     def admitted(self) -> None:
-        """See `RequestRecorder`."""
         self._tally = self._log.tally_of(self.facts)
         self._tally.num_live += 1
         self._log.keep(self)
         self._enter(Stage.QUEUED, at_s=self.facts.arrived)
 
     def placed(self, placed: PlacedAt) -> None:
-        """See `RequestRecorder`."""
         self.executor_id = placed.executor_id
         self._enter(Stage.PLACED)
 
     def boarded(self, cached_tokens: int) -> None:
-        """See `RequestRecorder`."""
         self.cached_tokens = cached_tokens
         self._tally.prompt_tokens += self.facts.prompt_tokens
         self._tally.cached_tokens += cached_tokens
         self._enter(Stage.PREFILL)
 
     def boarded_again(self) -> None:
-        """See `RequestRecorder`."""
         self._enter(Stage.PREFILL)
 
     def first_sent(self, after_s: float) -> None:
         """Does nothing: `sent` follows."""
 
     def sent(self, num_tokens: int, interval_s: float | None) -> None:
-        """See `RequestRecorder`."""
         self._tally.output_tokens += num_tokens
         if self.outcome is not None:
             return  # its end, which counts all of them, was heard of before they were sent
@@ -145,21 +140,17 @@ class Timeline:
             self._enter(Stage.DECODE)
 
     def preempted(self) -> None:
-        """See `RequestRecorder`."""
         self._enter(Stage.PREEMPTED)
 
     def moved(self, why: str) -> None:
-        """See `RequestRecorder`."""
         self._tally.num_moved += 1
         self._enter(Stage.QUEUED, why=why)
 
     def resumed(self) -> None:
-        """See `RequestRecorder`."""
         self.num_resumed += 1
         self._log.changed(self)
 
     def ended(self, end: RequestEnd) -> None:
-        """See `RequestRecorder`."""
         if end.output_tokens > self.output_tokens and self.entries:
             # Tokens that arrived with the end.
             began_s = self._log.now_s() - (end.decode_s or 0.0)
@@ -170,7 +161,6 @@ class Timeline:
         self._close(end.outcome)
 
     def left(self) -> None:
-        """See `RequestRecorder`."""
         self._close(LEFT)
 
     def _enter(self, stage: Stage, why: str = "", at_s: float | None = None) -> None:
@@ -223,11 +213,9 @@ class RequestLog:
         return self._revision
 
     def follow(self, facts: RequestFacts) -> Timeline:
-        """See `RequestObserver`."""
         return Timeline(self, facts)
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
-        """See `RequestObserver`."""
         self._refused[model] += 1
 
     def find(self, model: str, tenant: str, request_id: str) -> Timeline | None:

@@ -221,7 +221,7 @@ class Dispatcher:
     async def check_rates(
         self, tenant: str, limits: TenantLimits, tokens: int, request_id: str = "", *, takes: bool = False
     ) -> Refused | None:
-        """See `AdmissionStore`. Raises `RequestError`."""
+        """Raises `RequestError` if the ledger does not answer. Arguments as in `AdmissionStore.check_rates`."""
         return await self._store.check_rates(tenant, limits, tokens, request_id, takes=takes)
 
     async def find_repeated(self, stream: RequestStream) -> RequestStream | None:

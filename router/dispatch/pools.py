@@ -148,7 +148,6 @@ class ModelRegistry:
             await pool.dispatcher.close()
 
     def on_linked(self, link: ExecutorLink) -> LinkEvents | str:
-        """See `LinkRegistry`."""
         pool = self.by_name.get(link.description.model)
         if pool is None:
             return f"it serves {link.description.model}, this router {', '.join(sorted(self.by_name))}"
@@ -174,20 +173,17 @@ class _PoolLinks:
     unlinked: Callable[[ExecutorLink], None]
 
     def on_request(self, link: ExecutorLink, stream: RequestStream, event: LinkEvent) -> None:
-        """See `LinkEvents`."""
         if isinstance(event, Finished) and event.is_stall:
             self.events.engine_stalled(link.executor_id, self.pool.name)
         self.pool.dispatcher.on_request(stream, event)
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
-        """See `LinkEvents`."""
         self.events.executor_reported(
             link.executor_id, self.pool.name, is_draining=report.draining, num_preemptions=report.num_preemptions
         )
         self.pool.dispatcher.on_report(link, report)
 
     def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
-        """See `LinkEvents`."""
         self.events.executor_lost(link.executor_id, self.pool.name, len(streams))
         self.pool.dispatcher.on_unlinked(link, streams)
         self.unlinked(link)

@@ -60,9 +60,7 @@ class Generator(Protocol):
         metadata: Metadata,
         write: Write,
         remaining_s: float | None,
-    ) -> None:
-        """See `InferenceService.generate`."""
-        ...
+    ) -> None: ...
 
 
 class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):

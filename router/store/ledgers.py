@@ -68,7 +68,6 @@ class Ledgers:
         )
 
     async def learn_secret(self, own: bytes | None) -> bytes:
-        """See `learn_secret`."""
         return await learn_secret(self._redis, self._settings, own)
 
     async def aclose(self) -> None:

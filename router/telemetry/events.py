@@ -253,7 +253,6 @@ class RequestObservers:
         return RequestRecord(facts, tuple(listener.follow(facts) for listener in self._listeners), trace)
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
-        """See `RequestObserver`."""
         for listener in self._listeners:
             listener.refused(model, priority_class, reason)
 

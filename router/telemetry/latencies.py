@@ -104,43 +104,40 @@ class ModelLatencies:
         self._refused.add(self._clock())
 
     def admitted(self) -> None:
-        """See `RequestRecorder`."""
+        """No latency follows from it."""
 
     def placed(self, placed: PlacedAt) -> None:
-        """See `RequestRecorder`."""
+        """No latency follows from it."""
 
     def boarded(self, cached_tokens: int) -> None:
-        """See `RequestRecorder`."""
+        """No latency follows from it."""
 
     def boarded_again(self) -> None:
-        """See `RequestRecorder`."""
+        """No latency follows from it."""
 
     def preempted(self) -> None:
-        """See `RequestRecorder`."""
+        """No latency follows from it."""
 
     def first_sent(self, after_s: float) -> None:
-        """See `RequestRecorder`."""
         self._first_token_ms.add(self._clock(), after_s * 1000)
 
     def sent(self, num_tokens: int, interval_s: float | None) -> None:
-        """See `RequestRecorder`."""
         now_s = self._clock()
         self._tokens.add(now_s, num_tokens)
         if interval_s is not None:
             self._inter_token_ms.add(now_s, interval_s * 1000 / num_tokens)
 
     def moved(self, why: str) -> None:
-        """See `RequestRecorder`."""
+        """No latency follows from it."""
 
     def resumed(self) -> None:
-        """See `RequestRecorder`."""
+        """No latency follows from it."""
 
     def ended(self, end: RequestEnd) -> None:
-        """See `RequestRecorder`."""
         self._ended.add(self._clock())
 
     def left(self) -> None:
-        """See `RequestRecorder`."""
+        """No latency follows from it."""
 
     def recent(self, within_s: int) -> tuple[list[float] | None, list[float] | None]:
         """Returns the median and 99th percentile of TTFT and inter-token latency, milliseconds, over the last so many
@@ -169,16 +166,14 @@ class ModelLatencies:
 
 
 class Latencies:
-    """All models of a router. See `router.telemetry.events.RequestObserver`."""
+    """The latencies of all models of a router. Implements `RequestObserver`."""
 
     def __init__(self, models: Iterable[str], clock: Callable[[], float] = time.monotonic) -> None:
         self.by_model: Mapping[str, ModelLatencies] = {model: ModelLatencies(clock) for model in models}
 
     def follow(self, facts: RequestFacts) -> ModelLatencies:
-        """See `RequestObserver`."""
         return self.by_model[facts.model]
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
-        """See `RequestObserver`."""
         if model in self.by_model:
             self.by_model[model].refused()

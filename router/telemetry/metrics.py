@@ -92,7 +92,6 @@ class RouterMetrics:
         return Counter(name, text, labels, registry=self._registry)
 
     def follow(self, facts: RequestFacts) -> RequestMeter:
-        """See `RequestObserver`."""
         key = (facts.model, facts.priority_class, facts.operation)
         measures = self._recorders.get(key)
         if measures is None:
@@ -100,7 +99,6 @@ class RouterMetrics:
         return RequestMeter(measures, facts.prompt_tokens, facts.prior_tokens)
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
-        """See `RequestObserver`."""
         self.refusals.labels(model, priority_class, reason.value).inc()
 
     def store_called(self, call: StoreCall) -> None:
@@ -150,42 +148,35 @@ class RequestMeter:
         """Does nothing: a request is counted when it is placed."""
 
     def placed(self, placed: PlacedAt) -> None:
-        """See `RequestRecorder`."""
         if placed.wait_s is not None:
             self._measures.admissions.inc()
             self._measures.queue_wait.observe(placed.wait_s)
 
     def boarded(self, cached_tokens: int) -> None:
-        """See `RequestRecorder`."""
         self._measures.prompt_tokens.inc(self._prompt_tokens)
         self._measures.cached_tokens.inc(cached_tokens)
 
     def boarded_again(self) -> None:
-        """See `RequestRecorder`."""
+        """No metric counts it."""
 
     def preempted(self) -> None:
-        """See `RequestRecorder`."""
+        """No metric counts it."""
 
     def first_sent(self, after_s: float) -> None:
-        """See `RequestRecorder`."""
         self._measures.first_token.observe(after_s)
 
     def sent(self, num_tokens: int, interval_s: float | None) -> None:
-        """See `RequestRecorder`."""
         self._measures.output_tokens.inc(num_tokens)
         if interval_s is not None:
             self._measures.inter_token.observe(interval_s / num_tokens)
 
     def moved(self, why: str) -> None:
-        """See `RequestRecorder`."""
         self._measures.moved(why)
 
     def resumed(self) -> None:
-        """See `RequestRecorder`."""
         self._measures.resumed.inc()
 
     def ended(self, end: RequestEnd) -> None:
-        """See `RequestRecorder`."""
         self._measures.ended(end)
         num_later = end.output_tokens - self._prior_tokens - 1
         if end.decode_s is not None and num_later > 0:

@@ -60,7 +60,7 @@ class RequestTracer:
         self._tracer = tracer
 
     def follow(self, facts: RequestFacts) -> RequestTrace:
-        """See `RequestObserver`. Called within the request's own call."""
+        """Must run within the request's own call, whose context the spans take."""
         return RequestTrace(self._tracer, facts)
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
@@ -93,11 +93,9 @@ class RequestTrace:
         return "" if self._placement is None else traceparent_of(self._placement)
 
     def admitted(self) -> None:
-        """See `RequestRecorder`."""
         self._queue = self._tracer.start_span("inflight.queue", self._context)
 
     def placed(self, placed: PlacedAt) -> None:
-        """See `RequestRecorder`."""
         self._end_all()
         self._placement = self._tracer.start_span(
             "inflight.placement",
@@ -107,22 +105,18 @@ class RequestTrace:
         )
 
     def boarded(self, cached_tokens: int) -> None:
-        """See `RequestRecorder`."""
         if self._placement is not None:
             self._placement.add_event("boarded", {"inflight.cached_tokens": cached_tokens})
 
     def boarded_again(self) -> None:
-        """See `RequestRecorder`."""
         if self._placement is not None:
             self._placement.add_event("boarded again")
 
     def preempted(self) -> None:
-        """See `RequestRecorder`."""
         if self._placement is not None:
             self._placement.add_event("preempted")
 
     def first_sent(self, after_s: float) -> None:
-        """See `RequestRecorder`."""
         if self._placement is not None:
             self._placement.add_event("first token sent")
 
@@ -130,17 +124,15 @@ class RequestTrace:
         """Spans do not count tokens one by one."""
 
     def moved(self, why: str) -> None:
-        """See `RequestRecorder`."""
         if self._placement is not None:
             self._placement.set_attribute("inflight.moved", why)
         self._end_all()
         self.admitted()
 
     def resumed(self) -> None:
-        """A call of its own."""
+        """The call that resumes has its own span."""
 
     def ended(self, end: RequestEnd) -> None:
-        """See `RequestRecorder`."""
         if self._placement is not None and end.is_error:
             _fail(self._placement, end.outcome)
         self._end_all()
@@ -149,7 +141,6 @@ class RequestTrace:
             self._call.set_attribute("gen_ai.response.finish_reasons", [end.outcome])
 
     def left(self) -> None:
-        """See `RequestRecorder`."""
         self._end_all()
 
     def _end_all(self) -> None:

@@ -25,6 +25,7 @@ LEDGER_TESTS = ("tests/unit/test_store.py", "tests/unit/test_store_leases.py", "
 PLACING_TESTS = (
     "tests/unit/test_dispatch.py",
     "tests/unit/test_void_placements.py",
+    "tests/property/test_lifecycle_orders.py",
     "tests/unit/test_surplus_tokens.py",
 )
 
@@ -127,22 +128,22 @@ LEDGER = (
 LIFE_CYCLE = (
     Mutation(
         "a placement that is told twice is handed to the executor twice",
-        "router/dispatch/placer.py",
-        "if stream.attempt >= placement.attempt:",
-        "if stream.attempt > placement.attempt:",
+        "router/lifecycle/lifecycle.py",
+        "elif self.attempt < placement.attempt:",
+        "elif self.attempt <= placement.attempt:",
         PLACING_TESTS,
     ),
     Mutation(
         "news of the loss of an earlier attempt voids the current placement",
-        "router/dispatch/placer.py",
-        "elif stream.placement is not None and stream.placement.attempt == lost.attempt:",
-        "elif stream.placement is not None:",
+        "router/lifecycle/lifecycle.py",
+        "elif self.placement is not None and self.current_attempt == event.attempt:",
+        "elif self.placement is not None:",
         PLACING_TESTS,
     ),
     Mutation(
         "a request that gave way to others counts as one that its executor died under",
-        "router/dispatch/placer.py",
-        "preempted=why is Void.PREEMPTED,",
+        "router/dispatch/dispatcher.py",
+        "preempted=why is RequeueReason.PREEMPTED,",
         "preempted=False,",
         PLACING_TESTS,
     ),
@@ -151,12 +152,8 @@ STREAMS = (
     Mutation(
         "tokens of a placement that is void are taken",
         "router/executors/link.py",
-        """            if not _is_current(stream, attempt):
-                continue
-            if not stream.token(offset, token_id):
-""",
-        """            if not stream.token(offset, token_id):
-""",
+        "return stream if stream.life.current_attempt == attempt else None",
+        "return stream",
         ("tests/unit/test_void_placements.py",),
     ),
     Mutation(

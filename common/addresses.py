@@ -1,4 +1,4 @@
-"""What an address `host:port` says about who can reach it."""
+"""Addresses `host:port`: their host, and whether other machines can reach them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import ipaddress
 
 
 def host_of(address: str) -> str:
-    """The host without brackets; empty where the address means every interface."""
+    """Returns the host without brackets; empty if the address means every interface."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches the address. A name other than `localhost` may lead anywhere."""
+    """Returns whether only this machine reaches the address. A name other than `localhost` may resolve to any
+    address."""
     host = host_of(address)
     if host == "localhost":
         return True

@@ -1,4 +1,4 @@
-"""Tells a task that shall end from one whose call was cancelled: gRPC raises the same `CancelledError` for both."""
+"""Distinction between a cancelled task and a cancelled call: gRPC raises the same `CancelledError` for both."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import asyncio
 
 
 def task_is_cancelled() -> bool:
-    """Whether somebody wants this task to end."""
+    """Returns whether the current task was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,6 +1,6 @@
-"""Things that are costly to make and the same next time: built once, kept on disk, shared by processes.
+"""Disk cache of results that are costly to make: each is built once and shared by processes.
 
-Invariants: a path in the cache is complete or not there, because it is built aside and renamed into place; one process
+Invariants: a path in the cache is complete or absent, because it is built aside and renamed into place; one process
 builds, the others wait for it; nothing in the cache is ever changed. It is always safe to delete the folder.
 """
 
@@ -16,19 +16,19 @@ CACHE_VARIABLE = "INFLIGHT_CACHE_DIR"
 
 
 class CacheError(OSError):
-    """The cache cannot be written. The text says where and what to do."""
+    """The cache cannot be written. The text names the folder and a remedy."""
 
 
 def cache_folder() -> Path:
-    """`$INFLIGHT_CACHE_DIR`, or `~/.cache/inflight`."""
+    """Returns `$INFLIGHT_CACHE_DIR`, or `~/.cache/inflight`."""
     chosen = os.environ.get(CACHE_VARIABLE)
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "inflight"
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
-    """Returns `target`, letting `build` make it at the path it is given if it is not there yet.
+    """Returns `target`. If it does not exist, `build` makes it at the path that it is given.
 
-    What `build` raises goes through and leaves nothing behind, so the next caller tries again.
+    An exception of `build` is passed on and leaves nothing behind, so the next caller tries again.
     """
     if target.exists():
         return target
@@ -40,7 +40,7 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
         lock.acquire()
     except OSError as error:
         raise CacheError(
-            f"cannot write to {target.parent} ({error.strerror}); set {CACHE_VARIABLE} to a folder that can be written"
+            f"cannot write to {target.parent} ({error.strerror}); set {CACHE_VARIABLE} to a writable folder"
         ) from error
     try:
         if not target.exists():

@@ -1,7 +1,7 @@
-"""The errors that a client can be told about, and their gRPC status.
+"""Errors that clients receive, and their gRPC status.
 
-Owns one exception, `RequestError`, and the table from reasons to status codes. Never logs, never sends: the gRPC edge
-(`common.rpc.status`) turns an error into a status with details.
+This module has one exception, `RequestError`, and the table from reasons to status codes. It never logs or sends: the
+gRPC edge (`common.rpc.status`) turns an error into a status with details.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ STATUS_OF_REASON: dict[Reason, grpc.StatusCode] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One field that is wrong: its path in the request (`sampling.temperature`) and what is wrong with it."""
+    """One invalid field: its path in the request (`sampling.temperature`) and what is wrong with it."""
 
     field: str
     description: str
@@ -80,10 +80,10 @@ class FieldViolation:
 
 @dataclass(slots=True)
 class RequestError(Exception):
-    """A refusal with everything its gRPC status needs.
+    """A refusal with everything that its gRPC status needs.
 
     `violations` becomes `BadRequest`, `retry_after_ms` `RetryInfo`, `quota` (the subject that is exhausted)
-    `QuotaFailure`, `context` the metadata of `ErrorInfo`. `cause` is for the log alone.
+    `QuotaFailure`, `context` the metadata of `ErrorInfo`. `cause` is only logged.
     """
 
     reason: Reason
@@ -104,12 +104,12 @@ class RequestError(Exception):
 
 
 def invalid(*violations: FieldViolation) -> RequestError:
-    """The error for fields that are wrong; its text names every one."""
+    """Makes the error for invalid fields; its text names every one."""
     text = "; ".join(f"{v.field}: {v.description}" for v in violations)
     return RequestError(Reason.INVALID_FIELD, text, violations)
 
 
 def not_implemented(field_path: str, what: str) -> RequestError:
-    """The error for a field whose function is not built yet."""
+    """Makes the error for a field whose function is not implemented."""
     violation = FieldViolation(field_path, f"{what} not implemented yet")
     return RequestError(Reason.NOT_IMPLEMENTED, f"{violation.field}: {violation.description}", (violation,))

@@ -1,4 +1,4 @@
-"""When a file on disk has changed: its version, and looking at it again and again."""
+"""Detection of changed files by polling their versions."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-LOOK_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 1.0
 
-# Modification time, size and inode, links followed: an editor may write into the file or put another one in its place,
-# and Kubernetes puts another folder behind a link.
+# Modification time, size and inode, with links resolved: an editor may write into the file or replace it, and
+# Kubernetes redirects a link to another folder.
 FileVersion = tuple[int, int, int]
 
 
 def version_of(path: Path) -> FileVersion | None:
-    """The version that is there now; None for a file that is not. To be taken before reading: what is written in
-    between is seen at the next look."""
+    """Returns the current version; None if the file does not exist. Take it before reading: a write in between is then
+    detected by the next poll."""
     try:
         found = os.stat(path)
     except OSError:
@@ -24,8 +24,9 @@ def version_of(path: Path) -> FileVersion | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-async def poll(look: Callable[[], None]) -> None:
-    """Looks every `LOOK_INTERVAL_S` seconds until cancelled; in a thread, so that a slow disk holds up nobody."""
+async def poll(check: Callable[[], None]) -> None:
+    """Calls `check` every `POLL_INTERVAL_S` seconds until cancelled, in a thread, so that a slow disk does not block
+    the event loop."""
     while True:
-        await asyncio.sleep(LOOK_INTERVAL_S)
-        await asyncio.to_thread(look)
+        await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.to_thread(check)

@@ -1,4 +1,4 @@
-"""How many KV blocks an executor gets, on its device and in host memory. Pure; `inflight size` reckons by it, too."""
+"""Sizes of the KV pools, on an executor's device and in host memory. Pure; `inflight size` uses it as well."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.settings import SettingError
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """What the pool may take: `max_tokens` where it is set (not 0), and `fraction` of the free bytes otherwise."""
+    """What the pool may take: `max_tokens` if it is set (not 0), else `fraction` of the free bytes."""
 
     max_tokens: int
     free_bytes: int
@@ -17,10 +17,10 @@ class KvBudget:
 
 
 def num_kv_blocks(budget: KvBudget, tokens_per_block: int, bytes_per_block: int) -> int:
-    """Blocks of the pool, the spare one not counted.
+    """Returns the blocks of the pool without the spare one.
 
     Raises:
-        SettingError: not even one block fits, or `max_tokens` asks for more than is free.
+        SettingError: not even one block fits, or `max_tokens` needs more than is free.
     """
     num_free = budget.free_bytes // bytes_per_block
     if budget.max_tokens:
@@ -41,20 +41,21 @@ def num_kv_blocks(budget: KvBudget, tokens_per_block: int, bytes_per_block: int)
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_number: int) -> int:
-    """A key and a value of each KV head in each layer."""
+    """Returns the bytes of a key and a value of each KV head in each layer."""
     return 2 * num_layers * num_kv_heads * head_dim * bytes_per_number
 
 
 def blocks_for(num_tokens: int, tokens_per_block: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Returns the blocks for `num_tokens` tokens."""
     return -(-num_tokens // tokens_per_block)
 
 
 def num_host_kv_blocks(num_bytes: int, bytes_per_block: int, free_bytes: int) -> int:
-    """Blocks of host memory that `kv_cache_host_memory_bytes` pays for; `free_bytes` are those that nothing else takes.
+    """Returns the blocks of host memory for `kv_cache_host_memory_bytes`; `free_bytes` is the memory left by everything
+    else.
 
     Raises:
-        SettingError: not even one block fits, or more is asked for than is free.
+        SettingError: not even one block fits, or more is requested than is free.
     """
     num_blocks = num_bytes // bytes_per_block
     if num_bytes and not num_blocks:

@@ -1,4 +1,4 @@
-"""What this process may use of its machine: cores and memory, with the limits of its container counted in."""
+"""Resources of the machine that this process may use: cores and memory, including the limits of its container."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def num_usable_cores(cgroup: Path = CGROUP) -> int:
-    """Cores that this process may run on: its affinity, and the CPU quota of its control group. At least 1."""
+    """Returns the cores that this process may run on: its affinity, and the CPU quota of its control group. At least
+    1."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(cgroup / "cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():
@@ -20,7 +21,7 @@ def num_usable_cores(cgroup: Path = CGROUP) -> int:
 
 
 def num_available_memory_bytes(cgroup: Path = CGROUP, meminfo: Path = MEMINFO) -> int | None:
-    """Bytes that can still be allocated without swapping; None where the system does not say."""
+    """Returns the bytes that can still be allocated without swapping; None if the system does not report them."""
     limits = [value for value in (_available_on_host(meminfo), _available_in_cgroup(cgroup)) if value is not None]
     return min(limits, default=None)
 

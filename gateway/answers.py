@@ -1,4 +1,4 @@
-"""How answers look: OpenAI's objects for chats and completions, whole and in chunks. Pure."""
+"""OpenAI's response objects for chats and completions, whole and in chunks. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FINISH: dict[FinishReason, Literal["stop", "length"]] = {
 
 @dataclass(slots=True)
 class FinishedChoice:
-    """One choice that has been read to its end."""
+    """One complete choice."""
 
     text: str
     reason: FinishReason
@@ -39,30 +39,30 @@ class Chunks:
     answer: AnswerId
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """What a choice begins with; None where that is its text."""
+        """Returns the first chunk of a choice; None if that is its text."""
         if self.ask.kind == "completion":
             return None
         return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}])
 
     def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-        """More text of a choice, and of its tokens' log probabilities."""
+        """Returns a chunk with text of a choice, and the log probabilities of its tokens."""
         more: dict[str, Any] = {"text": text} if self.ask.kind == "completion" else {"delta": {"content": text}}
         return self._chunk([{"index": index, **more, **_UNFINISHED, "logprobs": logprobs}])
 
     def finished(self, index: int, reason: FinishReason) -> dict[str, Any]:
-        """The end of a choice. Raises `ApiError` for one that OpenAI's API has no word for."""
+        """Returns the last chunk of a choice. Raises `ApiError` for a reason that OpenAI's API does not have."""
         end = {"logprobs": None, "finish_reason": openai_finish_reason(reason)}
         empty: dict[str, Any] = {"text": ""} if self.ask.kind == "completion" else {"delta": {}}
         return self._chunk([{"index": index, **empty, **end}])
 
     def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        """The tokens counted, sent last where they are asked for."""
+        """Returns the token counts, which are sent last if requested."""
         return self._chunk([]) | {"usage": usage_of(usages, self.ask.n)}
 
     def with_running_usage(
         self, chunk: dict[str, Any], prompt_tokens: Sequence[int], output_tokens: int
     ) -> dict[str, Any]:
-        """A chunk with the tokens counted so far, where they are asked for. `prompt_tokens` of each choice."""
+        """Adds the token counts so far to a chunk, if requested. `prompt_tokens` are those of each choice."""
         if not self.ask.includes_running_usage or chunk["usage"] is not None:
             return chunk
         prompts = sum(prompt_tokens[:: self.ask.n])
@@ -88,7 +88,7 @@ _UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 
 def whole_answer(ask: Ask, answer: AnswerId, choices: Sequence[FinishedChoice]) -> dict[str, Any]:
-    """The answer in one piece. Raises `ApiError` where a choice ended in a way that OpenAI's API has no word for."""
+    """Returns the whole answer. Raises `ApiError` if a choice ended for a reason that OpenAI's API does not have."""
     return {
         "id": answer.name,
         "object": "chat.completion" if ask.kind == "chat" else "text_completion",
@@ -107,7 +107,7 @@ def _whole_choice(ask: Ask, index: int, choice: FinishedChoice) -> dict[str, Any
 
 
 def logprobs_of(ask: Ask, positions: Sequence[PositionLogprobs | None], text_offset: int = 0) -> dict[str, Any] | None:
-    """The log probabilities of tokens, where they are asked for. `text_offset`: characters before them."""
+    """Returns the log probabilities of tokens, if requested. `text_offset` is the number of characters before them."""
     if not ask.has_logprobs or not positions:
         return None
     if ask.kind == "chat":
@@ -116,14 +116,14 @@ def logprobs_of(ask: Ask, positions: Sequence[PositionLogprobs | None], text_off
 
 
 def openai_finish_reason(reason: FinishReason) -> Literal["stop", "length"]:
-    """OpenAI's word. Raises `ApiError` where there is none."""
+    """Returns OpenAI's name of the reason. Raises `ApiError` if there is none."""
     if reason not in _FINISH:
         raise from_end(reason)
     return _FINISH[reason]
 
 
 def usage_of(usages: Sequence[Usage], n: int) -> dict[str, Any]:
-    """Tokens of all choices. A prompt counts once, with what its first choice found in the prefix cache."""
+    """Counts the tokens of all choices. A prompt counts once, with what its first choice found in the prefix cache."""
     prompts = usages[::n]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     output_tokens = sum(usage.output_tokens for usage in usages)
@@ -137,7 +137,7 @@ def usage_of(usages: Sequence[Usage], n: int) -> dict[str, Any]:
 
 
 def model_object(model: Model, created: int) -> dict[str, Any]:
-    """One of `/v1/models`; `max_model_len` as vLLM has it."""
+    """Returns an entry of `/v1/models`; `max_model_len` is vLLM's field."""
     return {
         "id": model.name,
         "object": "model",
@@ -148,5 +148,5 @@ def model_object(model: Model, created: int) -> dict[str, Any]:
 
 
 def encoded(value: Any) -> bytes:
-    """As JSON, without spaces."""
+    """Encodes a value as JSON without spaces."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

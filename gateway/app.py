@@ -1,4 +1,4 @@
-"""The gateway's application: its routes, and how many requests are under way, which a drain waits for."""
+"""The gateway's application: its routes, and the count of running requests, which a drain waits for."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class GatewayApp:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request; other kinds of connection there are none."""
+        """Serves one HTTP request; other kinds of connection are not supported."""
         if scope["type"] == "http":
-            scope["app"] = self  # without it the routes answer by themselves where a path or method is unknown
+            scope["app"] = self  # without it the routes themselves would answer unknown paths and methods
             await Exchange(scope, send, self._metrics).run(self._app, receive)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests from now on and gives those under way `timeout_s` seconds to end."""
+        """Refuses new requests from now on and gives running ones `timeout_s` seconds to end."""
         self._is_draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -64,7 +64,7 @@ class GatewayApp:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """While a request of the API is under way. Raises `ApiError` where there are to be no more."""
+        """Counts a running request of the API. Raises `ApiError` if no more are accepted."""
         if self._is_draining:
             raise ApiError(503, "the gateway is draining", "server_error", code="draining", retry_after_s=1.0)
         if self._num_requests >= self._max_requests:
@@ -96,7 +96,7 @@ class GatewayApp:
 
 @dataclass(frozen=True, slots=True)
 class _ApiCall:
-    """A route of the API: counted from its beginning to the last byte of its answer."""
+    """A route of the API. Its requests count as running until the last byte of the answer."""
 
     app: GatewayApp
     endpoint: Endpoint

@@ -1,6 +1,7 @@
-"""From a client's body to what the router is asked for: one request of the protocol for each choice. Pure.
+"""Conversion of a client's body to requests to the router: one request of the protocol for each choice. Pure.
 
-Choice `prompt * n + k` is the k-th of a prompt, as OpenAI numbers them. The choices of one prompt differ by their seed.
+Choice `prompt * n + k` is the k-th of a prompt, as in OpenAI's numbering. The choices of one prompt differ by their
+seed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gateway.errors import refused
 from inflight.requests import PRIORITIES, Priority
 from inflight.v1 import inference_pb2, types_pb2
 
-# OpenAI's; a chat without a limit may take what the model's context leaves.
+# OpenAI's default for completions. A chat without a limit may use the rest of the model's context.
 DEFAULT_COMPLETION_TOKENS = 16
 UINT64 = 2**64
 MAX_KEY_CHARACTERS = 100
@@ -30,7 +31,7 @@ _TIERS: Mapping[str | None, Priority] = {"priority": "interactive", "flex": "bat
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What holds where a body says nothing, and how many choices it may ask for."""
+    """Values for parameters that a body lacks, and the most choices that it may request."""
 
     max_choices: int
     priority: Priority | None = None
@@ -39,7 +40,8 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is asked of the router, and how the answer is to look. `renamed`: what fields of the router's are here."""
+    """The requests to the router, and the form of the answer. `renamed` maps fields of the router to parameters of this
+    API."""
 
     kind: Literal["chat", "completion"]
     model: str
@@ -53,12 +55,12 @@ class Ask:
 
     @property
     def prompt_param(self) -> str:
-        """What the prompt is called."""
+        """The parameter with the prompt."""
         return "messages" if self.kind == "chat" else "prompt"
 
 
 def ask_chat(body: ChatBody, defaults: Defaults, key: str) -> Ask:
-    """What a chat asks for. `key`: the idempotency key, or empty. Raises `ApiError`."""
+    """Converts a chat. `key` is the idempotency key, or empty. Raises `ApiError`."""
     both = (body.max_tokens, body.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise refused("max_completion_tokens", "differs from max_tokens, its older name; give one of them")
@@ -79,10 +81,10 @@ def ask_chat(body: ChatBody, defaults: Defaults, key: str) -> Ask:
 
 
 def ask_completion(body: CompletionBody, defaults: Defaults, key: str) -> Ask:
-    """What a completion asks for. `key`: the idempotency key, or empty. Raises `ApiError`."""
+    """Converts a completion. `key` is the idempotency key, or empty. Raises `ApiError`."""
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = _prompts(body.prompt)
-    # Before each of them becomes a request.
+    # Checked before each prompt becomes a request.
     _check_count(len(prompts) * (body.n or 1), defaults)
     requests = []
     for prompt in prompts:
@@ -162,7 +164,7 @@ def _set_sampling(sampling: types_pb2.SamplingParams, body: Common) -> None:
         value = getattr(body, name)
         if value is not None:
             setattr(sampling, name, value)
-    if body.top_k == -1:  # vLLM's word for all of them
+    if body.top_k == -1:  # vLLM's value for all tokens
         sampling.top_k = 0
     if body.seed is not None:
         sampling.seed = body.seed % UINT64
@@ -187,14 +189,14 @@ def _set_logprobs(request: inference_pb2.GenerateRequest, num_top: int) -> None:
 
 
 def _priority(asked: Literal["interactive", "standard", "batch"] | int | None) -> Priority | None:
-    """A class, or vLLM's number, of which a lower one is served earlier and 0 is the default."""
+    """Returns a class for a class or for vLLM's number, of which a lower one is served earlier and 0 is the default."""
     if not isinstance(asked, int):
         return asked
     return "interactive" if asked < 0 else "batch" if asked > 0 else None
 
 
 def _message(message: Message) -> inference_pb2.ChatMessage:
-    # Chat templates know no developer, who is OpenAI's new system.
+    # Chat templates do not know the role developer, OpenAI's replacement for system.
     role = "system" if message.role == "developer" else message.role
     parts = [message.content] if isinstance(message.content, str) else [part.text for part in message.content or ()]
     return inference_pb2.ChatMessage(
@@ -212,7 +214,7 @@ def _message(message: Message) -> inference_pb2.ChatMessage:
 def _set_template_variables(request: inference_pb2.GenerateRequest, variables: dict[str, Any]) -> None:
     try:
         request.chat.template_kwargs.update(variables)
-        inference_pb2.GenerateRequest.FromString(request.SerializeToString())  # which takes no deep nesting
+        inference_pb2.GenerateRequest.FromString(request.SerializeToString())  # protobuf refuses deep nesting
     except (ValueError, OverflowError, TypeError, RecursionError, MessageError) as error:
         raise refused("chat_template_kwargs", f"cannot be passed on: {error}") from None
 

@@ -1,7 +1,7 @@
-"""The bodies that clients send, as pydantic models: every parameter that is known, and what it may be.
+"""Request bodies as pydantic models: every known parameter and its allowed values.
 
-What is not listed here is refused by its name, never ignored. Of what OpenAI's API has and this system has not, only
-the value that asks for nothing is taken. Nothing here knows the router.
+An unlisted parameter is refused by name, never ignored. Of OpenAI's parameters that this system does not implement,
+only the value that has no effect is accepted. This module does not depend on the router.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_UINT32 = 2**32 - 1
 MAX_UINT32_DIGITS = len(str(MAX_UINT32))
 MAX_INT32 = 2**31 - 1
 
-# Of all lists and objects of a body together, but of a prompt's token ids: reading a body holds up everybody's streams.
+# Of all lists and objects of a body together, without a prompt's token ids: parsing a body blocks all streams.
 MAX_VALUES = 2**14
 # Of all lists of a prompt together; more than any model's context.
 MAX_PROMPT_VALUES = 2**20
@@ -35,7 +35,7 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """What a stream carries besides."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
@@ -43,7 +43,7 @@ class StreamOptions(_Body):
 
 
 class Common(_Body):
-    """What both kinds of request have. Extensions of ours and vLLM's stand at the end."""
+    """Parameters of both kinds of request. Extensions of this project and of vLLM are at the end."""
 
     model: str
     stream: bool | None = None
@@ -92,21 +92,19 @@ class Common(_Body):
 
 
 class TextPart(_Body):
-    """A part of a message."""
-
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(_Body):
-    """What an assistant called."""
+    """The function and arguments of a tool call."""
 
     name: str
     arguments: str
 
 
 class ToolCall(_Body):
-    """A call in an assistant's message of the past."""
+    """A tool call in an earlier message of the assistant."""
 
     id: str
     type: Literal["function"] = "function"
@@ -114,7 +112,7 @@ class ToolCall(_Body):
 
 
 class Message(_Body):
-    """One message. What openai-python's answers have besides may be there, empty."""
+    """One message. Other fields of openai-python's answers are accepted if they are empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -170,14 +168,14 @@ def _check_num_prompt_values(prompt: list[Any]) -> None:
         raise ValueError(f"has {num_values} values; at most {MAX_PROMPT_VALUES} are allowed")
 
 
-# Parameters of OpenAI's API that ask for what there is not, each with the values that ask for nothing, as null does.
+# OpenAI's parameters that this system does not implement, each with the values that have no effect, as null has none.
 UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),  # about calls, of which there are none without tools
+    "parallel_tool_calls": (True, False),  # about tool calls, which do not occur without tools
     "prediction": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
@@ -199,17 +197,17 @@ Kind = TypeVar("Kind", bound=Common)
 
 
 def parse_chat(raw: bytes) -> ChatBody:
-    """The body of a chat request. Raises `ApiError`."""
+    """Parses the body of a chat request. Raises `ApiError`."""
     return _parse(ChatBody, raw, UNSUPPORTED_IN_CHAT)
 
 
 def parse_completion(raw: bytes) -> CompletionBody:
-    """The body of a completion request. Raises `ApiError`."""
+    """Parses the body of a completion request. Raises `ApiError`."""
     return _parse(CompletionBody, raw, UNSUPPORTED_IN_COMPLETIONS)
 
 
 def _parse(kind: type[Kind], raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -> Kind:
-    # Parsing takes the longer the more values there are, whatever they are.
+    # The time to parse depends on the number of values.
     if has_more_values(raw, MAX_VALUES, id_list_is_one=True):
         raise _too_many_values()
     try:
@@ -246,7 +244,7 @@ def _too_many_values() -> ApiError:
 
 
 def _explained(error: ValidationError) -> ApiError:
-    # Of the alternatives of one parameter, the one that came furthest is what was meant.
+    # Of the alternatives of one parameter, the one that matched furthest is reported.
     details = error.errors(include_url=False, include_input=False)
     detail = max(details, key=lambda one: len(one["loc"]))
     param = _path(detail)
@@ -265,7 +263,7 @@ def _explained(error: ValidationError) -> ApiError:
 
 
 def _path(detail: ErrorDetails) -> str:
-    """`messages[0].content`, without the names that pydantic gives alternatives."""
+    """Returns a path like `messages[0].content`, without the names that pydantic gives alternatives."""
     path = ""
     for part in detail["loc"]:
         if isinstance(part, int):

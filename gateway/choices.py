@@ -1,7 +1,7 @@
-"""The events of one choice, from the router, by the client library: which stream to ask for, and when to ask again.
+"""Events of one choice, from the router through the client library, with repeats under further idempotency keys.
 
-A client that repeats a request with its idempotency key may have left the first one, which was cancelled then. The key
-stands for that cancelled request from there on, so the repeat is asked for under the next key of the same row.
+A client that repeats a request with its idempotency key may have abandoned the first one, which was then cancelled. The
+key stays bound to that cancelled request, so the repeat is sent with the next key of a fixed sequence.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MAX_KEYS = 4
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where choices come from: the routers, and what goes with the calls of this client's."""
+    """Source of the events: the routers, and the metadata of this client's calls."""
 
     client: AsyncClient
     metadata: Mapping[str, str]
 
     async def begun(self, request: inference_pb2.GenerateRequest, *, takes_back: bool) -> AsyncGenerator[Event, None]:
-        """The events of a new request. Where `takes_back`, another `Accepted` says that what came before it is void.
+        """Yields the events of a new request. With `takes_back`, a further `Accepted` makes the events before it void.
 
         Raises:
             InflightError: the request was refused, or broke off and could not be continued.
@@ -49,7 +49,7 @@ class Source:
                 return
 
     async def resumed(self, place: Place) -> AsyncGenerator[Event, None]:
-        """The events of a request behind a place. Raises as `begun`."""
+        """Yields the events of a request after a position. Raises as `begun`."""
         stream: AsyncStream = self.client.resume(
             place.request_id,
             place.resume_token,
@@ -62,7 +62,7 @@ class Source:
                 yield event
 
     async def collected(self, ask: Ask) -> list[FinishedChoice]:
-        """Every choice, read to its end. Raises as `begun`; the others are cancelled then."""
+        """Returns every complete choice. Raises as `begun`, and cancels the others then."""
         try:
             async with asyncio.TaskGroup() as group:
                 reading = [group.create_task(self._collect(request)) for request in ask.requests]

@@ -1,6 +1,6 @@
-"""What an HTTP client is told when something is wrong: OpenAI's form of errors, and which HTTP status each has.
+"""Error responses in OpenAI's form, with their HTTP status.
 
-Owns the table from the router's statuses to HTTP's, and from its fields to OpenAI's parameters. Pure.
+This module has the table from the router's statuses to HTTP's, and from its fields to OpenAI's parameters. Pure.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ INVALID_REQUEST = "invalid_request_error"
 
 @dataclass(slots=True, eq=False)
 class ApiError(Exception):
-    """An answer that is an error. `param` names a parameter, `code` is for programs.
+    """An error response. `param` names a parameter, `code` is for programs.
 
-    `may_retry` False asks clients that would try this status again, as openai-python does for 409, 429 and 5xx, not to.
+    `may_retry` False asks clients not to retry a status that they would retry otherwise, as openai-python does for 409,
+    429 and 5xx.
     """
 
     status: int
@@ -37,11 +38,11 @@ class ApiError(Exception):
         return self.text
 
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """Returns the JSON body."""
         return {"error": {"message": self.text, "type": self.kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """What goes with it."""
+        """Returns the headers."""
         headers: dict[str, str] = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
@@ -54,18 +55,18 @@ class ApiError(Exception):
 
 
 def refused(param: str, text: str, code: str | None = None) -> ApiError:
-    """A parameter that is wrong."""
+    """Makes the error for an invalid parameter."""
     return ApiError(400, f"{param}: {text}", param=param, code=code)
 
 
 def unsupported(param: str, text: str = "is not supported") -> ApiError:
-    """A parameter, or a value of it, whose function there is not."""
+    """Makes the error for a parameter or value that is not implemented."""
     return refused(param, text, "unsupported_parameter")
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How an error of the router is told."""
+    """HTTP form of an error of the router."""
 
     status: int
     kind: str
@@ -101,7 +102,7 @@ _OF_REASON = {
 
 _FORMS = {reason.value: form for reason, form in _OF_REASON.items()}
 
-# Of gRPC itself, without a reason of ours.
+# Codes of gRPC itself, without a reason of the router.
 _OF_CODE = {
     grpc.StatusCode.UNAVAILABLE: _Form(503, "server_error", "unavailable"),
     grpc.StatusCode.DEADLINE_EXCEEDED: _Form(504, "server_error", "timeout"),
@@ -111,7 +112,7 @@ _OF_CODE = {
 }
 _UNKNOWN = _Form(500, "server_error")
 
-# The router's words for what OpenAI calls otherwise; of everything else the last part of the path is the parameter.
+# Fields of the router with another name at OpenAI. Otherwise the last part of the path is the parameter.
 _PARAMS = {
     "output.top_logprobs": "top_logprobs",
     "session_id": "prompt_cache_key",
@@ -123,7 +124,7 @@ _RESUME_FIELDS = ("offsets", "request_id", "resume_token")
 
 
 def from_router(error: InflightError, prompt_param: str, renamed: dict[str, str] | None = None) -> ApiError:
-    """An error of the router's. `prompt_param` is what the prompt is called here, `renamed` what some others are."""
+    """Converts an error of the router. `prompt_param` is the prompt's parameter, `renamed` maps other fields."""
     form = _FORMS.get(error.reason) or _OF_CODE.get(error.code, _UNKNOWN)
     text, param, code = error.description, None, form.code
     if error.fields:
@@ -135,13 +136,13 @@ def from_router(error: InflightError, prompt_param: str, renamed: dict[str, str]
     elif form.status >= 500 and not error.reason:
         text = "the router could not be reached" if form.status == 503 else "the router failed"
     retry_after_s = error.retry_after_s
-    # Shut out, not too fast: to wait does not help.
+    # The caller is blocked, not too fast: waiting does not help.
     may_retry = form.may_retry and not (form.code == "rate_limit_exceeded" and retry_after_s is None)
     return ApiError(form.status, text, form.kind, param, code, retry_after_s, may_retry)
 
 
 def from_end(reason: FinishReason) -> ApiError:
-    """A choice that ended in a way that OpenAI's API has no word for."""
+    """Makes the error for a choice that ended for a reason that OpenAI's API does not have."""
     if reason is FinishReason.CANCELLED:
         return ApiError(409, "the request was cancelled", code="cancelled", may_retry=False)
     if reason is FinishReason.DEADLINE:

@@ -1,9 +1,9 @@
-"""The id of an event of a stream: all that any gateway needs to go on behind it. Pure.
+"""Event ids of a stream, which contain everything that any gateway needs to resume after the event. Pure.
 
     1~<answer's id>~<created>~<request id>,<resume token>,<tokens>,<bytes of text>,<f where it has finished>~…
 
-with one group for each choice, in order; where log probabilities are told, a group ends in a comma and the characters
-that their tokens stand for. It is as secret as the resume tokens in it.
+There is one group for each choice, in order. With log probabilities a group ends in a comma and the number of
+characters that their tokens stand for. An id is as secret as the resume tokens in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gateway.errors import ApiError
 VERSION = "1"
 HEADER = "Last-Event-ID"
 
-# More would make events longer than what they say, and headers longer than servers take.
+# More would make events longer than their content, and headers longer than servers accept.
 MAX_CHOICES = 8
 _ANSWER_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
 _GROUP = re.compile(
@@ -27,9 +27,9 @@ _CREATED = re.compile(r"[0-9]{1,12}")
 
 @dataclass(slots=True)
 class Place:
-    """How far the client is in one choice: tokens, and bytes of their text; whether it knows that the choice ended.
+    """The client's position in one choice: tokens, bytes of their text, and whether it knows that the choice ended.
 
-    `num_characters` are those of the tokens whose log probabilities it has.
+    `num_characters` counts the characters of the tokens whose log probabilities it has.
     """
 
     request_id: str = ""
@@ -42,22 +42,22 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class AnswerId:
-    """What all events of an answer have in common."""
+    """Properties of an answer that are common to all its events."""
 
     name: str
     created: int
 
 
 def event_id(answer: AnswerId, places: list[Place]) -> str:
-    """The id of an event after which the client is at these places; empty where it would be too long, or one is not
-    known yet."""
+    """Returns the id of an event after which the client is at these positions; empty if it would be too long, or if a
+    resume token is not known yet."""
     if len(places) > MAX_CHOICES or not all(place.resume_token for place in places):
         return ""
     return "~".join((VERSION, answer.name, str(answer.created), *map(_group, places)))
 
 
 def read_event_id(text: str) -> tuple[AnswerId, list[Place]]:
-    """What an id says. Raises `ApiError`."""
+    """Parses an event id. Raises `ApiError`."""
     version, *rest = text.split("~")
     if version != VERSION or len(rest) < 3 or len(rest) - 2 > MAX_CHOICES:
         raise _no_id()

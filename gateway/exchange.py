@@ -1,4 +1,4 @@
-"""One HTTP request from its arrival to its end: its id, errors in OpenAI's form, its line in the log, its metrics."""
+"""One HTTP request from its arrival to its end: its id, errors in OpenAI's form, log line and metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
-# nginx's status for a client that did not wait; only metrics and the log see it.
+# nginx's status for a client that closed the connection; only metrics and the log contain it.
 CLIENT_CLOSED_REQUEST = 499
 
 ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/metrics"})
@@ -31,8 +31,6 @@ OTHER_ROUTE = "other"
 
 
 class Exchange:
-    """One request and its answer."""
-
     def __init__(self, scope: Scope, send: Send, metrics: Metrics) -> None:
         self._scope = scope
         self._send_on = send
@@ -43,7 +41,7 @@ class Exchange:
         self._status: int | None = None
 
     async def run(self, app: ASGIApp, receive: Receive) -> None:
-        """Has the application answer. Nothing but a cancellation escapes."""
+        """Runs the application for the request. Only a cancellation escapes."""
         try:
             await app(self._scope, receive, self._send)
         except ApiError as error:
@@ -62,7 +60,7 @@ class Exchange:
             self._end()
 
     async def _answer(self, error: ApiError, receive: Receive) -> None:
-        """Tells of an error, where nothing has been sent; else the connection breaks, which tells, too."""
+        """Sends an error if nothing has been sent. Otherwise the connection is closed, which the client notices."""
         if self._status is None:
             body = encoded(error.body())
             answer = Response(body, error.status, error.headers(), media_type="application/json")
@@ -83,13 +81,13 @@ class Exchange:
 
 
 def route_of(path: str) -> str:
-    """What a path is counted as; of what clients can choose there is one."""
+    """Returns the route that a path is counted as. Paths that clients can choose freely share one."""
     if path in ROUTES:
         return path
     return MODEL_ROUTE if path.startswith("/v1/models/") else OTHER_ROUTE
 
 
 def _request_id(headers: Headers) -> str:
-    """The client's own, where it can stand in a header and in a log."""
+    """Returns the client's own id, if it is valid in a header and in a log."""
     own = headers.get(REQUEST_ID_HEADER, "")
     return own if _REQUEST_ID.fullmatch(own) else f"req_{secrets.token_hex(16)}"

@@ -1,4 +1,4 @@
-"""Ends the work for a client that has gone away, at once."""
+"""Cancellation of work whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class ClientGone(Exception):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Does the work for a client whose request has been read; cancels it when the client goes.
+    """Runs the work for a client whose request has been read, and cancels it when the client disconnects.
 
     Raises:
-        ClientGone: it went. The work has ended by then.
+        ClientGone: the client disconnected. The work has ended by then.
     """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_gone(receive))

@@ -1,7 +1,7 @@
-"""Log probabilities in OpenAI's two forms: a list of tokens for chats, lists side by side for completions. Pure.
+"""Log probabilities in OpenAI's two forms: a list of tokens for chats, parallel lists for completions. Pure.
 
-There is one entry for each token that was produced, also where its text is no part of the answer, as that of the token
-which ended it. JSON has no infinity: what cannot come has OpenAI's word for "very unlikely".
+There is one entry per generated token, even if its text is not part of the answer, as for the token that ended it. JSON
+has no infinity, so an impossible token has OpenAI's value for "very unlikely".
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ VERY_UNLIKELY = -9999.0
 
 
 def of_chat(positions: Iterable[PositionLogprobs | None]) -> dict[str, Any]:
-    """Of a chat's tokens."""
+    """Returns the form for a chat."""
     return {"content": [_chat_position(one) for one in positions], "refusal": None}
 
 
 def of_completion(positions: Sequence[PositionLogprobs | None], text_offset: int) -> dict[str, Any]:
-    """Of a completion's tokens, the first of which begins at `text_offset`, in characters."""
+    """Returns the form for a completion. The first token begins at `text_offset`, in characters."""
     return {
         "tokens": ["" if one is None else _completion_token(one.chosen) for one in positions],
         "token_logprobs": [None if one is None else _value(one.chosen) for one in positions],
@@ -30,13 +30,13 @@ def of_completion(positions: Sequence[PositionLogprobs | None], text_offset: int
 
 
 def num_characters(positions: Iterable[PositionLogprobs | None]) -> int:
-    """Characters of text that begin in these tokens."""
+    """Returns the number of characters of text that begin in these tokens."""
     return sum(_num_begun(one) for one in positions)
 
 
 def _chat_position(position: PositionLogprobs | None) -> dict[str, Any]:
     if position is None:
-        # Not known any more; OpenAI's form has no null here.
+        # No longer known; OpenAI's form has no null here.
         return {"token": "", "logprob": VERY_UNLIKELY, "bytes": None, "top_logprobs": []}
     return {**_chat_token(position.chosen), "top_logprobs": [_chat_token(one) for one in position.top]}
 
@@ -46,13 +46,13 @@ def _chat_token(one: Logprob) -> dict[str, Any]:
 
 
 def _completion_token(one: Logprob) -> str:
-    """A key, too: parts of characters must not all be the same U+FFFD."""
+    """Returns the text of a token. It is also a key, so parts of characters must not all be the same U+FFFD."""
     text = _escaped(one.text_bytes)
     return text if text.encode() == one.text_bytes else f"bytes:{text}"
 
 
 def _likeliest(position: PositionLogprobs) -> dict[str, float]:
-    """By token, likeliest first; the one produced is always among them."""
+    """Returns values by token, likeliest first. The generated token is always included."""
     told: dict[str, float] = {}
     for one in (*position.top, position.chosen):
         told.setdefault(_completion_token(one), _value(one))
@@ -74,12 +74,12 @@ def _num_begun(position: PositionLogprobs | None) -> int:
 
 
 def _is_continuation(byte: bytes) -> bool:
-    """Whether it goes on with a character of UTF-8 that began before it."""
+    """Returns whether the byte continues a UTF-8 character."""
     return b"\x80" <= byte < b"\xc0"
 
 
 def _escaped(text_bytes: bytes) -> str:
-    """As text; bytes of incomplete characters as `\\xf0`."""
+    """Decodes text; bytes of incomplete characters become `\\xf0`."""
     return text_bytes.decode(errors="backslashreplace")
 
 

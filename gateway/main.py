@@ -1,4 +1,4 @@
-"""The gateway process: builds everything, serves, drains, stops.
+"""The gateway process: it builds everything, serves, drains and stops.
 
 Exit codes: 0 after a drain, 2 for a setting that cannot be used, 3 for an address that cannot be listened on.
 """
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a gateway until it is told to stop; returns the exit code."""
+    """Runs a gateway until it is told to stop. Returns the exit code."""
     return run_process(lambda: _run_with_settings(argv))
 
 
@@ -43,7 +43,7 @@ def _run_with_settings(argv: Sequence[str]) -> int:
 
 
 async def run_gateway(settings: GatewaySettings) -> int:
-    """start → serve → drain → stop."""
+    """Runs the process: start → serve → drain → stop."""
     signals = Signals(asyncio.get_running_loop())
     client = open_client(settings)
     metrics = Metrics()
@@ -62,7 +62,7 @@ async def run_gateway(settings: GatewaySettings) -> int:
 
 
 def open_client(settings: GatewaySettings) -> AsyncClient:
-    """The client of the routers. Raises `SettingError` where there can be none."""
+    """Opens the client of the routers. Raises `SettingError` if the settings do not allow one."""
     try:
         if settings.router_tls_ca_file is None:
             if not all(map(is_this_machine, settings.routers)):
@@ -93,13 +93,13 @@ def _read(setting: str, path: Path) -> bytes:
 
 
 def open_port(app: GatewayApp, settings: GatewaySettings) -> HttpPort:
-    """Where clients come in, by HTTPS where there is a certificate. Raises `SettingError`."""
+    """Opens the port for clients, with HTTPS if there is a certificate. Raises `SettingError`."""
     certificate, key = settings.tls_cert_file, settings.tls_key_file
     if certificate is not None and key is not None:
         _read("tls_cert_file", certificate)
         _read("tls_key_file", key)
-    # As many connections as there are requests may be idle. One address may be a proxy with all clients behind it.
-    # Streams have their own, shorter limit of what lies unread.
+    # As many connections as requests may be idle. One address may be a proxy with all clients behind it. Streams have
+    # their own, shorter limit for unread data.
     limits = HttpLimits(
         max_connections=2 * settings.max_requests, max_per_address=None, write_s=settings.write_timeout_s + 1
     )

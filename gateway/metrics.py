@@ -1,4 +1,4 @@
-"""The gateway's metrics; docs/metrics.md has their names and what they count."""
+"""Metrics of the gateway; docs/metrics.md has their names and meaning."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Metrics:
         self._streams = Gauge("inflight_gateway_streams", "Responses that are being streamed.", registry=self.registry)
 
     def ended(self, route: str, status: int, seconds: float) -> None:
-        """An HTTP request has ended."""
+        """Counts an HTTP request that has ended."""
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """While an answer is being streamed."""
+        """Counts an answer while it is being streamed."""
         with self._streams.track_inprogress():
             yield

@@ -1,4 +1,4 @@
-"""What each route does: from an HTTP request to an answer. `ApiError` is what is wrong with it."""
+"""The gateway's routes, from an HTTP request to an answer. Errors are `ApiError`s."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from inflight.errors import InflightError
 
 KEY_HEADER = "Idempotency-Key"
 READY_TIMEOUT_S = 2.0
-# Room for JSON web tokens; the router takes 16 KiB of all that goes with a call.
+# Long enough for JSON web tokens; the router accepts 16 KiB of metadata in all.
 MAX_AUTHORIZATION_CHARACTERS = 12 * 1024
 PASSED_ON = {
     "traceparent": re.compile(r"[0-9a-f-]{1,128}"),
@@ -40,7 +40,7 @@ MakeAsk = Callable[[bytes, str], Ask]
 
 
 class GatewayService:
-    """The routes. Stateless but for the requests under way, which `app` counts."""
+    """The routes. Stateless except for running requests, which `app` counts."""
 
     def __init__(self, client: AsyncClient, settings: GatewaySettings, metrics: Metrics) -> None:
         self._client = client
@@ -81,12 +81,12 @@ class GatewayService:
         return _json(encoded(whole_answer(ask, answer, choices)))
 
     def _resume(self, ask: Ask, last_id: str, source: Source) -> EventStream:
-        """Goes on behind an event of an earlier answer, of any gateway. The body must be the same."""
+        """Resumes after an event of an earlier answer, of any gateway. The body must be the same."""
         answer, places = read_event_id(last_id)
         if not ask.is_stream:
             raise refused("stream", f"must be true with {LAST_EVENT_ID}")
         if len(places) != len(ask.requests):
-            text = f"is of an answer with {len(places)} choices, and this body asks for {len(ask.requests)}"
+            text = f"is of an answer with {len(places)} choices, but this body requests {len(ask.requests)}"
             raise refused(LAST_EVENT_ID, text)
         sources = [source.resumed(place) for place in places]
         return EventStream(Chunks(ask, answer), sources, places, self._timeouts, self._metrics)
@@ -130,11 +130,11 @@ class GatewayService:
         raise ApiError(404, f"model: there is no model {name[:100]!r}", param="model", code="model_not_found")
 
     async def health(self, request: Request) -> Response:
-        """`GET /health`: the process lives."""
+        """`GET /health`: the process is alive."""
         return PlainTextResponse("ok\n")
 
     async def ready(self, request: Request) -> Response:
-        """`GET /ready`: a router serves. Calls are spread over the routers, so each gets its turn."""
+        """`GET /ready`: a router serves. Calls are spread over the routers, so each is tried."""
         for _ in range(max(2, len(self._settings.routers))):
             if await self._client.is_serving(timeout=READY_TIMEOUT_S):
                 return PlainTextResponse("ready\n")
@@ -146,7 +146,7 @@ def _json(body: bytes) -> Response:
 
 
 def _metadata(request: Request) -> dict[str, str]:
-    """What goes on to the router as it is: who calls, and the trace that the call belongs to."""
+    """Returns the metadata that is passed on to the router unchanged: credentials and trace context."""
     metadata = {
         name: value
         for name, allowed in PASSED_ON.items()
@@ -155,7 +155,7 @@ def _metadata(request: Request) -> dict[str, str]:
     shown = request.headers.getlist("authorization")
     if len(shown) > 1:
         # A proxy may have checked the other one.
-        raise refused("Authorization", f"is there {len(shown)} times; one is allowed", "several_credentials")
+        raise refused("Authorization", f"was sent {len(shown)} times; one is allowed", "several_credentials")
     for authorization in shown:
         is_plain = authorization.isascii() and authorization.isprintable()
         if not is_plain or len(authorization) > MAX_AUTHORIZATION_CHARACTERS:

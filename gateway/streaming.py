@@ -1,7 +1,8 @@
-"""A streamed answer: the events of all its choices, as they come, as server-sent events to one client.
+"""A streamed answer: the events of all its choices as server-sent events to one client.
 
-Nothing is sent before every choice has been taken or one was refused, so that a refusal has its HTTP status. After that
-an error is an event, and the stream ends without `[DONE]`. While nothing comes, comments keep the connection open.
+Nothing is sent before every choice has been accepted or one was refused, so that a refusal has its HTTP status. After
+that an error is an event, and the stream ends without `[DONE]`. While there are no events, comments keep the connection
+open.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from gateway.metrics import Metrics
 from inflight.errors import InflightError
 from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, Queued, Usage
 
-# Of all choices together; one that is full holds its readers up, and the router's flow control sees that.
+# Of all choices together. A full queue blocks the readers of its choices, which the router's flow control notices.
 MAX_WAITING_EVENTS = 64
 
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would collect events
+    "x-accel-buffering": "no",  # nginx would buffer events
 }
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class WriteTimeouts:
-    """How long a stream may be silent until it gets a comment, and a client may leave it unread."""
+    """How long a stream may be silent until it gets a comment, and how long a client may leave it unread."""
 
     heartbeat_s: float
     write_timeout_s: float
@@ -45,7 +46,7 @@ class WriteTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEvent:
-    """An event of a choice, or what its stream broke off with."""
+    """An event of a choice, or the error that ended its stream."""
 
     index: int
     event: Event | InflightError
@@ -54,7 +55,7 @@ class ChoiceEvent:
 class EventStream:
     """The ASGI application that answers one request with a stream.
 
-    `places` are where the client is: at the beginning, or behind the event that it has seen last.
+    `places` are the client's positions: at the beginning, or after the last event that it has received.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class EventStream:
         self._has_opened = [bool(place.resume_token) for place in places]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers. Raises `ApiError` where the request is refused before anything was sent."""
+        """Sends the answer. Raises `ApiError` if the request is refused before anything was sent."""
         await while_connected(receive, self._answer(send))
 
     async def _answer(self, send: Send) -> None:
@@ -100,7 +101,7 @@ class EventStream:
             await self._news.put(ChoiceEvent(index, error))
 
     async def _until_all_are_taken(self) -> list[ChoiceEvent]:
-        """The first news, with at least one event of each choice."""
+        """Returns the first events, at least one of each choice."""
         first: list[ChoiceEvent] = []
         silent = set(range(len(self._places)))
         while silent:
@@ -127,7 +128,7 @@ class EventStream:
             news = await self._next_news(send)
 
     async def _next_news(self, send: Send) -> list[ChoiceEvent]:
-        """All that has come, at least one; comments while it does not."""
+        """Returns all events that have arrived, at least one; sends comments while there is none."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._timeouts.heartbeat_s):
@@ -139,7 +140,7 @@ class EventStream:
         return news
 
     def _told(self, news: ChoiceEvent) -> Iterator[bytes]:
-        """What the client is told of it. Raises `ApiError` where that ends the stream."""
+        """Yields what the client receives for an event. Raises `ApiError` if that ends the stream."""
         index, place = news.index, self._places[news.index]
         match news.event:
             case InflightError() as error:
@@ -194,7 +195,7 @@ class EventStream:
         return from_router(error, ask.prompt_param, ask.renamed)
 
     async def _send(self, send: Send, message: dict[str, Any]) -> None:
-        """Raises `TimeoutError` where the client does not read."""
+        """Sends a message. Raises `TimeoutError` if the client does not read."""
         async with asyncio.timeout(self._timeouts.write_timeout_s):
             await send(message)
 

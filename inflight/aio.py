@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2
 
 from inflight import requests
 from inflight.access import UNARY_TIMEOUT_S, AccessOptions, open_access
-from inflight.aio_connection import CALL_FAILURES, Connection, StreamCalls, error_of
+from inflight.aio_connection import CALL_FAILURES, AsyncConnection, AsyncStreamCalls, error_of
 from inflight.aio_stream import AsyncStream
 from inflight.catalogue import (
     Capacity,
@@ -60,7 +60,7 @@ class AsyncClient:
         resume_timeout: float = 60.0,
         **access: Unpack[AccessOptions],
     ) -> None:
-        self._connection = Connection(open_access(targets, access, metadata=metadata, retries=retries))
+        self._connection = AsyncConnection(open_access(targets, access, metadata=metadata, retries=retries))
         self._policy = RecoveryPolicy(resume, retries, resume_timeout)
         self._targets = targets
 
@@ -127,7 +127,7 @@ class AsyncClient:
             random=Random(),
             new_key=new_idempotency_key,
         )
-        return AsyncStream(recovery, StreamCalls(self._connection, metadata))
+        return AsyncStream(recovery, AsyncStreamCalls(self._connection, metadata))
 
     def resume(
         self,
@@ -148,7 +148,7 @@ class AsyncClient:
         recovery = Recovery.of_running(
             request, self._policy, timeout_s=timeout, now_s=time.monotonic(), random=Random()
         )
-        return AsyncStream(recovery, StreamCalls(self._connection, metadata))
+        return AsyncStream(recovery, AsyncStreamCalls(self._connection, metadata))
 
     async def cancel(
         self,

@@ -1,7 +1,7 @@
 """The part of the asynchronous client that gRPC's two APIs do not share: opening, closing and waiting.
 
-`sync_connection` has the same names for the blocking client. Everything else of that client is generated from this one,
-see `generate_sync`.
+`sync_connection` is its counterpart. Everything else of the blocking client is generated from this one by
+`make sync-client`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def error_of(failure: BaseException) -> InflightError:
     return client_closed()
 
 
-class Connection:
+class AsyncConnection:
     """The channel of a client. The first call opens it, in the event loop that runs then; so does one after `close`."""
 
     def __init__(self, access: Access) -> None:
@@ -79,10 +79,10 @@ class Connection:
         return (*self._access.metadata(), *(of_call or {}).items())
 
 
-class StreamCalls:
+class AsyncStreamCalls:
     """The calls of one stream, all on the channel that is open when the stream begins."""
 
-    def __init__(self, connection: Connection, of_call: Mapping[str, str] | None = None) -> None:
+    def __init__(self, connection: AsyncConnection, of_call: Mapping[str, str] | None = None) -> None:
         self._connection = connection
         self._metadata = of_call
         self._stub = connection.stub()
@@ -99,7 +99,7 @@ class StreamCalls:
         return method(call.request, timeout=call.timeout_s, metadata=self._connection.metadata(self._metadata))
 
 
-class CancelFlag:
+class AsyncCancelFlag:
     """Set once the reader has cancelled its stream. `lock` is held from the check of the flag to the call after it."""
 
     def __init__(self) -> None:

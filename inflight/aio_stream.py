@@ -12,7 +12,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self, TextIO
 
-from inflight.aio_connection import CALL_FAILURES, CancelFlag, StreamCalls, error_of
+from inflight.aio_connection import CALL_FAILURES, AsyncCancelFlag, AsyncStreamCalls, error_of
 from inflight.errors import InflightError
 from inflight.events import Completion, Delta, Event, FinishReason, Timing, Transcript, Usage
 from inflight.recovery import Again, Recovery
@@ -24,12 +24,12 @@ class AsyncStream:
     It can be read once. `request_id` is set from the first event on, `usage` and `timing` at the end.
     """
 
-    def __init__(self, recovery: Recovery, calls: StreamCalls) -> None:
+    def __init__(self, recovery: Recovery, calls: AsyncStreamCalls) -> None:
         self._recovery = recovery
         self._calls = calls
         self._call = calls.start(recovery.call(time.monotonic()))
         self._is_over = False
-        self._cancelled = CancelFlag()
+        self._cancelled = AsyncCancelFlag()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self._deltas()

@@ -255,7 +255,7 @@ class Recovery:
         if not self._is_recoverable(error, now_s):
             raise self._told(error)
         if self._says_lost(error):
-            self._start_anew()
+            self._submit_again()
         if now_s - self._call_began_s > ANSWERED_S:
             self._has_begun = True
             self._note_progress()
@@ -287,7 +287,7 @@ class Recovery:
         if not self._policy.resume or not (self._has_begun or self._policy.repeats_submit):
             return False
         if self._says_lost(error):
-            return self._can_start_anew()
+            return self._can_submit_again()
         match error.code:
             case grpc.StatusCode.UNAVAILABLE:
                 return True
@@ -326,12 +326,12 @@ class Recovery:
             return self._first_error
         return error
 
-    def _can_start_anew(self) -> bool:
+    def _can_submit_again(self) -> bool:
         """Whether a new Generate can continue: `prior_output` holds one choice only."""
         others = any(received.num_tokens for received in self._received[1:])
         return self._request is not None and self._received[0].has_all_ids and not others
 
-    def _start_anew(self) -> None:
+    def _submit_again(self) -> None:
         assert self._request is not None
         self._token = None
         is_key_spent = self._method == "Generate" and self._new_key is not None
@@ -428,7 +428,7 @@ class Recovery:
     def _was_cancelled_for_us(self, now_s: float) -> bool:
         """Whether the request was cancelled because the earlier connection broke."""
         assert self._answered_s is not None
-        return self._is_repeat and now_s - self._answered_s < VANISHED_S and self._can_start_anew()
+        return self._is_repeat and now_s - self._answered_s < VANISHED_S and self._can_submit_again()
 
     def _note_progress(self) -> None:
         self._broke_s, self._num_breaks, self._first_error = None, 0, None

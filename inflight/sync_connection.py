@@ -1,4 +1,4 @@
-"""The part of the blocking client that gRPC's two APIs do not share; `aio_connection` has the same names.
+"""The part of the blocking client that gRPC's two APIs do not share, the counterpart of `aio_connection`.
 
 Its objects may be used by several threads.
 """

@@ -213,7 +213,7 @@ async def start_executor(
     generation: int = 1,
     port: int = 0,
     *,
-    keeping: RetentionPolicy | None = None,
+    retention: RetentionPolicy | None = None,
     watchdog_s: float | None = None,
     tracing: Tracing = NO_TRACING,
 ) -> RunningExecutor:
@@ -240,20 +240,20 @@ async def start_executor(
     device = BrakedDevice(FakeDevice(pool), brake)
     engine = Engine(scheduler, device, publish, lambda error: None, overlap=shape.overlap)
     identity = _identity(name, model, shape, generation, limits)
-    service = ExecutorService(identity, engine, keeping, tracing=tracing)
+    service = ExecutorService(identity, engine, retention, tracing=tracing)
     server = GrpcServer(["inflight.v1.ExecutorService"])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(f"127.0.0.1:{port}")
     engine.start()
     await server.set_serving(True)
 
-    async def tell(stands_still: bool) -> None:
-        service.stand_still(stands_still)
-        await server.set_serving(not stands_still)
+    async def on_change(is_stalled: bool) -> None:
+        service.set_stalled(is_stalled)
+        await server.set_serving(not is_stalled)
 
     work = [asyncio.create_task(service.run())]
     if watchdog_s is not None:
-        work.append(asyncio.create_task(watch_engine(service, watchdog_s, tell)))
+        work.append(asyncio.create_task(watch_engine(service, watchdog_s, on_change)))
     return RunningExecutor(address, scheduler, brake, device, engine, server, work, service)
 
 

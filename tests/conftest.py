@@ -50,6 +50,7 @@ LINT = (
     "contract/test_docs_name_what_is_there.py",
     "contract/test_docs_reference.py",
     "contract/test_documented_tests.py",
+    "contract/test_folders.py",
     "contract/test_imports.py",
     "contract/test_kserve_page.py",
     "contract/test_protos.py",

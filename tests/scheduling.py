@@ -1,4 +1,4 @@
-"""A small scheduler, sequences for it, and steps without a device: what the unit tests of the scheduler are told in."""
+"""A small scheduler, sequences for it, and steps without a device, for the unit tests of the scheduler."""
 
 from __future__ import annotations
 

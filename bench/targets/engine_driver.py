@@ -88,7 +88,7 @@ class OwnEngine:
             self._on_death,
             overlap=settings.enable_overlap,
             max_inter_token_ms=settings.max_inter_token_ms,
-            garbage=garbage,
+            garbage_collection=garbage,
         )
         garbage.start()
         self._engine.start()

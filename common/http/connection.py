@@ -1,6 +1,5 @@
-"""One connection of an HTTP port, and what it may take: uvicorn bounds neither their number nor how long a client may
-take over a request's head, or over what it is sent.
-"""
+"""HTTP connections with limits, which uvicorn lacks: their number, the time for a request's head, and the time for
+reading a response."""
 
 from __future__ import annotations
 
@@ -11,15 +10,15 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# What a site of IPv6 has for itself; counted by address it would have no limit.
+# Size of an IPv6 site. A client in it has so many addresses that a limit per address would have no effect.
 IPV6_SITE_BITS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """`max_connections` at once, and `max_per_address` of them from one address (None: all). `request_s` is from a
-    connection's begin, or the answer before, to the end of a request's head; `write_s` how long what is sent may lie
-    unread."""
+    """Limits of a port's connections. At most `max_connections` at once, and `max_per_address` of them from one address
+    (None: no limit). `request_s` is the time from the connection's begin, or the previous response, to the end of a
+    request's head. `write_s` is how long sent data may stay unread."""
 
     max_connections: int = 1000
     max_per_address: int | None = 100
@@ -28,10 +27,10 @@ class HttpLimits:
 
 
 class OpenConnections:
-    """The connections of a port, by address. Where there are too many, one that waits for a request makes room.
+    """The connections of a port, by address. If there are too many, an idle one is closed.
 
-    Of those that wait, one that has never been answered goes before one that has, and an older one before a newer one.
-    A connection that is being answered stays.
+    Idle connections that have never served a request are closed before others, and older ones before newer ones. A
+    connection with a request in progress stays.
     """
 
     def __init__(self, limits: HttpLimits) -> None:
@@ -40,7 +39,7 @@ class OpenConnections:
         self._num_open = 0
 
     def add(self, connection: Connection, address: str) -> Connection | None:
-        """Takes a connection, which waits. Returns the one that has to be closed for it, perhaps itself."""
+        """Adds a connection, which is idle. Returns the connection to close for it, perhaps itself."""
         same = self._addresses.setdefault(address, _OfAddress())
         victim = self._victim(same)
         same.num_open += 1
@@ -49,7 +48,7 @@ class OpenConnections:
         return victim if victim is not None or not self._is_over(same) else connection
 
     def remove(self, connection: Connection, address: str) -> None:
-        """Forgets a connection, once."""
+        """Removes a connection. Call it once."""
         same = self._addresses[address]
         same.drop(connection)
         same.num_open -= 1
@@ -58,11 +57,11 @@ class OpenConnections:
             del self._addresses[address]
 
     def answer(self, connection: Connection, address: str) -> None:
-        """A request has come; the connection stays until it is answered."""
+        """Marks the connection as busy: a request has arrived."""
         self._addresses[address].drop(connection)
 
     def answered(self, connection: Connection, address: str) -> None:
-        """The connection waits for its next request."""
+        """Marks the connection as idle after a response."""
         self._addresses[address].served[connection] = None
 
     def _is_over(self, same: _OfAddress) -> bool:
@@ -74,13 +73,13 @@ class OpenConnections:
         if most is not None and same.num_open >= most:
             return same.oldest()
         if self._num_open >= self._limits.max_connections:
-            # Who holds most idle connections loses one.
+            # The address with the most idle connections loses one.
             return max(self._addresses.values(), key=_OfAddress.num_waiting).oldest()
         return None
 
 
 class _OfAddress:
-    """The connections of one address: how many, and those that wait, the oldest first."""
+    """The connections of one address: their number, and the idle ones, the oldest first."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -99,7 +98,8 @@ class _OfAddress:
 
 
 class Connection(H11Protocol):
-    """Ends itself where it goes beyond its limits. Without a word: who says nothing or reads nothing misses none."""
+    """A connection that closes itself when it exceeds its limits. It sends no response: a client that sends or reads
+    nothing would not see one."""
 
     def __init__(self, limits: HttpLimits, open_connections: OpenConnections, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
@@ -111,7 +111,6 @@ class Connection(H11Protocol):
         self._write_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._address = address_of(self.client)
         self._is_counted = True
@@ -122,19 +121,17 @@ class Connection(H11Protocol):
             self._await_request()
 
     def close_at_once(self) -> None:
-        """Makes room for another one, before the loop has told that this one is lost."""
+        """Closes the connection before the event loop reports that it is lost, to admit another one."""
         self._leave()
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         self._leave()
         _stop(self._request_due)
         _stop(self._write_due)
         super().connection_lost(exc)
 
     def data_received(self, received: bytes) -> None:
-        """See `asyncio.Protocol`."""
         super().data_received(received)
         if self._is_answering:
             _stop(self._request_due)
@@ -142,7 +139,7 @@ class Connection(H11Protocol):
                 self._open.answer(self, self._address)
 
     def on_response_complete(self) -> None:
-        """See `H11Protocol`. It may begin the next request at once."""
+        """Marks the connection as idle, unless uvicorn began the next request immediately."""
         super().on_response_complete()
         if not self._is_answering:
             self._await_request()
@@ -150,19 +147,19 @@ class Connection(H11Protocol):
                 self._open.answered(self, self._address)
 
     def timeout_keep_alive_handler(self) -> None:
-        """See `H11Protocol`. What still lies unread would keep a connection that is closed."""
+        """Aborts the connection if data is unread, since that would keep it open after closing."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """Starts the timeout for unread data."""
         super().pause_writing()
         self._write_due = self.loop.call_later(self._limits.write_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """Cancels the timeout for unread data."""
         _stop(self._write_due)
         super().resume_writing()
 
@@ -181,7 +178,7 @@ class Connection(H11Protocol):
 
 
 def address_of(client: tuple[str, int] | None) -> str:
-    """What connections are counted by: an IPv4 address, or the network of an IPv6 address."""
+    """Returns the key that connections are counted by: an IPv4 address, or the network of an IPv6 address."""
     try:
         address = ipaddress.ip_address(client[0] if client else "")
     except ValueError:

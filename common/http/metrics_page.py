@@ -1,6 +1,6 @@
-"""The page `/metrics` of a process: its registry in the format that the scraper asks for.
+"""The page `/metrics` of a process: its registry in the format that the scraper requests.
 
-Knows no metric. What has to be looked up first, such as what Redis says, `refresh` looks up, once for each scrape.
+It knows no metric. `refresh` fetches values that must be read first, such as those in Redis, once per scrape.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Refresh = Callable[[], Awaitable[None]]
 
 
 def new_registry() -> CollectorRegistry:
-    """An empty registry. Its counters and histograms do not say when they began, for this process from now on: that
-    would be a series more for each, and a scraper sees a restart by a counter that falls."""
+    """Makes an empty registry. It turns off the creation times of counters and histograms in this process: each would
+    be another series, and a scraper detects a restart by a counter that falls."""
     disable_created_metrics()
     return CollectorRegistry()
 
 
 def metrics_route(registry: CollectorRegistry, refresh: Refresh | None = None) -> Route:
-    """`GET /metrics`: OpenMetrics where the scraper takes it, else Prometheus' text. With `?name[]=…`, repeated, only
-    the samples of these names.
+    """Makes the route `GET /metrics`: OpenMetrics if the scraper accepts it, else Prometheus' text. With `?name[]=…`,
+    repeated, it returns only the samples of these names.
 
-    `refresh` must not raise: a scrape says what is known, whatever is away.
+    `refresh` must not raise: a scrape returns what is known.
     """
 
     async def metrics(request: Request) -> Response:
@@ -40,19 +40,19 @@ def metrics_route(registry: CollectorRegistry, refresh: Refresh | None = None) -
         content, content_type = exposition(
             registry, request.headers.get("accept", ""), request.query_params.getlist("name[]")
         )
-        # As it is: Starlette would add the character set once more.
+        # Starlette would add the character set a second time to `media_type`.
         return Response(content, headers={"content-type": content_type})
 
     return Route(PATH, metrics, methods=["GET"])
 
 
 def exposition(registry: CollectorRegistry, accept: str, names: list[str]) -> tuple[bytes, str]:
-    """The page, and its content type. Every name is one that all scrapers know, so none is escaped; asked for
-    underscores, OpenMetrics' encoder would put one for the colon of `vllm:…`."""
+    """Returns the page and its content type. Names are not escaped, since every scraper knows them; with underscores
+    requested, OpenMetrics' encoder would replace the colon of `vllm:…`."""
     wanted = registry.restricted_registry(names) if names else registry
     try:
         encode, content_type = choose_encoder(accept)
-    except (TypeError, ValueError):  # a version that is no number
+    except (TypeError, ValueError):  # a version that is not a number
         encode, content_type = choose_encoder("")
     if content_type.startswith(OPENMETRICS):
         return openmetrics.generate_latest(wanted, escaping=openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST

@@ -1,6 +1,6 @@
-"""An HTTP port of a process: metrics, pages, the OpenAI-compatible API. Starts and stops a Starlette application.
+"""HTTP port of a process: it starts and stops a Starlette application for metrics, pages or the OpenAI-compatible API.
 
-Runs uvicorn within the process's own loop and leaves signals to the process, whose drain decides when it stops.
+It runs uvicorn in the process's own event loop and leaves signals to the process, whose drain decides when it stops.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from common.http.connection import Connection, HttpLimits, OpenConnections
 from common.rpc.server import bind
 
-# Connections that have no place in the loop yet wait in the kernel.
+# Connections that the event loop has not accepted yet wait in the kernel.
 BACKLOG = 1024
 DEFAULT_LIMITS = HttpLimits()
 
@@ -26,15 +26,15 @@ DEFAULT_LIMITS = HttpLimits()
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Takes none: the process has its own way to stop."""
+        """Handles no signals: the process has its own way to stop."""
         yield
 
 
 class HttpPort:
     """Serves `app` over HTTP/1.1. After `stop` it cannot be started again.
 
-    Streams that still run `grace_s` seconds after `stop` are cut off. With the files of a certificate chain and of its
-    key it speaks HTTPS only; raises `OSError` where these cannot be used.
+    Streams that still run `grace_s` seconds after `stop` are cut off. With the files of a certificate chain and its key
+    it serves only HTTPS; raises `OSError` if these cannot be used.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class HttpPort:
             ssl_certfile=cert_file,
             ssl_keyfile=key_file,
         )
-        # Here, where an error is somebody's to see, and not in the task that serves.
+        # Loaded here, so that the caller gets an error, and not the task that serves.
         config.load()
         if config.ssl is not None:
             config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -75,13 +75,13 @@ class HttpPort:
         """
         port = bind(listen)
         address = f"{listen.rpartition(':')[0]}:{port.getsockname()[1]}"
-        # Listening from here on: who connects before the loop comes round is not turned away.
+        # The port listens from here on, so that a client that connects before the event loop runs is not refused.
         port.listen(BACKLOG)
         self._serving = asyncio.create_task(self._server.serve(sockets=[port]), name=f"http {address}")
         return address
 
     async def stop(self) -> None:
-        """Takes no more connections, lets calls end within the grace, and returns when all are gone."""
+        """Accepts no more connections, lets calls end within the grace period, and returns when all are closed."""
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving

@@ -1,7 +1,7 @@
-"""A gRPC server's life: start, serve, drain, stop. Shared by router and executor.
+"""Lifecycle of a gRPC server: start, serve, drain, stop. Shared by router and executor.
 
-Owns listening, the limits of connections, keepalive, health (with `Watch`), reflection and signals; knows no service.
-The first SIGTERM or SIGINT drains, the second exits at once.
+It owns listening, the limits of connections, keepalive, health (with `Watch`), reflection and signals, and knows no
+service. The first SIGTERM or SIGINT drains, the second exits at once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 # Longer than a client's, see `common.rpc.options`.
 SERVER_KEEPALIVE_TIMEOUT_MS = 20_000
 
-# A server takes pings less than this apart for abuse, from the third on, and ends the connection with GOAWAY
-# too_many_pings. gRPC's own limit is 5 minutes, which forbids every keepalive worth having. Half of ours, and of the
-# 10 s below which clients in other languages do not go.
+# A server counts pings closer together than this as abuse, from the third on, and ends the connection with GOAWAY
+# too_many_pings. gRPC's default is 5 minutes, which forbids every useful keepalive. This is half of the interval above
+# and of 10 s, the minimum of clients in other languages.
 MIN_PING_INTERVAL_MS = 5_000
 
-# One write carries what has collected for an executor meanwhile, or all tokens of a request that is taken over. Both
-# ends have shown each other certificates, so this is against accidents only.
+# One write carries what has collected for an executor, or all tokens of a request that is taken over. Both ends are
+# authenticated by certificates, so this guards only against accidents.
 MAX_LINK_BYTES = 256 * 1024 * 1024
 # A submit has some 25 fields, a cancel 4.
 LINK_WIRE_LIMITS = WireLimits(max_fields=2**18)
@@ -45,7 +45,7 @@ LINK_WIRE_LIMITS = WireLimits(max_fields=2**18)
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What one connection may take of a server. None: no limit."""
+    """What one connection may use of a server. None: no limit."""
 
     max_streams: int | None = None
     max_idle_s: float | None = None
@@ -57,21 +57,21 @@ class ConnectionLimits:
 
 DEFAULT_LIMITS = ConnectionLimits()
 
-# Anybody can reach the port of probes, and a health check is small.
+# Any client can reach the port of probes, and a health check is small.
 PROBE_LIMITS = ConnectionLimits(max_streams=16, max_idle_s=60.0, max_receive_bytes=4096)
 
-# Calls that wait to be taken up by the loop. gRPC's own limits, of 1,000 by chance and 3,000 for certain, answer one
-# burst of a single client with CANCELLED, and whoever else calls then too; what may wait is the queue's to say.
+# Calls that wait to be started by the event loop. gRPC's own limits (1,000 at random, 3,000 for all) answer a burst of
+# one client, and the calls of others at that time, with CANCELLED. The queue decides how many may wait.
 MAX_PENDING_CALLS = 100_000
 
 
-# A health service of its own, for what restarts a process that cannot be helped otherwise (Kubernetes' liveness). It
-# says nothing of executors, Redis or whether new work is taken: a restart mends none of that.
+# A separate health service for supervisors that restart a hanging process (Kubernetes' liveness). It does not depend on
+# executors, Redis or draining, because a restart would not help.
 LIVE_SERVICE = "live"
 
 
 class ListenError(Exception):
-    """The address cannot be listened on. The text says why."""
+    """The address cannot be listened on. The text contains the reason."""
 
 
 def _server_options(limits: ConnectionLimits) -> list[tuple[str, int]]:
@@ -91,13 +91,13 @@ def _server_options(limits: ConnectionLimits) -> list[tuple[str, int]]:
     if limits.max_idle_s is not None:
         options.append(("grpc.max_connection_idle_ms", round(limits.max_idle_s * 1000)))
     if limits.max_age_s is not None:
-        # gRPC spreads it by a tenth either way, and lets the calls under way end, however long they take.
+        # gRPC varies it by a tenth either way, and lets the running calls end, however long they take.
         options.append(("grpc.max_connection_age_ms", round(limits.max_age_s * 1000)))
     return options
 
 
 def bind(listen: str) -> socket.socket:
-    """A TCP socket bound to `host:port` that does not listen yet; port 0 takes a free one.
+    """Returns a TCP socket bound to `host:port` that does not listen yet; port 0 takes a free one.
 
     Raises:
         ListenError: the port is in use, or the address is not this machine's.
@@ -115,27 +115,26 @@ def bind(listen: str) -> socket.socket:
             port.close()
             raise
     except (OSError, ValueError) as error:
-        raise ListenError(f"cannot listen on {listen}: {_why_not(error)}") from error
+        raise ListenError(f"cannot listen on {listen}: {_listen_failure(error)}") from error
     return port
 
 
-def _why_not(error: OSError | ValueError) -> str:
+def _listen_failure(error: OSError | ValueError) -> str:
     if not isinstance(error, OSError):
         return str(error)
     return "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
 
 
 def check_listen(listen: str) -> None:
-    """Fails early, before minutes of loading, where `listen` cannot be had. Raises `ListenError` as `bind` does."""
+    """Raises `ListenError` as `bind` does, before minutes of loading."""
     bind(listen).close()
 
 
 class GrpcServer:
-    """A listening gRPC server with health and reflection for the services named.
+    """A listening gRPC server with health and reflection for the named services.
 
-    With `tls` it speaks TLS only. `check_peer` holds every call, health checks included, against who sent it;
-    `check_caller` holds a call's metadata against its method before the request is received. `wire_limits` are of every
-    message received.
+    With `tls` it serves only TLS. `check_peer` checks the sender of every call, health checks included. `check_caller`
+    checks a call's metadata and method before the request is received. `wire_limits` apply to every received message.
     """
 
     def __init__(
@@ -171,7 +170,7 @@ class GrpcServer:
         return address
 
     async def start_health(self, listen: str) -> str:
-        """Listens on another address, in the clear, for health checks alone: probes show no certificate.
+        """Listens on another address without TLS, for health checks alone, since probes show no certificate.
 
         Raises:
             ListenError: see `start`.
@@ -183,12 +182,12 @@ class GrpcServer:
         return address
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets the health status of every service; watchers are told."""
+        """Sets the health status of every service, and notifies watchers."""
         for name in self._service_names:
             await self._health.set(name, _status(serving))
 
     async def set_live(self, live: bool) -> None:
-        """Sets the status of the service `LIVE_SERVICE`. That it is answered at all shows that the loop goes round."""
+        """Sets the status of the service `LIVE_SERVICE`. Any answer shows that the event loop runs."""
         await self._health.set(LIVE_SERVICE, _status(live))
 
     async def stop(self, grace_s: float) -> None:

@@ -1,10 +1,9 @@
-"""The gRPC edge of errors: `RequestError` to a status with details, for every handler of a server.
+"""gRPC edge of errors: it turns a `RequestError` into a status with details, for every handler of a server.
 
-`ErrorInterceptor` wraps all handlers of a server, so that services raise `RequestError` and know nothing of statuses.
-Whatever else escapes a handler is logged with its traceback and answered with INTERNAL and no detail of ours. Bytes
-that do not parse as the request's type (invalid UTF-8 in a string field, say) are INVALID_ARGUMENT, and so is a message
-with more fields than `WireLimits` allow, which is not parsed. A caller that is not let in is told so before its message
-is received.
+`ErrorInterceptor` wraps all handlers of a server, so that services raise `RequestError` and need no gRPC statuses. Any
+other exception of a handler is logged with its traceback and answered with INTERNAL without details. Bytes that do not
+parse as the request's type (invalid UTF-8 in a string field, say) are INVALID_ARGUMENT, and so is a message with more
+fields than `WireLimits` allow, which is not parsed. A caller without access is refused before its message is received.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ ERROR_DOMAIN = "inflight"
 
 Parse = Callable[[bytes], Any]
 
-# Status and details travel in HTTP/2 headers, of which the peer takes 8 KiB by default; more costs it the whole answer.
-# The text goes there percent-encoded, at most thrice its size, the details in base64.
+# Status and details are sent in HTTP/2 headers, of which the peer accepts 8 KiB by default; with more the whole answer
+# is lost. The text is percent-encoded there, at most thrice its size, the details are in base64.
 MAX_STATUS_TEXT_BYTES = 1024
 MAX_VIOLATIONS_BYTES = 2048
 MAX_FIELD_BYTES = 256
@@ -38,7 +37,7 @@ MAX_DESCRIPTION_BYTES = 512
 
 
 def to_rpc_status(error: RequestError) -> status_pb2.Status:
-    """The `google.rpc.Status` of an error, with the details that apply."""
+    """Returns the `google.rpc.Status` of an error, with the details that apply."""
     text = _cut(error.description, MAX_STATUS_TEXT_BYTES)
     status = status_pb2.Status(code=code_pb2.Code.Value(error.code.name), message=text)
     info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=ERROR_DOMAIN, metadata=error.context)
@@ -57,7 +56,7 @@ def to_rpc_status(error: RequestError) -> status_pb2.Status:
 
 
 def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:
-    """As many of the violations as there is room for, from the first on."""
+    """Returns the first violations, as many as fit."""
     bad_request = error_details_pb2.BadRequest()
     for violation in violations:
         field, description = _cut(violation.field, MAX_FIELD_BYTES), _cut(violation.description, MAX_DESCRIPTION_BYTES)
@@ -69,7 +68,7 @@ def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.Ba
 
 
 def _cut(text: str, max_bytes: int) -> str:
-    """The beginning of a text that takes no more bytes in UTF-8."""
+    """Returns the longest beginning of a text with at most `max_bytes` in UTF-8."""
     return text.encode(errors="replace")[:max_bytes].decode(errors="ignore")
 
 
@@ -80,7 +79,7 @@ def _pack(status: status_pb2.Status, detail: message.Message) -> None:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError) -> NoReturn:
-    """Ends the RPC with the error's status, or as a cancelled one where nobody is left who could be told."""
+    """Ends the RPC with the error's status, or as a cancelled one if the connection is gone."""
     status = to_rpc_status(error)
     try:
         await context.abort(error.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
@@ -90,15 +89,15 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError
 
 
 CheckPeer = Callable[[grpc.aio.ServicerContext[Any, Any]], None]
-"""Raises `RequestError` where who called may not."""
+"""Raises `RequestError` if the sender of the call has no access."""
 
 
 CheckCaller = Callable[[str, Sequence[tuple[str, Any]]], None]
-"""Raises `RequestError` where a call of this method, with this metadata, may not be made."""
+"""Raises `RequestError` if a call of this method, with this metadata, is not allowed."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what handlers raise into statuses; see the module's text.
+    """Turns exceptions of handlers into statuses, as the module's docstring describes.
 
     `check_caller` is called before the request is received, `check_peer` before every handler.
     """
@@ -122,14 +121,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        assert not handler.request_streaming or handler.response_streaming, "no service of ours has such a method"
+        assert not handler.request_streaming or handler.response_streaming, (
+            "no service of this project has such a method"
+        )
         if self._check_caller is not None:
             try:
                 self._check_caller(handler_call_details.method, _metadata(handler_call_details))
             except RequestError as error:
                 return _refusal(error)
         check_peer, parse = self._check_peer, self._parser(handler_call_details.method, handler.request_deserializer)
-        # A unary request is parsed where its errors can be answered: gRPC knows no status for those of a deserializer.
+        # A unary request is parsed where its errors can be answered: gRPC has no status for those of a deserializer.
         if handler.unary_unary:
             return grpc.unary_unary_rpc_method_handler(
                 _guard_unary(handler.unary_unary, check_peer, parse), None, handler.response_serializer
@@ -139,11 +140,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 _guard_stream(handler.unary_stream, check_peer, parse), None, handler.response_serializer
             )
         return grpc.stream_stream_rpc_method_handler(
-            _guard_stream(handler.stream_stream, check_peer, _as_it_is), parse, handler.response_serializer
+            _guard_stream(handler.stream_stream, check_peer, _unchanged), parse, handler.response_serializer
         )
 
     def _parser(self, method: str, deserialize: Parse) -> Parse:
-        """Parses the requests of a method; raises `RequestError` or `DecodeError`."""
+        """Returns the parser of a method's requests, which raises `RequestError` or `DecodeError`."""
         parser = self._parsers.get(method)
         if parser is None:
             parser = self._parsers[method] = _checked(deserialize, self._wire_limits)
@@ -166,7 +167,8 @@ def _metadata(details: grpc.HandlerCallDetails) -> Sequence[tuple[str, Any]]:
 
 
 def _refusal(error: RequestError) -> Any:
-    """A handler that answers any call with an error. Where requests are a stream gRPC receives none unless asked to."""
+    """Returns a handler that answers any call with an error. A handler of streams receives requests only when it reads
+    them."""
 
     async def refuse(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await abort(context, error)
@@ -174,12 +176,12 @@ def _refusal(error: RequestError) -> Any:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _as_it_is(request: Any) -> Any:
+def _unchanged(request: Any) -> Any:
     return request
 
 
 def _admit_all(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Every peer that can connect may call."""
+    """Accepts every peer that can connect."""
 
 
 async def _answer(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
@@ -213,7 +215,8 @@ def _guard_unary(
 
 
 def _guard_stream(behavior: Callable[..., Any], check_peer: CheckPeer, parse: Parse) -> Callable[..., Any]:
-    """A streaming handler is an async generator or a coroutine that writes to its context; it stays what it is."""
+    """Wraps a streaming handler, which is an async generator or a coroutine that writes to its context, as the same
+    kind."""
     if not inspect.isasyncgenfunction(behavior):
         return _guard_unary(behavior, check_peer, parse)
 

@@ -1,8 +1,8 @@
-"""Certificates on disk: read at start, again whenever they change, and given to gRPC without a restart.
+"""Certificates on disk: read at start and after every change, and passed to gRPC without a restart.
 
-Owns a certificate chain, its key and, where the other side must show a certificate too, who may sign that one. What is
-read is checked before anything is done with it: a pair that does not fit, or has expired, changes nothing, and the one
-before it goes on to be shown. Connections that are open keep what they were opened with.
+It owns a certificate chain, its key and, if the peer must show a certificate too, the CA of that one. Files are checked
+before they are used: a pair that does not match or has expired is ignored, and the previous one stays in use. Open
+connections keep the certificates that they were opened with.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from common.settings import SettingError
 
 log = logging.getLogger(__name__)
 
-# Of every file.
+# The versions of all files.
 Version = tuple[FileVersion | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """PEM text: a certificate chain, its private key, and who may sign the other side's certificate."""
+    """PEM text: a certificate chain, its private key, and the CA of the peer's certificate."""
 
     certificates: bytes
     key: bytes
@@ -38,7 +38,7 @@ class TlsMaterial:
 
 @dataclass(frozen=True, slots=True)
 class TlsPaths:
-    """Where the material is. `prefix` is what its settings' names begin with."""
+    """Paths of the material. `prefix` is the beginning of the settings' names."""
 
     cert_file: Path
     key_file: Path
@@ -47,7 +47,7 @@ class TlsPaths:
 
     @classmethod
     def of(cls, cert_file: Path | None, key_file: Path | None, ca_file: Path | None, *, prefix: str) -> Self | None:
-        """None where neither file of the pair is named. Raises `SettingError` where only one is."""
+        """Returns None if neither file of the pair is set. Raises `SettingError` if only one is."""
         if cert_file is None and key_file is None:
             return None
         if cert_file is None or key_file is None:
@@ -57,7 +57,7 @@ class TlsPaths:
 
 
 class TlsFiles:
-    """The material that holds now."""
+    """The material in use."""
 
     def __init__(self, paths: TlsPaths, version: Version, material: TlsMaterial) -> None:
         self._paths = paths
@@ -66,7 +66,7 @@ class TlsFiles:
 
     @classmethod
     def open(cls, paths: TlsPaths) -> Self:
-        """Reads the files. Raises `SettingError` where they cannot be used."""
+        """Reads the files. Raises `SettingError` if they cannot be used."""
         version = _version(paths)
         try:
             return cls(paths, version, _read(paths))
@@ -75,19 +75,19 @@ class TlsFiles:
 
     @property
     def material(self) -> TlsMaterial:
-        """What holds now; another object after every change."""
+        """The current material; a new object after every change."""
         return self._material
 
     async def follow(self) -> None:
-        """Looks at the files again and again until cancelled."""
+        """Polls the files until cancelled."""
         await poll(self.look)
 
     def look(self) -> None:
-        """Reads the files again if one has changed since the last look."""
+        """Reads the files if one has changed since the last check."""
         version = _version(self._paths)
         if version == self._version:
             return
-        self._version = version  # of files that cannot be used the log speaks once
+        self._version = version  # so that unusable files are logged once
         try:
             material = _read(self._paths)
         except _Unusable as error:
@@ -98,11 +98,12 @@ class TlsFiles:
             log.info("the certificates in %s changed; new connections use them", self._paths.cert_file)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Show every new connection what holds then, and with a CA demand a certificate that it has signed."""
+        """Returns credentials that show the current certificates to every new connection and, with a CA, require a
+        client certificate."""
         shown = self._material
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """gRPC asks at every handshake, in a thread of its own."""
+            """Returns a new configuration after a change. gRPC calls it at every handshake, in its own thread."""
             nonlocal shown
             if self._material is shown:
                 return None
@@ -116,13 +117,13 @@ class TlsFiles:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Credentials for one new channel, with what holds now."""
+        """Returns credentials for one new channel, with the current material."""
         now = self._material
         return grpc.ssl_channel_credentials(now.ca, now.key, now.certificates)
 
 
 class _Unusable(Exception):
-    """The files cannot be used. The text names the setting, the file and why."""
+    """The files cannot be used. The text contains the setting, the file and the reason."""
 
 
 def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
@@ -141,7 +142,7 @@ def _read(paths: TlsPaths) -> TlsMaterial:
     if _public_key(key_name, paths.key_file, key) != leaf.public_key():
         raise _Unusable(f"{key_name}: {paths.key_file} is not the key of the certificate in {paths.cert_file}")
     if leaf.not_valid_after_utc < datetime.now(UTC):
-        raise _Unusable(f"{cert_name}: {paths.cert_file} has expired on {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
+        raise _Unusable(f"{cert_name}: {paths.cert_file} expired on {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
     if paths.ca_file is None:
         return TlsMaterial(certificates, key, None)
     ca_name = f"{paths.prefix}tls_ca_file"

@@ -1,10 +1,10 @@
 """Limits on the number of fields of a serialized protobuf message, checked before it is parsed.
 
 A message of 4 MB can hold two million empty submessages. Parsing it takes hundreds of milliseconds, during which the
-event loop serves no other call. `check_counts` reads only tags and lengths and stops at the first limit that is
-exceeded, so its cost is bounded by the limits and not by the size of the message.
+event loop serves no other call. The check reads only tags and lengths and stops at the first limit that is exceeded, so
+its cost is bounded by the limits and not by the size of the message.
 
-Bytes that are no message are left to the parser, which refuses them.
+Bytes that are not a message are left to the parser, which refuses them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from google.protobuf.descriptor import Descriptor
 
 from common.errors import FieldViolation, RequestError, invalid
 
-# Of a message and all messages within it. At most 60 ms for the check and the parser together, on a slow core.
+# Of a message and all messages within it. At most 60 ms for check and parser together, on a slow core.
 MAX_FIELDS = 2**16
 
-# A message of at most so many bytes is parsed in less than a millisecond, whatever is in it.
+# A message of at most this size is parsed in less than a millisecond, whatever it contains.
 SMALL_BYTES = 4096
 
 # Wire types, the last three bits of a tag.
@@ -28,9 +28,9 @@ VARINT, FIXED64, LENGTH_DELIMITED, START_GROUP, END_GROUP, FIXED32 = range(6)
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """What a message may hold.
+    """Limits of a message.
 
-    `max_fields` is of the fields of the message and of all messages within it; packed numbers are one field. `max_of`
+    `max_fields` limits the fields of the message and of all messages within it; packed numbers are one field. `max_of`
     limits single fields, by full name (`inflight.v1.Chat.messages`); all values of the field in the message count. No
     two of them have the same last name.
     """
@@ -44,7 +44,7 @@ DEFAULT_LIMITS = WireLimits()
 
 @dataclass(slots=True)
 class _Known:
-    """A length-delimited field that the check looks at: its name where it is limited, and its type where that is a
+    """A length-delimited field that the check examines: its name if it is limited, and its type if that is a
     message."""
 
     name: str
@@ -76,7 +76,7 @@ class WireCounts:
         return fields
 
     def check(self, serialized: bytes) -> None:
-        """Raises `RequestError` for a message that holds more than the limits allow."""
+        """Raises `RequestError` for a message that exceeds the limits."""
         if len(serialized) > SMALL_BYTES:
             exceeded = self._exceeded(serialized)
             if exceeded is not None:
@@ -119,13 +119,13 @@ class WireCounts:
                 elif length:
                     outer.append((fields, end))
                     fields, end = known.fields, position + length
-        except IndexError:  # it ends within a field, or is no message: the parser says so
+        except IndexError:  # it ends within a field, or is not a message: the parser reports it
             pass
         return None
 
 
 def _long_varint(serialized: bytes, position: int) -> tuple[int, int]:
-    """The number of several bytes that begins before `position`, and the position behind it."""
+    """Returns the number of several bytes that begins before `position`, and the position behind it."""
     value, shift = serialized[position - 1] & 127, 7
     while shift < 70:
         byte = serialized[position]
@@ -138,7 +138,7 @@ def _long_varint(serialized: bytes, position: int) -> tuple[int, int]:
 
 
 def _behind(serialized: bytes, position: int, wire_type: int) -> int:
-    """The position behind the value of a field that is not length-delimited; of a group behind its tag."""
+    """Returns the position behind the value of a field that is not length-delimited; of a group behind its tag."""
     match wire_type:
         case 0:
             return position + 1 if serialized[position] < 128 else _long_varint(serialized, position + 1)[1]

@@ -1,6 +1,5 @@
-"""How processes log: one line per event on standard error, as text or as one JSON object. Prompts, outputs and keys are
-never logged.
-"""
+"""Logging of processes: one line per event on standard error, as text or as one JSON object. Prompts, outputs and keys
+are never logged."""
 
 from __future__ import annotations
 
@@ -24,14 +23,13 @@ def start_logging(process: str, level: str, log_format: str = "text") -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """An event as one JSON object on one line; with the ids of the span that was current, where there was one."""
+    """Formats an event as one JSON object on one line, with the ids of the current span, if there is one."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
         event = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

@@ -1,9 +1,9 @@
-"""Traces: where the spans of a process go.
+"""Traces: the export of a process's spans.
 
-Without a collector nothing is recorded and nothing but OpenTelemetry's API is needed. With one, spans are sent by a
-thread in batches: nobody waits for it, and what it cannot send in time is dropped. Which traces are recorded is decided
-where they begin; for those that begin here OTEL_TRACES_SAMPLER says so. No prompt, output or credential is put into a
-span.
+Without a collector nothing is recorded, and only OpenTelemetry's API is needed. With one, a thread sends the spans in
+batches: no request waits for it, and spans that cannot be sent in time are dropped. Which traces are recorded is
+decided where they begin; for those that begin here by OTEL_TRACES_SAMPLER. Spans contain no prompt, output or
+credential.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLUSH_TIMEOUT_S = 3.0
 
 
 class Tracing:
-    """The spans of one process. `is_on`: they go somewhere."""
+    """The spans of one process. `is_on`: they are exported."""
 
     def __init__(self, tracer: Tracer | None = None, close: Callable[[], object] = lambda: None) -> None:
         self.is_on = tracer is not None
@@ -29,7 +29,7 @@ class Tracing:
         self._close = close
 
     async def aclose(self) -> None:
-        """Sends what has collected, as far as that can be done soon."""
+        """Sends the collected spans, as far as possible within the timeout."""
         await asyncio.to_thread(self._close)
 
 
@@ -37,7 +37,7 @@ NO_TRACING = Tracing()
 
 
 def open_tracing(process: str, instance: str, endpoint: str) -> Tracing:
-    """Traces of a process go to the collector at `endpoint`; empty: nowhere. Raises `SettingError`."""
+    """Opens the export of a process's spans to the collector at `endpoint`; empty: no export. Raises `SettingError`."""
     if not endpoint:
         return NO_TRACING
     where = "--otlp-endpoint (INFLIGHT_OTLP_ENDPOINT)"
@@ -60,8 +60,8 @@ def open_tracing(process: str, instance: str, endpoint: str) -> Tracing:
 
 
 def flush(send_all: Callable[[], object], give_up: Callable[[], object], timeout_s: float) -> None:
-    """Sends what has collected; after so long `give_up` makes that end. While no collector answers, each of many
-    batches would take its time."""
+    """Sends the collected spans. After `timeout_s`, `give_up` ends that, because without an answer each of many batches
+    would take its own timeout."""
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()

@@ -1,7 +1,7 @@
-"""What an attention backend is.
+"""Interface of an attention backend.
 
-A backend owns the layout of a layer's KV: it allocates it, writes new keys and values into it and attends through it.
-It keeps nothing between calls. A block is filled from its first slot on; what it held for an earlier sequence, even
+A backend owns the layout of a layer's KV: it allocates the KV, writes new keys and values into it and attends over it.
+It keeps no state between calls. A block is filled from its first slot on. What it held for an earlier sequence, even
 NaN, never reaches a result.
 """
 
@@ -18,7 +18,7 @@ from executor.step.batch import StepBatch
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What a layer keeps per token: `num_kv_heads` keys and as many values of `head_dim` numbers."""
+    """What a layer keeps per token: `num_kv_heads` keys and as many values, each of `head_dim` numbers."""
 
     num_kv_heads: int
     head_dim: int
@@ -26,7 +26,7 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKv:
-    """The KV of a layer, in its backend's layout. In every layout blocks lie one behind the other, the spare first."""
+    """The KV of a layer, in its backend's layout. In every layout the blocks are consecutive, the spare one first."""
 
     shape: KvShape
     keys: Tensor
@@ -35,11 +35,12 @@ class LayerKv:
 
     @property
     def num_bytes(self) -> int:
-        """Memory it takes."""
+        """Memory that it takes."""
         return self.keys.nbytes + self.values.nbytes
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """The memory of keys and values as `[num_blocks, words]` int64: who moves a block need not know the layout."""
+        """Returns the memory of keys and values as `[num_blocks, words]` int64, so that blocks can be moved in any
+        layout."""
         return _rows(self.keys, self.num_blocks), _rows(self.values, self.num_blocks)
 
 
@@ -56,22 +57,23 @@ class Scoring:
 
 
 class AttentionBackend(Protocol):
-    """One way to compute paged attention. Queries, keys and values may have any strides."""
+    """One implementation of paged attention. Queries, keys and values may have any strides."""
 
     name: str
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKv:
-        """The KV of a layer, all zero."""
+        """Allocates the KV of a layer, all zero."""
         ...
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
-        """Stores `keys` and `values`, both `[T, num_kv_heads, head_dim]`, at the slots of the batch."""
+        """Stores `keys` and `values`, both `[T, num_kv_heads, head_dim]`, in the slots of the batch."""
         ...
 
     def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
-        """Causal attention of `queries[T, num_heads, head_dim]`, whose keys are written; returns the same shape."""
+        """Computes causal attention of `queries[T, num_heads, head_dim]`, whose keys are written. Returns the same
+        shape."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Which attention backend runs, and why."""
+"""Choice of the attention backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ MAX_TRITON_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """A backend and why it is the one, in a sentence. `is_fallback`: a faster one is for this device but cannot run."""
+    """A backend and the reason for it in one sentence. `is_fallback`: a faster one exists for this device but cannot
+    run."""
 
     backend: AttentionBackend
     reason: str
@@ -39,12 +40,12 @@ def choose_backend(
     shapes: Sequence[KvShape] = (),
     instructions: str = "auto",
 ) -> BackendChoice:
-    """The named backend, or with `auto` the fastest that can run; raises `ModelError` if the named one cannot.
+    """Returns the named backend, or with `auto` the fastest that can run. Raises `ModelError` if the named one cannot.
 
     `instructions` are what the `cpu` backend is built for; see `load_native`. It computes on as many threads as torch.
     """
     if name == "reference":
-        return BackendChoice(ReferenceAttention(), "reference: plain torch, as asked for")
+        return BackendChoice(ReferenceAttention(), "reference: plain torch, as requested")
     if name not in BACKEND_NAMES:
         raise ModelError(f"attention backend {name!r} is unknown; use one of {', '.join(BACKEND_NAMES)}")
     wanted = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
@@ -87,15 +88,15 @@ def _triton_backend(device: torch.device, shapes: Sequence[KvShape]) -> BackendC
     if device.type != "cuda":
         if not interprets:
             return BuildFailure(f"the device is {device.type}, and TRITON_INTERPRET=1 is not set")
-        return BackendChoice(_triton_attention(1), "triton: interpreted, very slowly, as the environment asks for")
+        return BackendChoice(_triton_attention(1), "triton: interpreted, very slowly, as TRITON_INTERPRET requests")
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
-        return BuildFailure(f"the GPU has compute capability {capability}, and {MIN_CAPABILITY} is the least")
+        return BuildFailure(f"the GPU has compute capability {capability}, below {MIN_CAPABILITY}")
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return BackendChoice(_triton_attention(num_processors), "triton: our kernels for this GPU")
+    return BackendChoice(_triton_attention(num_processors), "triton: kernels for this GPU")
 
 
 def _triton_attention(num_processors: int) -> AttentionBackend:
-    from executor.attention.triton import TritonAttention  # imports triton, which a CPU does without
+    from executor.attention.triton import TritonAttention  # imports triton, which a CPU does not need
 
     return TritonAttention(num_processors)

@@ -1,6 +1,6 @@
-"""Paged attention by our C++ kernels (native/attention.cpp), for bfloat16 and float32 on a CPU.
+"""Paged attention by the C++ kernels (native/attention.cpp), for bfloat16 and float32 on a CPU.
 
-Here tensors become pointers and strides; layout and arithmetic are described in native/attention.h.
+This module passes tensors as pointers and strides. Layout and arithmetic are described in native/attention.h.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CpuAttention:
         calls = library.calls
         self._write = {dtype: _entry(calls, f"inflight_write_kv_{name}") for dtype, name in SUFFIXES.items()}
         self._attend = {dtype: _entry(calls, f"inflight_attend_{name}") for dtype, name in SUFFIXES.items()}
-        # One step runs at a time, so whatever else computes it may share the threads.
+        # One step runs at a time, so the other kernels of a step may share the threads.
         self.library = library
         self.pool = pool
         self.max_head_dim = max_head_dim(library)
@@ -39,14 +39,12 @@ class CpuAttention:
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKv:
-        """The KV of a layer, all zero."""
         assert block_size % LANES == 0 and shape.head_dim <= self.max_head_dim and device.type == "cpu"
         dim = -(-shape.head_dim // LANES) * LANES
         sizes = (num_blocks * (block_size // LANES), shape.num_kv_heads, LANES * dim)
         return LayerKv(shape, huge_zeros(sizes, dtype), huge_zeros(sizes, dtype), num_blocks)
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
-        """Stores keys and values at the slots of the batch."""
         keys, values = _with_contiguous_heads(keys), _with_contiguous_heads(values)
         call = _WriteCall(
             keys=keys.data_ptr(),
@@ -65,7 +63,6 @@ class CpuAttention:
         _call(self._write[kv.keys.dtype], self.pool, call)
 
     def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
-        """Causal attention of the new tokens."""
         queries = _with_contiguous_heads(queries)
         outputs = torch.empty(queries.shape, dtype=queries.dtype)
         call = _AttendCall(
@@ -94,7 +91,7 @@ class CpuAttention:
 
 
 def max_head_dim(library: NativeLibrary) -> int:
-    """The largest heads that the kernels take."""
+    """Returns the largest head size that the kernels support."""
     return int(library.calls.inflight_max_head_dim())
 
 
@@ -131,7 +128,7 @@ def _entry(calls: ctypes.CDLL, name: str) -> ctypes._NamedFuncPointer:
 
 def _call(function: ctypes._NamedFuncPointer, pool: NativePool, call: ctypes.Structure) -> None:
     if function(pool.address, ctypes.byref(call)):
-        raise MemoryError("there is not enough memory for the threads that compute attention")
+        raise MemoryError("not enough memory for the attention threads")
 
 
 def _with_contiguous_heads(tensor: Tensor) -> Tensor:

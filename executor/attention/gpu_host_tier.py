@@ -1,9 +1,10 @@
-"""The host tier of a GPU: blocks are gathered to one piece of device memory, which is copied to or from locked memory.
+"""The host tier of a GPU. Blocks are gathered into a staging buffer on the device, which is copied to or from locked
+host memory.
 
-Everything goes on the stream of the steps and nothing waits: a step may overwrite what was swapped out for it, and read
-what was swapped in. A block is one row of the host, so that the link carries pieces of a megabyte instead of a layer's
-few kilobytes, and neighbouring host blocks travel as one. Where there is no GPU the same is computed at once, which is
-how it is tested.
+All copies are on the stream of the steps, and the host waits for none: a step may overwrite what was swapped out for
+it, and read what was swapped in. A block is one row in host memory, so that the link carries pieces of a megabyte
+instead of a layer's few kilobytes, and consecutive host blocks are copied together. Without a GPU the same copies run
+immediately, as in the tests.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from common.settings import SettingError
 from executor.attention.backend import LayerKv
 from executor.native.memory import huge_zeros
 
-# Device memory for blocks on their way. Large enough for the link's full speed, small beside a pool.
+# Device memory for blocks in transit. Large enough for the link's full speed, small beside a pool.
 STAGING_BYTES = 64 << 20
 WORD_BYTES = 8
 
@@ -26,13 +27,11 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def staging_bytes(bytes_per_block: int, num_host_blocks: int) -> int:
-    """Device memory that the tier takes."""
+    """Returns the device memory that the tier takes."""
     return bytes_per_block * min(num_host_blocks, max(1, STAGING_BYTES // bytes_per_block))
 
 
 class GpuHostTier:
-    """See `executor.attention.host_tier.HostTier`."""
-
     def __init__(self, kv: Sequence[LayerKv], num_host_blocks: int) -> None:
         self._layers = [rows for layer in kv for rows in layer.rows()]
         self._device = self._layers[0].device
@@ -45,7 +44,6 @@ class GpuHostTier:
         self._staging = torch.empty((num_staged, num_words), dtype=torch.int64, device=self._device)
 
     def swap(self, swaps_out: Pairs, swaps_in: Pairs) -> None:
-        """See `HostTier`."""
         for part in self._parts([(host_block, block) for block, host_block in swaps_out]):
             self._swap_out(part)
         for part in self._parts(swaps_in):
@@ -66,19 +64,19 @@ class GpuHostTier:
             rows.index_copy_(0, blocks, columns)
 
     def _parts(self, pairs: Pairs) -> Iterator[Pairs]:
-        """(host block, device block) by host block, as many at a time as can be on their way."""
+        """Yields (host block, device block) sorted by host block, in parts that fit the staging buffer."""
         pairs, most = sorted(pairs), len(self._staging)
         for first in range(0, len(pairs), most):
             yield pairs[first : first + most]
 
     def _blocks_of(self, pairs: Pairs) -> Tensor:
-        """The device blocks, on the device. From memory that is not locked they would be waited for."""
+        """Returns the device blocks, on the device. A copy from memory that is not pinned would make the host wait."""
         blocks = torch.tensor([block for _, block in pairs], pin_memory=self._device.type == "cuda")
         return blocks.to(self._device, non_blocking=True)
 
 
 def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Of each run of successive numbers: its first, and the places `[first, last)` that it takes."""
+    """Yields for each run of consecutive numbers its first number and its index range `[first, last)`."""
     first = 0
     for place in range(1, len(numbers) + 1):
         if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
@@ -87,10 +85,10 @@ def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def host_memory(num_host_blocks: int, num_words: int) -> Tensor:
-    """A row of words for each host block.
+    """Allocates a row of words for each host block.
 
     Raises:
-        SettingError: the system does not give so much.
+        SettingError: the system does not provide that much memory.
     """
     try:
         return huge_zeros((num_host_blocks, num_words), torch.int64)
@@ -102,15 +100,15 @@ def host_memory(num_host_blocks: int, num_words: int) -> Tensor:
 
 
 def lock(memory: Tensor) -> None:
-    """Locks memory until the tensor is gone, so that the GPU copies it by itself.
+    """Locks memory until the tensor is freed, so that the GPU can copy it directly.
 
-    torch's own locked memory takes the next power of two, which for most of a machine's memory is too much.
+    torch's own pinned memory is rounded up to a power of two, which is too much for a large part of a machine's memory.
     """
     cuda = torch.cuda.cudart()
     failure = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if failure:
         raise SettingError(
             f"kv_cache_host_memory_bytes: CUDA cannot lock {memory.nbytes} bytes of host memory (error {failure}); "
-            "ask for less"
+            "set a lower value"
         )
     weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr())

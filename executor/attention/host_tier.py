@@ -1,8 +1,8 @@
-"""KV blocks in host memory: where the KV of a sequence waits that gave up its seat and its blocks.
+"""KV blocks in host memory, for the KV of preempted sequences.
 
-A host block is one row of memory that holds what a block of the pool holds in every layer, keys and values, whatever
-the backend's layout. Host blocks are numbered from 0. The tier moves bytes; who goes where the scheduler decides, and
-the runner calls in the order of the steps, before the forward of each.
+A host block is one row of memory with the content of a block of the pool in every layer, keys and values, whatever the
+backend's layout. Host blocks are numbered from 0. The tier only copies: the scheduler assigns the blocks, and the
+runner calls in the order of the steps, before the forward pass of each.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ Words = npt.NDArray[np.int64]
 
 
 class HostTier(Protocol):
-    """Copies blocks. What is swapped out may be overwritten, and what is swapped in be read, by what comes next on the
-    device."""
+    """Copies blocks. After `swap` the next operation on the device may overwrite what was swapped out, and read what
+    was swapped in."""
 
     def swap(self, swaps_out: Pairs, swaps_in: Pairs) -> None:
-        """First copies the device block of each (device block, host block) to the host, then the host block of each
+        """Copies first the device block of each (device block, host block) to the host, then the host block of each
         (host block, device block) to the device."""
         ...
 
 
 def open_host_tier(kv: Sequence[LayerKv], num_host_blocks: int) -> HostTier:
-    """The tier for a pool, wherever that lies."""
+    """Returns the tier for the device that the pool is on."""
     is_on_gpu = kv[0].keys.device.type == "cuda"
     return GpuHostTier(kv, num_host_blocks) if is_on_gpu else CpuHostTier(kv, num_host_blocks)
 
 
 class CpuHostTier:
-    """The pool lies in host memory itself: copied at once, on the caller's thread.
+    """Host tier of a pool in host memory. It copies immediately, on the caller's thread.
 
-    Piece by piece by numpy, without memory beside it. For SmolLM2 (60 pieces of 6 kB) that takes 80 to 200 us a block;
-    torch's index operations, on two cores, take 50 for many blocks at once and 1000 for one.
+    It copies piece by piece with numpy, without extra memory. For SmolLM2 (60 pieces of 6 kB) that takes 80 to 200 us a
+    block. torch's index operations, on two cores, take 50 for many blocks at once and 1000 for one.
     """
 
     def __init__(self, kv: Sequence[LayerKv], num_host_blocks: int) -> None:
@@ -51,7 +51,6 @@ class CpuHostTier:
         self._hosts: list[Words] = np.split(host, ends[:-1], axis=1)
 
     def swap(self, swaps_out: Pairs, swaps_in: Pairs) -> None:
-        """See `HostTier`."""
         if swaps_out:
             _copy(self._layers, self._hosts, swaps_out)
         if swaps_in:

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: any device, any dtype, and the oracle of the other backends.
+"""Paged attention in plain torch: any device, any dtype, and the reference for tests of the other backends.
 
 KV layout: `[num_slots, num_kv_heads, head_dim]` for keys and for values, a slot being `block * block_size + offset`.
 Scores, softmax and sums are float32 whatever the dtype.
@@ -17,25 +17,23 @@ TILE_TOKENS = 256
 
 
 class ReferenceAttention:
-    """Gathers the context of a sequence and attends to it; the decodes of a step are one padded batch."""
+    """Gathers the context of each sequence and attends over it. The decodes of a step are one padded batch."""
 
     name = "reference"
 
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKv:
-        """The KV of a layer, all zero."""
         slots = (num_blocks * block_size, shape.num_kv_heads, shape.head_dim)
         keys, values = (torch.zeros(slots, dtype=dtype, device=device) for _ in range(2))
         return LayerKv(shape, keys, values, num_blocks)
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
-        """Stores keys and values at the slots of the batch."""
         kv.keys[batch.slot_mapping] = keys
         kv.values[batch.slot_mapping] = values
 
     def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
-        """Causal attention, the decodes at once, then each chunk in tiles."""
+        """Computes the decodes at once, then each chunk in tiles."""
         outputs = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         num_decodes, table_rows = batch.num_decodes, batch.table_rows.long()
         if num_decodes:
@@ -56,7 +54,7 @@ class ReferenceAttention:
 
 
 def _attend(queries: Tensor, kv: LayerKv, tables: Tensor, lengths: Tensor, block_size: int, scoring: Scoring) -> Tensor:
-    """Attention of N sequences with M new tokens each, `queries[N, M, num_heads, head_dim]`.
+    """Computes attention of N sequences with M new tokens each, `queries[N, M, num_heads, head_dim]`.
 
     The M tokens are the last of the `lengths[N]` tokens of each context.
     """

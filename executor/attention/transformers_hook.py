@@ -1,8 +1,8 @@
-"""The way from transformers' attention modules to our KV: the attention function that every layer calls.
+"""Attention function that transformers' layers call, and which leads to the paged KV.
 
-transformers looks the function up by name and hands it what the caller of the model passed as `inflight_step`,
-untouched. So no state is global: a step carries batch, KV and backend with it. Two things can be carried: a
-`PagedStep` computes, a `LayerProbe` learns the shapes of the layers before there is any KV.
+transformers looks the function up by name and passes on what the caller of the model gave as `inflight_step`,
+unchanged. So no state is global: a step carries its batch, KV and backend. A `PagedStep` computes attention. A
+`LayerProbe` finds out the shapes of the layers before there is any KV.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from common.model_source import ModelError
 from executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring
 from executor.step.batch import StepBatch
 
-# Free of the substrings that transformers gives a meaning of its own (flash, sdpa, flex_attention, paged|). It is not
-# in its registry of masks, so no mask is made.
+# Contains none of the substrings with a meaning in transformers (flash, sdpa, flex_attention, paged|). It is not in its
+# registry of masks, so no mask is made.
 ATTENTION_NAME = "inflight"
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What attention needs to know of a layer."""
+    """Shape and scoring of a layer's attention."""
 
     shape: KvShape
     scoring: Scoring
 
 
 class AttentionStep(Protocol):
-    """What the attention function is given."""
+    """What `inflight_step` must provide."""
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
-        """Queries, keys and values are `[T, heads, head_dim]`; returns the same shape as `queries`."""
+        """Takes queries, keys and values `[T, heads, head_dim]`; returns the shape of `queries`."""
         ...
 
 
@@ -50,19 +50,18 @@ class PagedStep:
     batch: StepBatch
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
-        """Writes the new keys and values, then attends to all of them."""
+        """Writes the new keys and values, then attends over the whole context."""
         self.backend.write(self.kv[layer], keys, values, self.batch)
         return self.backend.attend(queries, self.kv[layer], self.batch, self.layers[layer].scoring)
 
 
 class LayerProbe:
-    """Notes what each layer asks for, computes nothing, and refuses what no backend does."""
+    """Records the attention of each layer without computing it. Raises `ModelError` for what no backend supports."""
 
     def __init__(self) -> None:
         self._layers: dict[int, Layer] = {}
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]) -> Tensor:
-        """Returns zeros."""
         _check_call(queries, keys, values, options)
         if layer in self._layers:
             raise ModelError("a layer calls attention more than once")
@@ -78,7 +77,7 @@ class LayerProbe:
         return torch.zeros_like(queries)
 
     def layers(self, config: PretrainedConfig) -> tuple[Layer, ...]:
-        """The layers in order, checked against what the configuration says of them."""
+        """Returns the layers in order, checked against the configuration."""
         count = config.num_hidden_layers
         if sorted(self._layers) != list(range(count)):
             raise ModelError(f"{len(self._layers)} of {count} layers call attention")
@@ -92,7 +91,7 @@ class LayerProbe:
 
 
 def register_attention() -> None:
-    """Makes our attention known to transformers; again and again is fine."""
+    """Registers the attention function with transformers. May be called repeatedly."""
     AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
@@ -106,10 +105,11 @@ def _attention(
     inflight_step: AttentionStep | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' signature: tensors are `[1, heads, T, head_dim]`, the result is `[1, T, heads, head_dim]`."""
+    """Implements transformers' signature: tensors are `[1, heads, T, head_dim]`, the result is `[1, T, heads,
+    head_dim]`."""
     layer = module.layer_idx
     if inflight_step is None or attention_mask is not None or not isinstance(layer, int):
-        raise ModelError("its code calls attention in a way of its own")
+        raise ModelError("its code calls attention in an unsupported way")
     options.setdefault("is_causal", getattr(module, "is_causal", None))
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return inflight_step.attend(layer, queries, keys, values, options)[None], None
@@ -127,7 +127,7 @@ def _check_call(queries: Tensor, keys: Tensor, values: Tensor, options: dict[str
 
 
 def _sliding_layers(config: PretrainedConfig) -> list[bool]:
-    """Which layers see a window only, as far as the configuration says."""
+    """Returns which layers use a sliding window, as far as the configuration says."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
         return [layer_type == "sliding_attention" for layer_type in layer_types[: config.num_hidden_layers]]

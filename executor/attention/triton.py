@@ -1,7 +1,7 @@
-"""Paged attention by our Triton kernels: any CUDA GPU since sm_80, or Triton's interpreter on a CPU.
+"""Paged attention by the Triton kernels: any CUDA GPU since sm_80, or Triton's interpreter on a CPU.
 
-KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]` for keys and for values, so that what a program reads of a
-block is one piece. Launches depend on sizes alone: they can be captured in a CUDA graph.
+KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]` for keys and for values, so that a program reads
+contiguous memory of a block. Launches depend on sizes alone, so they can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from executor.step.batch import StepBatch
 
 
 class TritonAttention:
-    """Launches the kernels: first the decodes of a step, then its chunks. `num_processors` is the GPU's."""
+    """Launches the kernels: first the decodes of a step, then its chunks. `num_processors` is the GPU's multiprocessor
+    count."""
 
     name = "triton"
 
@@ -37,13 +38,11 @@ class TritonAttention:
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKv:
-        """The KV of a layer, all zero."""
         sizes = (num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in range(2))
         return LayerKv(shape, keys, values, num_blocks)
 
     def write(self, kv: LayerKv, keys: Tensor, values: Tensor, batch: StepBatch) -> None:
-        """Stores keys and values at the slots of the batch."""
         keys, values = with_contiguous_heads(keys), with_contiguous_heads(values)
         write_kernel[(keys.shape[0],)](
             keys,
@@ -61,7 +60,6 @@ class TritonAttention:
         )
 
     def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
-        """Causal attention of the new tokens."""
         outputs = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring)
         num_decodes = batch.num_decodes
@@ -78,7 +76,7 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """The tensors of one call, and what its one or two launches have in common."""
+    """The tensors of one call, shared by its one or two launches."""
 
     queries: Tensor
     outputs: Tensor
@@ -87,7 +85,7 @@ class _Call:
     scoring: Scoring
 
     def work(self, num_tokens: int, num_sequences: int) -> AttentionWork:
-        """The work of some of the sequences."""
+        """Returns the size of a launch for some of the sequences."""
         shape, batch = self.kv.shape, self.batch
         return AttentionWork(
             num_tokens=num_tokens,
@@ -100,15 +98,15 @@ class _Call:
         )
 
     def launch(self, tiling: Tiling, num_tiles: int, tokens: slice, *, is_decode: bool) -> None:
-        """Attends for `tokens`, which are decodes or chunks; a chunk's first token has its sequence's number."""
+        """Attends for `tokens`, which are all decodes or all chunks. A chunk's first token has its sequence's index."""
         kv, batch, scoring = self.kv, self.batch, self.scoring
-        partials, log_weights = self._room_for_splits(tiling.splits)
+        partials, log_weights = self._allocate_partials(tiling.splits)
         attend_kernel[(num_tiles, kv.shape.num_kv_heads, tiling.splits)](
             *(self.queries, kv.keys, kv.values, self.outputs, partials, log_weights),
             *(batch.query_starts, batch.context_lengths, batch.block_tables, batch.table_rows),
             *(*self.queries.stride()[:2], *self.outputs.stride()[:2], *kv.keys.stride()[:3]),
             batch.block_tables.stride(0),
-            # Each decode has one token, so tokens before the chunks are as many as sequences.
+            # Each decode has one token, so the tokens before the chunks are as many as the sequences.
             *(tokens.start, batch.num_sequences, scoring.scale, scoring.softcap or 0.0),
             GROUP=self.queries.shape[1] // kv.shape.num_kv_heads,
             HEAD_DIM=kv.shape.head_dim,
@@ -132,8 +130,8 @@ class _Call:
                 NUM_SPLITS=tiling.splits,
             )
 
-    def _room_for_splits(self, num_splits: int) -> tuple[Tensor, Tensor]:
-        """Partial results and their weights; with one split nothing uses them."""
+    def _allocate_partials(self, num_splits: int) -> tuple[Tensor, Tensor]:
+        """Allocates the partial results and their weights; one split needs none."""
         if num_splits == 1:
             return self.outputs, self.outputs
         num_tokens, num_heads, head_dim = self.outputs.shape
@@ -144,5 +142,5 @@ class _Call:
 
 
 def with_contiguous_heads(tensor: Tensor) -> Tensor:
-    """The kernels take any strides of tokens and heads."""
+    """Returns the tensor with contiguous heads; the kernels support any strides of tokens and heads."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,8 +1,8 @@
-"""The weights of the common decoder family, by their role: Llama, Mistral, Qwen2, Qwen3 and what has their classes.
+"""Weights of the common decoder family by role: Llama, Mistral, Qwen2, Qwen3 and models with their classes.
 
-These models differ in little: biases on the projections, norms on queries and keys, a sliding window. What is read here
-is all that a forward pass of our own needs; whatever is not known to be computed this way is left to transformers.
-Tensors are the network's own, nothing is copied until a fused weight is asked for.
+These models differ little: biases on the projections, norms on queries and keys, a sliding window. This is all that a
+native forward pass needs. A model that is not known to be computed this way is left to transformers. Tensors are the
+network's own; a fused weight is a copy, made on access.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAMILY = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 class DecoderShape:
     """Sizes and constants.
 
-    `rope_scaling` multiplies cosines and sines of positions times `inverse_frequencies[head_dim / 2]`; a window of None
+    `rope_scaling` multiplies cosines and sines of positions times `inverse_frequencies[head_dim / 2]`. A window of None
     is the whole context.
     """
 
@@ -44,7 +44,8 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer. Weights are `[out, in]` as in `nn.Linear`; biases and norms of heads are None where there are none."""
+    """One layer. Weights are `[out, in]` as in `nn.Linear`; biases and norms of heads are None where the model has
+    none."""
 
     input_norm: Tensor
     query: nn.Linear
@@ -61,7 +62,7 @@ class LayerWeights:
 
     @property
     def qkv(self) -> Tensor:
-        """Queries, keys and values in one: `[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]`."""
+        """Weights of queries, keys and values in one: `[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]`."""
         return torch.cat([linear.weight for linear in (self.query, self.key, self.value)])
 
     @property
@@ -78,7 +79,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
-    """A whole model: `embedding` and `head` are `[vocabulary, hidden_size]`, perhaps the same tensor."""
+    """A whole model. `embedding` and `head` are `[vocabulary, hidden_size]` and may be the same tensor."""
 
     shape: DecoderShape
     embedding: Tensor
@@ -88,7 +89,8 @@ class DecoderWeights:
 
 
 def read_decoder(network: PreTrainedModel, layers: Sequence[Layer]) -> DecoderWeights | str:
-    """The weights of a network of the family, or why it is not of it. `layers` is what its attention asks for."""
+    """Returns the weights of a network of the family, or the reason why it is not of it. `layers` is the attention of
+    its layers."""
     name = type(network).__name__
     if name not in FAMILY:
         return f"{name} is not one of {', '.join(sorted(FAMILY))}"

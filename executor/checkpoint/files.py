@@ -1,6 +1,6 @@
-"""The files of a Hugging Face model folder: whole or not, and what they say of generation.
+"""Files of a Hugging Face model folder: their completeness, and the defaults of generation.
 
-Torch is not needed to see that a download broke off, so this is found out before anything is loaded.
+This module does not need torch, so an incomplete download is detected before anything is loaded.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from common.model_source import ModelError, read_json
 
-# Far above any real header (Llama-405B: 130 kB); a larger number means that these are not the bytes of a length.
+# Far above any real header (Llama-405B: 130 kB); a larger number means that these bytes are not a length.
 MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What `generation_config.json` says; None where it is silent."""
+    """Content of `generation_config.json`; None for fields that it lacks."""
 
     eos_token_ids: tuple[int, ...]
     temperature: float | None
@@ -28,7 +28,7 @@ class GenerationDefaults:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuses a folder whose safetensors files are missing, empty or cut short."""
+    """Raises `ModelError` if safetensors files are missing, empty or truncated."""
     index = read_json(folder / "model.safetensors.index.json")
     names = sorted(set(index.get("weight_map", {}).values())) or [path.name for path in folder.glob("*.safetensors")]
     if not names:
@@ -40,7 +40,7 @@ def check_weights(folder: Path) -> None:
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
-    """The end-of-sequence ids and sampling of a model folder; the ids may stand in config.json instead."""
+    """Reads the end-of-sequence ids and sampling of a model folder. The ids may be in config.json instead."""
     generation = read_json(folder / "generation_config.json")
     config = read_json(folder / "config.json")
     eos = generation.get("eos_token_id", config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id")))
@@ -59,7 +59,7 @@ def _as_ids(value: Any) -> tuple[int, ...]:
 
 
 def _check_safetensors(path: Path) -> None:
-    """Format: length of the header (8 bytes, little endian), header (JSON), tensors one after the other."""
+    """Checks the format: length of the header (8 bytes, little endian), header (JSON), tensors one after the other."""
     num_bytes = path.stat().st_size
     if num_bytes == 0:
         raise ModelError(f"weight file {path} is empty")

@@ -1,8 +1,8 @@
-"""Turns a GGUF file into a Hugging Face folder in the disk cache, once.
+"""Conversion of a GGUF file to a Hugging Face folder in the disk cache, done once.
 
-Weights are stored as float32. A dequantised weight is a product and sum of half-precision numbers (Q4_1: `d * q +
-m`), so neither float16 nor bfloat16 holds it exactly: of SmolLM2's 272 tensors 211 change in float16. From float32
-every dtype can be made by one rounding, and a float32 run is exactly the dequantised model.
+Weights are stored as float32. A dequantised weight is a product and sum of half-precision numbers (Q4_1: `d * q + m`),
+so neither float16 nor bfloat16 holds it exactly: of SmolLM2's 272 tensors 211 change in float16. From float32 every
+dtype can be made by one rounding, and a float32 run is exactly the dequantised model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAMPLING_KEYS = {
     "top_k": "general.sampling.top_k",
     "top_p": "general.sampling.top_p",
 }
-# What a model's authors recommend, by `general.basename`, for chat models whose file says nothing about sampling.
+# Sampling that a model's authors recommend, by `general.basename`, for chat models whose file has no sampling fields.
 RECOMMENDED_SAMPLING: dict[str, dict[str, Any]] = {
     # The model card of HuggingFaceTB/SmolLM2-135M-Instruct ("How to use") generates with these values.
     "smollm2": {"do_sample": True, "temperature": 0.2, "top_p": 0.9},
@@ -38,7 +38,7 @@ RECOMMENDED_SAMPLING: dict[str, dict[str, Any]] = {
 
 
 def import_gguf(source: ModelSource) -> Path:
-    """The complete Hugging Face folder of a GGUF model, made if it is not there."""
+    """Returns the complete Hugging Face folder of a GGUF model, converting the file if necessary."""
     assert source.gguf_file is not None
     tokenizer_folder = import_tokenizer(source)
     with model_errors(f"GGUF file {source.gguf_file} cannot be imported"):
@@ -47,8 +47,8 @@ def import_gguf(source: ModelSource) -> Path:
 
 def _write_model(source: ModelSource, tokenizer_folder: Path, folder: Path) -> None:
     assert source.gguf_file is not None
-    # By default transformers keeps GGUF blocks packed and multiplies with its own kernels; ours want plain
-    # `nn.Linear`s.
+    # By default transformers keeps GGUF blocks packed and multiplies with its own kernels; the native forward passes
+    # need plain `nn.Linear`s.
     with quiet_transformers(), _quiet_dequantization():
         network = AutoModelForCausalLM.from_pretrained(
             str(source.folder),
@@ -61,7 +61,8 @@ def _write_model(source: ModelSource, tokenizer_folder: Path, folder: Path) -> N
     (folder / "generation_config.json").write_text(json.dumps(_generation_config(metadata), indent=2))
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
     for path in folder.iterdir():
-        path.chmod(0o644)  # safetensors writes for its owner only; an image is built and run by different users
+        # safetensors makes files readable by their owner only; an image is built and run by different users.
+        path.chmod(0o644)
 
 
 def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def _recommended_sampling(metadata: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _quiet_dequantization() -> Iterator[None]:
-    """Without the progress bar of the older GGUF loader, which no switch of transformers turns off."""
+    """Hides the progress bar of the older GGUF loader, which no switch of transformers turns off."""
     shown = vars(legacy_loader)["tqdm"]
     vars(legacy_loader)["tqdm"] = lambda iterable, **_: iterable
     try:

@@ -1,4 +1,4 @@
-"""Keeps transformers from writing progress bars and advice to the executor's terminal."""
+"""Suppression of transformers' progress bars and advice on the executor's terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Within it only errors are logged and no progress is shown; what was set before is put back."""
+    """Logs only errors and shows no progress within the context; restores the previous state afterwards."""
     verbosity, progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,6 +1,7 @@
-"""Which models run correctly through our attention, judged from configuration and code before anything is computed.
+"""Check that a model runs correctly with the paged attention, by its configuration and code, before anything is
+computed.
 
-Never guesses: what is not known to work is refused with the reason. `executor.model.self_check` then compares logits.
+A model that is not known to work is refused with the reason. `executor.model.self_check` then compares logits.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from common.model_source import ModelError
 
-# Attention kinds that a layer may have; what else there is keeps state other than keys and values.
+# Attention kinds that a layer may have; other kinds keep state other than keys and values.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-# Their frequencies depend on the longest sequence in a batch, so a token's result would depend on its company.
+# Their frequencies depend on the longest sequence in a batch, so a token's result would depend on the other sequences.
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
@@ -47,7 +48,7 @@ def _configuration_obstacles(text_config: PretrainedConfig, config: PretrainedCo
 
 
 def _network_obstacles(network: PreTrainedModel) -> Iterator[str]:
-    # transformers sets these two by class; they are how it decides the same question itself.
+    # transformers sets these two by class and uses them for the same decision.
     if not getattr(network, "_supports_attention_backend", False):
         yield "its code does not call attention through transformers' attention interface"
     if getattr(network, "_is_stateful", False):
@@ -57,7 +58,7 @@ def _network_obstacles(network: PreTrainedModel) -> Iterator[str]:
 
 
 def _rope_types(rope_parameters: Any) -> set[str]:
-    """The kinds of rotary embedding, of all layers or by layer type."""
+    """Returns the kinds of rotary embedding, of all layers or by layer type."""
     if not isinstance(rope_parameters, dict):
         return set()
     kinds = {str(rope_parameters[key]) for key in ("rope_type", "type") if key in rope_parameters}

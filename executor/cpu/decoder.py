@@ -1,6 +1,6 @@
-"""The common decoder family on a CPU: weights laid out for decoder.cpp, and a step as one call into it.
+"""Forward pass of the common decoder family on a CPU: weights packed for decoder.cpp, and a step as one call into it.
 
-Here tensors become pointers; what is computed, and how the weights lie in memory, is described in decoder.h and
+This module passes tensors as pointers. The computation and the layout of the weights are described in decoder.h and
 matmul.h.
 """
 
@@ -27,7 +27,7 @@ from executor.native.pool import NativePool
 from executor.step.batch import StepBatch
 
 LANES = 16
-# The parts of a step that are timed apart, in the order of decoder.h.
+# The parts of a step that are timed separately, in the order of decoder.h.
 PARTS = ("embed", "norm", "qkv", "attention", "output", "gate_up", "down", "head")
 
 
@@ -54,7 +54,7 @@ MATRICES = frozenset({Packed.EMBEDDING, Packed.HEAD, Packed.QKV, Packed.OUTPUT, 
 
 @dataclass(frozen=True, slots=True)
 class DecoderForm:
-    """What decides how the weights lie in memory, beside their numbers."""
+    """What determines the layout of the weights in memory."""
 
     shape: DecoderShape
     dtype: torch.dtype
@@ -64,10 +64,10 @@ class DecoderForm:
     has_head_norms: bool
 
 
-def why_not(shape: DecoderShape) -> str | None:
-    """Why the kernels cannot run a model of this shape."""
+def unsupported_reason(shape: DecoderShape) -> str | None:
+    """Returns why the kernels cannot run a model of this shape; None if they can."""
     if shape.head_dim % LANES:
-        return f"heads of {shape.head_dim} numbers are no multiple of {LANES}"
+        return f"heads of {shape.head_dim} numbers are not a multiple of {LANES}"
     if shape.head_dim > 512:
         return f"heads of {shape.head_dim} numbers are larger than 512"
     return None
@@ -85,12 +85,11 @@ class NativeDecoder:
         decoder = calls.inflight_decoder_new(ctypes.byref(layout), form.dtype == torch.bfloat16, form.has_int8_weights)
         del kept
         if not decoder:
-            raise MemoryError("there is not enough memory for the packed weights")
+            raise MemoryError("not enough memory for the packed weights")
         self._calls, self._decoder, self._pool = calls, decoder, pool
         weakref.finalize(self, calls.inflight_decoder_free, decoder)
 
     def pack(self, weights: DecoderWeights) -> None:
-        """Lays the weights out."""
         for layer, part, tensor in _parts(weights):
             dtype = self.form.dtype if part in MATRICES else torch.float32
             numbers = tensor.detach().to(dtype).contiguous()
@@ -98,11 +97,12 @@ class NativeDecoder:
 
     @property
     def num_matrix_bytes(self) -> int:
-        """Memory that a step reads of the weights: everything but the embedding."""
+        """Memory of the weights that a step reads: everything but the embedding."""
         return int(self._calls.inflight_decoder_matrix_bytes(self._decoder))
 
     def read_bytes_per_s(self, num_bytes: int, num_tries: int = 5) -> float:
-        """How fast the pool's threads read memory, the best of some tries: the limit of a step of few tokens."""
+        """Measures how fast the pool's threads read memory, the best of some tries. It bounds the speed of a step of
+        few tokens."""
         memory = huge_zeros((num_bytes,), torch.uint8)
         memory.fill_(1)
         seconds = []
@@ -113,13 +113,13 @@ class NativeDecoder:
         return num_bytes / min(seconds)
 
     def logits(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
-        """The logits `[R, vocabulary]` float32 of the rows that the batch asks for."""
+        """Computes the logits `[R, vocabulary]` float32 of the rows that yield a token."""
         logits = torch.empty((batch.logit_rows.shape[0], self.form.shape.vocabulary_size))
         self._run(batch, kv, logits=logits.data_ptr())
         return logits
 
     def greedy(self, batch: StepBatch, kv: tuple[LayerKv, ...]) -> Tensor:
-        """The ids `[R]` int64 of the largest logits, the lowest among equals. The logits are never stored."""
+        """Computes the ids `[R]` int64 of the largest logits, the lowest among equals. The logits are never stored."""
         ids = torch.empty(batch.logit_rows.shape[0], dtype=torch.int64)
         self._run(batch, kv, greedy_ids=ids.data_ptr())
         return ids
@@ -146,11 +146,11 @@ class NativeDecoder:
             **results,
         )
         if self._calls.inflight_decoder_step(self._decoder, self._pool.address, ctypes.byref(step)):
-            raise RuntimeError(f"there is not enough memory for a step of {batch.num_tokens} tokens")
+            raise RuntimeError(f"not enough memory for a step of {batch.num_tokens} tokens")
 
 
 def form_of(weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool) -> DecoderForm:
-    """How these weights would be packed."""
+    """Returns the form in which these weights are packed."""
     layer = weights.layers[0]
     return DecoderForm(
         weights.shape,
@@ -163,7 +163,7 @@ def form_of(weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool)
 
 
 def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
-    """The form as C++ takes it, and the arrays that it points to."""
+    """Returns the form as C++ takes it, and the arrays that it points to."""
     shape = form.shape
     windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
     frequencies = np.array(shape.inverse_frequencies, np.float32)
@@ -179,7 +179,7 @@ def _layout(form: DecoderForm) -> tuple[_Shape, tuple[Any, ...]]:
 
 
 def _parts(weights: DecoderWeights) -> Iterator[tuple[int, Packed, Tensor]]:
-    """Everything that is packed: layer, part, numbers. Fused weights are made one at a time."""
+    """Yields everything that is packed: layer, part, numbers. Fused weights are made one at a time."""
     yield 0, Packed.EMBEDDING, weights.embedding
     yield 0, Packed.HEAD, weights.head
     yield 0, Packed.FINAL_NORM, weights.final_norm

@@ -1,7 +1,7 @@
-"""Sampling on a CPU by our C++ code (sampler.h): columns in, token ids out.
+"""Sampling on a CPU by the C++ code (sampler.h): columns in, token ids out.
 
-It chooses what executor/step/sampling.py chooses, whose torch code is the oracle: the random words are the same bits,
-and the ids differ only where two tokens' scores differ by rounding.
+It samples like executor/step/sampling.py, whose torch code is the reference. The random words have the same bits. The
+ids differ only where two tokens' scores differ by rounding.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class NativeSampler:
-    """Calls the sampler, on the threads of `pool` if there is one, else on the caller's. What the threads need is kept
-    between calls, of which one runs at a time."""
+    """Calls the sampler, on the threads of `pool` if there is one, else on the caller's. Thread buffers are kept
+    between calls, and one call runs at a time."""
 
     def __init__(self, library: NativeLibrary, pool: NativePool | None = None) -> None:
         new, free = library.calls.inflight_sampler_new, library.calls.inflight_sampler_free
@@ -38,13 +38,13 @@ class NativeSampler:
         self._pool = pool
         self._sampler = new()
         if not self._sampler:
-            raise MemoryError("there is no memory for the sampler")
+            raise MemoryError("not enough memory for the sampler")
         weakref.finalize(self, free, self._sampler)
 
     def sample(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
-        """Returns the token ids `[R]` int64 of `logits[R, vocabulary]` float32, which it leaves as they are."""
+        """Returns the token ids `[R]` int64 of `logits[R, vocabulary]` float32, which are not changed."""
         num_rows, vocabulary_size = logits.shape
-        # From here on there are only addresses.
+        # The C++ code gets only addresses, so types and shapes are checked here.
         if logits.device.type != "cpu" or logits.dtype is not torch.float32 or vocabulary_size == 0:
             raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)} on {logits.device}, not float32 on cpu")
         if sampling.num_rows != num_rows:
@@ -68,14 +68,14 @@ class NativeSampler:
         )
         pool = None if self._pool is None else self._pool.address
         if self._sample_rows(self._sampler, pool, ctypes.byref(call)):
-            raise MemoryError(f"there is not enough memory to sample {num_rows} rows")
+            raise MemoryError(f"not enough memory to sample {num_rows} rows")
         return token_ids
 
 
 def choose_sampler(
     device: torch.device, instructions: str = "auto", pool: NativePool | None = None
 ) -> NativeSampler | None:
-    """The faster sampler where it can run on the device's logits; says in the log why if it should but cannot."""
+    """Returns the C++ sampler if it can run on the device's logits. Logs the reason if it should run but cannot."""
     if device.type != "cpu":
         return None
     library = load_native(instructions)

@@ -1,4 +1,4 @@
-"""What other threads tell the loop."""
+"""Commands that other threads put into the engine's inbox."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from executor.scheduler.sequence import FinishReason, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """Inbox: a sequence wants in."""
+    """Offers a sequence."""
 
     sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand:
-    """Inbox: a sequence shall end."""
+    """Ends a sequence."""
 
     request_id: str
     attempt: int
@@ -25,17 +25,17 @@ class CancelCommand:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """Inbox: take no new work."""
+    """Refuses new sequences from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopCommand:
-    """Inbox: end the thread. What is held gets no end: its routers see their streams break and place it elsewhere."""
+    """Ends the thread. Held sequences get no end: their routers see the streams break and place them elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Inbox: say who is held and where each is."""
+    """Requests the list of held sequences."""
 
 
 Command = Submitted | CancelCommand | Draining | StopCommand | Listing

@@ -1,6 +1,6 @@
-"""When sequences must have ended. Times are milliseconds by the engine's clock; the clock itself is the engine's.
+"""DeadlineHeap of the held sequences, in milliseconds of the engine's clock, which the caller reads.
 
-Who ended before its deadline stays in the heap, as a name, until its time comes or there are too many of them.
+An entry of a sequence that ended early stays in the heap until its time comes or until there are too many of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from executor.scheduler.sequence import Sequence
 
 Entry = tuple[int, str, int]
-# Names of sequences that have ended are worth 100 bytes each; so many may collect beside those that are held.
+# Entries of ended sequences take 100 bytes each. This many may accumulate besides those of held sequences.
 MAX_ENDED = 1024
 
 
@@ -25,7 +25,7 @@ class DeadlineHeap:
         return len(self._heap)
 
     def add(self, sequence: Sequence, held: Iterable[Sequence]) -> None:
-        """Takes in a sequence that may have a deadline; `held` is asked only when there is much to forget."""
+        """Adds a sequence if it has a deadline. `held` is read only when the heap is to be rebuilt."""
         if sequence.deadline_ms is None:
             return
         heapq.heappush(self._heap, _entry(sequence.deadline_ms, sequence))
@@ -36,7 +36,7 @@ class DeadlineHeap:
                 heapq.heapify(self._heap)
 
     def take_due(self, now_ms: int) -> Iterator[tuple[str, int]]:
-        """Request and attempt of everyone whose deadline has passed, in order."""
+        """Yields request and attempt of each sequence whose deadline has passed, in order of the deadlines."""
         while self._heap and self._heap[0][0] <= now_ms:
             _, request_id, attempt = heapq.heappop(self._heap)
             yield request_id, attempt

@@ -1,14 +1,14 @@
-"""The in-flight loop: one thread that owns the scheduler and launches steps on the device.
+"""The engine loop: one thread that owns the scheduler and launches steps on the device.
 
-`step()` is its table of contents: take what came in, plan, launch, say who got in and who boarded, retire. With overlap
-the plan is made and launched while the device computes the one before, whose tokens are read only then: retire step
-N - 1, plan N + 1, launch it, read N. Without it each step is retired before the next is planned.
+`step()` shows the order of one iteration: read commands, plan, launch, publish answers and boardings, retire. With
+overlap the next step is planned and launched while the device computes the current one: retire step N - 1, plan N + 1,
+launch it, read N. Without overlap each step is retired before the next is planned.
 
-A step that fails, when it is launched or when it is read, ends the sequences in it and nothing else. What the thread
-cannot go on from is a bug of ours or a device on which nothing succeeds: it dies, and tells.
+A step that fails at launch or at reading ends its own sequences only. If the loop cannot go on (a bug, or a device on
+which every step fails), the thread ends and calls `on_death`.
 
-Everything reaches the loop through its inbox and leaves through `publish`, in order; no other thread touches the
-scheduler. When there is nothing to compute the thread blocks on the inbox and uses no processor time.
+All input reaches the loop through its inbox, and all output leaves through `publish`, in order. No other thread touches
+the scheduler. An idle engine blocks on the inbox and uses no processor time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from executor.engine.commands import CancelCommand, Command, Draining, Listing, 
 from executor.engine.deadlines import DeadlineHeap
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput, EngineStatus, ReportedSequence, step_record
-from executor.engine.prefill_budget import Pace
+from executor.engine.prefill_budget import PrefillBudget
 from executor.engine.runner import FailedStep, PendingStep, StepRunner
 from executor.engine.standby import StandbyDepth
 from executor.engine.step_time import StepLoad, StepTime
@@ -36,13 +36,14 @@ from executor.scheduler.step_record import NO_TIMES, DeviceTimes, LoopPart, Plan
 
 log = logging.getLogger(__name__)
 
-# Failed steps in a row until the device counts as lost. Each has ended other sequences than the one before, so neither
-# a prompt that no step can take nor a moment without memory comes near; a GPU whose context is gone fails every step.
+# Consecutive failed steps until the device counts as lost. Each failure ends other sequences than the previous one, so
+# an impossible prompt or a moment without memory does not reach this number. A GPU whose context is lost fails every
+# step.
 MAX_FAILURES = 16
 
 
 class DeviceLostError(Exception):
-    """No step succeeds any more: another process has to try."""
+    """Every step fails; the process has to be replaced."""
 
 
 class Engine:
@@ -57,7 +58,7 @@ class Engine:
         *,
         overlap: bool = True,
         max_inter_token_ms: float = 0.0,
-        garbage: GarbageCollection | None = None,
+        garbage_collection: GarbageCollection | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._scheduler = scheduler
@@ -68,37 +69,37 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._speed = Throughput()
         self._step_time = StepTime()
-        self._pace = Pace(self._step_time, max_inter_token_ms, scheduler.pool.block_size)
+        self._prefill_budget = PrefillBudget(self._step_time, max_inter_token_ms, scheduler.pool.block_size)
         self._deadlines = DeadlineHeap()
         self._standby = StandbyDepth(scheduler.limits.num_standby_sequences)
-        self._garbage = garbage
+        self._garbage_collection = garbage_collection
         self._clock = clock
         self._parts = LoopParts(clock)
-        # Steps since the start. Written by the engine's thread only.
+        # Steps since the start. Only the engine's thread writes it.
         self.num_steps = 0
         self._num_output_tokens = 0
         self._num_steps_checked = 0
         self._num_failures = 0
         self._errors_logged: set[str] = set()
         self._stopping = False
-        # Launched and not retired, oldest first; so many of them may run on while the next is planned.
+        # Steps launched and not retired, oldest first. With overlap one of them may run while the next is planned.
         self._launched: deque[tuple[StepPlan, PlanCounts, PendingStep]] = deque()
         self.overlaps = overlap
         self._held: tuple[ReportedSequence, ...] = ()
         self._held_version: tuple[int, ...] = ()
 
     def start(self) -> None:
-        """Starts the thread; the first thing it publishes is the status of an idle engine."""
+        """Starts the thread, which first publishes the status of an idle engine."""
         self._thread.start()
 
     def submit(self, sequence: Sequence, time_left_ms: int | None = None) -> None:
-        """Offers a sequence, which must have ended in so many milliseconds from now; the answer comes by `publish`."""
+        """Offers a sequence with a deadline `time_left_ms` from now. The answer comes through `publish`."""
         if time_left_ms is not None:
             sequence.deadline_ms = self._now_ms() + time_left_ms
         self._inbox.put(Submitted(sequence))
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """Ends a sequence if it is still held under this attempt; its end comes by `publish`."""
+        """Ends a sequence if this attempt is still held. Its end comes through `publish`."""
         self._inbox.put(CancelCommand(request_id, attempt, reason))
 
     def drain(self) -> None:
@@ -106,30 +107,31 @@ class Engine:
         self._inbox.put(Draining())
 
     def list_sequences(self) -> None:
-        """Asks who is held; the answer comes by `publish`."""
+        """Requests the list of held sequences, which comes through `publish`."""
         self._inbox.put(Listing())
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Ends the thread after the steps in flight and waits for it, at most so long; says whether it has ended."""
+        """Ends the thread after the steps in flight and waits for it at most `timeout_s`. Returns whether it has
+        ended."""
         self._inbox.put(StopCommand())
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def step(self) -> None:
-        """One turn of the loop. Answers and boardings leave before the device is waited for, for a step may take
-        long."""
+        """Runs one iteration of the loop. Answers and boardings are published before the loop waits for the device,
+        because a step may take long."""
         output = self._take_inbox()
         self._expire(output)
         self._parts.end(LoopPart.INBOX)
         plan = self._plan()
-        output.finished.extend(self._told(self._scheduler.take_finished()))
+        output.finished.extend(self._log_errors(self._scheduler.take_finished()))
         output.paused, output.started = plan.preempted, plan.boarded
         self._parts.end(LoopPart.PLAN)
         num_ahead = 0
         if plan.sequences:
             step = self._launch(plan)
             self._launched.append((plan, PlanCounts.of(plan), step))
-            # Nothing is planned on top of a step that never began: it leaves no tokens to carry.
+            # A step that was never launched yields no tokens to carry, so the next step is not planned on top of it.
             num_ahead = int(self.overlaps and not isinstance(step, FailedStep))
         self._parts.end(LoopPart.LAUNCH)
         self._publish_answers(output)
@@ -137,8 +139,8 @@ class Engine:
         while len(self._launched) > num_ahead:
             self._retire(*self._launched.popleft())
         self._check_when_idle()
-        if self._garbage is not None:
-            self._garbage.after_step()
+        if self._garbage_collection is not None:
+            self._garbage_collection.after_step()
 
     def _run(self) -> None:
         try:
@@ -150,12 +152,12 @@ class Engine:
             self._on_death(error)
 
     def _plan(self) -> StepPlan:
-        """The next step; none any more once the thread shall end."""
+        """Returns the next step, or an empty one once the thread is to end."""
         if self._stopping:
             return StepPlan.of(())
         if not self._scheduler.has_prefill:
             return self._scheduler.schedule()
-        return self._scheduler.schedule(self._pace.max_prefill_tokens(self._scheduler.prefill_demand()))
+        return self._scheduler.schedule(self._prefill_budget.max_prefill_tokens(self._scheduler.prefill_demand()))
 
     def _launch(self, plan: StepPlan) -> PendingStep:
         try:
@@ -164,7 +166,7 @@ class Engine:
             return FailedStep(error)
 
     def _check_when_idle(self) -> None:
-        """Checks once after each busy time that every block is back: the check reads the whole pool."""
+        """Checks once after each busy period that no block is lost. The check reads the whole pool."""
         if self._num_steps_checked < self.num_steps and self._scheduler.is_idle:
             self._num_steps_checked = self.num_steps
             self._scheduler.check_when_idle()
@@ -172,20 +174,20 @@ class Engine:
     def _take_inbox(self) -> EngineOutput:
         output = EngineOutput(self.num_steps)
         if self._scheduler.is_idle:
-            if self._garbage is not None:
-                self._garbage.when_idle()
-            self._obey(self._inbox.get(), output)
+            if self._garbage_collection is not None:
+                self._garbage_collection.when_idle()
+            self._execute(self._inbox.get(), output)
             now_s = self._clock()
             self._speed.wake(now_s)
             self._parts.begin(now_s)
         while True:
             try:
-                self._obey(self._inbox.get_nowait(), output)
+                self._execute(self._inbox.get_nowait(), output)
             except queue.Empty:
                 return output
 
     def _expire(self, output: EngineOutput) -> None:
-        """Ends whose deadline has passed. Who has ended before is not held any more, and nothing happens."""
+        """Ends the sequences whose deadline has passed. A sequence that has ended already is not found."""
         if len(self._deadlines):
             for request_id, attempt in self._deadlines.take_due(self._now_ms()):
                 event = self._scheduler.cancel(request_id, attempt, FinishReason.DEADLINE)
@@ -202,7 +204,7 @@ class Engine:
         if output.status is not None or output.sequences is not None:
             self._publish(output)
 
-    def _obey(self, command: Command, output: EngineOutput) -> None:
+    def _execute(self, command: Command, output: EngineOutput) -> None:
         match command:
             case Submitted(sequence):
                 refusal = self._scheduler.offer(sequence)
@@ -223,10 +225,10 @@ class Engine:
             case StopCommand():
                 self._stopping = True
             case Listing():
-                output.sequences = self._scheduler.seating.standings()
+                output.sequences = self._scheduler.seating.snapshot()
 
     def _retire(self, plan: StepPlan, counts: PlanCounts, step: PendingStep) -> None:
-        """Reads the tokens of a step and hands out what they mean."""
+        """Reads the tokens of a step and publishes its outcome."""
         outcome, times = self._outcome(plan, step)
         self.num_steps += 1
         self._num_output_tokens += len(outcome.tokens)
@@ -246,7 +248,7 @@ class Engine:
         self._parts.end(LoopPart.PUBLISH)
 
     def _outcome(self, plan: StepPlan, step: PendingStep) -> tuple[StepOutcome, DeviceTimes]:
-        """A step that fails, whatever the reason, ends the sequences in it and nothing else."""
+        """Returns the outcome of a step. A failed step ends its own sequences only."""
         try:
             sampled_ids = self._read(plan, step)
         except Exception as error:
@@ -258,23 +260,24 @@ class Engine:
         self._num_failures = 0
         times = self._speed.observe(plan, step)
         if not (plan.swaps_out or plan.swaps_in):
-            # What copies take would pass for what the rows take.
+            # The time of copies would be attributed to the rows.
             self._step_time.observe(StepLoad.of(plan), times.busy_s)
         outcome = self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs()))
-        self._told(outcome.finished)
+        self._log_errors(outcome.finished)
         return outcome, times
 
-    def _told(self, finished: Iterable[FinishEvent]) -> Iterable[FinishEvent]:
-        """Says in the log what sequences ended with where the step itself has not failed: each kind of error once."""
+    def _log_errors(self, finished: Iterable[FinishEvent]) -> Iterable[FinishEvent]:
+        """Logs the errors of sequences whose step did not fail, each kind of error once."""
         for event in finished:
             kind = re.sub(r"\d+", "", event.error)
             if event.reason is FinishReason.ERROR and kind not in self._errors_logged:
                 self._errors_logged.add(kind)
-                log.error("%s ended, the first with this error: %s", event.sequence.request_id, event.error)
+                log.error("%s ended with an error (logged once per kind): %s", event.sequence.request_id, event.error)
         return finished
 
     def _read(self, plan: StepPlan, step: PendingStep) -> tuple[int | None, ...]:
-        """The tokens of the rows that sample. With too few or too many, rows would get those of others."""
+        """Returns the tokens of the rows that sample. A wrong number of tokens fails the step, because rows would get
+        those of others."""
         try:
             sampled_ids = step.result()
         finally:
@@ -317,12 +320,12 @@ class Engine:
         )
 
     def _num_standby(self) -> int:
-        """A static batch is drawn from a full one that waits."""
+        """Returns the standby limit. A static batch takes its sequences from a full waiting batch."""
         limits = self._scheduler.limits
         return limits.num_standby_sequences if limits.batching is Batching.STATIC else self._standby.depth
 
     def _held_now(self) -> tuple[ReportedSequence, ...]:
-        """Built again only when a sequence came or went, boarded or gave up its seat."""
+        """Returns the held sequences, rebuilt only when one was accepted, ended, boarded or was preempted."""
         scheduler = self._scheduler
         version = (
             scheduler.num_held_changes,

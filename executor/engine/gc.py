@@ -1,36 +1,37 @@
-"""Python's collector of cyclic garbage, run where it holds nobody up.
+"""Garbage collection of Python's reference cycles at times when it delays no step.
 
-By itself it runs in the middle of a step, and over everything that is alive: a pause of tens of milliseconds with a
-model loaded. Here what is there after loading is left out for good, and the loop decides when: young objects when many
-have come together, everything now and then and when there is nothing else to do.
+The automatic collector runs in the middle of a step and over all objects, which pauses for tens of milliseconds with a
+model loaded. Here the objects that exist after loading are excluded for good, and the loop decides when to collect:
+young objects when there are many, all objects now and then and when the engine is idle.
 """
 
 from __future__ import annotations
 
 import gc
 
-# Objects that have come and stayed since the last collection. Going through so many takes about a millisecond.
+# Objects allocated and kept since the last collection. Traversing this many takes about a millisecond.
 MANY_OBJECTS = 10_000
-# Fewer are not worth it even when idle.
+# Fewer are not worth a collection even when idle.
 FEW_OBJECTS = 500
-# Collections of young objects between two of all.
+# Young collections between two full ones.
 YOUNG_COLLECTIONS = 20
 
 
 class GarbageCollection:
-    """Takes over from the automatic collection, for the whole process."""
+    """Replaces the automatic collection, for the whole process."""
 
     def __init__(self) -> None:
         self._num_young_collections = 0
 
     def start(self) -> None:
-        """What is alive now stays so. From here on nothing is collected but by the calls below."""
+        """Excludes the objects that exist now and turns the automatic collection off. From here on only the calls below
+        collect."""
         gc.collect()
         gc.freeze()
         gc.disable()
 
     def after_step(self) -> None:
-        """Bounds what has come together."""
+        """Collects young objects if there are many, all objects now and then."""
         if gc.get_count()[0] < MANY_OBJECTS:
             return
         self._num_young_collections += 1
@@ -40,7 +41,7 @@ class GarbageCollection:
             self._collect_all()
 
     def when_idle(self) -> None:
-        """Nobody waits for a step."""
+        """Collects all objects while the engine waits for work."""
         if gc.get_count()[0] >= FEW_OBJECTS or self._num_young_collections:
             self._collect_all()
 

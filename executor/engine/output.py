@@ -1,4 +1,4 @@
-"""What the loop tells the others: how it stands, and what a turn of it brought."""
+"""Output of the engine loop: its status, and the results of one iteration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from executor.engine.timing import LoopParts
 from executor.scheduler.admission import Refusal
-from executor.scheduler.seat_view import SequencePhase, SequenceStanding
+from executor.scheduler.seat_view import SequencePhase, SequenceSnapshot
 from executor.scheduler.sequence import FinishEvent, NewTokens, Sequence, StepOutcome
 from executor.scheduler.step_constraint import StepConstraint
 from executor.scheduler.step_record import DeviceTimes, KvCounts, PlanCounts, StepRecord
@@ -14,7 +14,7 @@ from executor.scheduler.step_record import DeviceTimes, KvCounts, PlanCounts, St
 
 @dataclass(frozen=True, slots=True)
 class ReportedSequence:
-    """What a report says of a sequence; `phase` is set where it has no seat."""
+    """A sequence as reports list it. `phase` is set only without a seat."""
 
     request_id: str
     attempt: int
@@ -24,12 +24,12 @@ class ReportedSequence:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """How the engine stands after a step; blocks and sequences are counts, speeds are smoothed.
+    """State of the engine after a step. Blocks and sequences are counts, speeds are smoothed.
 
-    `exposed_host_ms` is how long the device waits for the host between two steps, `device_busy_fraction` its share of
-    the time in which there is work; `device_busy_s` of `elapsed_s` are the totals since the start. `constraint` bound
-    the newest step, `bounds` counts the steps of each. `kv` says more of the blocks. `num_invalid_logits` counts the
-    sequences that ended because the logits of a row of theirs held no number.
+    `exposed_host_ms` is how long the device waits for the host between two steps; `device_busy_fraction` is the busy
+    share of the time in which there is work. `device_busy_s` and `elapsed_s` are totals since the start. `constraint`
+    is that of the newest step, `bounds` counts the steps by constraint. `kv` has details of the blocks.
+    `num_invalid_logits` counts the sequences that ended because a row of theirs had no usable logit.
     """
 
     budget_blocks: int
@@ -64,9 +64,10 @@ class EngineStatus:
 
 @dataclass(slots=True)
 class EngineOutput:
-    """What came in or what a step brought, in this order: acceptances, seats given up, boardings, tokens, ends.
+    """Results of one iteration, in this order: acceptances, preemptions, boardings, tokens, ends.
 
-    `record` is of the step that was retired, `sequences` is who is held, where somebody asked."""
+    `record` describes the step that was retired. `sequences` lists the held sequences if they were requested.
+    """
 
     step: int
     accepted: list[Sequence] = field(default_factory=list)
@@ -77,13 +78,13 @@ class EngineOutput:
     finished: list[FinishEvent] = field(default_factory=list)
     status: EngineStatus | None = None
     record: StepRecord | None = None
-    sequences: tuple[SequenceStanding, ...] | None = None
+    sequences: tuple[SequenceSnapshot, ...] | None = None
 
 
 def step_record(
     step: int, plan: PlanCounts, outcome: StepOutcome, times: DeviceTimes, parts: LoopParts, status: EngineStatus
 ) -> StepRecord:
-    """The record of a step that is being retired. What the loop's parts took until now goes into it."""
+    """Makes the record of a step that is being retired. It takes the times of the loop's parts up to now."""
     return StepRecord(
         step,
         parts.read_s,

@@ -1,8 +1,8 @@
-"""How much of a step prompts may take, so that those in the middle of an answer are not held up. Pure.
+"""Budget of prefill tokens in a step, which bounds the delay of running decodes. Pure.
 
-A step with prefill may take `max_inter_token_ms`, or, when that is 0, twice what the decodes alone would: so the
-slowest steps stay within twice the usual one. Where more sequences wait for their first token than decode, they count
-for more, and there is no limit: large chunks are the faster way to a full batch, and a half-empty one helps nobody.
+A step with prefill may take `max_inter_token_ms`, or, when that is 0, twice the time of the decodes alone, so that the
+slowest steps take at most twice the usual time. There is no limit while more sequences wait for their first token than
+decode: large chunks fill the batch sooner.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from executor.engine.step_time import StepLoad, StepTime
 from executor.scheduler.step_constraint import PrefillDemand
 
-# Of twice, so that what steps vary by does not exceed it.
+# Factor on the doubled time, so that variance between steps does not exceed it.
 MARGIN = 0.95
 
 
-class Pace:
-    """Says how many prompt tokens the next step may take. Progress needs at least `least_tokens`."""
+class PrefillBudget:
+    """Limits the prompt tokens of the next step. A limit is at least `least_tokens`, so that prompts progress."""
 
     def __init__(self, step_time: StepTime, max_inter_token_ms: float, least_tokens: int) -> None:
         self._step_time = step_time
@@ -23,7 +23,7 @@ class Pace:
         self._least_tokens = least_tokens
 
     def max_prefill_tokens(self, demand: PrefillDemand) -> int | None:
-        """None is no limit."""
+        """Returns the limit; None is no limit."""
         if demand.num_behind == 0 or not self._step_time.knows_prefill:
             return None
         if demand.num_decodes == 0 or (self._max_inter_token_s == 0 and demand.num_behind > demand.num_decodes):

@@ -1,9 +1,9 @@
-"""How many sequences should wait here beyond the seats, so that a seat that falls free is taken at the very next step.
+"""Number of sequences that should wait here beyond the seats, so that a free seat is taken at the next step.
 
-Whoever ends leaves a place; routers hear of it and send somebody else. Meanwhile so many more end as the rate of ends
-and the time until a place is refilled say, and for each of them somebody should be waiting here. More would only wait
-here instead of in the queue, where it could still go elsewhere. Ends at max_tokens count like those at a stop token:
-routers do not foresee them either. Pure: times come from outside, in seconds.
+When a sequence ends, its router learns of it and submits another one. Until that arrives, further sequences end. The
+depth is the number of ends in the time that such a refill takes: one waiting sequence for each. Sequences beyond that
+would only wait here instead of in the queue, from where another executor could take them. Ends at max_tokens count like
+those at a stop token, since routers foresee neither. Pure: times come from outside, in seconds.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from __future__ import annotations
 import math
 from collections import deque
 
-# An end counts for about so long.
+# Time constant of the rate of ends.
 MEMORY_S = 10.0
-# A place that stays empty for longer was not wanted by anybody.
+# A slot that stays empty for longer had no demand.
 LONGEST_REFILL_S = 1.0
 # Weight of the newest refill: about the last 20 count.
 SMOOTHING = 0.05
 
 
 class StandbyDepth:
-    """The depth, at most `most`; that until the first place was refilled."""
+    """The depth, at most `most`, which it is until the first refill."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # Ends, and the seconds in which they came, both fading.
+        # Ends, and the seconds in which they happened, both decaying.
         self._num_ends = 0.0
         self._watched_s = 0.0
         self._since_s: float | None = None
         self._refill_s: float | None = None
-        # When places fell free that nobody has taken yet.
+        # Times at which slots were freed that have not been refilled.
         self._freed_s: deque[float] = deque(maxlen=4096)
 
     @property
@@ -37,11 +37,11 @@ class StandbyDepth:
         """Sequences that should wait beyond the seats."""
         if self._refill_s is None or not self._watched_s:
             return self._most
-        # Without the slack the last remains of a rate long past would keep one waiting.
+        # Without the slack, the remains of a past rate would keep one sequence waiting.
         return min(self._most, math.ceil(self._num_ends / self._watched_s * self._refill_s - 0.01))
 
     def ended(self, count: int, now_s: float) -> None:
-        """So many sequences have ended since the last call."""
+        """Records `count` ends since the last call."""
         passed_s = 0.0 if self._since_s is None else max(0.0, now_s - self._since_s)
         faded = math.exp(-passed_s / MEMORY_S)
         self._since_s = now_s
@@ -50,7 +50,7 @@ class StandbyDepth:
         self._freed_s.extend([now_s] * count)
 
     def refilled(self, now_s: float) -> None:
-        """A sequence came in from outside."""
+        """Records that a sequence was submitted."""
         if not self._freed_s:
             return
         refill_s = now_s - self._freed_s.popleft()

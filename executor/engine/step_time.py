@@ -1,10 +1,10 @@
-"""How long a step takes, learned from the steps that were run. Pure: seconds come in, seconds and tokens go out.
+"""Model of the duration of a step, fitted to the steps that were run. Pure: times in seconds.
 
     t = a + b * tokens + c * (contexts of the decodes) + d * (chunk * middle of its context, over the prefills)
 
-The coefficients are those of least squares on the relative error, with old steps forgotten exponentially: what is kept
-is the sum of outer products, one for steps with prefill and one for those without, so that an hour of decodes does not
-wash out what is known of prompts. A weak pull towards zero settles what the steps leave open; nothing is ever negative.
+The coefficients minimise the squared relative error, with old steps forgotten exponentially. Only sums of outer
+products are kept, one for steps with prefill and one for those without, so that an hour of decodes does not erase what
+is known of prompts. A weak pull towards zero determines what the steps leave open. No coefficient is negative.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Floats = npt.NDArray[np.float64]
 
 # About the last 200 steps of each kind count.
 FORGETTING = 0.995
-# What makes a feature about 1, so that the pull is as strong on each.
+# Scales that bring each feature to about 1, so that the pull acts equally on each.
 SCALE = np.array([1.0, 100.0, 10_000.0, 100_000.0])
-# Of a squared relative error; weaker than a single step.
+# Weight of the pull, of a squared relative error; less than that of a single step.
 PULL = 1e-3
-# A step that takes this many times what was expected says something about the machine, not about steps.
+# A step is counted as at most this many times its prediction. Longer ones reflect the machine, not the step.
 LARGEST_SURPRISE = 3.0
-# Steps of each kind before an expectation is worth anything.
+# Steps of each kind before a prediction is useful.
 FEWEST_STEPS = 4
-# The coefficients are solved for again after so many steps, while there are few of them after each.
+# The coefficients are solved for after each of the first steps, later once in this many.
 STEPS_PER_SOLUTION = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What decides how long a step takes."""
+    """Features of a step that determine its duration."""
 
     num_tokens: int
     decode_context: int
@@ -42,7 +42,6 @@ class StepLoad:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepLoad:
-        """The load of a plan."""
         num_tokens = sum(plan.lengths)
         if plan.num_decodes == plan.num_rows:
             return cls(num_tokens, sum(plan.starts) + num_tokens)
@@ -56,7 +55,7 @@ class StepLoad:
 
 
 class StepTime:
-    """Learns from steps and says what others will take."""
+    """Fits the model and predicts the duration of steps."""
 
     def __init__(self) -> None:
         # By whether there is prefill: sums of x xT and of x, for x the features divided by the seconds.
@@ -67,11 +66,11 @@ class StepTime:
 
     @property
     def knows_prefill(self) -> bool:
-        """Whether enough steps with prefill have been seen."""
+        """Whether enough steps with prefill have been observed."""
         return self._num_steps[1] >= FEWEST_STEPS
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """Takes in a step."""
+        """Adds a step to the fit."""
         if seconds <= 0:
             return
         kind = int(load.prefill_work > 0)
@@ -87,12 +86,11 @@ class StepTime:
             self._coefficients = None
 
     def predict(self, load: StepLoad) -> float:
-        """The seconds that a step takes; 0 before the first."""
+        """Returns the predicted seconds of a step; 0 before the first."""
         return float(_features(load) @ self._solved())
 
     def fitting_chunk(self, seconds: float, position: int) -> float:
-        """How many prompt tokens from `position` on add so many seconds to a step; infinitely many if they seem
-        free."""
+        """Returns how many prompt tokens from `position` on add `seconds` to a step; infinity if they seem free."""
         _, per_token, _, per_work = self._solved() / SCALE
         linear = per_token + per_work * position
         if per_work <= 0:
@@ -101,7 +99,8 @@ class StepTime:
         return float((np.sqrt(linear**2 + 2 * per_work * seconds) - linear) / per_work)
 
     def _solved(self) -> Floats:
-        """The coefficients of the scaled features. One below zero is left out and the others are solved for again."""
+        """Returns the coefficients of the scaled features. A negative one is dropped and the others are solved for
+        again."""
         if self._coefficients is None:
             products = self._products.sum(0) + PULL * self._pull_unit() * np.eye(len(SCALE))
             sums = self._sums.sum(0)
@@ -117,7 +116,7 @@ class StepTime:
         return self._coefficients
 
     def _pull_unit(self) -> float:
-        """The weight of an average step, so that the pull does not depend on how fast the device is."""
+        """Returns the weight of an average step, so that the pull does not depend on the speed of the device."""
         weight = float(self._products[:, 0, 0].sum())
         return weight / max(1, min(sum(self._num_steps), round(1 / (1 - FORGETTING)))) or 1.0
 

@@ -15,26 +15,27 @@ _NOTHING = (0.0,) * len(LoopPart)
 
 
 class LoopParts:
-    """A clock that is read at the end of each part. What passed since it was read last is that part's."""
+    """A clock that is read at the end of each part of the loop. The time since the previous reading belongs to that
+    part."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seconds = list(_NOTHING)
-        # When it was read last.
+        # Time of the last reading.
         self.read_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """There was nothing to do until now."""
+        """Starts timing when there is work again."""
         self.read_s = now_s
 
     def end(self, part: LoopPart) -> None:
-        """A part is over."""
+        """Ends a part."""
         now_s = self._clock()
         self._seconds[part] += now_s - self.read_s
         self.read_s = now_s
 
     def take(self) -> tuple[float, ...]:
-        """The seconds of each part since the last call."""
+        """Returns the seconds of each part since the last call."""
         taken = tuple(self._seconds)
         self._seconds[:] = _NOTHING
         return taken
@@ -45,7 +46,7 @@ SMOOTHING = 0.05
 
 
 class Throughput:
-    """Takes in each step that was retired."""
+    """Smoothed step time, prefill rate and device utilisation, from the retired steps."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -55,26 +56,26 @@ class Throughput:
         self.device_busy_s = 0.0
         self.elapsed_s = 0.0
         self._busy_s = 0.0
-        # Until when the device worked, or when there was work again after none.
+        # When the device last finished, or when work arrived after a period without any.
         self._since_s = 0.0
 
     @property
     def device_busy_fraction(self) -> float:
-        """The device's share of the time in which there is work, lately."""
+        """Busy share of the time in which there is work, smoothed."""
         period_s = self._busy_s + self.exposed_host_s
         return self._busy_s / period_s if period_s else 0.0
 
     def wake(self, now_s: float) -> None:
-        """There is work again: from here on the device waits for the host."""
+        """Records that there is work again: from here on the device waits for the host."""
         self._since_s = max(self._since_s, now_s)
 
     def observe(self, plan: StepPlan, step: PendingStep) -> DeviceTimes:
-        """Takes in one step; returns how long the device waited for it and was busy with it.
+        """Adds one step. Returns how long the device waited for it and was busy with it.
 
-        A step launched while the one before was running begins when that one ends.
+        A step launched while the previous one was running begins when that one ends.
         """
         began_s = max(step.began_s, self._since_s)
-        # A device's own clock may run behind ours; routers take no negative time.
+        # A device's own clock may lag behind the host's; negative times are not reported.
         exposed_s, busy_s = began_s - self._since_s, max(0.0, step.ended_s - began_s)
         self._since_s = step.ended_s
         self.elapsed_s += exposed_s + busy_s

@@ -1,7 +1,8 @@
-"""The forward pass of the common decoder family on a GPU: five matrix products a layer, and our kernels between them.
+"""The forward pass of the common decoder family on a GPU: five matrix products per layer, and Triton kernels between
+them.
 
-Queries, keys and values are one product, gate and up projection another. Nothing waits for the device and no shape
-depends on what a device tensor holds, so a step of decodes can be captured in a CUDA graph.
+Queries, keys and values are one product, gate and up projection another. The host never waits for the device, and no
+shape depends on the content of a device tensor, so a step of decodes can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from executor.step.batch import StepBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedLayer:
-    """The weights of a layer as they are multiplied."""
+    """The weights of a layer, fused for multiplication."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -36,7 +37,7 @@ class FusedLayer:
 
 
 class GpuDecoder:
-    """A model of the family. Takes the network's weights over: what it fuses, the network then has as views."""
+    """A model of the family. It takes over the network's weights: those that it fuses become views in the network."""
 
     def __init__(self, weights: DecoderWeights, backend: AttentionBackend, context_length: int) -> None:
         self.shape = shape = weights.shape
@@ -54,9 +55,9 @@ class GpuDecoder:
         return self._head
 
     def forward(self, batch: StepBatch, kv: Sequence[LayerKv], logits: Tensor | None = None) -> Tensor:
-        """Computes every token of a batch on the device, keeps its KV, and returns the logits `[R, vocabulary]`.
+        """Computes every token of a batch on the device, stores its KV, and returns the logits `[R, vocabulary]`.
 
-        They have the weights' dtype, and are put into `logits` if there is one.
+        They have the weights' dtype, and are written to `logits` if that is given.
         """
         hidden = functional.embedding(batch.token_ids, self._embedding)
         delta: Tensor | None = None
@@ -73,7 +74,7 @@ class GpuDecoder:
         return torch.mm(normed, self._head.t(), out=logits)
 
     def _attend(self, layer: FusedLayer, normed: Tensor, batch: StepBatch, kv: LayerKv) -> Tensor:
-        """Attention of all heads, `[T, num_heads * head_dim]`."""
+        """Computes attention of all heads, `[T, num_heads * head_dim]`."""
         qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
         positions, slots = batch.positions, batch.slot_mapping
         queries = rope_write(qkv, layer.head_norms, positions, slots, self._rotations, kv, self._epsilon)
@@ -100,6 +101,6 @@ def _fuse(layer: LayerWeights, scoring: Scoring) -> FusedLayer:
 
 
 def _become_views(parts: Sequence[Tensor], whole: Tensor) -> None:
-    """Frees the parts' own storage: a model is in memory once."""
+    """Replaces the parts' own storage by views, so that the model is in memory once."""
     for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
         part.set_(view)

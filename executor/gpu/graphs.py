@@ -1,8 +1,8 @@
 """CUDA graphs of a step of decodes, one for each bucket of rows.
 
-A replay costs the host one call, where launching the same kernels one by one would take longer than they run. The
-graphs share one memory pool, for no two run at a time; the largest is captured first, so that the others fit into what
-it left.
+A replay costs the host one call, whereas launching the same kernels one by one would take longer than they run. The
+graphs share one memory pool, since no two run at a time. The largest is captured first, so that the others fit into its
+memory.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import torch
 
 
 def decode_buckets(max_num_sequences: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, from there every 8th to 64, every 16th to 256 and every 32nd beyond; the last is the most seats."""
+    """Returns 1, 2, 4, 8, then every 8th to 64, every 16th to 256 and every 32nd beyond. The last is
+    `max_num_sequences`."""
     sizes = chain((1, 2, 4), range(8, 64, 8), range(64, 256, 16), range(256, max_num_sequences, 32))
     return (*(size for size in sizes if size < max_num_sequences), max_num_sequences)
 
 
 def bucket_of(buckets: Sequence[int], num_rows: int) -> int | None:
-    """The smallest bucket that holds so many rows; None if there is none."""
+    """Returns the smallest bucket with at least `num_rows` rows; None if there is none."""
     index = bisect_left(buckets, num_rows)
     return buckets[index] if index < len(buckets) else None
 
 
 def capture(compute: Callable[[int], None], buckets: Sequence[int]) -> Mapping[int, torch.cuda.CUDAGraph]:
-    """Captures `compute(bucket)` for every bucket. What it reads and writes must stay where it is.
+    """Captures `compute(bucket)` for every bucket. The tensors that it reads and writes must keep their addresses.
 
-    It runs once before it is captured: that compiles kernels and lets cuBLAS take its workspace.
+    It runs once before it is captured, so that kernels are compiled and cuBLAS allocates its workspace.
     """
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     graphs: dict[int, torch.cuda.CUDAGraph] = {}

@@ -1,6 +1,6 @@
-"""Steps that mean nothing: what a runner computes before there is work, to compile kernels and to see what they take.
+"""Dummy steps, which a runner computes before there is work, to compile kernels and to measure memory.
 
-Every token is written to the spare block, and reads nothing but that.
+Every token is written to the spare block, and reads only that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GREEDY_ROW = SampleRow(Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0), ou
 def warm_up_lengths(
     group: int, max_num_tokens: int, max_num_sequences: int, context_length: int
 ) -> Iterator[list[int]]:
-    """Chunks of every size of row tile, few and many at a time; the step with the most tokens comes first."""
+    """Yields chunks of every size of row tile, few and many at a time. The step with the most tokens comes first."""
     num_whole = max_num_tokens // context_length
     yield [context_length] * min(num_whole, max_num_sequences) or [max_num_tokens]
     rows = MIN_ROWS
@@ -36,7 +36,7 @@ def warm_up_lengths(
 
 
 def idle_batch(lengths: Sequence[int], table_row: int, block_size: int) -> StepBatch:
-    """Sequences of so many new tokens and no others, on the host."""
+    """Makes a batch of sequences with these numbers of new tokens and no others, on the host."""
     num_tokens, num_sequences = sum(lengths), len(lengths)
     starts = np.zeros(num_sequences + 1, np.int32)
     np.cumsum(lengths, out=starts[1:])
@@ -59,5 +59,4 @@ def idle_batch(lengths: Sequence[int], table_row: int, block_size: int) -> StepB
 
 
 def idle_sampling(num_rows: int) -> SamplingBatch:
-    """Greedy rows."""
     return SamplingBatch.of([GREEDY_ROW] * num_rows)

@@ -1,4 +1,4 @@
-"""What a decoder layer computes between its matrix products, by our Triton kernels."""
+"""Operations of a decoder layer between its matrix products, by the Triton kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from executor.kernels.norms import gated_kernel, residual_norm_kernel
 from executor.kernels.rope_write import rope_write_kernel
 from executor.kernels.tiling import power_of_two
 
-# Numbers that a program of 4 warps takes at once.
+# Numbers that a program of 4 warps processes at once.
 GATED_TILE = 1024
 ROPE_TILE = 1024
 
@@ -30,7 +30,7 @@ def residual_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon:
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `gate_up[T, 2 * size]`."""
+    """Returns `silu(gate) * up` of `gate_up[T, 2 * size]`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     outputs = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     gated_kernel[(num_rows, -(-size // GATED_TILE))](gate_up, outputs, size, TILE=GATED_TILE)
@@ -46,7 +46,8 @@ def rope_write(
     kv: LayerKv,
     epsilon: float,
 ) -> Tensor:
-    """Normalises and rotates queries and keys, stores keys and values; returns the queries `[T, num_heads, head_dim]`.
+    """Normalises and rotates queries and keys, stores keys and values, and returns the queries `[T, num_heads,
+    head_dim]`.
 
     `qkv[T, (num_heads + 2 * num_kv_heads) * head_dim]` is changed in place; `norms` are those of queries and keys.
     `rotations[positions, head_dim]` holds the cosines of each position, then the sines.
@@ -72,7 +73,8 @@ def rope_write(
 
 
 def rotation_table(inverse_frequencies: Tensor, scaling: float, num_positions: int) -> Tensor:
-    """Cosines and sines of every position, `[num_positions, head_dim]` float32, as transformers computes them."""
+    """Returns cosines and sines of every position, `[num_positions, head_dim]` float32, as transformers computes
+    them."""
     positions = torch.arange(num_positions, dtype=torch.float32, device=inverse_frequencies.device)
     angles = positions[:, None] * inverse_frequencies.float()
     return torch.cat((angles.cos(), angles.sin()), 1) * scaling

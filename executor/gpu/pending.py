@@ -1,4 +1,4 @@
-"""A step that was launched on the GPU, and how its tokens come back."""
+"""A step launched on the GPU, and the copy of its tokens to the host."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from executor.step.logprobs import StepLogprobs
 
 
 class ReadBack:
-    """Host buffers for sampled ids; as many steps may be in flight as there are buffers."""
+    """Host buffers for sampled ids. At most as many steps as buffers may be in flight."""
 
     def __init__(self, num_buffers: int, num_ids: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._free = deque(torch.zeros(num_ids, dtype=torch.int32, pin_memory=is_cuda) for _ in range(num_buffers))
 
     def start(self, sampled_ids: Tensor) -> Tensor:
-        """Begins to copy; the result is what is copied to."""
+        """Starts the copy and returns its target."""
         on_host = self._free[0]
         on_host[: len(sampled_ids)].copy_(sampled_ids, non_blocking=True)
-        return self._free.popleft()  # only now: a copy that fails takes no buffer
+        return self._free.popleft()  # only now, so that a failed copy takes no buffer
 
     def give_back(self, on_host: Tensor) -> None:
-        """The copy was read."""
+        """Returns a buffer whose content was read."""
         self._free.append(on_host)
 
 
 class StepTimer:
-    """When the GPU began and ended a step, by events in its stream; on a CPU by the host's clock."""
+    """Begin and end of a step on the GPU, by events in its stream; on a CPU by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.began_s = time.perf_counter()
         is_cuda = device.type == "cuda"
         self._began = torch.cuda.Event(enable_timing=True) if is_cuda else None
-        # Blocking: a thread that waits for it sleeps and leaves the core to those that serve.
+        # Blocking: a waiting thread sleeps and leaves the core to others.
         self._ended = torch.cuda.Event(enable_timing=True, blocking=True) if is_cuda else None
         self._ended_s = self.began_s
         if self._began is not None:
             self._began.record()
 
     def stop(self) -> None:
-        """The step is launched."""
+        """Marks the end of the launch."""
         self._ended_s = time.perf_counter()
         if self._ended is not None:
             self._ended.record()
 
     def wait(self, not_before_s: float) -> float:
-        """Waits for the end; returns when that was. The step cannot have begun before the one before it ended.
+        """Waits for the end and returns its time. The step cannot have begun before the previous one ended.
 
-        Who comes late finds the step over, and when it ended is what it took behind its beginning.
+        If the step is over already, its end is computed from its duration.
         """
         if self._began is None or self._ended is None:
             return self._ended_s
@@ -67,7 +67,7 @@ class StepTimer:
 
 
 class GpuStep:
-    """See `executor.engine.runner.PendingStep`. Steps are read in the order of launch; `before` is the previous one."""
+    """A pending step. Steps must be read in the order of launch; `before` is the previous one."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class GpuStep:
         self._reported = reported
 
     def result(self) -> tuple[int | None, ...]:
-        """Waits for the ids; called once."""
-        before, self._before = self._before, None  # or every step would hold the one before it
+        """Waits for the ids. May be called once."""
+        before, self._before = self._before, None  # otherwise every step would keep the previous one alive
         try:
             self.ended_s = self._timer.wait(before.ended_s if before is not None else 0.0)
             return token_ids_of(self._on_host[: self._num_ids].tolist())
@@ -97,5 +97,4 @@ class GpuStep:
             self._read_back.give_back(self._on_host)
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """See `PendingStep`."""
         return NO_LOGPROBS if self._reported is None else self._reported.read()

@@ -1,8 +1,9 @@
-"""Runs plans on a GPU: packs a step into one buffer, copies it once, launches, and reads the ids back when asked.
+"""Runner of plans on a GPU: it packs a step into one buffer, copies it once, launches, and reads the ids back on
+demand.
 
-Launching waits for nothing: the caller's thread makes the next plan while the device computes. A step of decodes alone
-is the replay of a CUDA graph; a step with chunks of prompts is launched kernel by kernel. Where there is no GPU the
-same is computed at once, which is how it is tested.
+Launching waits for nothing, so the caller's thread makes the next plan while the device computes. A step of decodes
+alone is the replay of a CUDA graph; a step with prefill chunks is launched kernel by kernel. Without a GPU the same
+code computes immediately, as in the tests.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class DeviceStep:
         self._block_size = block_size
 
     def compute(self, layout: StepLayout, num_decodes: int) -> None:
-        """Takes over carried tokens, computes the model, and draws the next tokens."""
+        """Fills in carried tokens, computes the model, and draws the next tokens."""
         self.buffers.resolve(layout)
         batch = self.buffers.batch(layout, num_decodes, self._block_size)
         logits = self._decoder.forward(batch, self._kv, self.logits[: layout.num_logits])
@@ -56,12 +57,12 @@ class DeviceStep:
 
 log = logging.getLogger(__name__)
 
-# Steps launched and not read: the engine has two at most.
+# Steps launched and not read; the engine has two at most.
 MAX_IN_FLIGHT = 4
 
 
 class GpuRunner:
-    """The engine's way to a model of the common family on a GPU. `prepare` comes before the first launch."""
+    """`StepRunner` of a model of the common family on a GPU. `prepare` must precede the first launch."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class GpuRunner:
         self._group = decoder.shape.num_heads // decoder.shape.num_kv_heads
 
     def prepare(self) -> None:
-        """Compiles what steps will need, and captures the graphs."""
+        """Compiles the kernels that steps need, and captures the graphs."""
         limits = self._limits
         sizes = (_max_step_tokens(limits), limits.max_num_sequences, limits.context_length)
         with torch.inference_mode():
@@ -103,14 +104,13 @@ class GpuRunner:
                 self._graphs = dict(capture(self._compute_decodes, self._buckets))
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         batch = self._packer.pack(plan)
         entries = self._follower.follow(plan)
         sampling = self._columns.select(plan, batch)
         layout, bucket = self._layout_of(batch, sampling)
         timer = StepTimer(self._device)
         with torch.inference_mode():
-            # In the stream of the step: behind the steps before, whose KV it moves, and before the graph's replay.
+            # On the stream of the step: after the previous steps, whose KV it moves, and before the graph's replay.
             if self._host_tier is not None:
                 self._host_tier.swap(plan.swaps_out, plan.swaps_in)
             self._buffers.upload(layout, batch, sampling, entries)
@@ -123,17 +123,17 @@ class GpuRunner:
         return self._newest
 
     def repeat_decodes(self, bucket: int) -> None:
-        """Computes the decodes of the newest step once more and hands their tokens to nobody: for measuring."""
+        """Computes the decodes of the newest step again and discards their tokens, for measurements."""
         with torch.inference_mode():
             self._compute(StepLayout.of_decodes(bucket), bucket, bucket)
 
     def close(self) -> None:
-        """Waits for the steps launched."""
+        """Waits for the launched steps."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def _layout_of(self, batch: StepBatch, sampling: SamplingBatch) -> tuple[StepLayout, int | None]:
-        """The layout of a step, and the bucket if it is one of decodes."""
+        """Returns the layout of a step, and its bucket if it has only decodes."""
         if batch.num_tokens == batch.num_sequences == sampling.num_rows:
             bucket = bucket_of(self._buckets, batch.num_sequences)
             if bucket is not None:
@@ -148,7 +148,7 @@ class GpuRunner:
             self._step.compute(layout, num_decodes if bucket is None else bucket)
 
     def _report(self, layout: StepLayout, sampling: SamplingBatch) -> StepLogprobs | None:
-        """The log probabilities that rows report, on their way to the host."""
+        """Starts the copy of the log probabilities that rows report."""
         if not sampling.reporting:
             return None
         num_rows, rows = sampling.num_rows, self._buffers.reported_rows(layout, len(sampling.reporting))
@@ -156,14 +156,14 @@ class GpuRunner:
         return step_logprobs(logits, sampled_ids, sampling.reporting, rows).start_copy()
 
     def _compute_decodes(self, bucket: int) -> None:
-        """Computes padding rows alone, or captures what any rows of the bucket need."""
+        """Computes padding rows only, or captures the kernels for any rows of the bucket."""
         layout = StepLayout.of_decodes(bucket)
         if not torch.cuda.is_current_stream_capturing():
             self._upload_idle([1] * bucket)
         self._step.compute(layout, bucket)
 
     def _upload_idle(self, lengths: Sequence[int]) -> StepLayout:
-        """Sends a step that means nothing: every token is written to the spare block."""
+        """Uploads a dummy step, which writes every token to the spare block."""
         layout = StepLayout(sum(lengths), len(lengths), len(lengths))
         batch = idle_batch(lengths, self._buffers.spare_table_row, self._block_size)
         self._buffers.upload(layout, batch, idle_sampling(len(lengths)), NO_ENTRIES)
@@ -171,5 +171,5 @@ class GpuRunner:
 
 
 def _max_step_tokens(limits: SchedulerLimits) -> int:
-    """Without chunks a prompt gets a step of its own, however long it is."""
+    """Returns the most tokens of a step. Without chunked prefill a prompt takes one step, however long it is."""
     return limits.max_num_tokens if limits.enable_chunked_context else max(limits.max_num_tokens, limits.context_length)

@@ -1,4 +1,4 @@
-"""Sampling on the GPU by the Triton kernels; the host waits for nothing.
+"""Sampling on the GPU by the Triton kernels. The host waits for nothing.
 
 Rows that restrict the draw (top_k, top_p) get a threshold first, which costs the other rows nothing.
 """
@@ -14,7 +14,7 @@ from executor.kernels.restriction import restrict_kernel
 from executor.kernels.sampling import choose_kernel, draw_kernel
 from executor.kernels.tiling import power_of_two
 
-# Vocabulary ids that a program looks at.
+# Vocabulary ids that a program processes.
 CHUNK = 2048
 # One program reads a whole row many times, so it has many threads.
 RESTRICTION_CHUNK = 8192
@@ -23,10 +23,10 @@ RESTRICTION_WARPS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawRows:
-    """How rows are drawn: `temperatures` (0 is greedy) and `top_ps` float32, the others int32; all `[R]` but
+    """Parameters of the draws: `temperatures` (0 is greedy) and `top_ps` float32, the others int32; all `[R]` except
     `banned_ids` and `banned_starts[R + 1]`.
 
-    A seed is 64 bits, in two words. Of row i, `banned_ids[banned_starts[i]:banned_starts[i + 1]]` cannot come out.
+    A seed is 64 bits, in two words. The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`.
     """
 
     temperatures: Tensor
@@ -40,7 +40,8 @@ class DrawRows:
 
 
 def restrict(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
-    """The thresholds of the rows: a token stays above the first, and where it equals it up to the id in the second."""
+    """Returns the thresholds of the rows. Tokens above the first are kept, and those equal to it up to the id in the
+    second."""
     num_rows, vocabulary_size = logits.shape
     edges = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     last_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
@@ -54,7 +55,8 @@ def restrict(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits: Tensor, rows: DrawRows, token_ids: Tensor) -> None:
-    """Puts the tokens drawn from `logits[R, vocabulary]` into `token_ids[R]`; `NO_TOKEN` for a row without a number."""
+    """Writes the tokens drawn from `logits[R, vocabulary]` to `token_ids[R]`; `NO_TOKEN` for a row without a usable
+    logit."""
     num_rows, vocabulary_size = logits.shape
     edges, last_ids = restrict(logits, rows)
     num_chunks = -(-vocabulary_size // CHUNK)

@@ -1,8 +1,8 @@
-"""The memory of a step on the device, at addresses that never change, and its way there.
+"""Device memory of a step at fixed addresses, and its upload.
 
-What changes from step to step travels in one copy: the words of `StepLayout`, and behind them what is new in the block
-tables, which are kept on the device, a row for each seat and a spare one of nothing but the spare block. The host's
-side is a ring of buffers: one is written again only when its copy is through.
+What changes from step to step is sent in one copy: the words of `StepLayout`, and behind them the new entries of the
+block tables. The tables are kept on the device, a row for each seat and a spare row that contains only the spare block.
+The host uses a ring of buffers; a buffer is written again only when its copy has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from executor.step.batch import StepBatch
 from executor.step.sampling_columns import SamplingBatch
 
 RING = 2
-# Entries of block tables that one copy has room for.
+# Entries of block tables that fit one copy.
 MAX_ENTRIES = 4096
 TILE = 256
 
@@ -34,7 +34,7 @@ class HostRing:
         self._next = 0
 
     def take(self) -> Words:
-        """The words to write for the next copy."""
+        """Returns the words to write for the next copy."""
         copied = self._copied[self._next]
         if copied is not None:
             copied.synchronize()
@@ -42,7 +42,7 @@ class HostRing:
         return words
 
     def copy_to(self, target: Tensor, num_words: int) -> None:
-        """Copies the first words of what was taken."""
+        """Copies the first words of the buffer taken last."""
         target[:num_words].copy_(self._buffers[self._next][:num_words], non_blocking=True)
         if self._device.type == "cuda":
             event = torch.cuda.Event(blocking=True)
@@ -63,7 +63,7 @@ class StepBuffers:
         self.sampled_ids = torch.zeros(most.num_logits, dtype=torch.int32, device=device)
 
     def upload(self, layout: StepLayout, batch: StepBatch, sampling: SamplingBatch, entries: TableEntries) -> None:
-        """Sends a step's inputs and what its block tables need."""
+        """Sends a step's inputs and its new block table entries."""
         *before, last = entries.split(MAX_ENTRIES)
         for part in before:
             self._send(self._ring.take(), 0, part)
@@ -72,7 +72,7 @@ class StepBuffers:
         self._send(words, num_used, last)
 
     def batch(self, layout: StepLayout, num_decodes: int, block_size: int) -> StepBatch:
-        """The inputs as kernels take them."""
+        """Returns the inputs as the kernels take them."""
         of = self._field
         nothing = self._words[:0]
         return StepBatch(
@@ -91,7 +91,7 @@ class StepBuffers:
         )
 
     def draw_rows(self, layout: StepLayout) -> DrawRows:
-        """How the rows are drawn."""
+        """Returns the parameters of the draws."""
         of = self._field
         return DrawRows(
             temperatures=of(layout, "temperatures").view(torch.float32),
@@ -105,11 +105,11 @@ class StepBuffers:
         )
 
     def reported_rows(self, layout: StepLayout, count: int) -> Tensor:
-        """The first `count` of the rows that report log probabilities, int32."""
+        """Returns the first `count` of the rows that report log probabilities, int32."""
         return self._field(layout, "reported_rows")[:count]
 
     def resolve(self, layout: StepLayout) -> None:
-        """Fills in the tokens that the step before sampled."""
+        """Fills in the tokens that the previous step sampled."""
         of = self._field
         resolve_kernel[(-(-layout.num_sequences // TILE),)](
             *(of(layout, "token_ids"), of(layout, "is_carried"), of(layout, "carried_from"), self.sampled_ids),
@@ -118,7 +118,7 @@ class StepBuffers:
         )
 
     def follow(self, first: int, count: int) -> None:
-        """Applies `count` entries of block tables that lie in the words from `first` on."""
+        """Applies `count` entries of block tables that are in the words from `first` on."""
         places = self._words[first : first + count]
         second = _behind(first, count)
         blocks = self._words[second : second + count]
@@ -128,7 +128,7 @@ class StepBuffers:
         return self._words[layout.fields[name]]
 
     def _send(self, words: Words, first: int, entries: TableEntries) -> None:
-        """Copies `[0, first)` and the entries behind it, and applies those."""
+        """Copies the words `[0, first)` and the entries behind them, and applies the entries."""
         count = len(entries.places)
         second = _behind(first, count)
         words[first : first + count] = entries.places
@@ -139,5 +139,5 @@ class StepBuffers:
 
 
 def _behind(first: int, count: int) -> int:
-    """Where something may start behind `count` words."""
+    """Returns the first aligned word behind `count` words."""
     return first + -(-count // ALIGNMENT_WORDS) * ALIGNMENT_WORDS

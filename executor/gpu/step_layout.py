@@ -1,4 +1,4 @@
-"""Everything that the host tells the GPU about a step, as one run of 32-bit words: one copy to the device. Pure.
+"""Layout of a step's input as one run of 32-bit words, for a single copy to the device. Pure.
 
 With T tokens, S sequences and R rows that sample, each field starts at a multiple of 16 bytes:
 
@@ -9,10 +9,10 @@ With T tokens, S sequences and R rows that sample, each field starts at a multip
     banned_starts [R + 1]
     banned_ids [320 R], of row i: [banned_starts[i], banned_starts[i + 1])
 
-The last field is copied as far as it is used.
+Of the last field only the used part is copied.
 
-A step of decodes may have a layout for more rows than it has. The padding rows compute a token 0 that alone has a
-context, write its KV to the spare block 0, which the table row they name consists of, and sample greedily.
+A step of decodes may have a layout for more rows than it has. The padding rows compute a token 0 with a context of only
+itself, write its KV to the spare block 0, which is all that their table row contains, and sample greedily.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from executor.step.sampling_columns import SamplingBatch
 
 Words = npt.NDArray[np.int32]
 
-# Ids that a row can have banned: those that a request may stop at, and those that the model ends with.
+# Most banned ids of a row: the stop ids of a request, and the end-of-sequence ids of the model.
 MAX_BANNED = MAX_STOP_TOKEN_IDS + 64
 ALIGNMENT_WORDS = 4
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Where each field of a step lies. Equal sizes give an equal layout."""
+    """Offsets of the fields of a step. Equal sizes give an equal layout."""
 
     num_tokens: int
     num_sequences: int
@@ -44,7 +44,7 @@ class StepLayout:
 
     @classmethod
     def of_decodes(cls, num_rows: int) -> StepLayout:
-        """A step in which every row computes one token and samples."""
+        """Returns the layout of a step in which every row computes one token and samples."""
         return cls(num_rows, num_rows, num_rows)
 
     @cached_property
@@ -68,13 +68,13 @@ class StepLayout:
 
     @cached_property
     def num_words(self) -> int:
-        """Words of the whole."""
+        """Words in all."""
         end: int = self.fields["banned_ids"].stop
         return _aligned(end)
 
     def fill(self, words: Words, batch: StepBatch, sampling: SamplingBatch, spare_table_row: int) -> int:
         """Writes a step of at most these sizes; only a step of decodes may be smaller. Returns how many words are used;
-        what is behind them is not read."""
+        the words behind them are not read."""
         views = {name: words[field] for name, field in self.fields.items()}
         _fill_tokens(views, batch)
         _fill_sequences(views, batch, spare_table_row)

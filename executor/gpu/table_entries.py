@@ -1,6 +1,6 @@
-"""What the device does not know yet of the block tables. Pure.
+"""Block table entries that the device lacks. Pure.
 
-A sequence's table only grows; who boards starts a new one in the row of the seat.
+A sequence's table only grows. A sequence that boards starts a new table in the row of its seat.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableEntries:
-    """What is new: `blocks[i]` at `places[i]`, counted over all tables, row by row."""
+    """New entries: `blocks[i]` at index `places[i]`, counted over all tables, row by row."""
 
     places: Places
     blocks: Places
 
     def split(self, most: int) -> SequenceOf[TableEntries]:
-        """In parts of at most so many entries; at least one part."""
+        """Splits the entries into parts of at most `most`; at least one part."""
         starts = range(0, max(1, len(self.places)), most)
         return [TableEntries(self.places[first : first + most], self.blocks[first : first + most]) for first in starts]
 
@@ -34,18 +34,18 @@ NO_ENTRIES = TableEntries(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class TableFollower:
-    """Remembers how much of each seat's table was sent. What plans changed is kept until `sent` says that it reached
-    the device: after a launch that failed it goes out with the next one."""
+    """Tracks how much of each seat's table was sent. Changes of a plan are kept until `sent` confirms them: after a
+    failed launch they are sent with the next one."""
 
     def __init__(self, num_tables: int, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._num_sent = [0] * num_tables
-        # Sequences with new entries, by seat, and how long their tables were when `follow` returned those.
+        # Sequences with new entries, by seat, and the length of their tables when `follow` returned those entries.
         self._changed: dict[int, Sequence] = {}
         self._num_following: dict[int, int] = {}
 
     def follow(self, plan: StepPlan) -> TableEntries:
-        """What the device lacks of the tables, this plan included."""
+        """Returns the entries that the device lacks, this plan included."""
         for sequence in plan.boarded:
             self._num_sent[sequence.seat_row] = 0
         self._changed.update((sequence.seat_row, sequence) for sequence in chain(plan.boarded, plan.grown))
@@ -65,7 +65,7 @@ class TableFollower:
         return TableEntries(np.array(places, np.int64), np.array(blocks, np.int64)) if places else NO_ENTRIES
 
     def sent(self) -> None:
-        """The device has the entries that `follow` returned last."""
+        """Confirms that the device has the entries that `follow` returned last."""
         for seat, num_blocks in self._num_following.items():
             self._num_sent[seat] = num_blocks
         self._changed, self._num_following = {}, {}

@@ -1,16 +1,16 @@
-"""Paged attention, in Triton: a kernel for decodes, chunks of prompts and drafts to verify, and one that joins splits.
+"""Paged attention in Triton: a kernel for decodes, prefill chunks and drafts to verify, and one that combines splits.
 
 KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]` for keys and for values.
 
-A program owns a tile of query rows of one sequence and one KV head. Rows are packed: the `GROUP` query heads that share
-the KV head stand next to each other, so a decode fills a matrix instruction's 16 rows as far as it can.
+A program computes a tile of query rows of one sequence and one KV head. Rows are packed: the `GROUP` query heads that
+share the KV head are adjacent, so a decode fills a matrix instruction's 16 rows as far as it can.
 
     row r of a tile      token `first + r // GROUP`, head `kv_head * GROUP + r % GROUP`
     its keys             positions `[position - WINDOW + 1, position]`, from 0 where WINDOW is 0
 
-Keys are read in tiles of their own size, whatever the size of a block. The key tiles of a row tile may be shared out
-among `NUM_SPLITS` programs; each then leaves a normalised partial result and the base-2 logarithm of its weight, -inf
-where it had no key. The grid depends on numbers of tokens and sequences only, never on what a device tensor holds.
+Keys are read in tiles of their own size, whatever the size of a block. The key tiles of a row tile may be distributed
+over `NUM_SPLITS` programs. Each then stores a normalised partial result and the base-2 logarithm of its weight, -inf
+where it had no key. The grid depends only on numbers of tokens and sequences, never on the content of a device tensor.
 """
 
 import triton
@@ -19,7 +19,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-# Numbers that differ from step to step are not specialised, for each kind would be compiled when it first comes up.
+# Numbers that differ from step to step are not specialised, because each kind would be compiled at its first use.
 @triton.jit(do_not_specialize=["first_sequence", "num_sequences"])
 def attend_kernel(
     queries, keys, values, outputs,
@@ -75,7 +75,8 @@ def attend_kernel(
 
 @triton.jit
 def locate(query_starts, tile, first_sequence, num_sequences, TILE_QUERIES: tl.constexpr):
-    """The sequence of a row tile, the tile's first query among its new tokens and in the batch, and how many are new.
+    """Returns the sequence of a row tile, the tile's first query among its new tokens and in the batch, and how many
+    are new.
 
     Sequence i, counted from `first_sequence`, has the tiles from `tokens before it // TILE_QUERIES + i` on. That is
     enough for each and lets a tile find its sequence by bisection; a tile past a sequence's last query is empty.
@@ -105,7 +106,8 @@ def share_of_keys(
     WINDOW: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """The positions `[begin, end)` of a split, both multiples of `TILE_KEYS`; `end <= begin` where it has none."""
+    """Returns the positions `[begin, end)` of a split, both multiples of `TILE_KEYS`; `end <= begin` where it has
+    none."""
     first_tile = 0
     if WINDOW > 0:
         first_tile = tl.maximum(first_position - WINDOW + 1, 0) // TILE_KEYS
@@ -121,7 +123,8 @@ def attend_to(
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Softmax-weighted values of the keys in `[begin, end)`, and the base-2 logarithm of the sum of their weights."""
+    """Returns the softmax-weighted values of the keys in `[begin, end)`, and the base-2 logarithm of the sum of their
+    weights."""
     # float32 is multiplied as float32, not in the shorter format of the matrix units.
     PRECISION: tl.constexpr = "ieee" if query_tile.dtype == tl.float32 else "tf32"
     dims = tl.arange(0, PADDED_DIM)
@@ -130,7 +133,7 @@ def attend_to(
     result = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
     for start in range(begin, end, TILE_KEYS):
         slots = start + tl.arange(0, TILE_KEYS)
-        # Slots past the context may hold anything, even NaN, which a weight of zero does not make harmless.
+        # Slots past the context may hold anything, even NaN, which a weight of zero does not neutralise.
         exists = slots < context_end
         blocks = tl.load(table + slots // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         offsets = blocks * block_stride + (slots % BLOCK_SIZE) * slot_stride
@@ -162,7 +165,7 @@ def attend_to(
 
 @triton.jit
 def tanh(x):
-    """By exp, which ends at 1 where it overflows."""
+    """Computes tanh by exp; the result is 1 where exp overflows."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 
@@ -171,7 +174,7 @@ def combine_kernel(
     partials, log_weights, outputs, output_token_stride, output_head_stride,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The weighted mean of the splits of one token and head. Grid: tokens, heads."""
+    """Computes the weighted mean of the splits of one token and head. Grid: tokens, heads."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits, dims = tl.arange(0, NUM_SPLITS), tl.arange(0, PADDED_DIM)
     first_part = (token * tl.num_programs(1) + head) * NUM_SPLITS

@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a layer, in Triton: residual + RMSNorm, and SiLU(gate) * up."""
+"""Kernels between the matrix products of a layer, in Triton: residual + RMSNorm, and SiLU(gate) * up."""
 
 import triton
 import triton.language as tl
@@ -15,14 +15,14 @@ def residual_norm_kernel(
     PADDED_SIZE: tl.constexpr,
     HAS_DELTA: tl.constexpr,
 ):
-    """`hidden += delta`, then its RMSNorm. Grid: rows. All three are contiguous."""
+    """Adds `delta` to `hidden` and computes its RMSNorm. Grid: rows. All three are contiguous."""
     row = tl.program_id(0).to(tl.int64) * size
     columns = tl.arange(0, PADDED_SIZE)
     mask = columns < size
     stream = tl.load(hidden + row + columns, mask=mask, other=0.0)
     if HAS_DELTA:
         added = stream.to(tl.float32) + tl.load(delta + row + columns, mask=mask, other=0.0).to(tl.float32)
-        # Rounded as the stream is kept, so that the norm sees what the next layers see.
+        # Rounded as the stream is stored, so that the norm sees the same values as the next layers.
         stream = added.to(hidden.dtype.element_ty)
         tl.store(hidden + row + columns, stream, mask=mask)
     wide = stream.to(tl.float32)
@@ -38,7 +38,7 @@ def gated_kernel(
     size,
     TILE: tl.constexpr,
 ):
-    """SiLU(gate) * up. Grid: rows, tiles of columns."""
+    """Computes SiLU(gate) * up. Grid: rows, tiles of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < size

@@ -1,11 +1,11 @@
-"""Which tokens top_k and top_p keep, in Triton: a threshold for each row that asks for one, found by bisection.
+"""top_k and top_p in Triton: a threshold for each row that restricts the draw, found by bisection.
 
 Float32 numbers are compared as integers in the same order (`key_of`), so that 32 passes over a row find an exact value:
 
     top_k      the largest value that at least k tokens reach
     top_p      the smallest value above which there is less than top_p of the probability within top_k
 
-Of the tokens equal to the threshold as many are kept as top_k and top_p have room for, the lowest ids first.
+Of the tokens equal to the threshold as many are kept as top_k and top_p allow, the lowest ids first.
 """
 
 import triton
@@ -23,7 +23,7 @@ def restrict_kernel(
     last_ids,  # and those equal to it up to this id
     vocabulary_size, logits_stride, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows. A row that restricts nothing keeps everything and is not read."""
+    """Computes the thresholds. Grid: rows. A row without restrictions keeps everything and is not read."""
     row = tl.program_id(0)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     limit = tl.where((top_k > 0) & (top_k < vocabulary_size), top_k, vocabulary_size)
@@ -34,18 +34,18 @@ def restrict_kernel(
         first_banned = tl.load(banned_starts + row)
         banned, count = banned_ids + first_banned, tl.load(banned_starts + row + 1) - first_banned
         highest = largest(values, vocabulary_size, temperature, banned, count, CHUNK)
-        # Of a row without a number nothing is drawn, whatever is kept.
+        # Nothing is drawn from a row without a usable logit, whatever is kept.
         highest = tl.where(highest > float("-inf"), highest, 0.0)
         key = kth_largest(values, vocabulary_size, temperature, banned, count, limit, highest, CHUNK)
         num_above, mass = above(values, vocabulary_size, temperature, banned, count, key, highest, CHUNK)
-        # Without top_k the key is that of -inf, and what equals it weighs nothing.
+        # Without top_k the key is that of -inf, and tokens equal to it have no weight.
         total = mass + (limit - num_above) * tl.exp(value_of(key) - highest)
         room = limit - num_above
         if top_p < 1.0:
             target = top_p * total
             key = mass_edge(values, vocabulary_size, temperature, banned, count, key, target, highest, CHUNK)
             num_above, mass = above(values, vocabulary_size, temperature, banned, count, key, highest, CHUNK)
-            # A token stays while those before it hold less than top_p; the first always does.
+            # A token is kept while those before it hold less than top_p; the first always is.
             needed = tl.ceil((target - mass) / tl.exp(value_of(key) - highest))
             room = tl.minimum((limit - num_above).to(tl.float32), tl.maximum(needed, 1.0)).to(tl.int32)
         last = nth_equal(values, vocabulary_size, temperature, banned, count, value_of(key), room, CHUNK)
@@ -55,21 +55,21 @@ def restrict_kernel(
 
 @triton.jit
 def key_of(value):
-    """An integer with the order of the float32."""
+    """Returns an integer with the order of the float32."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0, which it equals
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def value_of(key):
-    """The float32 of a key."""
+    """Returns the float32 of a key."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def largest(values, size, temperature, banned, count, CHUNK: tl.constexpr):
-    """The largest value of a row."""
+    """Returns the largest value of a row."""
     result = tl.full([CHUNK], float("-inf"), tl.float32)
     for start in range(0, size, CHUNK):
         ids = start + tl.arange(0, CHUNK)
@@ -79,7 +79,7 @@ def largest(values, size, temperature, banned, count, CHUNK: tl.constexpr):
 
 @triton.jit
 def above(values, size, temperature, banned, count, key, highest, CHUNK: tl.constexpr):
-    """How many tokens are above a key, and what they weigh, the largest value weighing 1."""
+    """Returns how many tokens are above a key, and the sum of their weights, relative to the largest value's weight."""
     number = tl.zeros([CHUNK], tl.int32)
     mass = tl.zeros([CHUNK], tl.float32)
     for start in range(0, size, CHUNK):
@@ -93,7 +93,7 @@ def above(values, size, temperature, banned, count, key, highest, CHUNK: tl.cons
 
 @triton.jit
 def kth_largest(values, size, temperature, banned, count, limit, highest, CHUNK: tl.constexpr):
-    """The key of the `limit`-th largest value; that of -inf if the limit is everything."""
+    """Returns the key of the `limit`-th largest value; that of -inf if the limit is everything."""
     low = key_of(highest * 0.0 + float("-inf"))
     high = tl.where(limit < size, key_of(highest), low)
     while low < high:
@@ -106,7 +106,7 @@ def kth_largest(values, size, temperature, banned, count, limit, highest, CHUNK:
 
 @triton.jit
 def mass_edge(values, size, temperature, banned, count, low, target, highest, CHUNK: tl.constexpr):
-    """The smallest key, from `low` on, above which there is less than `target`."""
+    """Returns the smallest key, from `low` on, above which there is less than `target`."""
     high = key_of(highest)
     while low < high:
         middle = low + (high - low) // 2
@@ -118,7 +118,7 @@ def mass_edge(values, size, temperature, banned, count, low, target, highest, CH
 
 @triton.jit
 def nth_equal(values, size, temperature, banned, count, edge, number, CHUNK: tl.constexpr):
-    """The id of the `number`-th token that equals the edge; every id if there are no more than that."""
+    """Returns the id of the `number`-th token that equals the edge; every id if there are no more than that."""
     low, high = number * 0, number * 0 + size - 1
     last = low + ALL_IDS
     if equal_up_to(values, size, temperature, banned, count, edge, high, CHUNK) > number:
@@ -133,7 +133,7 @@ def nth_equal(values, size, temperature, banned, count, edge, number, CHUNK: tl.
 
 @triton.jit
 def equal_up_to(values, size, temperature, banned, count, edge, last, CHUNK: tl.constexpr):
-    """How many tokens with ids up to `last` equal the edge."""
+    """Returns how many tokens with ids up to `last` equal the edge."""
     number = tl.zeros([CHUNK], tl.int32)
     for start in range(0, size, CHUNK):
         ids = start + tl.arange(0, CHUNK)

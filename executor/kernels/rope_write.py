@@ -1,4 +1,4 @@
-"""Storing new keys and values in their blocks, in Triton: as they are, or straight from the fused projection.
+"""Writes of new keys and values to their blocks, in Triton: unchanged, or directly from the fused projection.
 
 KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]`; a slot is `block * block_size + offset`.
 """
@@ -16,7 +16,8 @@ def rope_write_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Norms of heads where there are any, rotary embedding, KV write. Grid: tokens, tiles of heads of all kinds."""
+    """Applies the norms of heads, if any, and the rotary embedding, and writes the KV. Grid: tokens, tiles of heads of
+    all kinds."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     halves = tl.arange(0, PADDED_HALF)
@@ -59,7 +60,7 @@ def rope_write_kernel(
 
 @triton.jit
 def of_kind(query_norm, key_norm, dims, is_query, is_dim):
-    """The norm's weight for each head of a tile, the queries' or the keys'."""
+    """Returns the norm's weight for each head of a tile, the queries' or the keys'."""
     of_query = tl.load(query_norm + dims, mask=is_dim, other=0.0).to(tl.float32)
     of_key = tl.load(key_norm + dims, mask=is_dim, other=0.0).to(tl.float32)
     return tl.where(is_query[:, None], of_query[None, :], of_key[None, :])
@@ -72,7 +73,7 @@ def write_kernel(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of one token. Grid: tokens."""
+    """Writes keys and values of one token. Grid: tokens."""
     token = tl.program_id(0).to(tl.int64)
     heads, dims = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED_DIM)[None, :]
     mask = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)

@@ -1,9 +1,9 @@
-"""Drawing tokens, in Triton: the largest noisy logit of those kept, with the noise of `executor.step.sampling`.
+"""Sampling in Triton: the largest noisy logit of those kept, with the noise of `executor.step.sampling`.
 
-A NaN is never chosen and weighs nothing. A row in which nothing is left yields NO_TOKEN (`executor.engine.runner`).
+A NaN is never chosen and has no weight. A row without a usable logit yields NO_TOKEN (`executor.engine.runner`).
 
 The random words are those of `executor.step.philox`, bit for bit: key = seed, counter = (id // 4, output index, 0, 0),
-word `id % 4`. The noise made of them may differ in its last bits from the one that torch computes.
+word `id % 4`. The noise made of them may differ in its last bits from that of torch.
 """
 
 import triton
@@ -14,7 +14,7 @@ MULTIPLIER_1 = tl.constexpr(0xCD9E8D57)
 INCREMENT_0 = tl.constexpr(0x9E3779B9)
 INCREMENT_1 = tl.constexpr(0xBB67AE85)
 ROUNDS = tl.constexpr(10)
-# The same as in executor.sampling: 1 - 2**-24.
+# The same as in executor.step.sampling: 1 - 2**-24.
 LARGEST_UNIFORM = tl.constexpr(0.999999940395355224609375)
 WORD_SCALE = tl.constexpr(2.0**-32)
 NO_TOKEN = tl.constexpr(-1)
@@ -26,7 +26,7 @@ def draw_kernel(
     temperatures, seeds_low, seeds_high, output_indices, banned_ids, banned_starts, edges, last_ids,
     best_values, best_ids, vocabulary_size, logits_stride, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The winner of one chunk of the vocabulary of one row, the lowest id among equals. Grid: rows, chunks."""
+    """Computes the winner of one chunk of the vocabulary of one row, the lowest id among equals. Grid: rows, chunks."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     counters = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
@@ -63,7 +63,7 @@ def draw_kernel(
 
 @triton.jit
 def choose_kernel(best_values, best_ids, token_ids, num_chunks, PADDED_CHUNKS: tl.constexpr):
-    """The winner of each row's chunks. Grid: rows."""
+    """Computes the winner of each row's chunks. Grid: rows."""
     row = tl.program_id(0)
     chunks = tl.arange(0, PADDED_CHUNKS)
     mask = chunks < num_chunks
@@ -77,7 +77,7 @@ def choose_kernel(best_values, best_ids, token_ids, num_chunks, PADDED_CHUNKS: t
 
 @triton.jit
 def scaled(row_logits, ids, vocabulary_size, divisor, banned, num_banned):
-    """Logits over the temperature, -inf where they are banned, NaN or none."""
+    """Returns logits over the temperature, -inf where they are banned, NaN or beyond the vocabulary."""
     value = tl.load(row_logits + ids, mask=ids < vocabulary_size, other=float("-inf")).to(tl.float32) / divisor
     value = tl.where(value == value, value, float("-inf"))
     for index in range(num_banned):
@@ -87,7 +87,7 @@ def scaled(row_logits, ids, vocabulary_size, divisor, banned, num_banned):
 
 @triton.jit
 def philox(word0, word1, word2, word3, key0, key1):
-    """Philox4x32-10 of uint32 words."""
+    """Computes Philox4x32-10 of uint32 words."""
     multiplier0 = word0 * 0 + MULTIPLIER_0
     multiplier1 = word0 * 0 + MULTIPLIER_1
     for _ in tl.static_range(ROUNDS):
@@ -100,9 +100,9 @@ def philox(word0, word1, word2, word3, key0, key1):
 
 @triton.jit
 def gumbel(word):
-    """-log(-log(1 - u)) with u the middle of the word's interval."""
+    """Returns -log(-log(1 - u)) with u the middle of the word's interval."""
     uniform = tl.minimum((word.to(tl.float32) + 0.5) * WORD_SCALE, LARGEST_UNIFORM)
-    # log(1 - u) to the last bits where u is small, from a logarithm that is only as good as its argument.
+    # log(1 - u) to the last bits where u is small, from a logarithm that is only as precise as its argument.
     rounded = 1.0 - uniform
     is_lost = rounded == 1.0
     ratio = tl.log(rounded) / tl.where(is_lost, 1.0, rounded - 1.0)

@@ -1,4 +1,4 @@
-"""What a step takes over on the device, in Triton: the tokens of the step before, and what is new in block tables."""
+"""Input of a step that the device completes, in Triton: the previous step's tokens, and new block table entries."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["count"])
 def resolve_kernel(token_ids, is_carried, carried_from, sampled_ids, count, TILE: tl.constexpr):
-    """Puts the tokens that the step before sampled where they are the input, 0 for none. Grid: tiles of `count`
+    """Writes the tokens that the previous step sampled into the input, 0 for `NO_TOKEN`. Grid: tiles of `count`
     sequences."""
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
     carries = (rows < count) & (tl.load(is_carried + rows, mask=rows < count, other=0) != 0)

@@ -1,4 +1,5 @@
-"""How attention is cut into programs. Pure: decided by sizes that the host knows, never by what a device tensor holds.
+"""Tiling of attention into programs. Pure: it depends on sizes that the host knows, never on the content of a device
+tensor.
 
 No search runs at serve time. The figures are the usual ones for this kind of kernel; none is measured yet.
 """
@@ -13,10 +14,10 @@ MAX_ROWS = 128
 # Keys and values of one tile of keys: a few such stages fit the shared memory of any GPU since sm_80.
 MAX_STAGE_BYTES = 32 * 1024
 MAX_TILE_KEYS = 64
-# Programs that a processor shall have to choose from, so that loads of one overlap with those of another.
+# Programs available to each processor, so that loads of one overlap with those of another.
 PROGRAMS_PER_PROCESSOR = 3
 MAX_SPLITS = 32
-# Chunks are split into so many or not at all: each number is a kernel to compile.
+# Chunks are split into this many parts or not at all, because each number is a kernel to compile.
 CHUNK_SPLITS = 8
 
 
@@ -35,7 +36,7 @@ class AttentionWork:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows (tokens times the heads of a group) and keys of a tile, and among how many programs the keys are shared."""
+    """Rows (tokens times the heads of a group) and keys of a tile, and the number of programs that share the keys."""
 
     rows: int
     keys: int
@@ -45,7 +46,7 @@ class Tiling:
 
 
 def decode_tiling(work: AttentionWork, num_processors: int) -> Tiling:
-    """One row tile for each sequence and KV head."""
+    """Returns one row tile for each sequence and KV head."""
     rows, keys = max(MIN_ROWS, power_of_two(work.group)), _tile_keys(work)
     num_programs = work.num_sequences * work.num_kv_heads
     # One warp for every 16 keys of a tile; a fourth stage would cost more programs than it hides latency.
@@ -53,7 +54,8 @@ def decode_tiling(work: AttentionWork, num_processors: int) -> Tiling:
 
 
 def chunk_tiling(work: AttentionWork, num_processors: int) -> Tiling:
-    """Row tiles as large as the sequences fill them; keys are shared out only where few rows leave processors idle."""
+    """Returns row tiles as large as the sequences fill them. Keys are split only where few rows leave processors
+    idle."""
     keys = _tile_keys(work)
     most = max(power_of_two(work.group), _max_rows(work))
     mean_rows = -(-work.num_tokens // work.num_sequences) * work.group
@@ -64,17 +66,17 @@ def chunk_tiling(work: AttentionWork, num_processors: int) -> Tiling:
 
 
 def num_row_tiles(work: AttentionWork, rows: int) -> int:
-    """Row tiles of a launch that is not all decodes: at least as many as the sequences fill."""
+    """Returns the row tiles of a launch with chunks: at least as many as the sequences fill."""
     return work.num_tokens // (rows // work.group) + work.num_sequences
 
 
 def power_of_two(value: int) -> int:
-    """The smallest power of two that is not below."""
+    """Returns the smallest power of two that is not below `value`."""
     return 1 << (value - 1).bit_length()
 
 
 def padded_dim(head_dim: int) -> int:
-    """Numbers of a head as matrix instructions take them."""
+    """Returns the head size as matrix instructions take it."""
     return max(16, power_of_two(head_dim))
 
 

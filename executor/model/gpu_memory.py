@@ -1,7 +1,7 @@
-"""What steps take of the GPU's memory beside weights and KV: measured before the KV pool is sized.
+"""Measurement of the GPU memory that steps take besides weights and KV, before the KV pool is sized.
 
-The largest steps are computed and the graphs are captured with a pool of one block; what that took at most is kept
-free. The graphs are captured again later, for a captured step knows the addresses of the pool it was captured with.
+The largest steps are computed and the graphs are captured with a pool of one block, and the peak is kept free. The
+graphs are captured again later, because a captured step contains the addresses of its pool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from executor.scheduler.limits import SchedulerLimits
 
 
 def working_bytes(model: PagedModel, limits: SchedulerLimits, block_size: int, *, uses_graphs: bool) -> int:
-    """Bytes of a CUDA device that steps within the limits take. Leaves the model without KV."""
+    """Returns the bytes of a CUDA device that steps within the limits take. Leaves the model without KV."""
     assert model.gpu_decoder is not None
     torch.cuda.empty_cache()
     free_before, _ = torch.cuda.mem_get_info(model.device)
@@ -24,7 +24,7 @@ def working_bytes(model: PagedModel, limits: SchedulerLimits, block_size: int, *
     runner = GpuRunner(model.gpu_decoder, model.kv, limits, block_size, uses_graphs=uses_graphs)
     runner.prepare()
     runner.close()
-    # What torch holds in reserve is counted: it is the peak, for nothing was given back meanwhile.
+    # torch's reserve counts: it is the peak, because nothing was freed in between.
     free_at_peak, _ = torch.cuda.mem_get_info(model.device)
     del runner
     model.free_kv()

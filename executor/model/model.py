@@ -1,8 +1,8 @@
-"""A causal language model of transformers, computed step by step through a paged KV pool.
+"""A causal language model of transformers, computed step by step with a paged KV pool.
 
-Owns weights and KV. Any decoder runs whose code calls attention through transformers' attention interface; whatever
-cannot run correctly is refused at load with the reason (`model_support`, `paged_attention`, `self_check`). Knows
-nothing of scheduling.
+It owns weights and KV. It runs any decoder whose code calls attention through transformers' attention interface. A
+model that cannot run correctly is refused at load with the reason (`checkpoint.support`, `attention.transformers_hook`,
+`self_check`). It knows nothing of scheduling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from executor.checkpoint.gguf import import_gguf
 from executor.checkpoint.packed_linear import pack_linears
 from executor.checkpoint.quiet import quiet_transformers
 from executor.checkpoint.support import check_configuration, check_network
-from executor.cpu.decoder import NativeDecoder, form_of, why_not
+from executor.cpu.decoder import NativeDecoder, form_of, unsupported_reason
 from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, compare, expect
 from executor.step.batch import StepBatch
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Names of the same thing in the configurations of different models.
+# Names of the context length in the configurations of different models.
 CONTEXT_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What a model is. Defaults of sampling are None where its generation config is silent."""
+    """Properties of a model. Defaults of sampling are None where its generation config has none."""
 
     architecture: str
     revision: str
@@ -65,7 +65,7 @@ class ModelDescription:
 
 
 class PagedModel:
-    """A loaded model. `allocate_kv` comes before the first `forward`."""
+    """A loaded model. `allocate_kv` must precede the first `forward`."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class PagedModel:
         self.dtype = network.dtype
         self.backend_name = choice.backend.name
         self.backend_reason = choice.reason
-        # A forward of our own in place of transformers'; whose weights are not needed then.
+        # A native forward pass in place of transformers', whose weights are then not needed.
         self.gpu_decoder = gpu_decoder
         self.native = native
         self._network = network if native is None else None
@@ -103,10 +103,10 @@ class PagedModel:
         forward_name: str = "auto",
         instructions: str = "auto",
     ) -> PagedModel:
-        """Loads and checks a model; raises `ModelError` with the reason if it cannot be served.
+        """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
-        `weight_dtype` is `auto` (that of the activations) or `int8`; `forward_name` is `auto` (our own where the model
-        has one) or `transformers`; `instructions` names the build of our CPU code.
+        `weight_dtype` is `auto` (that of the activations) or `int8`. `forward_name` is `auto` (native where the model
+        has a native forward pass) or `transformers`. `instructions` names the build of the C++ code.
         """
         device = choose_device(device_name)
         dtype = choose_dtype(dtype_name, device)
@@ -121,8 +121,8 @@ class PagedModel:
         sampler = _native_sampler(choice.backend, device, instructions)
         with _unsupported(network.config):
             description = _describe(source, folder, network, layers)
-            own = _own_forward(network, layers, choice, description, weight_dtype, forward_name)
-            model = cls(network, layers, choice, description, own.gpu, own.native, sampler)
+            native = _native_forward(network, layers, choice, description, weight_dtype, forward_name)
+            model = cls(network, layers, choice, description, native.gpu, native.native, sampler)
             model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
             compare(expectation, model.forward, dtype, has_int8_weights=weight_dtype == "int8")
         model.free_kv()
@@ -139,19 +139,19 @@ class PagedModel:
         return str(self.dtype).removeprefix("torch.")
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Memory that one more block takes."""
+        """Returns the memory of one more block."""
         return sum(kv.num_bytes for kv in self._allocate(1, block_size))
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
-        """Makes room for blocks 1 to `num_blocks`, and for the spare block 0."""
+        """Allocates blocks 1 to `num_blocks`, and the spare block 0."""
         self._kv = self._allocate(num_blocks + 1, block_size)
 
     def free_kv(self) -> None:
-        """Gives the blocks' memory back."""
+        """Frees the blocks' memory."""
         self._kv = ()
 
     def forward(self, batch: StepBatch) -> Tensor:
-        """Computes every token of the batch, keeps its KV, and returns the logits `[R, vocabulary]` in float32."""
+        """Computes every token of the batch, stores its KV, and returns the logits `[R, vocabulary]` in float32."""
         batch = batch.to(self.device)
         if self.native is not None:
             return self.native.logits(batch, self._kv)
@@ -170,8 +170,8 @@ class PagedModel:
             return logits[0].float()
 
     def step(self, batch: StepBatch, sampling: SamplingBatch) -> tuple[Tensor, StepLogprobs | None]:
-        """Computes the batch and chooses the next tokens; returns their ids `[R]` int64, on the model's device, and the
-        log probabilities that rows report."""
+        """Computes the batch and samples. Returns the token ids `[R]` int64, on the model's device, and the log
+        probabilities that rows report."""
         if self.native is not None and sampling.is_greedy and not sampling.reporting:
             return self.native.greedy(batch, self._kv), None
         logits = self.forward(batch)
@@ -194,37 +194,37 @@ class PagedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnForward:
-    """A forward of our own, of which there is one at most."""
+class NativeForward:
+    """A native forward pass, at most one of the two."""
 
     gpu: GpuDecoder | None = None
     native: NativeDecoder | None = None
 
 
-def _own_forward(
+def _native_forward(
     network: PreTrainedModel,
     layers: tuple[Layer, ...],
     choice: BackendChoice,
     description: ModelDescription,
     weight_dtype: str,
     forward_name: str,
-) -> OwnForward:
-    """Packs the weights for our own forward where the model has one, else for transformers'."""
-    weights = read_decoder(network, layers) if forward_name == "auto" else "transformers' is asked for"
+) -> NativeForward:
+    """Packs the weights for a native forward pass where the model has one, else for transformers'."""
+    weights = read_decoder(network, layers) if forward_name == "auto" else "forward=transformers is set"
     if choice.backend.name == "triton" and not isinstance(weights, str):
-        return OwnForward(gpu=_gpu_decoder(weights, choice, description))
+        return NativeForward(gpu=_gpu_decoder(weights, choice, description))
     if isinstance(choice.backend, CpuAttention) and not isinstance(weights, str):
-        obstacle = why_not(weights.shape)
+        obstacle = unsupported_reason(weights.shape)
         if obstacle is None:
-            return OwnForward(native=_native_decoder(weights, choice.backend, network.dtype, weight_dtype == "int8"))
+            return NativeForward(native=_native_decoder(weights, choice.backend, network.dtype, weight_dtype == "int8"))
         weights = obstacle
     if isinstance(weights, str):
         log.info("using the forward pass of transformers, because %s", weights)
     if weight_dtype == "int8":
         why = weights if isinstance(weights, str) else f"the attention backend is {choice.backend.name}"
-        raise ModelError(f"int8 weights need our own forward pass on a CPU, and {why}")
+        raise ModelError(f"int8 weights need the native forward pass on a CPU, and {why}")
     pack_linears(network)
-    return OwnForward()
+    return NativeForward()
 
 
 def _gpu_decoder(weights: DecoderWeights, choice: BackendChoice, description: ModelDescription) -> GpuDecoder:
@@ -236,7 +236,7 @@ def _gpu_decoder(weights: DecoderWeights, choice: BackendChoice, description: Mo
 def _native_decoder(
     weights: DecoderWeights, backend: CpuAttention, dtype: torch.dtype, has_int8_weights: bool
 ) -> NativeDecoder:
-    """The model packed for our C++ code."""
+    """Packs the model for the C++ code."""
     native = NativeDecoder(backend.library, backend.pool, form_of(weights, dtype, has_int8_weights))
     native.pack(weights)
     return native
@@ -249,7 +249,7 @@ def _native_sampler(backend: AttentionBackend, device: torch.device, instruction
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the GPU where there is one."""
+    """Returns the named device; `auto` is the GPU if there is one."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -258,7 +258,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the processor multiplies it, else float32, which is faster there."""
+    """Returns the named dtype; `auto` is bfloat16 if the processor multiplies it, else float32, which is faster
+    there."""
     if name in DTYPES:
         return DTYPES[name]
     if name != "auto":
@@ -284,7 +285,7 @@ def _load_network(folder: Path, dtype: torch.dtype, device: torch.device) -> Pre
         )
     network: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):
-        # transformers would go on with random numbers in their place.
+        # transformers would continue with random numbers in their place.
         raise ModelError(f"model folder {folder} lacks {len(missing)} weights, such as {missing[0]}")
     check_network(network)
     network.eval().requires_grad_(False).to(device)
@@ -293,7 +294,7 @@ def _load_network(folder: Path, dtype: torch.dtype, device: torch.device) -> Pre
 
 @contextmanager
 def _unsupported(config: PretrainedConfig) -> Iterator[None]:
-    """Names the architecture in what is raised while it is tried out."""
+    """Adds the architecture to the errors raised in the context."""
     what = f"model architecture {config.model_type!r} is not supported"
     try:
         with model_errors("it fails under paged attention"):
@@ -338,6 +339,6 @@ def _describe(
 
 
 def _vocabulary_size(network: PreTrainedModel) -> int:
-    """Ids that the model can both read and write."""
+    """Returns the number of ids that the model can both read and write."""
     modules: Any = (network.get_input_embeddings(), network.get_output_embeddings())
     return min(int(module.weight.shape[0]) for module in modules)

@@ -1,8 +1,9 @@
-"""Runs plans on the model: packs on the caller's thread, computes on a thread of its own, reads back when asked.
+"""Runner of a model on a device thread: it packs plans on the caller's thread, computes on its own, and reads back on
+demand.
 
-The device thread resolves the tokens that the step before sampled, runs forward and sampling, and never touches a
-sequence, so the host can make the next plan meanwhile. What a GPU returns is copied to the host behind the step,
-without waiting for it: the thread launches the next step while the device computes this one.
+The device thread resolves the tokens that the previous step sampled, runs forward pass and sampling, and never touches
+a sequence, so the host can make the next plan meanwhile. On a GPU the results are copied to the host behind the step
+without waiting, and the thread launches the next step while the device computes this one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from executor.step.sampling_columns import SamplingBatch, SamplingColumns
 
 
 class LaunchedStep:
-    """A step on its way through the device thread."""
+    """A step launched on the device thread."""
 
     def __init__(self, plan: StepPlan, batch: StepBatch, sampling: SamplingBatch) -> None:
         self.batch = batch
@@ -40,11 +41,10 @@ class LaunchedStep:
         self._outcome: queue.SimpleQueue[Tensor | BaseException] = queue.SimpleQueue()
 
     def settle(self, outcome: Tensor | BaseException) -> None:
-        """Hands the sampled ids over, on the host, or the failure."""
+        """Delivers the sampled ids, on the host, or the failure."""
         self._outcome.put(outcome)
 
     def result(self) -> tuple[int | None, ...]:
-        """See `PendingStep`."""
         outcome = self._outcome.get()
         if isinstance(outcome, BaseException):
             raise outcome
@@ -53,15 +53,14 @@ class LaunchedStep:
         return token_ids_of(outcome.tolist())
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """See `PendingStep`."""
         return NO_LOGPROBS if self.reported is None else self.reported.read()
 
 
 class GpuMarks:
-    """Begin and end of a step on the stream of a GPU, and what time that was on the host.
+    """Begin and end of a step on a GPU stream, converted to the host's clock.
 
-    The GPU tells how far two marks lie apart. A step is placed behind the end of the one before if that still ran when
-    it was launched, else at the moment of its launch.
+    The GPU reports the time between two marks. A step is placed after the end of the previous one if that still ran at
+    its launch, else at its launch.
     """
 
     def __init__(self, before: GpuMarks | None) -> None:
@@ -73,11 +72,11 @@ class GpuMarks:
         self._begin.record()
 
     def end(self) -> None:
-        """Everything of the step is on the stream."""
+        """Marks the end, after everything of the step is on the stream."""
         self._end.record()
 
     def wait(self) -> tuple[float, float]:
-        """Waits for the end; returns the host's times. Steps are waited for in order."""
+        """Waits for the end and returns the host's times. Steps must be waited for in order."""
         self._end.synchronize()
         before, self._before = self._before, None
         began_s = self._launched_s
@@ -88,7 +87,7 @@ class GpuMarks:
 
 
 class ModelRunner:
-    """The engine's way to the model, whose KV is allocated by then."""
+    """`StepRunner` of a `PagedModel` whose KV is allocated."""
 
     def __init__(self, model: PagedModel, limits: SchedulerLimits, block_size: int) -> None:
         self._model = model
@@ -100,14 +99,13 @@ class ModelRunner:
         self._thread.start()
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         batch = self._packer.pack(plan)
         step = LaunchedStep(plan, batch, self._columns.select(plan, batch))
         self._launched.put(step)
         return step
 
     def close(self) -> None:
-        """Ends the device thread behind the steps launched, and waits for it."""
+        """Ends the device thread after the launched steps, and waits for it."""
         self._launched.put(None)
         self._thread.join()
 
@@ -148,7 +146,7 @@ class ModelRunner:
 
     def _compute(self, step: LaunchedStep, sampled_before: Tensor | None) -> Tensor:
         batch = step.batch.to(self._model.device)
-        # After a failed step there is nothing to carry: the rows that wanted it belong to sequences that have ended.
+        # After a failed step there is nothing to carry: the rows that needed it belong to sequences that have ended.
         if sampled_before is not None:
             batch.resolve(sampled_before)
         if self._host_tier is not None:

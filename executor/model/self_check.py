@@ -1,8 +1,8 @@
-"""The last word on whether a model runs correctly here: its logits through our path against its own eager forward.
+"""Self-check of a loaded model: its logits with paged attention are compared with transformers' eager forward pass.
 
-Two short random prompts are computed twice: one by one with transformers' plain attention, and together through paged
-attention, the longer one in two chunks, the second of which shares its step with a decode of the other. That is every
-kind of row a step can hold.
+Two short random prompts are computed twice: one by one with transformers' plain attention, and together with paged
+attention, the longer one in two chunks, the second of which shares its step with a decode of the other. That covers
+every kind of row in a step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHORT_TOKENS = 10
 # scores scaled by 1.1 instead of 1 it is 0.29 and 0.34, without part of the context 3.
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_OF_HALF = 0.25
-# Rounding of the weights comes on top.
+# Rounding of the weights is added.
 TOLERANCE_OF_INT8 = 0.5
 
 
@@ -40,7 +40,7 @@ class Expectation:
 
 
 def expect(network: PreTrainedModel, vocabulary_size: int) -> Expectation:
-    """Computes the prompts by transformers' own attention; `network` still has its eager implementation."""
+    """Computes the prompts with transformers' own attention; `network` still has its eager implementation."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size, (LONG_TOKENS + SHORT_TOKENS,), generator=generator).tolist()
     prompts = (ids[:LONG_TOKENS], ids[LONG_TOKENS:])
@@ -59,7 +59,7 @@ def compare(
     *,
     has_int8_weights: bool = False,
 ) -> None:
-    """Raises `ModelError` where `forward`, with `NUM_BLOCKS` blocks of `BLOCK_SIZE`, gives other logits."""
+    """Raises `ModelError` if `forward`, with `NUM_BLOCKS` blocks of `BLOCK_SIZE`, yields other logits."""
     long, short = (_sequence(prompt) for prompt in expectation.prompts)
     long.block_table, short.block_table = [3, 1], [2]
     tolerance = TOLERANCE_OF_INT8 if has_int8_weights else TOLERANCE.get(dtype, TOLERANCE_OF_HALF)
@@ -80,7 +80,7 @@ def compare(
 
 
 def relative_distance(logits: Tensor, expected: Tensor) -> float:
-    """Largest over the rows of |logits - expected| / |expected - its mean|."""
+    """Returns the largest |logits - expected| / |expected - its mean| over the rows."""
     if logits.shape != expected.shape:
         return float("inf")
     centred = expected - expected.mean(-1, keepdim=True)

@@ -1,4 +1,4 @@
-// Memory for weights and activations, taken at once.
+// Memory for weights and activations, allocated at once.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace inflight {
 
-// Memory in huge pages where the system has them: weights and activations are gone through from end to end.
+// Memory in huge pages where the system has them, because weights and activations are read from end to end.
 class Arena {
   public:
     explicit Arena(size_t num_bytes) : num_bytes_(round_up(num_bytes + 1, HUGE_PAGE)) {
@@ -34,7 +34,7 @@ class Arena {
     char* memory_;
 };
 
-// Hands out parts of an arena; with no arena it only counts.
+// Assigns parts of an arena; without an arena it only counts.
 class Cursor {
   public:
     explicit Cursor(char* memory) : memory_(memory) {}

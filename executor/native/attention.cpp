@@ -1,4 +1,4 @@
-// Paged attention for callers with a C interface (executor/attention/cpu.py): the layers of models whose forward pass is not ours.
+// Paged attention with a C interface (executor/attention/cpu.py), for models whose forward pass is transformers'.
 
 #include "attention.h"
 
@@ -59,7 +59,7 @@ void write_kv(Pool& pool, const WriteCall& call) {
                 for (int64_t token = some * TOKENS_AT_ONCE; token < end; ++token) work(token);
             });
         };
-        // Every group is cleared before any token is written to it, whichever threads do so.
+        // Every group is cleared before any token is written to it, whichever threads write.
         each_token(clear_token);
         each_token(write_token);
     });
@@ -92,7 +92,7 @@ void attend_all(Pool& pool, const AttendCall& call) {
     pool.reserve(sizeof(Workspace<Element>));
     run_on(num_items > 1 ? &pool : nullptr, [&](Team& team) {
         const TilesInUse tiles;
-        Workspace<Element>& work = *new (pool.room(team.thread)) Workspace<Element>;
+        Workspace<Element>& work = *new (pool.buffer(team.thread)) Workspace<Element>;
         team.each(num_items, [&](int64_t index) {
             const int64_t next = index + team.num_threads;
             attend<Element>(attention, items[index], next < num_items ? &items[next] : nullptr, work);
@@ -106,7 +106,7 @@ Pool& pool_of(void* pool) { return *static_cast<Pool*>(pool); }
 
 extern "C" {
 
-// These return 0, or 1 where there is not enough memory.
+// These return 0, or 1 if there is not enough memory.
 int64_t inflight_write_kv_float32(void* pool, const WriteCall* call) {
     return or_out_of_memory([&] { write_kv<Float32>(pool_of(pool), *call); });
 }
@@ -120,7 +120,7 @@ int64_t inflight_attend_bfloat16(void* pool, const AttendCall* call) {
     return or_out_of_memory([&] { attend_all<BFloat16>(pool_of(pool), *call); });
 }
 
-// Largest head size.
+// Returns the largest head size.
 int64_t inflight_max_head_dim() { return MAX_DIM; }
 
 }  // extern "C"

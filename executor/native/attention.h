@@ -1,18 +1,19 @@
-// Paged attention: writing the KV of new tokens, and attending to the context of a sequence.
+// Paged attention: writing the KV of new tokens, and attending over the context of a sequence.
 //
-// The KV of a layer is kept in groups of 16 tokens, so that one vector holds one number of 16 tokens and no sum ever runs
+// The KV of a layer is kept in groups of 16 tokens, so that one vector holds one number of 16 tokens and no sum runs
 // across a vector. DIM is the head size rounded up to 16; the rest is zero.
 //
 //     K  [group, kv_head, DIM / PAIR, 16 tokens, PAIR]      scores of 16 tokens at once, summed over the head
 //     V  [group, kv_head, 16 / PAIR, DIM, PAIR]             16 numbers of the output at once, summed over tokens
 //
-// A work item is some query rows of one sequence that share a KV head: heads of the group, then tokens. It goes through the
-// context CHUNK tokens at a time with an online softmax (Milakov & Gimelshein 2018; Dao et al. 2022): running maximum,
-// running sum, and output rescaled when the maximum grows. All sums are float32. They are multiplied by
-// vectors, or by AMX where there is one (attention_tiles.h).
+// A work item is some query rows of one sequence that share a KV head: heads of the group, then tokens. It processes
+// the context CHUNK tokens at a time with an online softmax (Milakov & Gimelshein 2018; Dao et al. 2022): running
+// maximum, running sum, and output rescaled when the maximum grows. All sums are float32. The products are computed
+// with vectors, or with AMX where available (attention_tiles.h).
 //
-// Invariants: groups are filled from their first token on; V is cleared then, so that what a group held before never meets
-// a weight of zero as NaN. Masked scores are a large finite number: what they add before the first real one is rescaled to 0.
+// Invariants: groups are filled from their first token on. V is cleared at that point, so that a NaN left in a group is
+// never multiplied by a weight of zero. Masked scores are a large finite number: their contribution before the first
+// real score is rescaled to 0.
 
 #pragma once
 
@@ -76,12 +77,12 @@ void write_value(const LayerKv& kv, int64_t slot, int64_t head, const typename E
     for (int64_t d = 0; d < kv.head_dim; ++d) to[d * PAIR] = value[d];
 }
 
-// What a step asks of a layer. Strides count numbers; the last dimension is contiguous.
+// Arguments of attention in one layer. Strides count numbers; the last dimension is contiguous.
 struct Attention {
     LayerKv kv;
     const void* queries;  // [num_tokens, num_heads, head_dim]
     int64_t query_token_stride, query_head_stride;
-    void* outputs;        // the same
+    void* outputs;        // the same shape
     int64_t output_token_stride;
     const int32_t *query_starts, *context_lengths;
     const int32_t *block_tables, *table_rows;  // sequence i has row table_rows[i]
@@ -90,13 +91,14 @@ struct Attention {
     float scale, softcap;    // softcap 0: none
 };
 
-// Rows [first_row, first_row + num_rows) of a sequence for each of some KV heads; row = token * heads per KV head + head.
+// Rows [first_row, first_row + num_rows) of a sequence for each of some KV heads; row = token * heads per KV head +
+// head.
 struct Item {
     int sequence, first_row, num_rows, kv_head, num_kv_heads;
 };
 
-// The items of a step, those with the most work first. The KV heads of a token lie side by side: where there are sequences
-// enough for all threads, a decode goes through all heads at once, and so reads long stretches of memory.
+// Returns the items of a step, those with the most work first. The KV heads of a token are adjacent in memory: if there
+// are enough sequences for all threads, one item of a decode covers all heads, and so reads long contiguous memory.
 inline std::vector<Item> attention_items(const int32_t* query_starts, int64_t num_sequences, int64_t num_heads,
                                          int64_t num_kv_heads, int num_threads) {
     const bool may_join = num_sequences >= 4 * num_threads && num_heads <= MAX_ROWS;
@@ -112,7 +114,7 @@ inline std::vector<Item> attention_items(const int32_t* query_starts, int64_t nu
     return items;
 }
 
-// What one thread keeps while it goes through the context of an item.
+// Buffers of one thread for the context of an item.
 template <class Element>
 struct Workspace {
     alignas(64) typename Element::Number query[MAX_ROWS][ROW_STRIDE];
@@ -124,7 +126,7 @@ struct Workspace {
     TileConfiguration tiles;
 #endif
     float maximum[MAX_ROWS], sum[MAX_ROWS], rescale[MAX_ROWS];
-    // Rows of an item that the tiles are set up for; 0 where they are set up for something else.
+    // Rows of an item that the tiles are configured for; 0 if they are configured for something else.
     int tile_rows = 0;
 };
 
@@ -136,7 +138,7 @@ constexpr int QUERY_ROWS = 3;
 #endif
 constexpr int ROW_VECTORS = 4;
 
-// Scores of ROWS query rows against `COUNT * WIDTH` keys, from vector `first` of the chunk on.
+// Computes scores of ROWS query rows against `COUNT * WIDTH` keys, from vector `first` of the chunk on.
 template <class Element, int ROWS, int COUNT>
 ALWAYS_INLINE void score_tile(Workspace<Element>& work, int row, const typename Element::Number* const* keys,
                               int64_t offset, int first, int num_units) {
@@ -212,7 +214,7 @@ void value_rows(Workspace<Element>& work, int row, const typename Element::Numbe
     for (; first < dim; first += WIDTH) value_tile<Element, ROWS, 1>(work, row, values, offset, num_groups, first, dim);
 }
 
-// Calls `rows(row, std::integral_constant<int, count>)` for as many rows at a time as there are registers for.
+// Calls `rows(row, std::integral_constant<int, count>)` for as many rows at a time as fit the registers.
 template <int COUNT = QUERY_ROWS, class Rows>
 ALWAYS_INLINE void some_at_a_time(int num_rows, const Rows& rows) {
     int row = 0;
@@ -223,8 +225,8 @@ ALWAYS_INLINE void some_at_a_time(int num_rows, const Rows& rows) {
                                       [&](int next, auto count) { rows(row + next, count); });
 }
 
-// Turns the scores of a row into weights and moves its maximum and sum on. Keys [first_key, last_key] are visible to it. Scores
-// count in powers of two, which saves a multiplication in each.
+// Turns the scores of a row into weights and updates its maximum and sum. Keys [first_key, last_key] are visible to it.
+// Scores are exponents of two, which saves a multiplication each.
 template <class Element>
 void weigh_row(Workspace<Element>& work, int row, int num_groups, int chunk_start, int first_key, int last_key,
                const Attention& call) {
@@ -256,7 +258,7 @@ void weigh_row(Workspace<Element>& work, int row, int num_groups, int chunk_star
     work.maximum[row] = maximum;
 }
 
-// The blocks of a sequence lie anywhere in memory, so the processor cannot guess where it goes on.
+// Prefetches explicitly, since the blocks of a sequence are scattered and the processor cannot predict the next one.
 ALWAYS_INLINE void prefetch(const void* from, size_t num_bytes) {
     for (size_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
@@ -267,7 +269,7 @@ ALWAYS_INLINE void prefetch(const void* from, size_t num_bytes) {
 
 namespace inflight {
 
-// Where the groups of a sequence lie for one KV head.
+// Addresses of a sequence's groups for one KV head.
 template <class Element>
 class Context {
   public:
@@ -316,8 +318,8 @@ inline GroupRange groups_of(const Attention& call, const Item& item) {
     return {call.sliding_window ? std::max(0, first + 1 - (int)call.sliding_window) / LANES : 0, last / LANES + 1};
 }
 
-// Attends with one item. `next` is what this thread will probably be given after it, or null: its first keys are fetched
-// while the last values of this one are added.
+// Computes one item. `next` is the item that this thread will probably process next, or null: its first keys are
+// prefetched while the last values of this one are added.
 template <class Element>
 void attend(const Attention& call, const Item& item, const Item* next, Workspace<Element>& work) {
     using Number = typename Element::Number;

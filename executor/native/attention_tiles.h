@@ -1,9 +1,9 @@
 // The two products of attention by AMX. Included by attention.h.
 //
-// For the few rows of a decode, values are taken where they lie, a group of 16 tokens at a time: tile 2 holds its weights, tile 3
-// its values, both half full; 0 and 1 sum, 4 is queries, 6 keys; and the tiles have only as many rows as there are. For the many
-// rows of a prompt all tiles are full, and the groups of a chunk are put side by side first: 0 to 3 sum, 4 and 5 are rows, 6 and 7
-// keys or values.
+// For the few rows of a decode, values are read in place, a group of 16 tokens at a time: tile 2 holds its weights,
+// tile 3 its values, both half full; tiles 0 and 1 hold sums, 4 queries, 6 keys; and the tiles have only as many rows
+// as needed. For the many rows of a prompt all tiles are full, and the groups of a chunk are first made contiguous:
+// tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 keys or values.
 
 #pragma once
 
@@ -24,7 +24,7 @@ void set_up_tiles(Workspace<Element>& work, int num_rows) {
         work.tiles.row_bytes[2] = 32;
         work.tiles.rows[3] = 8;
     }
-    asm volatile("" ::: "memory");  // GCC takes only the first bytes of what it loads for read
+    asm volatile("" ::: "memory");  // GCC treats only the first bytes of a tile load as read
     _tile_loadconfig(&work.tiles);
 }
 
@@ -33,7 +33,7 @@ bool can_use_tiles(int dim) {
     return Element::PAIR == 2 && dim % 32 == 0;
 }
 
-// Scores of the rows from `first` on. A group holds its keys as tiles already.
+// Computes scores of the rows from `first` on. A group holds its keys as tiles already.
 template <class Element>
 void score_by_tiles(Workspace<Element>& work, int first, int num_rows, const typename Element::Number* const* keys,
                     int64_t offset, int num_groups, int dim) {
@@ -50,7 +50,8 @@ void score_by_tiles(Workspace<Element>& work, int first, int num_rows, const typ
         }
         return;
     }
-    // Two times 16 rows and two groups at a time. Behind the last row there is room; the last group may come twice.
+    // Two times 16 rows and two groups at a time. There is space behind the last row, and the last group may be
+    // computed twice.
     for (int row = first; row < first + num_rows; row += 32)
         for (int group = 0; group < num_groups; group += 2) {
             const int second = std::min(group + 1, num_groups - 1);

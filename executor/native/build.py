@@ -1,10 +1,10 @@
-"""Builds our C++ libraries at first use and loads them.
+"""Build and loading of the C++ libraries at first use.
 
 A library has a plain C interface, so it compiles in seconds without torch's headers. It is kept in the disk cache under
-a digest of everything that decides its code: sources, flags, compiler and this machine's processor.
+a digest of everything that determines its code: sources, flags, compiler and this machine's processor.
 
-A container image has no compiler. It brings libraries that were built with it (`python -m executor.native.prebuild`) in
-the folder `INFLIGHT_KERNELS_DIR`, under a digest of sources and flags: those name their instructions themselves.
+A container image has no compiler. It contains libraries that were built with it (`python -m executor.native.prebuild`)
+in the folder `INFLIGHT_KERNELS_DIR`, under a digest of sources and flags, which name the instructions explicitly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMEOUT_S = 300
 
 @dataclass(frozen=True, slots=True)
 class BuildFailure:
-    """Why there is no library, in words."""
+    """The reason why there is no library."""
 
     reason: str
 
@@ -39,7 +39,7 @@ class BuildFailure:
 def load_library(
     name: str, sources: Sequence[Path], headers: Sequence[Path] = (), flags: Sequence[str] = ()
 ) -> ctypes.CDLL | BuildFailure:
-    """The library: one that was built before, else compiled; `flags` come after `FLAGS`."""
+    """Loads the library, compiling it if it was not built before. `flags` come after `FLAGS`."""
     prebuilt = _prebuilt(name, (*sources, *headers), flags)
     if prebuilt is not None and prebuilt.exists():
         try:
@@ -48,7 +48,7 @@ def load_library(
             return BuildFailure(f"{prebuilt} cannot be loaded: {error}")
     compiler = _find_compiler()
     if compiler is None:
-        return BuildFailure("there is no C++ compiler (g++) here")
+        return BuildFailure("no C++ compiler (g++) was found")
     flags = (*FLAGS, *flags)
     try:
         digest = _digest(compiler, (*sources, *headers), flags)
@@ -66,14 +66,14 @@ def load_library(
 
 
 def prebuild(folder: Path, name: str, sources: Sequence[Path], headers: Sequence[Path], flags: Sequence[str]) -> Path:
-    """Builds a library for any machine that has the instructions which `flags` name, into `folder`.
+    """Builds a library into `folder`, for any machine with the instructions that `flags` name.
 
     Raises:
         OSError, subprocess.SubprocessError: it cannot be built.
     """
     compiler = _find_compiler()
     if compiler is None:
-        raise FileNotFoundError("there is no C++ compiler (g++) here")
+        raise FileNotFoundError("no C++ compiler (g++) was found")
     target = folder / _prebuilt_name(name, (*sources, *headers), flags)
     _compile(compiler, sources, (*(flag for flag in FLAGS if flag != "-march=native"), *flags), target)
     for left in folder.glob("*.o"):
@@ -112,7 +112,7 @@ def _compile(compiler: str, sources: Sequence[Path], flags: Sequence[str], targe
 
 
 def _processor() -> str:
-    """Model and instruction sets; a cache folder may be shared by different machines."""
+    """Returns model and instruction sets, since different machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

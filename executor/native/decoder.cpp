@@ -55,10 +55,10 @@ class DecoderOf final : public Decoder {
         Workspace<Element> attention;
         alignas(64) float tile[TILE_NUMBERS];
         std::vector<Best> best;
-        Room wide;  // a block of int8 weights as elements
+        ThreadBuffer wide;  // a block of int8 weights as elements
     };
 
-    // A thread's way through one step.
+    // One thread's part of a step.
     class Run {
       public:
         Run(DecoderOf& decoder, const DecoderStep& step, const std::vector<Item>& items, Team& team)
@@ -100,7 +100,7 @@ class DecoderOf final : public Decoder {
             }
         }
 
-        // Some rows at a time: few enough that every thread gets some, enough that handing them out costs little.
+        // A few rows at a time: few enough that every thread gets some, enough that distributing them costs little.
         template <class Work>
         void each_row(Part part, int64_t num_rows, const Work& work) {
             const int64_t at_once = std::clamp<int64_t>(num_rows / (4 * team_.num_threads), 1, 16);
@@ -109,7 +109,7 @@ class DecoderOf final : public Decoder {
             });
         }
 
-        // rows · matrix, some blocks of columns in a task, and in it as many rows as stay in the second-level cache while the
+        // rows · matrix. A task has some blocks of columns and as many rows as stay in the second-level cache while the
         // columns pass. Calls `finish(first_block, first_row, num_rows, tile)` with tiles of `num_blocks * 32` columns.
         template <class Finish>
         void product(Part part, const Matrix<Element>& matrix, int64_t num_blocks, const Rows<Element>& rows,
@@ -130,7 +130,8 @@ class DecoderOf final : public Decoder {
 
         static int rows_of_tile(int64_t row, int64_t end) { return (int)std::min<int64_t>(TILE_ROWS, end - row); }
 
-        // Rows [start, end) times a block, some steps after the other, each while it is in the first-level cache.
+        // Rows [start, end) times a block, some steps of the block at a time, each while it is in the first-level
+        // cache.
         void multiply_block(const Matrix<Element>& matrix, int64_t index, const Rows<Element>& rows, int64_t start,
                             int64_t end, float* out, int64_t stride) {
             const char* block = widened(matrix, index, scratch_.wide.data());
@@ -163,7 +164,7 @@ class DecoderOf final : public Decoder {
             });
         }
 
-        // Norms the residual; before keys and values are written, clears the groups that begin in this step.
+        // Norms the residual. Before keys and values are written, clears the groups that begin in this step.
         void norm(const float* weight, const LayerKv* kv) {
             each_row(NORM, step_.num_tokens, [&](int64_t row) {
                 norm_residual(row, weight, row);
@@ -186,7 +187,7 @@ class DecoderOf final : public Decoder {
                     });
         }
 
-        // Bias, norm and rotation of a new query, key or value, and where it goes.
+        // Adds bias, norm and rotation to a new query, key or value, and stores it.
         void finish_head(const Layer<Element>& layer, const LayerKv& kv, int64_t head, int64_t row, float* x) {
             const int64_t dim = shape_.head_dim;
             const int64_t kv_head = head - shape_.num_heads, value_head = kv_head - shape_.num_kv_heads;
@@ -296,7 +297,7 @@ class DecoderOf final : public Decoder {
         Clock::time_point last_;
     };
 
-    // Which thread saw which columns is chance; who wins is not.
+    // Which thread computed which columns varies; the winner does not.
     void choose_greedily(const DecoderStep& step) const {
         for (int64_t row = 0; row < step.num_logits; ++row) {
             Best best = scratch_[0]->best[row];
@@ -326,7 +327,7 @@ std::unique_ptr<Decoder> make_decoder(const DecoderShape& shape, int64_t is_bflo
 
 extern "C" {
 
-// Null where there is not enough memory.
+// Returns null if there is not enough memory.
 void* inflight_decoder_new(const inflight::DecoderShape* shape, int64_t is_bfloat16, int64_t has_int8_weights) {
     try {
         return inflight::make_decoder(*shape, is_bfloat16, has_int8_weights).release();
@@ -340,12 +341,12 @@ void inflight_decoder_pack(void* decoder, int64_t layer, int64_t part, const voi
     static_cast<inflight::Decoder*>(decoder)->pack(layer, part, numbers);
 }
 
-// Bytes of the weights that a step multiplies with.
+// Returns the bytes of the weights that a step multiplies with.
 int64_t inflight_decoder_matrix_bytes(void* decoder) {
     return static_cast<inflight::Decoder*>(decoder)->matrix_bytes();
 }
 
-// 0, or 1 where there is not enough memory for so many tokens.
+// Returns 0, or 1 if there is not enough memory for the step's tokens.
 int64_t inflight_decoder_step(void* decoder, void* pool, const inflight::DecoderStep* step) {
     return inflight::or_out_of_memory(
         [&] { static_cast<inflight::Decoder*>(decoder)->step(*static_cast<inflight::Pool*>(pool), *step); });

@@ -1,9 +1,9 @@
 // A forward pass of the common decoder family (Llama, Mistral, Qwen2, Qwen3) as one call.
 //
-// All threads go through the layers together, phase by phase: norm, projections with rotary embedding and KV write, attention,
-// output with residual, norm, gate and up with SiLU, down with residual. A phase is a list of tasks, each some columns of a
-// weight for some rows, so that a weight is read once per step. The residual stream is float32; what is multiplied has the
-// element type of the weights. Nothing is allocated in a step that is not larger than any before it.
+// All threads process the layers together, phase by phase: norm, projections with rotary embedding and KV write,
+// attention, output with residual, norm, gate and up with SiLU, down with residual. A phase is a list of tasks, each
+// some columns of a weight for some rows, so that a weight is read once per step. The residual stream is float32;
+// factors have the element type of the weights. A step allocates memory only if it is larger than all steps before it.
 
 #pragma once
 
@@ -42,16 +42,16 @@ struct DecoderStep {
 
 }  // extern "C"
 
-// The parts of a step that are timed apart.
+// The parts of a step that are timed separately.
 enum Part { EMBED, NORM, QKV, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, NUM_PARTS };
 
-// The largest logit of a row and its id; the lowest id among equals, NO_TOKEN where no logit is above -inf.
+// The largest logit of a row and its id: the lowest id among equals, NO_TOKEN if no logit is above -inf.
 struct Best {
     float logit;
     int64_t id;
 };
 
-// Rows of activations on their way through a step, with room for `capacity` tokens.
+// Rows of activations of a step, with space for `capacity` tokens.
 template <class Element>
 struct Activations {
     int64_t capacity = 0;

@@ -1,4 +1,4 @@
-// The weights of a decoder as its products take them, in one stretch of memory.
+// The weights of a decoder in the layout of its products, in one contiguous memory.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace inflight {
 
-// What `pack` takes. Matrices are `[columns, depth]` of the element type, the rest is float32.
+// Argument of `pack`. Matrices are `[columns, depth]` of the element type, the rest is float32.
 enum Packed {
     PACK_EMBEDDING,
     PACK_HEAD,
@@ -34,7 +34,7 @@ struct Layer {
     float *input_norm, *post_attention_norm, *query_norm, *key_norm, *qkv_bias, *output_bias;
 };
 
-constexpr int64_t HEAD_BLOCKS = 4;  // of the output layer that a task takes
+constexpr int64_t HEAD_BLOCKS = 4;  // of the output layer in one task
 
 template <class Element>
 class PackedWeights {
@@ -80,7 +80,7 @@ class PackedWeights {
                 break;
             case PACK_HEAD: pack_matrix(head, numbers, shape_.vocabulary_size, hidden, plain); break;
             case PACK_QKV:
-                // Each head begins a block of its own.
+                // Each head begins a new block.
                 pack_matrix(layers[layer].qkv, numbers, heads * dim, hidden, [&](int64_t column) {
                     return column / dim * head_blocks * BLOCK_COLUMNS + column % dim;
                 });
@@ -89,7 +89,7 @@ class PackedWeights {
                 pack_matrix(layers[layer].output, numbers, hidden, shape_.num_heads * dim, plain);
                 break;
             case PACK_GATE_UP:
-                // Blocks of the gate and of the up projection take turns.
+                // Blocks of the gate and of the up projection alternate.
                 pack_matrix(layers[layer].gate_up, numbers, 2 * inner, hidden, [&](int64_t column) {
                     const int64_t index = column % inner;
                     return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;

@@ -1,7 +1,7 @@
-"""Our C++ code for CPUs, built for the best instructions that the processor has, or for lesser ones if asked.
+"""The C++ library for CPUs, built for the best instructions of the processor, or for lesser ones on request.
 
-Which build runs is decided when a process starts, from what the system says of the processor: a cache folder or an
-image may have been made on another machine.
+The build is chosen when a process starts, from what the system reports of the processor: a cache folder or an image may
+have been made on another machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """A build: the processor flags that it needs, as Linux spells them, and how the compiler is told."""
+    """A build: the processor flags that it needs, as Linux spells them, and the compiler's flags."""
 
     name: str
     needs: frozenset[str]
@@ -34,8 +34,8 @@ _BF16 = _V4 | {"avx512_bf16"}
 _AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
 
-# Calls within the library go straight to their target, which lets the compiler inline them; and two builds that are
-# loaded at once share nothing.
+# Calls within the library are bound directly, which lets the compiler inline them, and two builds that are loaded at
+# once share nothing.
 COMMON_FLAGS = ("-fno-semantic-interposition", "-fno-gnu-unique", "-Wl,-Bsymbolic", "-Wno-maybe-uninitialized")
 
 # The best first.
@@ -60,7 +60,7 @@ class NativeLibrary:
 
 
 def usable_instruction_sets(cpuinfo: Path = CPUINFO) -> tuple[InstructionSet, ...]:
-    """Those that this processor has, the best first."""
+    """Returns the instruction sets of this processor, the best first."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return (NATIVE,)
     flags = _processor_flags(cpuinfo)
@@ -68,7 +68,7 @@ def usable_instruction_sets(cpuinfo: Path = CPUINFO) -> tuple[InstructionSet, ..
 
 
 def load_native(name: str = "auto") -> NativeLibrary | BuildFailure:
-    """The named build, or with `auto` the best one that runs here; compiled if this machine has not done so before."""
+    """Loads the named build, or with `auto` the best one that runs here. Compiles it if necessary."""
     usable = usable_instruction_sets()
     chosen = [instructions for instructions in usable if name in ("auto", instructions.name)]
     if not chosen:

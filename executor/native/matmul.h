@@ -1,16 +1,17 @@
-// Matrix products with weights that are laid out once.
+// Matrix products with weights that are packed once.
 //
-// A weight `[columns, depth]` (as in nn.Linear) is kept in blocks of 32 columns, and a block in steps along the depth, so that a
-// block is one stream of memory. A step is 64 bytes of depth: 16 units of PAIR numbers.
+// A weight `[columns, depth]` (as in nn.Linear) is kept in blocks of 32 columns, and a block in steps along the depth,
+// so that a block is read as one stream of memory. A step is 64 bytes of depth: 16 units of PAIR numbers.
 //
 //     [block, step, 2 panels, 16 units, 16 columns, PAIR]     2 KB a step
 //
-// That is at once what AMX wants of its right-hand tiles (a panel of a step is one) and what a vector unit that broadcasts the
-// left-hand side wants. Activations are plain rows, 64 bytes of depth after the other. Depth and columns are filled up with
-// zeros. A product is made in tiles of up to 32 rows, in float32, and handed to whoever asked while in cache.
+// This is the layout both of AMX's right-hand tiles (a panel of a step is one tile) and of a vector unit that
+// broadcasts the left-hand side. Activations are plain rows, in consecutive pieces of 64 bytes of depth. Depth and
+// columns are padded with zeros. A product is computed in tiles of up to 32 rows, in float32, and passed to the
+// caller's function while in cache.
 //
-// A weight may be kept in int8 with a scale for each column, four of a column's numbers in a lane. A block is then widened once for
-// all the rows of a task; every int8 is a bfloat16 exactly, and the scale is applied to the sums.
+// A weight may be kept in int8 with a scale for each column, with four of a column's numbers in a lane. A block is then
+// widened once for all rows of a task. Every int8 is a bfloat16 exactly, and the scale is applied to the sums.
 
 #pragma once
 
@@ -24,12 +25,12 @@ namespace inflight {
 constexpr int BLOCK_COLUMNS = 32;
 constexpr int TILE_ROWS = 32;
 constexpr int UNITS = 16;             // units of a step
-// Steps of a block that stay in the first-level cache, beside the rows that pass, while all rows of a task do so.
+// Steps of a block that stay in the first-level cache, besides the rows that pass, for all rows of a task.
 constexpr int64_t CACHED_STEPS = 9;
 constexpr int64_t STEP_BYTES = 2048;  // of a block
 constexpr int NARROW_PAIR = 4;        // int8 numbers of a lane
 
-// Rows of activations. `stride` counts numbers and is a whole number of steps; there is room for whole tiles of rows.
+// Rows of activations. `stride` counts numbers and is a whole number of steps; there is space for whole tiles of rows.
 template <class Element>
 struct Rows {
     typename Element::Number* numbers = nullptr;
@@ -50,7 +51,7 @@ struct Matrix {
 
     char* blocks = nullptr;
     int64_t num_blocks = 0, num_steps = 0;
-    float* scales = nullptr;  // [num_blocks * 32], int8 alone
+    float* scales = nullptr;  // [num_blocks * 32], only for int8
 
     bool is_narrow() const { return scales != nullptr; }
     static int64_t block_bytes(int64_t num_steps, bool is_narrow) {
@@ -60,7 +61,8 @@ struct Matrix {
     char* block(int64_t index) const { return blocks + index * block_bytes(); }
 };
 
-// Index within a block of what stands `index` deep in a column, with PAIR numbers in a lane and STEP numbers deep steps.
+// Index within a block of the number at depth `index` of a column, with PAIR numbers in a lane and steps that are STEP
+// numbers deep.
 template <int PAIR, int STEP>
 constexpr int64_t place_in_block(int column, int64_t index) {
     constexpr int ROWS = STEP / PAIR;  // of a panel in a step
@@ -69,7 +71,7 @@ constexpr int64_t place_in_block(int column, int64_t index) {
     return (row * LANES + column % LANES) * PAIR + index % PAIR;
 }
 
-// Lays out a column of `depth` numbers; in int8 its largest number becomes 127.
+// Packs a column of `depth` numbers; in int8 its largest number becomes 127.
 template <class Element>
 void pack_column(const Matrix<Element>& matrix, int64_t column, const typename Element::Number* from, int64_t depth) {
     constexpr int STEP = UNITS * Element::PAIR;
@@ -90,20 +92,20 @@ void pack_column(const Matrix<Element>& matrix, int64_t column, const typename E
             scale > 0 ? (int8_t)std::lrint(Element::get(from[i]) / scale) : (int8_t)0;
 }
 
-// The four bytes of each lane as floats.
+// Returns the four bytes of each lane as floats.
 ALWAYS_INLINE void split_bytes(Ints lanes, Floats (&floats)[NARROW_PAIR]) {
 #pragma GCC unroll 4
     for (int byte = 0; byte < NARROW_PAIR; ++byte)
         floats[byte] = __builtin_convertvector((lanes << (24 - 8 * byte)) >> 24, Floats);
 }
 
-// A block as elements: itself, or its int8 widened into `room`.
+// Returns a block as elements: itself, or its int8 widened into `buffer`.
 template <class Element>
-const char* widened(const Matrix<Element>& matrix, int64_t index, char* room) {
+const char* widened(const Matrix<Element>& matrix, int64_t index, char* buffer) {
     constexpr int PAIR = Element::PAIR;
     const char* from = matrix.block(index);
     if (!matrix.is_narrow()) return from;
-    char* to = room;
+    char* to = buffer;
     const int64_t num_rows = matrix.num_steps * 2 * UNITS * PAIR / NARROW_PAIR;
     for (int64_t row = 0; row < num_rows; ++row, from += 64, to += 64 * NARROW_PAIR / PAIR) {
 #pragma GCC unroll 4
@@ -119,12 +121,12 @@ const char* widened(const Matrix<Element>& matrix, int64_t index, char* room) {
             }
         }
     }
-    return room;
+    return buffer;
 }
 
 #ifdef INFLIGHT_AMX
 
-// Tiles 0-3 sum, 4-5 are rows of activations, 6-7 panels of weights; all are 16 rows of 64 bytes.
+// Tiles 0-3 hold sums, 4-5 rows of activations, 6-7 panels of weights; all are 16 rows of 64 bytes.
 struct TileConfiguration {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -134,13 +136,13 @@ struct TileConfiguration {
 class MatrixTiles {
   public:
     MatrixTiles() {
-        // Static, because GCC takes only its first bytes for read.
+        // Static, because GCC treats only its first bytes as read.
         static const TileConfiguration configuration;
         _tile_loadconfig(&configuration);
     }
 };
 
-// While it lives, the thread's tiles are set up for products.
+// Configures the thread's tiles for products during its lifetime.
 class TilesInUse {
   public:
     ~TilesInUse() { _tile_release(); }
@@ -202,7 +204,7 @@ constexpr int REGISTER_ROWS = 12;
 #else
 constexpr int REGISTER_ROWS = 6;
 #endif
-// Vectors of columns that a pass over a block takes: all 32 columns, or the 16 that 16 registers have room for.
+// Vectors of columns in a pass over a block: all 32 columns, or 16 with 16 registers.
 constexpr int PASS_VECTORS = 2;
 constexpr int NUM_PASSES = BLOCK_COLUMNS / WIDTH / PASS_VECTORS;
 // Adds to `sums[row, 32 columns]`, for the columns of one pass.
@@ -252,8 +254,8 @@ void multiply_some(int num_rows, const char* block, int pass, int64_t num_steps,
     multiply_by_vectors<Element, ROWS>(block, pass, num_steps, rows, stride, sums);
 }
 
-// `out[r, 0..32) = rows[r] · block` for up to 32 rows, or with `adds` is increased by that. Whatever lies behind the last row of
-// `out` may be overwritten.
+// Computes `out[r, 0..32) = rows[r] · block` for up to 32 rows, or with `adds` adds that to `out`. Memory behind the
+// last row of `out` may be overwritten.
 template <class Element>
 void multiply(const char* block, int64_t num_steps, const typename Element::Number* rows, int64_t stride, int num_rows,
               bool adds, float* out, int64_t out_stride) {

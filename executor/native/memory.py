@@ -1,7 +1,7 @@
 """Zeroed memory in huge pages, where the system has them.
 
-A step reads the KV of every sequence from blocks that lie anywhere in the pool. In pages of 4 KB nearly every block
-costs a walk through the page tables, which in a virtual machine takes longer than reading the block.
+A step reads the KV of every sequence from blocks scattered over the pool. With pages of 4 KB nearly every block costs a
+walk through the page tables, which in a virtual machine takes longer than reading the block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def huge_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros that begins on a huge page. Memory is taken when it is first written to."""
+    """Returns a tensor of zeros that begins on a huge page. The system allocates the memory at the first write."""
     num_bytes = math.prod(sizes) * dtype.itemsize
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,8 +1,8 @@
-// Random numbers for sampling: Philox4x32-10, and the Gumbel noise that is made of its words.
+// Random numbers for sampling: Philox4x32-10, and the Gumbel noise made of its words.
 //
-// Philox is done for several counters in a vector, one in the low half of every 64-bit lane; what a product leaves in the high
-// half is never looked at. Noise is computed in double precision and rounded, so that it is the same on every processor; it is
-// slow, and an upper bound that takes a few instructions says for which of many words it is needed.
+// Philox is computed for several counters in a vector, one in the low half of every 64-bit lane; the high half of a
+// product is ignored. Noise is computed in double precision and rounded, so that it is the same on every processor.
+// That is slow, and an upper bound of a few instructions shows for which of many words it is needed.
 
 #pragma once
 
@@ -48,8 +48,8 @@ ALWAYS_INLINE bool any(Ints mask) {
 #endif
 }
 
-// e^x to about one unit in the last place for -87 <= x <= 0; 0 below, and for a NaN. Nearer than the one for attention, whose
-// error grows with x: here tens of thousands of small weights are added up.
+// e^x to about one unit in the last place for -87 <= x <= 0; 0 below, and for a NaN. More precise than the one for
+// attention, whose error grows with x, because tens of thousands of small weights are summed here.
 ALWAYS_INLINE Floats small_exponential(Floats x) {
     const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
     const Floats shifted = x * LOG2_E + to_integer;
@@ -81,12 +81,12 @@ ALWAYS_INLINE Longs multiply_low(Longs x, uint32_t factor) {
 #endif
 }
 
-// Counters side by side, one in the low half of every lane; the high halves hold anything.
+// Counters side by side, one in the low half of every lane; the high halves are undefined.
 struct Counters {
     Longs word[4];
 };
 
-// Philox4x32-10 (see philox.py) of NUM vectors of counters; several at once hide the time that a product takes.
+// Philox4x32-10 (see philox.py) of NUM vectors of counters; several at once hide the latency of a product.
 template <int NUM>
 ALWAYS_INLINE void philox(Counters (&counters)[NUM], uint64_t key) {
     uint32_t low = (uint32_t)key, high = (uint32_t)(key >> 32);
@@ -103,7 +103,7 @@ ALWAYS_INLINE void philox(Counters (&counters)[NUM], uint64_t key) {
     }
 }
 
-// Lanes of `x` and of `y` in turn: the even ones, or the odd ones.
+// Lanes of `x` and of `y` alternately: the even ones, or the odd ones.
 template <int ODD, size_t... LANE>
 ALWAYS_INLINE Words pick(Longs x, Longs y, std::index_sequence<LANE...>) {
 #if defined(__clang__) || __GNUC__ >= 12
@@ -113,8 +113,8 @@ ALWAYS_INLINE Words pick(Longs x, Longs y, std::index_sequence<LANE...>) {
 #endif
 }
 
-// The words of `4 * COUNTERS` ids in their order. The first half of the counters lies in the even lanes (eight lanes hold 0 4 1 5
-// 2 6 3 7), so that pairs of words only change places inside 128 bits.
+// The words of `4 * COUNTERS` ids in their order. The first half of the counters is in the even lanes (eight lanes hold
+// 0 4 1 5 2 6 3 7), so that pairs of words are only permuted within 128 bits.
 ALWAYS_INLINE void put_words(const Counters& x, Words* to) {
     constexpr std::make_index_sequence<COUNTERS> lanes;
     const Longs front = (x.word[0] & 0xffffffffu) | (x.word[1] << 32);
@@ -142,9 +142,9 @@ inline float gumbel(uint32_t word) {
     return (float)-std::log(-std::log1p(-(double)uniform));
 }
 
-// At least the noise of each word, at most 0.1 more where it is large. -log(-log(1 - u)) <= -log(u), and read as an integer
-// a float lies below the line of its logarithm: 2^23 * (log2(x) + 127) >= bits(x). The last bit of the word is left out,
-// which lowers u and lets the conversion be the signed one that every processor has; 1e-3 is for rounding.
+// Upper bound of the noise of each word, at most 0.1 above it where it is large. -log(-log(1 - u)) <= -log(u), and read
+// as an integer a float is below the line of its logarithm: 2^23 * (log2(x) + 127) >= bits(x). The last bit of the word
+// is dropped, which lowers u and allows the signed conversion that every processor has; 1e-3 covers rounding.
 ALWAYS_INLINE Floats noise_bound(Words words) {
     constexpr float LN2 = 0.693147181f;
     const Floats uniform = as_floats((Ints)(words >> 1)) + 0.25f;  // at most 2^31 u

@@ -1,10 +1,10 @@
-// What a process does first: asks the system for what this build needs of it, and starts threads.
+// First calls of a process: requests the system's permission for this build's instructions, and starts threads.
 
 #include "pool.h"
 
 extern "C" {
 
-// 0 where the system refuses. Must be the first call.
+// Returns 0 if the system refuses. Must be the first call.
 int64_t inflight_prepare() {
 #ifdef INFLIGHT_AMX
     constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
@@ -17,7 +17,7 @@ int64_t inflight_prepare() {
 void* inflight_pool_new(int64_t num_threads) { return new inflight::Pool((int)num_threads); }
 void inflight_pool_free(void* pool) { delete static_cast<inflight::Pool*>(pool); }
 
-// Reads memory on all threads, as fast as they can, and returns a sum of it so that it cannot be left out.
+// Reads memory on all threads at full speed, and returns a sum of it, so that the compiler keeps the reads.
 int64_t inflight_read_memory(void* pool, const void* memory, int64_t num_bytes) {
     constexpr int64_t AT_ONCE = 1 << 20;
     typedef int64_t Numbers __attribute__((vector_size(4 * inflight::WIDTH)));

@@ -1,12 +1,13 @@
-// Threads that go through the phases of a step together.
+// Threads that compute the phases of a step together.
 //
-// `run` wakes every thread once per step; inside, `Team::each` hands out the tasks of a phase one by one and returns when all
-// of them are done. Handing out one by one matters more than locality: where another process takes a core for a while, the
-// other threads do the rest of the phase. Within a step a waiting thread spins, then offers its core to whoever else wants it, and
-// sleeps only when a phase takes unreasonably long: being woken takes longer than most phases. Between steps it sleeps soon.
+// `run` wakes every thread once per step. Inside, `Team::each` distributes the tasks of a phase one by one and returns
+// when all of them are done. This matters more than locality: if another process occupies a core for a while, the other
+// threads do the rest of the phase. Within a step a waiting thread spins, then yields its core, and sleeps only when a
+// phase takes unreasonably long, because a wake-up takes longer than most phases. Between steps it sleeps soon.
 //
-// Nothing is allocated in a run. An exception on one thread could not be handed to the caller, and on the caller's it would leave
-// the others waiting. What threads need is reserved before, on the caller's thread, where a failure is one of the call.
+// Nothing is allocated in a run. An exception on one thread could not be passed to the caller, and on the caller's it
+// would leave the others waiting. The memory of the threads is reserved before, on the caller's thread, where a failure
+// is one of the call.
 
 #pragma once
 
@@ -32,8 +33,8 @@ namespace inflight {
 
 // About 50 microseconds on current processors.
 constexpr int SPINS = 1000;
-// Offers of the core before a thread sleeps: some milliseconds, of which others have as much as they want.
-constexpr int OFFERS_IN_STEP = 20000;
+// Yields before a thread sleeps: some milliseconds, of which other processes may use any share.
+constexpr int YIELDS_IN_STEP = 20000;
 
 ALWAYS_INLINE void pause_briefly() {
 #if defined(__x86_64__)
@@ -48,12 +49,12 @@ struct Signal {
     std::atomic<uint32_t> value{0};
     std::atomic<uint32_t> num_asleep{0};
 
-    void wait_while(uint32_t seen, int num_offers) {
+    void wait_while(uint32_t seen, int num_yields) {
         for (int spin = 0; spin < SPINS; ++spin) {
             if (value.load(std::memory_order_acquire) != seen) return;
             pause_briefly();
         }
-        for (int offer = 0; offer < num_offers; ++offer) {
+        for (int yield = 0; yield < num_yields; ++yield) {
             if (value.load(std::memory_order_acquire) != seen) return;
             sched_yield();
         }
@@ -62,7 +63,7 @@ struct Signal {
         num_asleep.fetch_sub(1);
     }
 
-    // Sequentially consistent on both sides: either the sleeper sees the new value or we see the sleeper.
+    // Sequentially consistent on both sides: either the sleeper sees the new value or this thread sees the sleeper.
     void raise() {
         value.fetch_add(1);
         if (num_asleep.load() > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
@@ -74,33 +75,33 @@ struct Signal {
     }
 };
 
-// What the threads of a pool share while they go through a phase.
+// State that the threads of a pool share in a phase.
 struct Phase {
     alignas(64) std::atomic<int64_t> next_task{0};
     alignas(64) std::atomic<int> num_arrived{0};
     alignas(64) Signal ended;
 };
 
-// While it lives, this thread takes numbers too small for a full float as zero: each would cost some hundred cycles.
-class NoTinyNumbers {
+// Makes this thread treat denormal numbers as zero during its lifetime: each would cost some hundred cycles.
+class FlushDenormals {
   public:
 #if defined(__x86_64__)
-    NoTinyNumbers() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(saved_ | 0x8040); }
-    ~NoTinyNumbers() { __builtin_ia32_ldmxcsr(saved_); }
-    NoTinyNumbers(const NoTinyNumbers&) = delete;
-    NoTinyNumbers& operator=(const NoTinyNumbers&) = delete;
+    FlushDenormals() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(saved_ | 0x8040); }
+    ~FlushDenormals() { __builtin_ia32_ldmxcsr(saved_); }
+    FlushDenormals(const FlushDenormals&) = delete;
+    FlushDenormals& operator=(const FlushDenormals&) = delete;
 
   private:
     const unsigned saved_;
 #else
-    NoTinyNumbers() {}
+    FlushDenormals() {}
 #endif
 };
 
-// Memory of one thread, kept between runs. Not on a stack: those of threads may be small.
-class Room {
+// Memory of one thread, kept between runs. Not on a stack, because threads may have small ones.
+class ThreadBuffer {
   public:
-    // Throws std::bad_alloc. What the room held is lost.
+    // Throws std::bad_alloc. The previous content is lost.
     void reserve(size_t num_bytes) {
         if (num_bytes <= num_bytes_) return;
         const size_t rounded = round_up(num_bytes, ALIGNMENT);
@@ -132,12 +133,12 @@ class Team {
         for (int64_t task; (task = phase_.next_task.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) work(task);
         const uint32_t seen = phase_.ended.value.load(std::memory_order_acquire);
         if (phase_.num_arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads) {
-            // Everybody has run out of tasks, so nobody looks at these two before the signal.
+            // All threads have run out of tasks, so none reads these two before the signal.
             phase_.next_task.store(0, std::memory_order_relaxed);
             phase_.num_arrived.store(0, std::memory_order_relaxed);
             phase_.ended.raise();
         } else {
-            phase_.ended.wait_while(seen, OFFERS_IN_STEP);
+            phase_.ended.wait_while(seen, YIELDS_IN_STEP);
         }
     }
 
@@ -145,10 +146,10 @@ class Team {
     Phase& phase_;
 };
 
-// The threads themselves: the caller of `run` and `num_threads - 1` more. One `run` at a time.
+// The threads: the caller of `run` and `num_threads - 1` more. One `run` at a time.
 class Pool {
   public:
-    explicit Pool(int num_threads) : num_threads_(num_threads), rooms_(num_threads) {
+    explicit Pool(int num_threads) : num_threads_(num_threads), buffers_(num_threads) {
         for (int thread = 1; thread < num_threads; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
     }
 
@@ -163,13 +164,13 @@ class Pool {
 
     int num_threads() const { return num_threads_; }
 
-    // Gives each thread a room of so many bytes. Throws std::bad_alloc.
+    // Gives each thread `num_bytes` of memory. Throws std::bad_alloc.
     void reserve(size_t num_bytes) {
-        for (Room& room : rooms_) room.reserve(num_bytes);
+        for (ThreadBuffer& buffer : buffers_) buffer.reserve(num_bytes);
     }
-    char* room(int thread) const { return rooms_[thread].data(); }
+    char* buffer(int thread) const { return buffers_[thread].data(); }
 
-    // Calls `work` on every thread at once and returns when all of them are through. `work` does not throw.
+    // Calls `work` on every thread at once and returns when all have finished. `work` does not throw.
     void run(const std::function<void(Team&)>& work) {
         work_ = &work;
         started_.raise();
@@ -178,7 +179,7 @@ class Pool {
 
   private:
     void take_part(int thread) noexcept {
-        const NoTinyNumbers no_tiny_numbers;
+        const FlushDenormals flush_denormals;
         Team team(thread, num_threads_, phase_);
         (*work_)(team);
         team.each(0, [](int64_t) {});
@@ -197,11 +198,11 @@ class Pool {
     const std::function<void(Team&)>* work_ = nullptr;
     Phase phase_;
     alignas(64) Signal started_;
-    std::vector<Room> rooms_;
+    std::vector<ThreadBuffer> buffers_;
     std::vector<std::thread> threads_;
 };
 
-// For calls with a C interface: 0, or 1 where there is not enough memory for `work`.
+// For calls with a C interface: returns 0, or 1 if there is not enough memory for `work`.
 template <class Work>
 int64_t or_out_of_memory(const Work& work) {
     try {
@@ -212,13 +213,13 @@ int64_t or_out_of_memory(const Work& work) {
     }
 }
 
-// Calls `work` on every thread of the pool, or on this one alone where there is none to be had or to be woken.
+// Calls `work` on every thread of the pool, or on this thread alone if `pool` is null.
 template <class Work>
 void run_on(Pool* pool, const Work& work) {
     if (pool != nullptr) {
         pool->run(work);
     } else {
-        const NoTinyNumbers no_tiny_numbers;
+        const FlushDenormals flush_denormals;
         Phase phase;
         Team team(0, 1, phase);
         work(team);

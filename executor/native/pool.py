@@ -1,4 +1,4 @@
-"""The threads of our C++ code (pool.h), which wait between calls without taking a core."""
+"""Threads of the C++ code (pool.h). Between calls they wait without occupying a core."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from executor.native.library import NativeLibrary
 
 
 class NativePool:
-    """As many threads, the caller's included. Of the calls that are given a pool, one may run at a time."""
+    """A pool of `num_threads`, the caller's included. One call at a time may use it."""
 
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
         assert num_threads > 0
@@ -17,10 +17,10 @@ class NativePool:
         new.argtypes, new.restype = (c_int64,), c_void_p
         free.argtypes, free.restype = (c_void_p,), None
         self.num_threads = num_threads
-        # What a call takes.
+        # The argument of calls into the library.
         self.address = int(new(num_threads))
         self._end = weakref.finalize(self, free, self.address)
 
     def close(self) -> None:
-        """Ends the threads; so does the end of whoever holds the pool."""
+        """Ends the threads. Garbage collection of the pool does so too."""
         self._end()

@@ -1,4 +1,4 @@
-"""`python -m executor.native.prebuild FOLDER`: our C++ code for every x86-64 processor.
+"""`python -m executor.native.prebuild FOLDER`: the C++ code for every x86-64 processor.
 
 For an image without a compiler; see `executor.native.build`.
 """

@@ -1,4 +1,4 @@
-// What is done to single rows between the products: norms, rotary embedding, SiLU.
+// Operations on single rows between the products: norms, rotary embedding, SiLU.
 
 #pragma once
 
@@ -8,10 +8,10 @@
 
 namespace inflight {
 
-// Root mean square norm of `size` numbers: x / sqrt(mean(x^2) + epsilon) * weight (Zhang & Sennrich 2019). What follows them up to
-// a multiple of 16 must be zero in `from`.
+// Root mean square norm of `size` numbers: x / sqrt(mean(x^2) + epsilon) * weight (Zhang & Sennrich 2019). In `from`
+// the numbers behind them up to a multiple of 16 must be zero.
 //
-// Calls `put(i, x)` with `WIDTH` results at a time, which may go where `from` is.
+// Calls `put(i, x)` with `WIDTH` results at a time, which may overwrite `from`.
 template <class Put>
 ALWAYS_INLINE void norm_row(const float* from, const float* weight, int64_t size, float epsilon, const Put& put) {
     Floats squares = {};
@@ -24,7 +24,7 @@ ALWAYS_INLINE void norm_row(const float* from, const float* weight, int64_t size
     for (int64_t i = 0; i < width; i += WIDTH) put(i, load(from + i) * factor * load(weight + i));
 }
 
-// Rotary embedding of a head in place (Su et al. 2021): number i turns with number i + half.
+// Rotary embedding of a head in place (Su et al. 2021): number i is rotated with number i + half.
 inline void rotate_row(float* __restrict__ x, const float* __restrict__ cosines, const float* __restrict__ sines,
                        int64_t half) {
     for (int64_t i = 0; i < half; ++i) {

@@ -1,4 +1,4 @@
-// The sampler for callers with a C interface (sampler.py): each row of a step on some thread.
+// The sampler with a C interface (sampler.py). Each row of a step is sampled by one thread.
 
 #include <memory>
 #include <mutex>
@@ -13,7 +13,7 @@ extern "C" {
 
 // The fields of sampler.py's structure, in the same order. Columns have a number for each row.
 struct SampleCall {
-    const float* logits;           // [num_rows, vocabulary_size], left as they are
+    const float* logits;           // [num_rows, vocabulary_size], not changed
     const float* temperatures;
     const int32_t* top_ks;
     const double* top_ps;
@@ -21,7 +21,7 @@ struct SampleCall {
     const int64_t* output_indices;
     const int32_t* banned_ids;     // of row i: [banned_starts[i], banned_starts[i + 1])
     const int32_t* banned_starts;  // [num_rows + 1]
-    int64_t* token_ids;            // what comes out
+    int64_t* token_ids;            // output
     int64_t num_rows, vocabulary_size, row_stride;
 };
 
@@ -29,7 +29,7 @@ struct SampleCall {
 
 namespace {
 
-// What the threads keep between calls. One call at a time; others wait.
+// Buffers of the threads, kept between calls. One call at a time; others wait.
 class Sampler {
   public:
     void sample(Pool* pool, const SampleCall& call) {
@@ -73,7 +73,7 @@ class Sampler {
         }
     }
 
-    // A row that would be written to is copied; the others are only read.
+    // A row that the sampler writes to is copied; the others are only read.
     static void sample_one(const SampleCall& call, int64_t index, Kept& kept) {
         const SampleRow row = row_of(call, index);
         float* logits = const_cast<float*>(call.logits + index * call.row_stride);
@@ -95,7 +95,7 @@ extern "C" {
 void* inflight_sampler_new() { return new (std::nothrow) Sampler; }
 void inflight_sampler_free(void* sampler) { delete static_cast<Sampler*>(sampler); }
 
-// 0, or 1 where there is not enough memory. `pool` may be null: then the caller's thread does all.
+// Returns 0, or 1 if there is not enough memory. `pool` may be null: then the caller's thread samples all rows.
 int64_t inflight_sample_rows(void* sampler, void* pool, const SampleCall* call) {
     return or_out_of_memory([&] { static_cast<Sampler*>(sampler)->sample(static_cast<Pool*>(pool), *call); });
 }

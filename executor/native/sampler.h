@@ -1,13 +1,13 @@
-// Chooses the next token of one row of logits, as executor/step/sampling.py says; that file's torch code is the oracle.
+// Sampling of the next token of one row of logits, as in executor/step/sampling.py, whose torch code is the reference.
 //
-// A row is looked at in groups of 64 ids. Random words come from Philox4x32-10, 16 counters for a group, and most groups end
-// there: an upper bound of the noise, read off the exponent of the uniform number, already shows that no token of the group
-// can win. The few that might are computed exactly, in double precision rounded to float, so that the result is the same on
-// every processor. top_k and top_p look for the smallest value that stays, not for an order: with the largest of every group
-// at hand, only groups that reach into the top are read.
+// A row is processed in groups of 64 ids. Random words come from Philox4x32-10, 16 counters for a group, and most
+// groups end there: an upper bound of the noise, taken from the exponent of the uniform number, already shows that no
+// token of the group can win. The few that might are computed exactly, in double precision rounded to float, so that
+// the result is the same on every processor. top_k and top_p search for the smallest value that is kept, not for an
+// order: with the largest value of every group known, only groups that reach into the top are read.
 //
-// Thread-safe: everything that is kept between calls lies in the caller's Scratch. A NaN is never chosen and weighs nothing.
-// Where there is nothing to choose (all NaN, -inf or banned) NO_TOKEN comes out.
+// Thread-safe: all state kept between calls is in the caller's Scratch. A NaN is never chosen and has no weight. A row
+// without a usable logit (all NaN, -inf or banned) yields NO_TOKEN.
 
 #pragma once
 
@@ -33,15 +33,15 @@ namespace sampling {
 
 struct Scratch {
     std::vector<float> maxima;      // of every group, divided by the temperature
-    std::vector<float> candidates;  // values that may stay
+    std::vector<float> candidates;  // values that may be kept
     std::vector<double> masses;     // of top_p's bins
     alignas(64) float tail[GROUP];  // the last group, where the vocabulary does not fill it
 
-    // Makes room for rows of so many logits: sampling them allocates nothing then. Throws std::bad_alloc.
+    // Reserves memory for rows of this many logits, so that sampling them allocates nothing. Throws std::bad_alloc.
     void reserve(int64_t vocabulary_size, bool restricts);
 };
 
-// A row as groups; a value is what the memory holds, divided by `divisor`.
+// A row as groups; a value is the number in memory, divided by `divisor`.
 struct Values {
     float* logits;
     float* tail;
@@ -76,10 +76,10 @@ inline int64_t find_maxima(const Values& values) {
 
 // ---- top_k and top_p ----
 
-// Values above `value` stay, and of those equal to it the `room` lowest ids.
+// Values above `value` are kept, and of those equal to it the `num_equal` lowest ids.
 struct Edge {
     float value;
-    int64_t room;
+    int64_t num_equal;
 };
 
 inline Edge edge_of(const float* kept, int64_t count) {
@@ -87,7 +87,7 @@ inline Edge edge_of(const float* kept, int64_t count) {
     return {value, std::count(kept, kept + count, value)};
 }
 
-// A value that at least `count` values reach, because that many groups do; -inf where there are not so many groups.
+// Returns a value that at least `count` values reach, because that many groups do; -inf if there are fewer groups.
 inline float reached_by(const Values& values, int64_t count, Scratch& scratch) {
     if (count > values.num_groups) return NOTHING;
     std::vector<float>& maxima = scratch.candidates;
@@ -96,7 +96,7 @@ inline float reached_by(const Values& values, int64_t count, Scratch& scratch) {
     return maxima[count - 1];
 }
 
-// Puts the values that are at least `threshold`, but not -inf, into the scratch.
+// Copies the values that are at least `threshold`, but not -inf, to the scratch.
 inline void collect(const Values& values, float threshold, Scratch& scratch) {
     threshold = std::max(threshold, std::numeric_limits<float>::lowest());
     std::vector<float>& found = scratch.candidates;
@@ -120,8 +120,9 @@ inline double mass_of(const float* begin, const float* end, float largest) {
     return mass;
 }
 
-// Brings the largest values to the front and returns how many stay while those before them weigh less than `needed`; what
-// is in doubt is halved, not put in order. `mass` comes before all of them. 0 if all together weigh less.
+// Moves the largest values to the front and returns how many are kept while those before them weigh less than `needed`.
+// The range in doubt is halved, not sorted. `mass` is the weight before all of them. Returns 0 if all together weigh
+// less.
 inline int64_t count_needed(std::vector<float>& values, float largest, double mass, double needed) {
     float *begin = values.data(), *end = begin + values.size(), *from = begin, *to = end;
     while (to - from > 64) {
@@ -209,7 +210,7 @@ inline void collect_bin(const Values& values, float largest, int wanted, std::ve
     }
 }
 
-// For a flat distribution: weighs the bins, and looks only at those values that lie in the bin of the edge.
+// For a flat distribution: weighs the bins, and examines only the values in the bin of the edge.
 inline Edge find_in_bins(const Values& values, float largest, double needed, Scratch& scratch) {
     std::vector<double>& masses = scratch.masses;
     masses.assign(NUM_BINS, 0.0);
@@ -219,7 +220,7 @@ inline Edge find_in_bins(const Values& values, float largest, double needed, Scr
     while (edge < NUM_BINS - 1 && mass + masses[edge] < needed) mass += masses[edge++];
     std::vector<float>& candidates = scratch.candidates;
     collect_bin(values, largest, edge, candidates);
-    if (candidates.empty()) return {NOTHING, 0};  // rounding: not even all of them weigh as much
+    if (candidates.empty()) return {NOTHING, 0};  // rounding: not even all of them weigh enough
     const int64_t count = count_needed(candidates, largest, mass, needed);
     return edge_of(candidates.data(), count > 0 ? count : candidates.size());
 }
@@ -232,7 +233,7 @@ inline Edge find_top_p(const Values& values, float largest, double top_p, Scratc
     return count > 0 ? edge_of(likeliest.data(), count) : find_in_bins(values, largest, needed, scratch);
 }
 
-// Writes the values that stay, and -inf for the others; groups without any are marked by their maximum instead.
+// Writes the values that are kept, and -inf for the others; groups without any are marked by their maximum instead.
 inline void keep(const Values& values, Edge edge) {
     for (int64_t i = 0; i < values.num_groups; ++i) {
         if (!(values.maxima[i] >= edge.value)) {
@@ -246,7 +247,7 @@ inline void keep(const Values& values, Edge edge) {
             const Ints at_edge = value == edge.value;
             if (any(at_edge))
                 for (int lane = 0; lane < WIDTH; ++lane)
-                    if (at_edge[lane] && edge.room > 0) stays[lane] = -1, --edge.room;
+                    if (at_edge[lane] && edge.num_equal > 0) stays[lane] = -1, --edge.num_equal;
             store(group + v * WIDTH, stays ? value : all(NOTHING));
         }
     }
@@ -306,12 +307,12 @@ inline void Scratch::reserve(int64_t vocabulary_size, bool restricts) {
     masses.reserve(NUM_BINS);
 }
 
-// Whether sample_row writes to the logits of this row.
+// Returns whether sample_row writes to the logits of this row.
 inline bool changes_logits(const SampleRow& row, int64_t vocabulary_size) {
     return row.num_banned > 0 || (row.temperature > 0 && restricts(row, vocabulary_size));
 }
 
-// The next token of a row of at least one logit.
+// Returns the next token of a row of at least one logit.
 inline int64_t sample_row(float* logits, int64_t vocabulary_size, const SampleRow& row, Scratch& scratch) {
     for (int32_t i = 0; i < row.num_banned; ++i)
         if (row.banned[i] >= 0 && row.banned[i] < vocabulary_size) logits[row.banned[i]] = NOTHING;
@@ -327,7 +328,7 @@ inline int64_t sample_row(float* logits, int64_t vocabulary_size, const SampleRo
     values.divisor = row.temperature;
     for (int64_t i = 0; i < values.num_groups; ++i) values.maxima[i] /= values.divisor;
     const float scaled = values.maxima[first];
-    // An infinite value wins in any case, the lowest id of several.
+    // An infinite value always wins, the lowest id of several.
     if (restricts(row, vocabulary_size) && !std::isinf(scaled)) {
         const bool has_top_k = row.top_k > 0 && row.top_k < vocabulary_size;
         keep(values, has_top_k ? find_top_k(values, scaled, row.top_k, row.top_p, scratch)

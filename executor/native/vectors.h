@@ -1,9 +1,9 @@
-// Vectors as wide as the target has them, and the element types that the kernels are written for.
+// Vectors of the target's width, and the element types that the kernels are written for.
 //
-// Data lies in groups of 16 columns (or tokens), and a vector holds one number of WIDTH of them, so no sum ever runs across a
-// vector. Vectors wider than the target's would live in memory: GCC keeps them in no register. An element type says
-// how many numbers along the summed dimension share a lane: 1 for float32, 2 for bfloat16, whose dot-product instruction takes
-// pairs. What the target lacks is spelled out in plain arithmetic.
+// Data is in groups of 16 columns (or tokens), and a vector holds one number of WIDTH of them, so no sum runs across a
+// vector. GCC keeps vectors wider than the target's in memory instead of registers. An element type defines how many
+// numbers along the summed dimension share a lane: 1 for float32, 2 for bfloat16, whose dot-product instruction takes
+// pairs. Instructions that the target lacks are replaced by plain arithmetic.
 
 #pragma once
 
@@ -25,8 +25,8 @@
 
 namespace inflight {
 
-constexpr int LANES = 16;  // columns or tokens of a group, whatever the target
-constexpr int64_t NO_TOKEN = -1;  // of a row of logits without a number; executor/engine/runner.py
+constexpr int LANES = 16;  // columns or tokens of a group, on every target
+constexpr int64_t NO_TOKEN = -1;  // of a row without a usable logit; executor/engine/runner.py
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16;
 #elif defined(__AVX2__)
@@ -36,7 +36,7 @@ constexpr int WIDTH = 4;
 #endif
 constexpr int VECTORS = LANES / WIDTH;  // of a group
 
-// GCC's vector types: split into what the machine has.
+// GCC's vector types, split into those of the machine.
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef float UnalignedFloats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
@@ -52,7 +52,7 @@ ALWAYS_INLINE float as_float(uint32_t bits) {
     return value;
 }
 
-// Round to nearest even; a NaN stays one.
+// Rounds to nearest even; a NaN stays one.
 ALWAYS_INLINE Words round_to_bfloat16(Floats value) {
     const Words bits = (Words)value;
     const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -97,8 +97,8 @@ struct BFloat16 {
     static ALWAYS_INLINE float get(Number number) { return as_float((uint32_t)number << 16); }
 };
 
-// 2^x, 0 where that is too small to matter: x = n + r, a polynomial in r, n into the exponent. To about one unit in the last
-// place of a float32; where the result becomes a bfloat16 (8 bits), four terms of the polynomial do.
+// 2^x, 0 where that is too small to matter: x = n + r, a polynomial in r, n into the exponent. To about one unit in the
+// last place of a float32. If the result becomes a bfloat16 (8 bits), four terms of the polynomial suffice.
 template <class Element = Float32>
 ALWAYS_INLINE Floats power_of_two(Floats x) {
 #if defined(__AVX512F__)

@@ -1,7 +1,8 @@
-"""The executor's final gate: whatever the routers' ledger believed, what passes here can run to its end.
+"""The executor's admission gate. A sequence that passes it can run to its end, whatever the routers' ledger says.
 
-Owns who is inside, the blocks promised to them, and the newest attempt seen of each request. An attempt counts as seen
-even when it is refused: its router has placed the request anew by the time a repeated submit of it could arrive.
+The gate owns the set of accepted sequences, the blocks reserved for them, and the newest attempt seen of each request.
+An attempt counts as seen even when it is refused: by the time a repeated submit of it could arrive, its router has
+placed the request again.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from enum import Enum
 
 from executor.scheduler.sequence import Sequence
 
-# Attempts are remembered after their end so that a late duplicate is refused; a duplicate comes within seconds, and at
-# a hundred requests per second this many last ten minutes, in about 10 MB.
+# Attempts are remembered after their end so that a late duplicate is refused. A duplicate comes within seconds; at a
+# hundred requests per second this many last ten minutes, in about 10 MB.
 MAX_REMEMBERED_ATTEMPTS = 65_536
 
 
 class Refusal(Enum):
-    """Why a sequence may not enter."""
+    """Why a sequence is not accepted."""
 
     NO_CAPACITY = "no_capacity"
     STALE_ATTEMPT = "stale_attempt"
@@ -26,19 +27,19 @@ class Refusal(Enum):
 
 
 class AttemptLog:
-    """The newest attempt seen of each request, the least recently seen requests forgotten beyond `max_requests`."""
+    """The newest attempt seen of each request. Beyond `max_requests` the least recently seen request is dropped."""
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._newest: OrderedDict[str, int] = OrderedDict()
 
     def is_stale(self, request_id: str, attempt: int) -> bool:
-        """Whether this attempt or a newer one was seen."""
+        """Returns whether this attempt or a newer one was seen."""
         newest = self._newest.get(request_id)
         return newest is not None and attempt <= newest
 
     def see(self, request_id: str, attempt: int) -> None:
-        """Notes an attempt that is not stale."""
+        """Records an attempt that is not stale."""
         self._newest[request_id] = attempt
         self._newest.move_to_end(request_id)
         if len(self._newest) > self._max_requests:
@@ -46,7 +47,7 @@ class AttemptLog:
 
 
 class Gate:
-    """Lets a sequence in when its blocks and its place can be promised."""
+    """Accepts sequences whose blocks and batch slot can be guaranteed."""
 
     def __init__(
         self, *, num_blocks: int, block_size: int, max_inside: int, context_length: int, is_overcommitted: bool = False
@@ -62,24 +63,26 @@ class Gate:
         self.is_closed = False
 
     def close(self) -> None:
-        """Lets nobody in any more."""
+        """Refuses every further sequence."""
         self.is_closed = True
 
     def find(self, request_id: str) -> Sequence | None:
-        """The sequence of this request that is inside."""
+        """Returns the accepted sequence of this request."""
         return self._inside.get(request_id)
 
     def is_stale(self, sequence: Sequence) -> bool:
-        """Whether its attempt is over, running or superseded. Who is inside is asked first: the log may forget it."""
+        """Returns whether the attempt has ended, is running or is superseded. Accepted sequences are checked first,
+        because the log may have dropped them."""
         inside = self.find(sequence.request_id)
         if inside is not None and sequence.attempt <= inside.attempt:
             return True
         return self._attempts.is_stale(sequence.request_id, sequence.attempt)
 
     def enter(self, sequence: Sequence, num_overrun_blocks: int = 0) -> Refusal | None:
-        """Promises the sequence its blocks and its place, or says why not. No older attempt may be inside.
+        """Reserves the sequence's blocks and batch slot, or returns the reason of the refusal. No older attempt may be
+        accepted still.
 
-        `num_overrun_blocks` are what those inside use beyond their promises.
+        `num_overrun_blocks` are the blocks that accepted sequences use beyond their reservations.
         """
         assert self.find(sequence.request_id) is None, f"{sequence.request_id} is inside already"
         self._attempts.see(sequence.request_id, sequence.attempt)
@@ -97,14 +100,14 @@ class Gate:
         return None
 
     def leave(self, sequence: Sequence) -> None:
-        """Takes the promise back. Nothing happens when the sequence is not inside any more."""
+        """Cancels the reservation. Does nothing when the sequence has left already."""
         if self._inside.get(sequence.request_id) is sequence:
             del self._inside[sequence.request_id]
             self.num_reserved_blocks -= sequence.num_reserved_blocks
 
     def _is_valid(self, sequence: Sequence) -> bool:
-        """Whether there is something to compute and the reservation lasts: until its end, or, where more is promised
-        than there is, for its known tokens and the first that it yields. Less would be an overrun from the start."""
+        """Returns whether there are tokens to compute and the reservation suffices: to the sequence's end, or, when
+        overcommitted, for its known tokens and the next one. A smaller reservation would be overrun from the start."""
         if not 1 <= sequence.num_prompt_tokens <= sequence.num_tokens < self._most_tokens(sequence):
             return False
         if self._is_overcommitted:

@@ -1,15 +1,16 @@
-"""The KV block pool: which block is free, cached or used. Pure bookkeeping; the KV itself lives on the device.
+"""The KV block pool: reference counts, free blocks and cached prefixes. Pure bookkeeping; the KV itself lives on the
+device.
 
-Blocks are numbered from 1 to `num_blocks`. Block 0 is spare: no sequence ever owns it, padding writes go there.
-Each block is in exactly one state:
+Blocks are numbered from 1 to `num_blocks`. Block 0 is spare: no sequence ever owns it, padding writes go there. Each
+block is in exactly one state:
 
 | state  | references | hash   | where it is kept                                          |
 | ------ | ---------- | ------ | --------------------------------------------------------- |
 | free   | 0          | none   | `_free`, a stack                                          |
-| cached | 0          | a hash | `_cached`, least recently used first; taken when none is free |
+| cached | 0          | a hash | `_cached`, least recently used first; evicted when none is free |
 | used   | 1 or more  | maybe  | the block tables of the sequences that refer to it        |
 
-Only a published block is ever shared, and a published block is full: nobody writes to it again until it is evicted.
+Only a published block is ever shared. A published block is full: no sequence writes to it until it is evicted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from itertools import chain
 
 
 class HostBlocks:
-    """A list of free blocks."""
+    """Free list of the host memory's blocks, numbered from 0."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -29,7 +30,6 @@ class HostBlocks:
 
     @property
     def num_free(self) -> int:
-        """Blocks that belong to nobody."""
         return len(self._free)
 
     @property
@@ -38,27 +38,26 @@ class HostBlocks:
         return self.num_blocks - len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Takes `count` blocks, or none at all when there are not enough."""
+        """Allocates `count` blocks, or returns None when there are not enough."""
         if count > len(self._free):
             return None
         return [self._free.pop() for _ in range(count)]
 
     def release(self, blocks: ReadOnlyList[int]) -> None:
-        """Gives blocks back."""
         self._free.extend(blocks)
 
     def check(self, owned: Iterable[ReadOnlyList[int]]) -> None:
-        """Asserts that each block is free or in exactly one of these copies."""
+        """Asserts that each block is free or in exactly one of the copies `owned`."""
         blocks = sorted(chain(self._free, *owned))
         assert blocks == list(range(self.num_blocks)), f"host blocks free or owned: {blocks[:10]} of {self.num_blocks}"
 
 
 class BlockError(Exception):
-    """A block would be shared or given back although it is not the sequence's. Nothing was changed."""
+    """Raised when a block would be shared or released by a sequence that does not own it. The pool is unchanged."""
 
 
 class BlockPool:
-    """Reference-counted blocks; published ones stay findable by their hash until they are needed for something else."""
+    """Reference-counted blocks. A published block stays findable by its hash until it is evicted."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -73,22 +72,22 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing."""
+        """Blocks that hold no KV."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody refers to, kept for their prefix."""
+        """Unreferenced blocks that are kept for their prefix."""
         return len(self._cached)
 
     @property
     def num_published(self) -> int:
-        """Blocks that can be found by their hash, held or not."""
+        """Blocks that can be found by their hash, referenced or not."""
         return len(self._block_of)
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be allocated: the free ones, and the cached ones at the price of their content."""
+        """Blocks that can be allocated: the free ones, and the cached ones by eviction."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -97,7 +96,7 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def allocate(self, count: int) -> list[int] | None:
-        """Takes `count` blocks, each with one reference, or none at all when there are not enough."""
+        """Allocates `count` blocks with one reference each, or returns None when there are not enough."""
         if count > self.num_available:
             return None
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -119,13 +118,14 @@ class BlockPool:
         return blocks
 
     def is_findable(self, block_hash: bytes) -> bool:
-        """Whether a block with this content is published."""
+        """Returns whether a block with this content is published."""
         return block_hash in self._block_of
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Makes a full block findable. Where an equal one is published already, that one stays and this is private.
+        """Makes a full block findable. If an equal block is published already, that one stays published and this one
+        stays private.
 
-        Raises `BlockError`: a block that no sequence holds could be read while another sequence writes to it.
+        Raises `BlockError` for an unreferenced block: another sequence could write to it while it is read.
         """
         if self._num_references[block] == 0:
             raise BlockError(f"block {block} is published and no sequence holds it")
@@ -136,7 +136,7 @@ class BlockPool:
             self._hash_of[block] = block_hash
 
     def retract(self, block_table: ReadOnlyList[int]) -> None:
-        """Takes back the names of those blocks that no other sequence holds: what they hold is not to be shared."""
+        """Withdraws the hashes of the blocks that no other sequence holds, so that their content is not shared."""
         for block in block_table:
             block_hash = self._hash_of[block]
             if block_hash is not None and self._num_references[block] == 1:
@@ -144,9 +144,9 @@ class BlockPool:
                 self._hash_of[block] = None
 
     def release(self, block_table: ReadOnlyList[int]) -> None:
-        """Gives one reference to each block back. Backwards: of a prefix, the tail must be evicted before the head.
+        """Drops one reference to each block, last block first, so that the tail of a prefix is evicted before its head.
 
-        Raises `BlockError`: a block that is given back twice would belong to two sequences.
+        Raises `BlockError` for an unreferenced block: a block released twice would belong to two sequences.
         """
         for block in block_table:
             if self._num_references[block] == 0:
@@ -161,11 +161,11 @@ class BlockPool:
                 self._cached[block] = None
 
     def num_references(self, block: int) -> int:
-        """Block tables that the block is in."""
+        """Returns the number of block tables that contain the block."""
         return self._num_references[block]
 
     def is_published(self, block: int) -> bool:
-        """Whether the block can be found by its hash."""
+        """Returns whether the block can be found by its hash."""
         return self._hash_of[block] is not None
 
     def check(self, block_tables: Iterable[ReadOnlyList[int]]) -> None:

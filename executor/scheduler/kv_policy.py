@@ -1,4 +1,5 @@
-"""Where the KV blocks of a step come from: who may decode, and who may board. One way for each policy."""
+"""KV policies: which sequences may decode and which may board, by the blocks that are available. One class per
+policy."""
 
 from __future__ import annotations
 
@@ -19,42 +20,45 @@ class KvPolicy(Protocol):
     num_recomputed_tokens: int
 
     def decodes(self, draft: StepDraft) -> Iterable[Sequence]:
-        """Who of the decodes gets its next token in this step; each of them can grow."""
+        """Returns the sequences that decode in this step. Each of them has, or can get, the block for its next
+        token."""
         ...
 
     def take(self, sequence: Sequence, draft: StepDraft) -> bool:
-        """Starts the sequence's block table if there are blocks for it now. Else nothing happens."""
+        """Starts the sequence's block table if its blocks are available now. Otherwise changes nothing and returns
+        False."""
         ...
 
     def overdue(self) -> list[Sequence]:
-        """Who has waited too long to come back; called once for each step."""
+        """Returns the sequences that have been preempted for too long. Must be called once per step."""
         ...
 
     def release(self, sequence: Sequence) -> None:
-        """Takes back what the sequence holds. No step in flight may have a row of it."""
+        """Releases the sequence's blocks. No step in flight may have a row of it."""
         ...
 
     @property
     def num_overrun_blocks(self) -> int:
-        """Blocks that sequences use, or need to come back, beyond those reserved for them."""
+        """Blocks that sequences use, or need to board again, beyond those reserved for them."""
         ...
 
     def budget_blocks(self, num_reserved_blocks: int) -> int:
-        """Blocks that can be promised, those included that are."""
+        """Returns the blocks that can be reserved in all, including those reserved now."""
         ...
 
     @property
     def num_used_host_blocks(self) -> int:
-        """Host blocks that keep KV."""
+        """Host blocks that hold KV."""
         ...
 
     def check(self) -> None:
-        """Asserts that nothing beside the device's blocks is lost."""
+        """Asserts that no block besides the device's is lost."""
         ...
 
 
 class GuaranteedNoEvict:
-    """guaranteed_no_evict: the gate has promised each sequence all that it can need, so an allocation cannot fail."""
+    """guaranteed_no_evict: the gate has reserved for each sequence all that it can need, so an allocation cannot
+    fail."""
 
     num_preemptions = 0
     num_recomputed_tokens = 0
@@ -67,36 +71,33 @@ class GuaranteedNoEvict:
         self._queues = queues
 
     def decodes(self, draft: StepDraft) -> Iterable[Sequence]:
-        """Everyone."""
         return self._queues.decodes
 
     def take(self, sequence: Sequence, draft: StepDraft) -> bool:
-        """See `KvPolicy`."""
         if not self._has_blocks_for(sequence):
             return False
         self._prefix_cache.attach(sequence)
         return True
 
     def overdue(self) -> list[Sequence]:
-        """Nobody is ever away."""
+        """Returns no sequence: this policy never preempts."""
         return []
 
     def release(self, sequence: Sequence) -> None:
-        """See `KvPolicy`."""
         self._pool.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = 0
 
     def budget_blocks(self, num_reserved_blocks: int) -> int:
-        """All of them, for nobody uses more than was reserved for it."""
+        """Returns the whole pool, since no sequence uses more than its reservation."""
         return self._pool.num_blocks
 
     def check(self) -> None:
-        """There is nothing else."""
+        """Does nothing: this policy uses no host blocks."""
 
     def _has_blocks_for(self, sequence: Sequence) -> bool:
-        """Whether its reservation fits beside what the others hold or may take until their end. The gate made sure of
-        that, but for the blocks of those who are leaving."""
+        """Returns whether the reservation fits beside the reservations on seats and the blocks of leaving sequences.
+        The gate has checked all but the latter."""
         leaving = self._queues.leaving
         if not leaving:
             return True

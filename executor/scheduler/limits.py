@@ -1,4 +1,4 @@
-"""What a step and an executor can take: the numbers that the scheduler is built with."""
+"""Limits and policies that the scheduler is built with."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from enum import Enum
 
 
 class Batching(Enum):
-    """When sequences may board: INFLIGHT at every step, STATIC when everyone has got off."""
+    """When sequences may board: INFLIGHT at every step, STATIC when the whole batch has ended."""
 
     INFLIGHT = "inflight"
     STATIC = "static"
 
 
 class SchedulerPolicy(Enum):
-    """What is promised to who boards: GUARANTEED_NO_EVICT its KV to the end, MAX_UTILIZATION what it is likely to need,
-    so that more sequences run at once and some are preempted. The names are TensorRT-LLM's."""
+    """How much KV is guaranteed to a running sequence: with GUARANTEED_NO_EVICT all that it can need, with
+    MAX_UTILIZATION what it is likely to need, so that more sequences run at once and some are preempted. The names are
+    TensorRT-LLM's."""
 
     GUARANTEED_NO_EVICT = "guaranteed_no_evict"
     MAX_UTILIZATION = "max_utilization"
@@ -23,11 +24,11 @@ class SchedulerPolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCost:
-    """What it costs to get KV back, per token: to compute it once more, or to copy it one way between device and host.
+    """Cost per token of restoring KV: computing it again, or copying it one way between device and host.
 
     Only the ratio counts. SmolLM2-135M on two cores takes 168 µs to compute a token and 4.5 µs to copy it (measured); a
     model of 8 billion parameters on a large GPU about 25 µs and 2.6 µs (by its size and the speed of the link). A tenth
-    is right for the second and careful for the first.
+    fits the second and is cautious for the first.
     """
 
     recompute_token: float = 1.0
@@ -36,12 +37,13 @@ class PreemptionCost:
 
 @dataclass(frozen=True, slots=True)
 class Overcommit:
-    """How max_utilization keeps preemptions rare.
+    """Settings by which max_utilization keeps preemptions rare.
 
-    Shares of the pool: `watermark` stays free when somebody boards beside others, and after a preemption nobody new
-    boards until the preempted are back and `margin` is free as well. (A watermark of 5 % alone took another engine from
-    1065 to 187 preemptions on one trace; here reservations hold the line already, and 2 % covers what they miss.) Who
-    has been away for `max_steps_away` steps is handed back for another executor to take.
+    Shares of the pool: `watermark` stays free when a sequence boards beside others. After a preemption no new sequence
+    boards until the preempted ones have boarded again and `margin` is free as well. (A watermark of 5 % alone took
+    another engine from 1065 to 187 preemptions on one trace. Here reservations bound the load already, and 2 % covers
+    what they miss.) A sequence that has been preempted for `max_steps_away` steps is handed back, so that another
+    executor can take it.
     """
 
     cost: PreemptionCost = PreemptionCost()
@@ -52,10 +54,13 @@ class Overcommit:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """`max_num_sequences` are the seats, `num_standby_sequences` more may wait for one, `max_num_tokens` is a step's
-    budget, `context_length` bounds prompt and output. Without `enable_chunked_context` a prompt takes one step.
-    `num_host_blocks` blocks of host memory, numbered from 0, keep the KV of preempted sequences; for `max_twin_steps` a
-    sequence waits for one that computes the prefix it wants."""
+    """Limits of a step and of the executor.
+
+    `max_num_sequences` are the seats, and `num_standby_sequences` more may wait for one. `max_num_tokens` is the token
+    budget of a step, `context_length` bounds prompt and output. Without `enable_chunked_context` a prompt takes one
+    step. `num_host_blocks` blocks of host memory, numbered from 0, keep the KV of preempted sequences. A sequence waits
+    at most `max_prefix_wait_steps` steps for another one that computes the prefix it needs.
+    """
 
     max_num_sequences: int
     num_standby_sequences: int
@@ -67,7 +72,7 @@ class SchedulerLimits:
     policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT
     num_host_blocks: int = 0
     overcommit: Overcommit = Overcommit()
-    max_twin_steps: int = 64
+    max_prefix_wait_steps: int = 64
 
     @property
     def is_overcommitted(self) -> bool:
@@ -76,8 +81,8 @@ class SchedulerLimits:
 
     @property
     def num_seat_rows(self) -> int:
-        """Rows of arrays kept by seat. Who is ended in flight keeps its row until the step in flight is retired, while
-        somebody else has already boarded: that can be everyone."""
+        """Rows of arrays kept by seat. A sequence that ends in flight keeps its row until that step retires, while
+        another one has already boarded. All seats can be in that state at once."""
         return 2 * self.max_num_sequences
 
     def __post_init__(self) -> None:
@@ -85,7 +90,7 @@ class SchedulerLimits:
             raise ValueError(f"max_num_sequences must be at least 1, not {self.max_num_sequences}")
         if self.num_standby_sequences < 0:
             raise ValueError(f"num_standby_sequences must be at least 0, not {self.num_standby_sequences}")
-        # Every seat gets its token in every step; with less, the last seats would wait for the first to end.
+        # Every seat gets its token in every step. With less, the last seats would wait for the first to end.
         if self.max_num_tokens < self.max_num_sequences:
             least = f"max_num_sequences ({self.max_num_sequences})"
             raise ValueError(f"max_num_tokens must be at least {least}, not {self.max_num_tokens}")

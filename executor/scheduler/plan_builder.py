@@ -1,7 +1,7 @@
-"""A step plan while it is being made: its rows, what is left of its token budget, the blocks that its rows need.
+"""Builder of a step plan: its rows, what is left of its token budget, and the blocks that its rows need.
 
-Whose turn it is, the scheduler decides. A row that is added counts as in flight from then on. A sequence whose blocks
-are not there gets no row and is `broken`: it has to end, and the others go on.
+The scheduler decides the order. A row that is added counts as in flight from then on. A sequence whose blocks are
+missing gets no row and is `broken`: it has to end, and the others go on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from executor.scheduler.step_constraint import StepConstraint
 class StepDraft:
     """Takes rows until the token budget is spent.
 
-    `max_prefill_tokens` bounds what prompts take of it; None does not. It is a matter of chunks: a prompt that must be
-    computed at once is.
+    `max_prefill_tokens` bounds the prompt tokens; None does not. It applies only to chunked prefill: a prompt that must
+    be computed in one step is not cut.
     """
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, max_prefill_tokens: int | None) -> None:
@@ -38,13 +38,14 @@ class StepDraft:
         self._is_pace_spent = False
         # Whether a prompt got less than it could have used.
         self.is_cut = False
-        # Who gave up its seat, and whose KV moves; see `StepPlan`.
+        # Sequences that lost their seat, and the KV that moves; see `StepPlan`.
         self.preempted: list[Sequence] = []
         self.swaps_out: list[tuple[int, int]] = []
         self.swaps_in: list[tuple[int, int]] = []
         self.swapped: list[Sequence] = []
         self.restored: list[Restored] = []
-        # Whose prompt is computed with this step, and whose last token it yields, whatever the tokens are.
+        # Sequences whose prompt is computed with this step, and those whose last token it yields, whatever the tokens
+        # are.
         self.prompts_done: list[Sequence] = []
         self.ending: list[Sequence] = []
         # Sequences that cannot be in this step or any other, with the reason.
@@ -52,25 +53,24 @@ class StepDraft:
 
     @property
     def is_full(self) -> bool:
-        """Whether nobody gets tokens in this step any more."""
+        """Whether the token budget is spent."""
         return self._num_tokens_left <= 0
 
     @property
     def closed_by(self) -> StepConstraint:
-        """What a prompt that gets nothing more is short of."""
+        """The constraint of a prompt that gets nothing more."""
         return StepConstraint.PACE if self._is_pace_spent else StepConstraint.TOKENS
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the rows so far."""
         return self._num_tokens
 
     def board(self, sequence: Sequence) -> None:
-        """Notes that the sequence took a seat."""
         self._boarded.append(sequence)
 
     def add_decodes(self, sequences: Iterable[Sequence]) -> None:
-        """Adds the one token that each sequence is behind. The budget has one for every seat, and they come first."""
+        """Adds one row of one token for each sequence. The budget has a token for every seat, and decodes come
+        first."""
         assert not self._sequences
         block_size = self._pool.block_size
         for sequence in sequences:
@@ -91,7 +91,8 @@ class StepDraft:
         self._num_tokens_left -= self._num_decodes
 
     def add_prefill(self, sequence: Sequence) -> None:
-        """Adds as much of the prompt as this step can take. What does not fit closes the step: nobody overtakes it."""
+        """Adds as much of the prompt as this step can take. A prompt that does not fit closes the step, so that no
+        other overtakes it."""
         num_wanted = sequence.num_tokens - sequence.num_computed
         num_tokens = self._fitting_tokens(num_wanted)
         if num_tokens < num_wanted:
@@ -102,7 +103,7 @@ class StepDraft:
             self._num_tokens_left = 0
 
     def finish(self, constraint: StepConstraint) -> StepPlan:
-        """The plan, kept from holding more by the constraint. It touches none of the broken."""
+        """Returns the plan, without the broken sequences."""
         broken = self.broken
         return StepPlan(
             self._sequences,
@@ -155,13 +156,13 @@ class StepDraft:
                 self._num_tokens_left = 0
 
     def _grow(self, sequence: Sequence, end: int) -> bool:
-        """Makes the block table reach position `end`. False, and the sequence is broken, if there are no blocks for
-        that: a row of it would write to blocks of others."""
+        """Extends the block table to position `end`. Without enough blocks the sequence is broken and gets no row,
+        which would write to blocks of others; the result is False."""
         num_missing = -(-end // self._pool.block_size) - len(sequence.block_table)
         if num_missing > 0:
             blocks = self._pool.allocate(num_missing)
             if blocks is None:
-                self.broken[sequence] = f"{num_missing} of the KV blocks reserved for it are not there"
+                self.broken[sequence] = f"{num_missing} of the KV blocks reserved for it are not available"
                 return False
             sequence.block_table.extend(blocks)
             self._grown.append(sequence)

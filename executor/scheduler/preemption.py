@@ -1,5 +1,5 @@
-"""Whom to preempt, and what becomes of its KV. Pure functions over what is known of a sequence without reading its
-tokens or its blocks: choosing costs the same however long the contexts are."""
+"""Choice of the sequence to preempt, and of swapping or recomputing its KV. Pure functions that read neither tokens nor
+blocks, so their cost does not depend on the length of the contexts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from executor.scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class PreemptedKv:
-    """How much of a sequence's KV is in blocks of its own, and how much of that its leaving would cost.
+    """How much of a sequence's KV is in blocks of its own, and how much of that preemption would lose.
 
-    What it found in the prefix cache others may hold as well. Blocks of its own that are published stay in the cache,
-    but the cache is empty when somebody is preempted: so many as are wanted now are taken from them, last block first.
+    Blocks found in the prefix cache may be held by others as well. Published blocks of its own stay in the cache, but
+    the cache is empty when a sequence is preempted: as many as are needed now are evicted from them, last block first.
     """
 
     num_own_blocks: int
@@ -24,7 +24,7 @@ class PreemptedKv:
 
     @classmethod
     def of(cls, sequence: Sequence, block_size: int, num_wanted_blocks: int, *, is_published: bool) -> PreemptedKv:
-        """`is_published` says whether the full blocks that it has computed are in the prefix cache."""
+        """`is_published` says whether the full blocks that the sequence has computed are in the prefix cache."""
         num_computed = sequence.num_computed
         num_shared = min(sequence.num_cached_tokens, num_computed) // block_size
         num_findable = max(num_shared, num_computed // block_size) if is_published else num_shared
@@ -35,17 +35,17 @@ class PreemptedKv:
 
 
 def swap_cost(kept: PreemptedKv, block_size: int, cost: PreemptionCost) -> float:
-    """Out and in again."""
+    """Returns the cost of copying out and in again."""
     return 2 * kept.num_own_blocks * block_size * cost.swap_token
 
 
 def recompute_cost(kept: PreemptedKv, cost: PreemptionCost) -> float:
-    """Only what is lost is computed again."""
+    """Returns the cost of computing the lost tokens again."""
     return kept.num_lost_tokens * cost.recompute_token
 
 
 def is_swap_cheaper(kept: PreemptedKv, block_size: int, cost: PreemptionCost, num_free_host_blocks: int) -> bool:
-    """Whether its KV goes to host memory rather than being computed again."""
+    """Returns whether the KV should go to host memory rather than be computed again."""
     if kept.num_own_blocks > num_free_host_blocks:
         return False
     return swap_cost(kept, block_size, cost) < recompute_cost(kept, cost)
@@ -53,15 +53,15 @@ def is_swap_cheaper(kept: PreemptedKv, block_size: int, cost: PreemptionCost, nu
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Somebody who could be preempted, and what it would cost to have it back."""
+    """A sequence that could be preempted, and the cost of restoring its KV."""
 
     sequence: Sequence
     cost: float
 
 
 def choose_victim(candidates: Iterable[Candidate], last_victim: Sequence | None) -> Sequence | None:
-    """Lowest priority first; among equals who has no deadline, then the latest deadline; then the cheapest; then who
-    came last. Never the same twice running while there is another."""
+    """Returns the sequence to preempt: the lowest priority first, then no deadline, then the latest deadline, then the
+    lowest cost, then the latest arrival. The last victim is chosen again only if it is alone."""
     candidates = list(candidates)
     others = [candidate for candidate in candidates if candidate.sequence is not last_victim]
     victim = min(others or candidates, key=_order, default=None)

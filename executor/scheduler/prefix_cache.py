@@ -1,8 +1,8 @@
-"""Reuse of KV between sequences that start alike.
+"""Reuse of KV between sequences with a common prefix.
 
-A full block is named by a hash over its tokens and all tokens before it, rooted in the sequence's salt: equal hashes
-mean equal KV, and without the salt nobody can name, hence read or probe, a block. A sequence without a salt takes no
-part.
+A full block is identified by a hash over its tokens and all tokens before it, rooted in the sequence's salt. Equal
+hashes mean equal KV. Without the salt a client cannot compute a hash, and so can neither read a block nor probe for it.
+A sequence without a salt takes no part.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Sequence as ReadOnlyList
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.sequence import Restored, Sequence
 
-# 256 bits: finding two prefixes with one hash, and so reading another's KV, is out of reach.
+# 256 bits: finding two prefixes with the same hash, and so reading another client's KV, is infeasible.
 HASH_BYTES = 32
 
 
 def root_hash(salt: bytes) -> bytes:
-    """The parent of a sequence's first block."""
+    """Returns the parent hash of a sequence's first block."""
     return hashlib.blake2b(salt, digest_size=HASH_BYTES).digest()
 
 
 def block_hash(parent: bytes, token_ids: ReadOnlyList[int]) -> bytes:
-    """The hash of a full block that follows the block `parent`."""
+    """Returns the hash of a full block that follows the block `parent`."""
     packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return hashlib.blake2b(packed, key=parent, digest_size=HASH_BYTES).digest()
 
@@ -33,7 +33,7 @@ def block_hash(parent: bytes, token_ids: ReadOnlyList[int]) -> bytes:
 def chain_hashes(
     token_ids: ReadOnlyList[int], block_size: int, salt: bytes, known: ReadOnlyList[bytes] = ()
 ) -> list[bytes]:
-    """The hashes of all full blocks of `token_ids`; the first of them may be known already."""
+    """Returns the hashes of all full blocks of `token_ids`. `known` are the first of them, if computed before."""
     hashes = list(known)
     parent = hashes[-1] if hashes else root_hash(salt)
     for end in range((len(hashes) + 1) * block_size, len(token_ids) + 1, block_size):
@@ -48,13 +48,13 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, enabled: bool) -> None:
         self._pool = pool
         self._enabled = enabled
-        # Tokens looked up for those that boarded, and of these tokens found, since the start.
+        # Tokens looked up for sequences that boarded, and those of them found, since the start.
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
 
     def attach(self, sequence: Sequence) -> None:
-        """Starts the block table with the longest published prefix. At least one token is left to compute: its logits
-        are what the next token comes from."""
+        """Starts the block table with the longest published prefix. At least one token is left to compute, because its
+        logits yield the next token."""
         if not self.is_open_to(sequence):
             return
         block_size = self._pool.block_size
@@ -65,25 +65,25 @@ class PrefixCache:
             sequence.num_cached_tokens = sequence.num_computed
 
     def count(self, boarded: Iterable[Sequence]) -> None:
-        """Counts what was looked up and found for those of them that board for the first time."""
+        """Counts tokens looked up and found for the sequences that board for the first time."""
         for sequence in boarded:
             if self.is_open_to(sequence) and not sequence.num_preemptions:
                 self.num_query_tokens += len(sequence.token_ids)
                 self.num_hit_tokens += sequence.num_cached_tokens
 
     def is_open_to(self, sequence: Sequence) -> bool:
-        """Whether the sequence may share blocks."""
+        """Returns whether the sequence may share blocks."""
         return self._enabled and sequence.cache_salt is not None
 
     def name_blocks(self, sequence: Sequence) -> list[bytes]:
-        """The hashes of all full blocks of who shares; those that it has already are not computed again."""
+        """Returns the hashes of all full blocks of a sequence that shares. Hashes computed before are reused."""
         assert sequence.cache_salt is not None
         hashes = chain_hashes(sequence.token_ids, self._pool.block_size, sequence.cache_salt, sequence.block_hashes)
         sequence.block_hashes = hashes
         return hashes
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Publishes the blocks that computing `[start, end)` has filled. The step must be retired: before that a reader
+        """Publishes the blocks that computing `[start, end)` has filled. The step must be retired: otherwise a reader
         could be ordered ahead of the write."""
         block_size = self._pool.block_size
         first, last = start // block_size, end // block_size
@@ -97,13 +97,13 @@ class PrefixCache:
             self._pool.publish(sequence.block_table[index], sequence.block_hashes[index])
 
     def publish_restored(self, restored: Restored) -> None:
-        """Publishes the full blocks whose KV came back from host memory, under the names that they had. Not if the
-        sequence has lost those blocks since."""
+        """Publishes the full blocks whose KV was restored from host memory, under their previous hashes. Does nothing
+        if the sequence has lost those blocks since."""
         sequence, start, end, blocks = restored
         first = start // self._pool.block_size
         if sequence.block_table[first : first + len(blocks)] == list(blocks):
             self.publish(sequence, start, end)
 
     def retract(self, sequence: Sequence) -> None:
-        """Keeps what only this sequence holds from being found."""
+        """Withdraws the hashes of blocks that only this sequence holds."""
         self._pool.retract(sequence.block_table)

@@ -1,22 +1,23 @@
-"""The in-flight scheduler: who boards, what each step computes, and when a sequence gets off. Pure.
+"""The in-flight scheduler. It decides which sequences board, what each step computes, and when a sequence ends. Pure.
 
-One rule covers decode, chunked prefill, prefix hit and resume: a sequence's `num_computed` chases its `num_tokens`.
+One rule covers decode, chunked prefill, prefix hit and resume: the scheduler advances a sequence's `num_computed` until
+it reaches `num_tokens`.
 
 Invariants:
 - The rows of a step stay within `max_num_tokens`, the sequences on a seat within `max_num_sequences`.
 - Under guaranteed_no_evict an allocation cannot fail: the gate admits only reservations that last to the end and whose
-  sum fits the pool, and nobody takes more blocks than it reserved. Under max_utilization whoever is inside would fit
-  alone, and some are preempted until the others fit. Either way whoever is accepted ends, whatever else happens.
+  sum fits the pool, and no sequence takes more blocks than it reserved. Under max_utilization every accepted sequence
+  would fit alone, and some are preempted until the others fit. Under both policies every accepted sequence ends.
 - Each accepted sequence is released once and yields one `FinishEvent`.
-- A plan is a transaction. `update` commits it. `fail` ends every sequence that it touched: what the device knows of
-  their rows, tables, parameters and KV is not known any more.
+- A plan is a transaction. `update` commits it. `fail` ends every sequence that it touched, because the device's state
+  of their rows, tables, parameters and KV is then unknown.
 
-Running a step ahead. `schedule()` may be called while the plan before is still in flight; `update()` retires the
-oldest. So planning counts what it plans as done: `num_computed` includes the steps in flight, and the tokens they will
-yield are counted before anybody knows them. An end that is known beforehand (max_tokens, the context's length) is
-planned for: who has its last token in flight is in no further step and has left its seat. An end that is not (a stop
-token, a cancel, a failed step) leaves at most one row in flight, whose token is dropped. The sequence is then marked as
-leaving. Who is to be preempted pauses until no step in flight has a row of it:
+Running one step ahead. `schedule()` may be called while the previous plan is still in flight; `update()` retires the
+oldest. Planning therefore counts planned work as done: `num_computed` includes the steps in flight, and `num_tokens`
+includes the tokens that they will yield. An end that is known beforehand (max_tokens, the context's length) is planned
+for: a sequence whose last token is in flight is in no further step and has left its seat. An end that is not known
+beforehand (a stop token, a cancel, a failed step) leaves at most one row in flight, whose token is dropped. The
+sequence is then `leaving`. A sequence to be preempted is `pausing` until no step in flight has a row of it:
 
 | where        | has a seat | is in further steps | tokens count | blocks                                   |
 | ------------ | ---------- | ------------------- | ------------ | ---------------------------------------- |
@@ -24,11 +25,12 @@ leaving. Who is to be preempted pauses until no step in flight has a row of it:
 | `preempted`  | no         | yes, or handed back |              | none, or a copy in host memory           |
 | `prefills`   | yes        | yes                 | yes          | its own                                  |
 | `decodes`    | yes        | yes                 | yes          | its own                                  |
-| `pausing`    | no         | no, or back in line | yes          | its own                                  |
+| `pausing`    | no         | no, unless resumed  | yes          | its own                                  |
 | `ending`     | no         | no                  | yes          | its own                                  |
-| `leaving`    | no         | no                  | no           | until its last step retires              |
+| `leaving`    | no         | no                  | no           | its own, until its last step retires     |
 
-Its promise is given back at once, its blocks with that step, and nobody boards on blocks that someone leaving holds.
+The reservation of a leaving sequence is given back at once, its blocks when its last step retires. Until then no
+sequence boards on those blocks.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ from executor.scheduler.step_record import KvCounts
 
 
 class Boarding:
-    """Seats who is in line: the preempted first, then the others by their turn. Only who waits for a twin is passed."""
+    """Seats waiting sequences: the preempted first, then the others in boarding order. A sequence is passed over only
+    while it waits for a prefix that another one is computing."""
 
     def __init__(
         self, limits: SchedulerLimits, queues: SequenceQueues, kv_policy: KvPolicy, pending_prefixes: PendingPrefixes
@@ -74,10 +77,10 @@ class Boarding:
         self._decodes_gave_way = False
 
     def decodes_give_way(self) -> bool:
-        """Whether the first prompt gets this step instead of the decodes.
+        """Decides whether the first prompt gets this step instead of the decodes.
 
-        Only without chunks, where a long prompt would otherwise wait until enough decodes have ended; and at most
-        every other step, so that the decodes go on.
+        This happens only without chunked prefill, where a long prompt would otherwise wait until enough decodes have
+        ended, and at most every other step, so that the decodes progress.
         """
         gave_way, self._decodes_gave_way = self._decodes_gave_way, False
         num_decodes = len(self._queues.decodes)
@@ -90,10 +93,11 @@ class Boarding:
         return self._decodes_gave_way
 
     def board(self, draft: StepDraft) -> StepConstraint:
-        """Seats who can board now.
+        """Seats the sequences that can board now, and returns the constraint that kept out the next one.
 
-        A static batch fills its seats at once, even if its prompts then take several steps. In flight, who would get
-        no token now waits on: later it may find more of its prefix cached.
+        A static batch fills all its seats at once, even if its prompts then take several steps. With in-flight
+        batching, a sequence that would get no token in this step keeps waiting: later it may find more of its prefix
+        cached.
         """
         queues = self._queues
         if not (queues.waiting or queues.preempted):
@@ -101,7 +105,7 @@ class Boarding:
         if self._is_static and (queues.num_seated or queues.leaving):
             return StepConstraint.STATIC_BATCH
         end = StepConstraint.NO_WORK
-        for sequence in queues.in_line():
+        for sequence in queues.boarding_order():
             if queues.num_seated >= self._limits.max_num_sequences:
                 return StepConstraint.SEATS
             if draft.is_full and not self._is_static:
@@ -118,18 +122,18 @@ class Boarding:
         return draft.closed_by if draft.is_cut else self._unless_full(end)
 
     def _unless_full(self, constraint: StepConstraint) -> StepConstraint:
-        """A full step is bound by seats though nothing waits here: what waits may be in the routers' queue."""
+        """Returns SEATS for a full batch. No sequence waits here then, but requests may wait in the routers' queue."""
         return StepConstraint.SEATS if self._queues.num_seated >= self._limits.max_num_sequences else constraint
 
 
-# What a sequence ends with whose row has no logit above -inf, after bans.
-INVALID_LOGITS = "the model's logits hold no number"
+# The error of a sequence whose row has no logit above -inf after bans.
+INVALID_LOGITS = "the model returned no usable logits (NaN or -inf only)"
 
 __all__ = ["Batching", "Refusal", "Scheduler", "SchedulerLimits", "SchedulerPolicy"]
 
 
 class Scheduler:
-    """Turns offered sequences into step plans, and step results into tokens and ends."""
+    """Turns offered sequences into step plans, and step results into tokens and finish events."""
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
         self.limits = limits
@@ -144,28 +148,30 @@ class Scheduler:
         self.prefix_cache = PrefixCache(pool, limits.enable_prefix_cache)
         self._queues = queues = SequenceQueues(limits.num_seat_rows)
         self._kv_policy = kv_policy = _kv_policy_for(limits, pool, self.prefix_cache, queues)
-        self._pending_prefixes = pending_prefixes = PendingPrefixes(pool, self.prefix_cache, limits.max_twin_steps)
+        self._pending_prefixes = pending_prefixes = PendingPrefixes(
+            pool, self.prefix_cache, limits.max_prefix_wait_steps
+        )
         self._boarding = Boarding(limits, queues, kv_policy, pending_prefixes)
         self.seating = Seating(queues, limits.max_num_sequences)
         self._reserve = ReserveController() if limits.is_overcommitted else None
         self._plans: deque[StepPlan] = deque()
-        # Ends that no call has returned yet.
-        self._untold: list[FinishEvent] = []
+        # Finish events that no call has returned yet.
+        self._unreturned: list[FinishEvent] = []
         self.bounds = StepBounds()
         self._num_arrivals = 0
         self.num_computed_tokens = 0
-        # Rows whose logits held no number.
+        # Rows without a usable logit.
         self.num_invalid_logits = 0
-        # Changes whenever somebody is held or no longer held.
+        # Incremented whenever a sequence is accepted or ends.
         self.num_held_changes = 0
 
-    # Entering.
+    # Admission.
 
     def offer(self, sequence: Sequence) -> Refusal | None:
-        """Takes the sequence, or says why not.
+        """Accepts the sequence, or returns the reason of the refusal.
 
-        A newer attempt ends an older one that is held, even when it is refused itself: to the routers the older one is
-        dead. That end comes out of `take_finished()`, or of the next `update()`.
+        A newer attempt ends an older one that is held, even when it is refused itself: the routers have given the older
+        one up. `take_finished()` or the next `update()` returns that end.
         """
         assert not sequence.block_table, f"{sequence.request_id} was offered before"
         if self._gate.is_stale(sequence):
@@ -174,7 +180,7 @@ class Scheduler:
         if older is not None:
             event = self._end(older, FinishReason.CANCELLED)
             if event is not None:
-                self._untold.append(event)
+                self._unreturned.append(event)
         refusal = self._gate.enter(sequence, self._kv_policy.num_overrun_blocks)
         if refusal is None:
             sequence.length_limit = min(
@@ -187,23 +193,23 @@ class Scheduler:
         return refusal
 
     def drain(self) -> None:
-        """Refuses every further offer; what is held goes on."""
+        """Refuses every further offer. Accepted sequences go on."""
         self._gate.close()
 
-    # A step.
+    # Steps.
 
     def schedule(self, max_prefill_tokens: int | None = None) -> StepPlan:
-        """Plans a step: running decodes, then prefills in progress, then boarding. Who was preempted and has waited too
-        long for that is handed back.
+        """Plans a step: running decodes, then prefills in progress, then boarding. Sequences that have been preempted
+        for too long are handed back.
 
-        Prompts get at most `max_prefill_tokens` of it, if that is given. Without work the plan has no rows; such a plan
-        is not in flight, and there is nothing to update.
+        `max_prefill_tokens` bounds the prompt tokens of the step; None does not. Without work the plan has no rows.
+        Such a plan is not in flight and must not be passed to `update()`.
         """
         if len(self._plans) == 2:
             raise RuntimeError("two plans are in flight: a third would write to rows and blocks that they read")
         draft = StepDraft(self.limits, self.pool, max_prefill_tokens)
         for sequence in self._kv_policy.overdue():
-            self._untold.append(self._finish(sequence, FinishReason.PREEMPTED))
+            self._unreturned.append(self._finish(sequence, FinishReason.PREEMPTED))
         if not self._boarding.decodes_give_way():
             draft.add_decodes(self._kv_policy.decodes(draft))
         for sequence in self._queues.prefills:
@@ -211,9 +217,9 @@ class Scheduler:
         return self._launch(draft, self._boarding.board(draft))
 
     def update(self, result: StepResult) -> StepOutcome:
-        """Retires the oldest plan: appends the sampled tokens, publishes full blocks, decides who gets off.
+        """Retires the oldest plan: appends the sampled tokens, publishes full blocks and ends sequences.
 
-        A row without a number to choose from ends its sequence, and the others go on.
+        A row without a usable logit ends its own sequence only.
         """
         plan = self._land(result.plan)
         result.keep_logprobs()
@@ -231,7 +237,7 @@ class Scheduler:
             sequence.num_in_flight -= 1
             sequence.num_pending -= samples
             if sequence in leaving:
-                finished.extend(self._let_go(sequence))
+                finished.extend(self._release_leaving(sequence))
                 continue
             end = start + length
             if token_id is None and samples:
@@ -251,25 +257,25 @@ class Scheduler:
         return StepOutcome(tokens, tuple(finished))
 
     def fail(self, plan: StepPlan, error: str) -> StepOutcome:
-        """Retires the oldest plan, whose step failed: every sequence that it touched ends, with or without a row, and
-        what it wrote is not published."""
+        """Retires the oldest plan, whose step failed. Every sequence that the plan touched ends, with or without a row,
+        and what the step wrote is not published."""
         self._land(plan)
         finished = list(self.take_finished())
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
             sequence.num_in_flight -= 1
             sequence.num_pending -= samples
             if sequence in self._queues.leaving:
-                finished.extend(self._let_go(sequence))
+                finished.extend(self._release_leaving(sequence))
         finished.extend(self._end_touched(plan, error))
         return StepOutcome(NewTokens(), tuple(finished))
 
-    # Leaving.
+    # Ending.
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason) -> FinishEvent | None:
         """Ends a sequence.
 
-        None when this attempt is not held (any more), and when it is in flight: then its end comes out of the
-        `update()` of the last step that it is in, and no step in flight yields a token for it.
+        Returns None when this attempt is not held, and when it is in flight. In the second case the `update()` of its
+        last step returns the end, and no step in flight yields a token for it.
         """
         sequence = self._gate.find(request_id)
         if sequence is None or sequence.attempt != attempt:
@@ -277,63 +283,61 @@ class Scheduler:
         return self._end(sequence, reason)
 
     def take_finished(self) -> tuple[FinishEvent, ...]:
-        """The ends that no call has returned yet: those of superseded attempts and of who is handed back."""
-        finished = tuple(self._untold)
-        self._untold.clear()
+        """Returns the ends that no call has returned yet: those of superseded attempts and of handed-back sequences."""
+        finished = tuple(self._unreturned)
+        self._unreturned.clear()
         return finished
 
-    # How it stands.
+    # State.
 
     @property
     def num_running(self) -> int:
-        """Sequences on a seat; one whose last token is on its way counts until somebody has its seat."""
+        """Sequences on a seat. One whose last token is in flight counts until another sequence has its seat."""
         return min(self._queues.num_boarded, self.limits.max_num_sequences)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences accepted that have had no seat yet."""
+        """Accepted sequences that have had no seat yet."""
         return len(self._queues.waiting)
 
     @property
     def num_preempted(self) -> int:
-        """Sequences that gave up their seat and wait to board again."""
+        """Sequences that lost their seat and wait to board again."""
         return len(self._queues.preempted)
 
     @property
     def num_held(self) -> int:
-        """Sequences that are owed an end."""
+        """Accepted sequences whose end has not been returned."""
         return sum(1 for _ in self.held())
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is held and nothing in flight."""
+        """Whether no sequence is held and no step is in flight."""
         return self._queues.is_empty
 
     @property
     def is_draining(self) -> bool:
-        """Whether every offer is refused."""
         return self._gate.is_closed
 
     @property
     def waiting_prefill_tokens(self) -> int:
-        """Tokens to compute until everyone held decodes."""
+        """Tokens to compute until every held sequence decodes."""
         queues = self._queues
         return sum(s.num_tokens - s.num_computed for s in chain(queues.prefills, queues.preempted, queues.waiting))
 
     @property
     def budget_blocks(self) -> int:
-        """Blocks that can be promised, those included that are."""
+        """Blocks that routers may reserve in all, including those reserved now."""
         return self._kv_policy.budget_blocks(self._gate.num_reserved_blocks)
 
     def kv_counts(self) -> KvCounts:
-        """The blocks, and what came of looking for prefixes."""
         return KvCounts.of(
             self.pool, self.prefix_cache, self._gate.num_reserved_blocks, self._kv_policy.num_used_host_blocks
         )
 
     @property
     def reserve_quantile(self) -> float:
-        """How likely output should be to stay within what is reserved for it; 1 reserves to the end."""
+        """Likelihood with which output should stay within its reservation; 1 reserves to the end."""
         return 1.0 if self._reserve is None else self._reserve.quantile
 
     @property
@@ -343,21 +347,21 @@ class Scheduler:
 
     @property
     def num_recomputed_tokens(self) -> int:
-        """Tokens computed once more because a sequence was preempted, since the start."""
+        """Tokens computed again because of preemption, since the start."""
         return self._kv_policy.num_recomputed_tokens
 
     @property
     def num_used_host_blocks(self) -> int:
-        """Host blocks that preempted sequences are kept in."""
+        """Host blocks that hold KV of preempted sequences."""
         return self._kv_policy.num_used_host_blocks
 
     @property
     def has_prefill(self) -> bool:
-        """Whether anybody has still to be computed up to its first token."""
+        """Whether any sequence still has to be computed up to its first token."""
         return bool(self._queues.prefills or self._queues.waiting or self._queues.preempted)
 
     def prefill_demand(self) -> PrefillDemand:
-        """Who waits to be computed, beside whom."""
+        """Returns the prompts that wait for their first token, and the decodes that run beside them."""
         queues = self._queues
         num_free_seats = self.limits.max_num_sequences - queues.num_seated
         first = next(iter(queues.prefills), None)
@@ -369,28 +373,29 @@ class Scheduler:
         )
 
     def held(self) -> Iterator[Sequence]:
-        """Everyone who has boarded, then everyone waiting. Who has been told its end is held no more."""
+        """Yields the sequences that have boarded, then those that wait. A sequence whose end has been returned is not
+        held."""
         queues = self._queues
         cancelled = (sequence for sequence, reason in queues.leaving.items() if reason is not None)
         return chain(queues.boarded(), cancelled, queues.preempted, queues.waiting)
 
     def check(self) -> None:
-        """Asserts that the blocks in use are exactly those of who boarded and was not released. Costs time per
-        block."""
+        """Asserts that exactly the blocks of sequences that boarded and were not released are in use. The cost grows
+        with the number of blocks."""
         boarded = chain(self._queues.boarded(), self._queues.leaving)
         self.pool.check(sequence.block_table for sequence in boarded)
         self._queues.check()
         self._kv_policy.check()
 
     def check_when_idle(self) -> None:
-        """Asserts that an idle scheduler has every block back; does nothing while it is not idle."""
+        """Asserts that every block is free or cached once the scheduler is idle. Does nothing while it is not idle."""
         if self.is_idle:
             self.check()
 
     # Launching.
 
     def _launch(self, draft: StepDraft, constraint: StepConstraint) -> StepPlan:
-        """From here on the plan is in flight, and who has its last token in it needs no seat any more."""
+        """Finishes the plan and puts it in flight. Sequences whose last token is in it leave their seats."""
         queues = self._queues
         for sequence in draft.prompts_done:
             del queues.prefills[sequence]
@@ -400,10 +405,10 @@ class Scheduler:
             queues.ending[sequence] = None
         plan = draft.finish(constraint)
         for sequence, error in draft.broken.items():
-            self._untold.append(self._finish(sequence, FinishReason.ERROR, error=error))
+            self._unreturned.append(self._finish(sequence, FinishReason.ERROR, error=error))
         if not plan.sequences:
-            # Without rows there is no step, and nothing that it was to change would reach the device.
-            self._untold.extend(self._end_touched(plan, "the step that it was planned for has no rows"))
+            # A plan without rows is not launched, so none of its changes would reach the device.
+            self._unreturned.extend(self._end_touched(plan, "the step that it was planned for has no rows"))
             return plan
         self._plans.append(plan)
         self._count(draft.num_tokens, plan)
@@ -424,8 +429,8 @@ class Scheduler:
         return self._plans.popleft()
 
     def _publish(self, sequence: Sequence, start: int, end: int) -> str | None:
-        """Lets others find the blocks that computing `[start, end)` has filled. Returns an error if those are not the
-        sequence's."""
+        """Makes the blocks that computing `[start, end)` has filled findable. Returns an error if they do not belong to
+        the sequence."""
         try:
             self.prefix_cache.publish(sequence, start, end)
         except BlockError as error:
@@ -434,13 +439,14 @@ class Scheduler:
         return None
 
     def _end_touched(self, plan: StepPlan, error: str) -> Iterator[FinishEvent]:
-        """Ends those whose part of the plan did not take effect, if they have not ended before."""
+        """Ends the sequences whose part of the plan did not take effect and that have not ended before."""
         for sequence in plan.touched:
             if self._gate.find(sequence.request_id) is sequence:
                 yield self._finish(sequence, FinishReason.ERROR, error=error)
 
     def _end_without_token(self, sequence: Sequence) -> FinishEvent:
-        """Ends a sequence whose logits held no number. The KV that they come from is no good for others either."""
+        """Ends a sequence without a usable logit. Its KV is withdrawn from the prefix cache, since it may be
+        corrupt."""
         self.num_invalid_logits += 1
         self.prefix_cache.retract(sequence)
         return self._finish(sequence, FinishReason.ERROR, error=INVALID_LOGITS)
@@ -455,7 +461,7 @@ class Scheduler:
             yield self._finish(sequence, FinishReason.LENGTH)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> FinishEvent | None:
-        """Ends a sequence from outside: now, or when the last step that it is in retires."""
+        """Ends a sequence from outside: now, or when its last step in flight retires."""
         if sequence.num_in_flight == 0:
             return self._finish(sequence, reason)
         self._leave(sequence, reason)
@@ -464,7 +470,7 @@ class Scheduler:
     def _finish(
         self, sequence: Sequence, reason: FinishReason, *, stop_token_id: int | None = None, error: str = ""
     ) -> FinishEvent:
-        """Hands its end out. It is released now, or with the step in flight that still has a row of it."""
+        """Makes the finish event. The sequence is released now, or when its last step in flight retires."""
         self._leave(sequence, None)
         if sequence.num_in_flight == 0:
             self._release(sequence)
@@ -472,13 +478,13 @@ class Scheduler:
         return FinishEvent(sequence, reason, stop_token_id, error)
 
     def _leave(self, sequence: Sequence, reason: FinishReason | None) -> None:
-        """Takes the sequence off its seat and its promise back."""
+        """Takes the sequence off its seat and cancels its reservation."""
         self._queues.leave(sequence, reason)
         self._pending_prefixes.forget(sequence)
         self._gate.leave(sequence)
 
-    def _let_go(self, sequence: Sequence) -> Iterator[FinishEvent]:
-        """A step that someone leaving was in has retired: if it was the last, nothing holds its blocks any more."""
+    def _release_leaving(self, sequence: Sequence) -> Iterator[FinishEvent]:
+        """Releases a leaving sequence once its last step has retired."""
         if sequence.num_in_flight > 0:
             return
         reason = self._queues.leaving[sequence]
@@ -488,8 +494,8 @@ class Scheduler:
             yield FinishEvent(sequence, reason)
 
     def _release(self, sequence: Sequence) -> None:
-        """The one way out: row of its seat and blocks are given back together. If one of the blocks is not its own to
-        give back, all of them stay taken, which is safe, and the check of the idle scheduler says so."""
+        """Gives back the sequence's seat row and blocks; every sequence ends here. If a block is not its own, all its
+        blocks stay allocated, which is safe, and the check of the idle scheduler fails."""
         del self._queues.leaving[sequence]
         self._queues.free_seat(sequence)
         try:

@@ -1,8 +1,8 @@
-"""Who is on which seat, for those who look on. Pure; asked on demand, and nothing depends on it.
+"""Seat numbers of the sequences, for monitoring. Pure; computed on demand, and the scheduler does not depend on it.
 
-The scheduler counts seats and does not number them; the rows of its arrays are twice as many. Here each sequence that
-is on a seat has the number of one, from when it was first asked for until it has left. Who has its last token in flight
-or is about to give its seat up needs none any more where somebody else does.
+The scheduler counts seats and does not number them, and its arrays have twice as many rows. Here each sequence on a
+seat has a seat number, from when it was first asked for until it leaves. A sequence whose last token is in flight, or
+that is pausing, loses its number when another one needs it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from executor.scheduler.sequence import Sequence
 
 
 class SequencePhase(Enum):
-    """Where a sequence is."""
-
     STANDBY = "standby"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -25,8 +23,8 @@ class SequencePhase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceStanding:
-    """How a sequence stands. `computed_tokens` counts those of the steps in flight."""
+class SequenceSnapshot:
+    """Position and size of one sequence. `computed_tokens` includes the steps in flight."""
 
     request_id: str
     phase: SequencePhase
@@ -39,30 +37,30 @@ class SequenceStanding:
 
 
 class Seating:
-    """Numbers the seats of those who are on one."""
+    """Numbers the seats that are taken."""
 
     def __init__(self, queues: SequenceQueues, num_seats: int) -> None:
         self._queues = queues
         self._num_seats = num_seats
         self._seat_of: dict[Sequence, int] = {}
 
-    def standings(self) -> tuple[SequenceStanding, ...]:
-        """Everyone that stays, by seat; then those without one, the preempted first."""
+    def snapshot(self) -> tuple[SequenceSnapshot, ...]:
+        """Returns all sequences that have not ended: first by seat, then those without one, the preempted first."""
         self._number()
         seat_of = self._seat_of
         seated = sorted(seat_of, key=seat_of.__getitem__)
         boarded = [sequence for sequence in self._queues.boarded() if sequence not in seat_of]
         others = chain(boarded, self._queues.preempted, self._queues.waiting)
-        return tuple(self._standing(sequence) for sequence in chain(seated, others))
+        return tuple(self._snapshot_of(sequence) for sequence in chain(seated, others))
 
     def waiting_phase(self, sequence: Sequence) -> SequencePhase | None:
-        """Of a sequence without a seat; None of one that has a seat."""
+        """Returns the phase of a sequence without a seat, None of one that has a seat."""
         if sequence in self._queues.waiting:
             return SequencePhase.STANDBY
         return SequencePhase.PREEMPTED if sequence in self._queues.preempted else None
 
     def _number(self) -> None:
-        """Who has a number keeps it; who needs one gets the lowest that is free."""
+        """Updates the numbers. A sequence keeps its number; one that needs a number gets the lowest free one."""
         queues = self._queues
         staying = dict.fromkeys(chain(queues.decodes, queues.prefills))
         yielding = dict.fromkeys(chain(queues.ending, queues.pausing))
@@ -72,7 +70,7 @@ class Seating:
         for sequence in giving_up[: max(0, len(newcomers) - len(self._free_seats()))]:
             del self._seat_of[sequence]
         others = (sequence for sequence in yielding if sequence not in self._seat_of)
-        # Who came back from the brink of giving its seat up may find it taken.
+        # A sequence that resumed from pausing may find its number taken.
         self._seat_of.update(zip(chain(newcomers, others), self._free_seats(), strict=False))
 
     def _free_seats(self) -> list[int]:
@@ -86,8 +84,8 @@ class Seating:
         is_prefill = sequence in queues.prefills or queues.pausing.get(sequence) is queues.prefills
         return SequencePhase.PREFILL if is_prefill else SequencePhase.DECODE
 
-    def _standing(self, sequence: Sequence) -> SequenceStanding:
-        return SequenceStanding(
+    def _snapshot_of(self, sequence: Sequence) -> SequenceSnapshot:
+        return SequenceSnapshot(
             sequence.request_id,
             self._phase(sequence),
             self._seat_of.get(sequence),

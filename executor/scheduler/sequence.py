@@ -1,9 +1,9 @@
-"""One choice of a request on this executor, and what a step does with it. Pure data.
+"""Sequences and step plans: one choice of a request on this executor, and what a step does with it. Pure data.
 
 A sequence's tokens are its prompt followed by its output. `num_computed` of them have their KV in the blocks of
-`block_table`, or will have when the steps in flight are through; the scheduler lets it chase `num_tokens`, which counts
-the tokens that those steps will yield. Plans and tokens are columns, not an object for each row: a step is made and
-retired hundreds of times per second. Nothing here knows of time, devices or gRPC.
+`block_table`, or will have when the steps in flight have retired. `num_tokens` includes the tokens that those steps
+will yield. Plans and tokens are columns, not an object for each row, because a step is planned and retired hundreds of
+times per second. Nothing here depends on time, devices or gRPC.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from executor.scheduler.step_constraint import StepConstraint
 
 
 class FinishReason(Enum):
-    """Why a sequence ended."""
-
     STOP_TOKEN = "stop_token"
     STOP_STRING = "stop_string"
     LENGTH = "length"
@@ -32,7 +30,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
+    """How the next token is sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
 
     temperature: float
     top_k: int
@@ -42,7 +40,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When the sequence ends. `stop_token_ids` holds the model's end-of-sequence ids too, unless they are ignored."""
+    """When the sequence ends. `stop_token_ids` includes the model's end-of-sequence ids, unless they are ignored."""
 
     max_tokens: int
     min_tokens: int
@@ -51,7 +49,8 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely a token was, as a natural logarithm, and the likeliest tokens in its place, likeliest first."""
+    """The log probability of a token (natural logarithm), and the most likely tokens at its position, likeliest
+    first."""
 
     logprob: float
     top_ids: tuple[int, ...]
@@ -63,8 +62,9 @@ NO_LOGPROBS: Mapping[int, TokenLogprobs] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """The KV of a preempted sequence in host memory: `host_blocks[i]` holds what block `first_index + i` of its table
-    held. Together with the blocks before, of which others hold a reference, that is the KV of `num_computed` tokens."""
+    """The KV of a preempted sequence in host memory. `host_blocks[i]` holds the content of block `first_index + i` of
+    its table. With the blocks before, to which other sequences hold references, it is the KV of `num_computed`
+    tokens."""
 
     first_index: int
     host_blocks: list[int]
@@ -77,17 +77,17 @@ class Sequence:
 
     `token_ids[:num_prompt_tokens]` is the prompt, the rest output (output of earlier placements included).
     `block_table[i]` is the block that holds positions `[i * block_size, (i + 1) * block_size)`. `num_reserved_blocks`
-    is what the ledger promised; `cache_salt` None keeps it out of the prefix cache. `length_limit` is the number of
-    tokens at which it ends at the latest. `seat` numbers its rows in arrays that are kept between steps.
+    is what the ledger reserved. A `cache_salt` of None keeps the sequence out of the prefix cache. `length_limit` is
+    the number of tokens at which it ends at the latest. `seat` is its row in arrays that are kept between steps.
     `num_in_flight` steps that are not retired have a row of it; `num_pending` of them will yield a token.
 
-    Of two `priority` values the larger is served first; `deadline_ms` is by the engine's clock, and here only compared.
-    `arrival` counts who came in. The rest is of who was preempted: `num_lost_tokens` had their KV when that happened
-    last, `host_copy` is what is left of it, and it has been away for `num_steps_away`. For `num_twin_steps` it waited
-    for the prefix that another computes.
+    The larger `priority` is served first. `deadline_ms` is by the engine's clock and only compared here. `arrival` is
+    its position in the order of acceptance. After a preemption, `num_lost_tokens` is the number of tokens that had KV,
+    `host_copy` the KV that was copied to the host, and `num_steps_away` the steps since. `num_prefix_wait_steps` counts
+    the steps that it waited for a prefix that another sequence was computing.
 
-    With `num_top_logprobs` the likeliest so many tokens are reported with each token that is sampled here, by offset in
-    `logprobs`. None reports nothing.
+    `num_top_logprobs` is the number of likeliest tokens to report with each sampled token; None reports nothing.
+    `logprobs` holds the reports by output offset.
     """
 
     request_id: str
@@ -113,13 +113,13 @@ class Sequence:
     num_lost_tokens: int = 0
     num_steps_away: int = 0
     host_copy: HostCopy | None = None
-    num_twin_steps: int = 0
+    num_prefix_wait_steps: int = 0
     num_top_logprobs: int | None = None
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens, those included that steps in flight will yield."""
+        """Prompt and output tokens, including those that steps in flight will yield."""
         return len(self.token_ids) + self.num_pending
 
     @property
@@ -129,17 +129,17 @@ class Sequence:
 
     @property
     def seat_row(self) -> int:
-        """The row of its seat in arrays. Raises where it has none: such an index would mean every row."""
+        """The row of its seat in arrays. Raises without a seat, because None as an index would select every row."""
         if self.seat is None:
             raise RuntimeError(f"{self.request_id} is in a step and has no seat")
         return self.seat
 
 
 class PlanRow(NamedTuple):
-    """What a step does with one sequence: compute positions `[start, start + num_tokens)`.
+    """What a step does with one sequence: it computes positions `[start, start + num_tokens)`.
 
     `samples` says whether the row's last position yields the next token; a prefill chunk that is not the last of its
-    prompt does not. `carries` says that the row's one input token comes from the step before, which is in flight.
+    prompt does not. `carries` says that the row's one input token comes from the previous step, which is in flight.
     """
 
     sequence: Sequence
@@ -155,8 +155,8 @@ class PlanRow(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """The KV of the positions from `start` up to `end` comes back from host memory into `blocks`, the first of which
-    is block `start // block_size` of the sequence's table."""
+    """KV of positions `[start, end)` that is copied back from host memory into `blocks`, of which the first is block
+    `start // block_size` of the sequence's table."""
 
     sequence: Sequence
     start: int
@@ -166,14 +166,15 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step in columns; see `PlanRow`. The first `num_decodes` rows have one token and yield one. `boarded` for it,
-    `grown` got blocks for it, `preempted` gave up their seat for it. `constraint` kept it from holding more.
+    """One step in columns; see `PlanRow`. The first `num_decodes` rows have one token and yield one. `boarded`, `grown`
+    and `preempted` are the sequences that boarded, got blocks or lost their seat for this step. `constraint` kept it
+    from holding more.
 
-    Before anything else the device copies blocks, in this order: for each pair of `swaps_out` a device block to a host
-    block, then for each pair of `swaps_in` a host block to a device block. `swapped` are the sequences whose KV it is;
+    First of all the device copies blocks, in this order: for each pair of `swaps_out` a device block to a host block,
+    then for each pair of `swaps_in` a host block to a device block. `swapped` are the sequences that own this KV;
     `restored` says which positions of theirs come back.
 
-    A plan is a transaction: it takes effect for all of `touched` or, when its step fails, those end.
+    A plan is a transaction: it takes effect for all of `touched`, or, when its step fails, those end.
     """
 
     sequences: list[Sequence]
@@ -193,7 +194,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, rows: Iterable[PlanRow]) -> StepPlan:
-        """A plan of these rows, outside any scheduler."""
+        """Makes a plan of these rows, outside any scheduler."""
         rows = list(rows)
         is_decode = [row.num_tokens == 1 and row.samples for row in rows]
         return cls(
@@ -207,13 +208,13 @@ class StepPlan:
 
     @property
     def rows(self) -> tuple[PlanRow, ...]:
-        """The rows, made anew: for those who read a plan rarely."""
+        """The rows as objects, made on each access, for code that reads a plan rarely."""
         columns = (self.sequences, self.starts, self.lengths, self.samples, self.carries)
         return tuple(PlanRow(*row) for row in zip(*columns, strict=True))
 
     @property
     def touched(self) -> tuple[Sequence, ...]:
-        """Every sequence of which the plan changes something on the device, each once: rows, block tables, sampling
+        """Every sequence whose state on the device the plan changes, each once: rows, block tables, sampling
         parameters, KV that moves. A sequence may board without a row."""
         return tuple(dict.fromkeys(chain(self.sequences, self.boarded, self.grown, self.swapped)))
 
@@ -230,16 +231,16 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the device returned: the sampled token ids of the rows that sample, in the order of the plan's rows, and by
-    number of such a row the log probabilities of those that report them. The id is None where the row's logits hold
-    no number to choose: each is NaN, -inf or banned."""
+    """Results from the device: the sampled token ids of the rows that sample, in the order of the plan's rows, and the
+    log probabilities by index among those rows. An id is None where the row has no usable logit: each is NaN, -inf or
+    banned."""
 
     plan: StepPlan
     sampled_ids: tuple[int | None, ...]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
 
     def keep_logprobs(self) -> None:
-        """Leaves them with their sequences, which do not have the tokens yet."""
+        """Stores the log probabilities in their sequences, before the tokens are appended."""
         if not self.logprobs:
             return
         sampling = [s for s, samples in zip(self.plan.sequences, self.plan.samples, strict=True) if samples]
@@ -250,7 +251,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class NewTokens:
-    """The output tokens that a step yields, in columns; an offset is the index among the sequence's output tokens."""
+    """The output tokens that a step yields, in columns. An offset is the index among the sequence's output tokens."""
 
     sequences: list[Sequence] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -265,8 +266,8 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
-    """The end of a sequence. By the time it is handed out what was promised to it can be promised to others; its blocks
-    come free then too, or with the step in flight that still has a row of it."""
+    """The end of a sequence. Its reservation is free by now. Its blocks are too, unless a step in flight still has a
+    row of it."""
 
     sequence: Sequence
     reason: FinishReason
@@ -276,7 +277,7 @@ class FinishEvent:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step means for the streams: tokens, then ends."""
+    """The result of a step for the streams: tokens, then ends."""
 
     tokens: NewTokens
     finished: tuple[FinishEvent, ...]

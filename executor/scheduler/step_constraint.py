@@ -1,4 +1,4 @@
-"""What limits a step: the demand of prompts, and the constraint that kept a step from holding more."""
+"""Limits of a step: the demand of prompts, and the constraint that kept a step from holding more."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class PrefillDemand:
-    """Who computes, and who waits to: `num_behind` sequences with a seat, or one to be had, want a first token. The
-    first of them goes on at `position`."""
+    """Load of a step: `num_decodes` sequences decode with `decode_context` tokens of context in all. `num_behind`
+    sequences with a seat, or with one available, wait for their first token, and the first of them continues at
+    `position`."""
 
     num_decodes: int
     decode_context: int
@@ -18,9 +19,16 @@ class PrefillDemand:
 
 
 class StepConstraint(Enum):
-    """NO_WORK: a seat was free, and nothing here waited for it. SEATS: every seat was taken. BLOCKS: none was left for
-    who waits. TOKENS: the step's budget was spent. PACE: prompts were cut short to keep the time between tokens.
-    STATIC_BATCH: one still ran. TWIN: who waits wants the prefix that another is computing."""
+    """What kept a step from holding more.
+
+    - NO_WORK: a seat was free, and no sequence here waited for it.
+    - SEATS: every seat was taken.
+    - BLOCKS: the next sequence lacked KV blocks.
+    - TOKENS: the step's token budget was spent.
+    - PACE: prompts were cut short to keep the time between tokens.
+    - STATIC_BATCH: the static batch was still running.
+    - TWIN: the next sequence waits for a prefix that another one is computing.
+    """
 
     NO_WORK = "no_work"
     SEATS = "seats"
@@ -32,18 +40,18 @@ class StepConstraint(Enum):
 
 
 class StepBounds:
-    """Counts steps by what bound them."""
+    """Counts steps by their constraint."""
 
     def __init__(self) -> None:
         self.newest: StepConstraint | None = None
         self._num_steps = dict.fromkeys(StepConstraint, 0)
 
     def note(self, constraint: StepConstraint) -> None:
-        """Takes in a step that is launched."""
+        """Counts a step that is launched."""
         self.newest = constraint
         self._num_steps[constraint] += 1
 
     @property
     def num_steps(self) -> tuple[tuple[StepConstraint, int], ...]:
-        """Steps since the start, of each constraint that bound any."""
+        """Steps since the start by constraint, without zeros."""
         return tuple((constraint, count) for constraint, count in self._num_steps.items() if count)

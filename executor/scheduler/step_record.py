@@ -1,4 +1,4 @@
-"""What a step was: the record that the loop leaves of each step that it retires. Pure data, times by its own clock."""
+"""Records of the steps that the engine loop has retired. Pure data; times are by the loop's clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from executor.scheduler.step_constraint import StepConstraint
 
 
 class LoopPart(IntEnum):
-    """The parts of the loop's turn, in their order."""
+    """The parts of one iteration of the loop, in their order."""
 
     INBOX = 0
     PLAN = 1
@@ -26,19 +26,19 @@ PART_NAMES = tuple(part.name.lower() for part in LoopPart)
 
 
 class DeviceTimes(NamedTuple):
-    """Seconds of a step: the device waited for the host, then it worked."""
+    """Device times of a step in seconds: waiting for the host (`exposed_s`), then working (`busy_s`)."""
 
     exposed_s: float
     busy_s: float
 
 
 NO_TIMES = DeviceTimes(0.0, 0.0)
-"""Of a step that failed."""
+"""The times of a step that failed."""
 
 
 class PlanCounts(NamedTuple):
-    """Who is in a step, and what kept it from holding more. `boarded_prompt_tokens` are of the prompts of those that
-    board for the first time."""
+    """Composition of a step. `boarded_prompt_tokens` are the prompt tokens of the sequences that board for the first
+    time."""
 
     num_decodes: int
     num_prefills: int
@@ -50,7 +50,7 @@ class PlanCounts(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> PlanCounts:
-        """Of a step that is being launched: later its sequences may be elsewhere."""
+        """Counts a plan at its launch. Later its sequences may have moved to other queues."""
         num_decodes, num_rows = plan.num_decodes, plan.num_rows
         return cls(
             num_decodes,
@@ -64,8 +64,8 @@ class PlanCounts(NamedTuple):
 
 
 class KvCounts(NamedTuple):
-    """KV blocks: that hold nothing, that sequences hold, that nobody holds and that have a prefix, that have a prefix,
-    that are promised, of host memory. Tokens looked up in the prefix cache, and found, since the start."""
+    """KV block counts: free, referenced by sequences, cached without references, findable by hash, reserved, and used
+    in host memory. `query_tokens` and `hit_tokens` were looked up and found in the prefix cache since the start."""
 
     free_blocks: int
     used_blocks: int
@@ -78,7 +78,6 @@ class KvCounts(NamedTuple):
 
     @classmethod
     def of(cls, pool: BlockPool, cache: PrefixCache, reserved_blocks: int, used_host_blocks: int) -> KvCounts:
-        """As they are now."""
         return cls(
             pool.num_free,
             pool.num_used,
@@ -92,8 +91,8 @@ class KvCounts(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step. `part_s` are the seconds that the loop's parts have taken since the record before; `num_active` have a
-    seat afterwards, `num_queued` have none. A step that failed has brought nothing."""
+    """One step. `part_s` are the seconds that the loop's parts took since the previous record. `num_active` sequences
+    have a seat afterwards, `num_queued` have none. A failed step has no tokens."""
 
     step: int
     ended_s: float

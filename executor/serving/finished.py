@@ -1,7 +1,7 @@
-"""What is left of sequences that ended here, for routers that come for it later. Event loop's thread, no clock.
+"""Records of sequences that ended here, for routers that attach later. Event loop's thread, no clock.
 
-Owns copies: nothing of a sequence, its blocks or its seat is kept alive. One record for each request, of its newest
-attempt; a newer attempt makes it void.
+A record is a copy: it keeps neither the sequence nor its blocks or seat alive. There is one record per request, for its
+newest attempt. A newer attempt removes it.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from dataclasses import dataclass, field
 from executor.scheduler.sequence import FinishReason, TokenLogprobs
 from inflight.v1 import executor_pb2
 
-# A hundred ends per second for nearly three minutes. More come only of cancels that storm, and nobody comes back for
-# those.
+# A hundred ends per second for nearly three minutes. More occur only in a storm of cancels, to which no router
+# attaches.
 MAX_ENDED = 16_384
 # 12,000 requests of 1,000 prompt and 300 output tokens: two minutes of a hundred ends per second, and small beside a
 # model.
 MAX_ENDED_BYTES = 128 << 20
-# What a record takes in resident memory without its tokens, and for each token; measured over 10,000 records. A prompt
-# is a repeated field of protobuf, which grows by doubling.
+# Resident memory of a record without its tokens, and per token; measured over 10,000 records. A prompt is a repeated
+# field of protobuf, which grows by doubling.
 RECORD_BYTES = 1750
 PROMPT_TOKEN_BYTES = 7
 OUTPUT_TOKEN_BYTES = 4
-# Of a token's log probabilities, and of each of the likeliest tokens in it: an id, a float, and their places in tuples.
+# Of a token's log probabilities, and of each of the likeliest tokens in it: an id, a float, and their tuple entries.
 LOGPROBS_BYTES = 250
 TOP_LOGPROB_BYTES = 72
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A placement as it was asked for: `submit` without `prior_output_ids`, the deadline by the event loop's clock."""
+    """A placement as submitted: `submit` without `prior_output_ids`, the deadline by the event loop's clock."""
 
     submit: executor_pb2.Submit
     deadline_s: float | None
 
     def attached(self, now_s: float, *, started: bool, cached_tokens: int) -> executor_pb2.SequenceAttached:
-        """What a router is told that attaches, but for its slot; the deadline counts from now."""
+        """Returns the message for a router that attaches, without its slot. The deadline counts from now."""
         attached = executor_pb2.SequenceAttached(
             request_id=self.submit.request_id,
             attempt=self.submit.attempt,
@@ -55,8 +55,6 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A sequence that has ended."""
-
     placed: Placed
     output_ids: array[int]
     started: bool
@@ -69,7 +67,7 @@ class Ended:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes."""
+        """Approximate memory of the record."""
         submit = self.placed.submit
         token_bytes = PROMPT_TOKEN_BYTES * len(submit.prompt_ids) + OUTPUT_TOKEN_BYTES * len(self.output_ids)
         logprobs_bytes = len(self.logprobs) * (LOGPROBS_BYTES + TOP_LOGPROB_BYTES * submit.num_top_logprobs)
@@ -77,7 +75,7 @@ class Ended:
 
 
 class EndedSequences:
-    """Keeps each for `retain_s` after its end; fewer seconds where there are too many, the oldest going first."""
+    """Keeps each record for `retain_s` after the end. If there are too many, the oldest are dropped earlier."""
 
     def __init__(self, retain_s: float, max_ended: int = MAX_ENDED, max_bytes: int = MAX_ENDED_BYTES) -> None:
         self._retain_s = retain_s
@@ -90,7 +88,7 @@ class EndedSequences:
         return len(self._ended)
 
     def keep(self, ended: Ended) -> None:
-        """Remembers an end. They come in the order in which they happened."""
+        """Adds a record. Records must come in the order of the ends."""
         if self._retain_s == 0:
             return
         request_id = ended.placed.submit.request_id
@@ -101,26 +99,26 @@ class EndedSequences:
             self.forget(next(iter(self._ended)))
 
     def find(self, request_id: str) -> Ended | None:
-        """The newest attempt of this request that ended here."""
+        """Returns the record of the newest attempt of this request that ended here."""
         return self._ended.get(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Drops what is kept of a request, if anything."""
+        """Drops the record of a request, if there is one."""
         ended = self._ended.pop(request_id, None)
         if ended is not None:
             self.num_bytes -= ended.num_bytes
 
     def expire(self, now_s: float) -> None:
-        """Drops whose time is over."""
+        """Drops the records whose time is over."""
         while (due_s := self.next_due_s()) is not None and due_s <= now_s:
             self.forget(next(iter(self._ended)))
 
     def next_due_s(self) -> float | None:
-        """When the first is to be dropped."""
+        """Returns when the oldest record expires."""
         oldest = next(iter(self._ended.values()), None)
         return None if oldest is None else oldest.ended_s + self._retain_s
 
 
 def output_array(output_ids: ReadOnlyList[int]) -> array[int]:
-    """Four bytes for each id."""
+    """Returns the ids in four bytes each."""
     return array("I", output_ids)

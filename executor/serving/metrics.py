@@ -1,7 +1,7 @@
-"""Prometheus metrics of an executor; docs/metrics.md defines each of them.
+"""Metrics of an executor; see `docs/metrics.md`.
 
-How it stands is read when it is scraped, from the newest that the loop said of itself. What steps were is taken in on
-the event loop's thread, one record each. The loop itself counts nothing for this.
+Gauges are read at each scrape from the newest engine status. Steps are counted from their records, on the event loop's
+thread, so the engine loop does no work for metrics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PHASES = ("prefill", "decode")
 
 
 def executor_metrics(service: ExecutorService) -> CollectorRegistry:
-    """A registry of all that the executor tells; from now on it takes in each step."""
+    """Returns a registry of the executor's metrics, and subscribes to its steps."""
     registry, model = new_registry(), service.description.model
     steps = StepMetrics(registry, model)
     service.steps.on_record = steps.observe
@@ -34,7 +34,7 @@ def executor_metrics(service: ExecutorService) -> CollectorRegistry:
 
 
 class StepMetrics:
-    """What steps were, and sums over them."""
+    """Histograms and sums over steps."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._step_s = Histogram(
@@ -57,7 +57,6 @@ class StepMetrics:
         self.output_tokens = 0
 
     def observe(self, record: StepRecord) -> None:
-        """Takes in a step."""
         plan = record.plan
         self._step_s.observe(sum(record.times))
         self._prefills.observe(plan.num_prefills)
@@ -71,14 +70,13 @@ class StepMetrics:
 
 
 class StandingMetrics(Collector):
-    """How the executor stands; nothing before its loop has said so."""
+    """Metrics read from the engine's status at each scrape; none before the first status."""
 
     def __init__(self, service: ExecutorService, steps: StepMetrics) -> None:
         self._service = service
         self._steps = steps
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, as it is now."""
         status = self._service.status
         if status is None:
             return
@@ -88,7 +86,7 @@ class StandingMetrics(Collector):
         yield from self._vllm(status)
 
     def describe(self) -> Iterator[Metric]:
-        """None: that would be a scrape before there is anything to tell."""
+        """Yields nothing: the registry would scrape the executor before it has a status."""
         yield from ()
 
     def _gauges(self, status: EngineStatus) -> Iterator[Metric]:
@@ -155,7 +153,7 @@ class StandingMetrics(Collector):
         yield parts
 
     def _vllm(self, status: EngineStatus) -> Iterator[Metric]:
-        """The names that autoscalers and load generators read."""
+        """Yields metrics under vLLM's names, which autoscalers and load generators read."""
         model, steps = self._service.description.model, self._steps
         for name, text, value in (
             ("num_requests_running", "Sequences with a seat.", status.num_running),

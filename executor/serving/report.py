@@ -1,4 +1,4 @@
-"""Reports of an executor to its routers: their content, the rates in them, and when they are due."""
+"""Reports of an executor to its routers: their content, their rates, and when they are due."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from executor.scheduler.step_constraint import StepConstraint
 from inflight.v1 import executor_pb2, stats_pb2, types_pb2
 
 WINDOW_S = 10.0
-# Readings are kept this far apart: so much the window may be off.
+# Minimum distance between readings that are kept; the window is inexact by this much.
 GAP_S = 0.1
 
 
@@ -36,15 +36,15 @@ class _Reading:
 
 
 class RecentRates:
-    """Takes in counters that only grow; knows how much they grew within the window."""
+    """Growth of monotonic counters within the window."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # The first is the newest from before the window.
+        # The first reading is the newest one from before the window.
         self._readings: deque[_Reading] = deque((_Reading(clock(), 0, 0),))
 
     def note(self, num_steps: int, num_output_tokens: int) -> None:
-        """Takes in the counters as they are now."""
+        """Adds the current values of the counters."""
         now_s = self._clock()
         readings = self._readings
         if len(readings) > 1 and now_s - readings[-2].at_s < GAP_S:
@@ -53,7 +53,7 @@ class RecentRates:
         self._forget(now_s)
 
     def per_second(self) -> Rates:
-        """The rates of now."""
+        """Returns the current rates."""
         self._forget(self._clock())
         first, last = self._readings[0], self._readings[-1]
         return Rates(
@@ -80,25 +80,25 @@ class Reporter:
         self._changed = asyncio.Event()
 
     def update(self, status: EngineStatus) -> None:
-        """Takes in the newest status."""
+        """Sets the newest status."""
         if status != self._status:
             self._status = status
             self._changed.set()
 
     def send_now(self) -> None:
-        """Makes a report due although nothing changed: somebody new listens."""
+        """Makes a report due although nothing changed, because a router has joined."""
         self._changed.set()
 
     def send_first(self) -> None:
-        """Sends a report before anything else that comes of the same change."""
+        """Sends a report before anything else that results from the same change."""
         if self._status is not None:
             self._report(self._status)
 
     async def run(self) -> None:
         """Sends reports until cancelled."""
         while True:
-            # When nothing changes for a second the lease must be renewed all the same.
-            # `asyncio.wait_for` would lose a cancellation that comes together with a change (Python 3.11).
+            # Without a change the lease must still be renewed every second. `asyncio.wait_for` would lose a
+            # cancellation that arrives together with a change (Python 3.11).
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(MAX_INTERVAL_S):
                     await self._changed.wait()
@@ -131,14 +131,14 @@ PHASE_PROTO: dict[SequencePhase, stats_pb2.SequencePhase] = {
 
 
 def policy_proto(limits: SchedulerLimits) -> types_pb2.SchedulerPolicy:
-    """What routers are told; a static batch is guaranteed whatever the setting."""
+    """Returns the policy to announce; a static batch is guaranteed whatever the setting."""
     if limits.is_overcommitted:
         return types_pb2.SCHEDULER_POLICY_MAX_UTILIZATION
     return types_pb2.SCHEDULER_POLICY_GUARANTEED_NO_EVICT
 
 
 def report_of(seq: int, status: EngineStatus, held: Iterable[ReportedSequence], rates: Rates) -> executor_pb2.Report:
-    """The report of this number; `held` is what the ledger is to take as held."""
+    """Makes a report. `held` are the sequences that the ledger should count as held."""
     report = executor_pb2.Report(
         seq=seq,
         budget_blocks=status.budget_blocks,

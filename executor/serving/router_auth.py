@@ -1,8 +1,8 @@
-"""Who may call an executor: routers that show a certificate with a known name, or, on loopback and only when told to be
-insecure, anybody.
+"""Authentication of routers: a certificate with an allowed name, or any caller with `insecure`, which requires a
+loopback address.
 
-An executor computes what it is asked to, for whatever tenant it is told: whoever reaches its port without a check has
-the whole pool.
+An executor runs any request for any tenant that it is told of. Without this check, access to its port would mean access
+to the whole pool.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from executor.settings import ExecutorSettings
 
 TLS_SETTINGS = ("tls_cert_file", "tls_key_file", "tls_ca_file", "router_names")
 
-# gRPC's names for what a verified certificate says of its bearer: the two kinds of names in its SAN that are compared.
+# gRPC's names of the two SAN kinds of a verified certificate that are compared.
 NAME_PROPERTIES = ("peer_dns", "peer_uri")
 
 
 def load_server_tls(settings: ExecutorSettings) -> TlsFiles | None:
-    """The certificates to serve with; None for serving in the clear. Raises `SettingError` where the door would stand
-    open."""
+    """Returns the certificates to serve with, or None for `insecure`. Raises `SettingError` for settings that would let
+    any remote caller in."""
     given = [name for name in TLS_SETTINGS if getattr(settings, name)]
     if settings.insecure:
         if given:
             raise SettingError(f"insecure contradicts {', '.join(given)}: leave out one or the other")
         if not is_loopback(settings.listen):
             raise SettingError(
-                f"insecure is only for a loopback address, and listen is {settings.listen}: anybody could use this "
+                f"insecure is only for a loopback address, and listen is {settings.listen}: any host could use this "
                 f"executor. Set {', '.join(TLS_SETTINGS)} (`inflight certs` makes certificates), or listen on 127.0.0.1"
             )
         return None
     missing = [name for name in TLS_SETTINGS if name not in given]
     if missing:
         raise SettingError(
-            f"an executor serves only routers that it can tell: set {', '.join(missing)} (`inflight certs` makes "
-            "certificates), or, to try it on this machine alone, --insecure with a loopback address"
+            f"an executor serves only authenticated routers: set {', '.join(missing)} (`inflight certs` makes "
+            "certificates), or, for use on this machine only, --insecure with a loopback address"
         )
     paths = TlsPaths.of(settings.tls_cert_file, settings.tls_key_file, settings.tls_ca_file, prefix="")
     assert paths is not None
@@ -49,13 +49,13 @@ def load_server_tls(settings: ExecutorSettings) -> TlsFiles | None:
 
 
 class PeerNameCheck:
-    """Holds the names in a caller's certificate against those of routers."""
+    """Compares the names in a caller's certificate with the allowed router names."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
 
     def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Raises `RequestError` NOT_ALLOWED unless the caller's certificate bears one of the names."""
+        """Raises `RequestError` NOT_ALLOWED unless the caller's certificate has one of the names."""
         properties = context.auth_context()
         shown = {name.decode(errors="replace") for kind in NAME_PROPERTIES for name in properties.get(kind, ())}
         if self._names.isdisjoint(shown):

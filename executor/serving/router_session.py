@@ -1,13 +1,13 @@
-"""One router's `Serve` stream on the executor's side: slots, frames and credits.
+"""One router's `Serve` stream on the executor's side: slots, frames and flow control.
 
-What the engine publishes collects in one pending response; a single writer takes it whole whenever the stream can carry
-it. A router that keeps up gets one frame per step; one that does not gets fewer, larger frames, and costs the engine
-nothing but the memory of the token ids. Step frames wait when `max_unacked_steps` of them are unacknowledged;
-acceptances, attachments, refusals and reports never wait; where too many of them do because the router does not read,
-nothing further is taken from it. Nor from one that lets too many tokens collect; where it acknowledges none, its stream
-ends. All calls come from the event loop's thread.
+Engine output collects in one pending response, and a single writer takes it whole whenever the stream can carry it. A
+router that keeps up gets one frame per step. A slower one gets fewer, larger frames, and costs the engine only the
+memory of the token ids. Step frames wait while `max_unacked_steps` of them are unacknowledged. Acceptances,
+attachments, refusals and reports never wait. If too many of those or too many tokens collect because the router does
+not read, no further requests are read from it. If it acknowledges none while too many tokens wait, its stream ends. All
+calls come from the event loop's thread.
 
-Within a frame a slot means one sequence: one that came free is given away again only behind the frame that says so.
+Within a frame a slot means one sequence: a freed slot is assigned again only after the frame that says so.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ REJECT_REASON_PROTO: dict[Refusal, executor_pb2.RejectReason] = {
     Refusal.INVALID: executor_pb2.REJECT_REASON_INVALID,
 }
 
-# Most answers that wait for a router which does not read; each has about 100 bytes.
+# Most answers that wait for a router that does not read; each has about 100 bytes.
 MAX_WAITING_ANSWERS = 1 << 16
-# Most tokens that wait when it may ask for more, some 400 MiB: a router that attaches has them sent again each time.
+# Most tokens that may wait while more requests are read, some 400 MiB: each attach sends tokens again.
 MAX_WAITING_TOKENS = 4 * MAX_FRAME_TOKENS
-# What the log probabilities of a token take, with all the tokens that may be asked for, in tokens.
+# Weight of a token's log probabilities, with the most tokens that may be reported, in tokens.
 LOGPROBS_TOKENS = 20
 
 
 class Session:
-    """The sequences of one router and what it has not been sent yet."""
+    """The sequences of one router, and what has not been sent to it yet."""
 
     def __init__(
         self, router_id: str, generation: int, max_unacked_steps: int, protocol_version: int = PROTOCOL_VERSION
@@ -63,27 +63,27 @@ class Session:
         self._slots: dict[Sequence, int] = {}
         self._free_slots: list[int] = []
         self._num_slots = 0
-        # Slots whose end is in the pending frame. They are free once that frame is taken: inside one frame a slot
-        # must mean one sequence.
+        # Slots whose end is in the pending frame. They are free once that frame is taken, because within a frame a slot
+        # means one sequence.
         self._ended_slots: list[int] = []
         self._frame = 0
         self._acked_frame = 0
         self._control = executor_pb2.ServeResponse()
         self._step = executor_pb2.StepFrame()
-        # The tokens of the pending frame: appending to lists costs far less than to the message.
+        # The tokens of the pending frame. Appending to lists costs far less than to the message.
         self._token_slots: list[int] = []
         self._token_offsets: list[int] = []
         self._token_ids: list[int] = []
-        # Of those among them that report any, in their order.
+        # The log probabilities among them, in their order.
         self._logprobs: deque[executor_pb2.SequenceLogprobs] = deque()
-        # Slots that have no seat at the end of the pending frame, and had one.
+        # Slots without a seat at the end of the pending frame that had one before.
         self._paused_slots: dict[int, None] = {}
         self._wake = asyncio.Event()
         self._taken = asyncio.Event()
         self._is_closing = False
 
     def accept(self, sequence: Sequence) -> None:
-        """Tells the router that a placement was taken, and its slot."""
+        """Tells the router that a placement was accepted, and its slot."""
         slot = self._take_slot()
         self._slots[sequence] = slot
         self._control.accepted.add(request_id=sequence.request_id, attempt=sequence.attempt, slots=[slot])
@@ -92,12 +92,11 @@ class Session:
     def attach(
         self, sequence: Sequence, attached: executor_pb2.SequenceAttached, offset: int, output_ids: ReadOnlyList[int]
     ) -> None:
-        """Tells the router that it reads a sequence from now on, in a slot of its own; `output_ids` begin at
-        `offset`."""
+        """Makes the router the reader of a sequence, in a new slot. `output_ids` begin at `offset`."""
         self._slots[sequence] = self._attach(attached, offset, output_ids, sequence.logprobs)
 
     def replay(self, attached: executor_pb2.SequenceAttached, offset: int, ended: Ended) -> None:
-        """Tells the router all there is of a sequence that has ended, from an offset on."""
+        """Sends the output of a sequence that has ended, from `offset` on, and its end."""
         slot = self._attach(attached, offset, ended.output_ids[offset:], ended.logprobs)
         self._end_slot(slot, ended.reason, ended.stop_token_id, ended.error)
 
@@ -121,7 +120,8 @@ class Session:
         return slot
 
     def detach(self, sequence: Sequence) -> None:
-        """Another router reads the sequence from now on. One that knows no Attach is told that it was cancelled."""
+        """Tells the router that another one reads the sequence from now on. A router that does not know Attach is told
+        that it was cancelled."""
         if not self.knows_attach:
             self.finish(FinishEvent(sequence, FinishReason.CANCELLED))
             return
@@ -132,24 +132,24 @@ class Session:
         self._wake.set()
 
     def reject(self, request_id: str, attempt: int, reason: executor_pb2.RejectReason, detail: str) -> None:
-        """Tells the router that a placement was not taken."""
+        """Tells the router that a placement was refused."""
         self._control.rejected.add(request_id=request_id, attempt=attempt, reason=reason, detail=detail)
         self._wake.set()
 
     def report(self, report: executor_pb2.Report) -> None:
-        """Sends a report; a newer one replaces one not sent yet."""
+        """Sends a report. It replaces one that has not been sent yet."""
         self._control.report.CopyFrom(report)
         self._wake.set()
 
     def pause(self, sequence: Sequence) -> None:
-        """Tells the router that a sequence gave up its seat."""
+        """Tells the router that a sequence was preempted."""
         self._paused_slots[self._slots[sequence]] = None
         self._wake.set()
 
     def start(self, sequence: Sequence) -> None:
         """Tells the router that a sequence boarded, for the first time or again."""
         slot = self._slots[sequence]
-        # Who is in both lists of a frame has boarded and then given up its seat.
+        # A slot in both lists of a frame has boarded and was then preempted.
         self._paused_slots.pop(slot, None)
         self._step.started.add(slot=slot, cached_tokens=sequence.num_cached_tokens)
         self._wake.set()
@@ -164,7 +164,7 @@ class Session:
         self._wake.set()
 
     def _report_logprobs(self, slot: int, offset: int, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Output of earlier placements has none here."""
+        """Adds the log probabilities of a token. Output of earlier placements has none here."""
         if logprobs is not None:
             values = _position_logprobs(token_id, logprobs)
             self._logprobs.append(executor_pb2.SequenceLogprobs(slot=slot, offset=offset, values=values))
@@ -181,27 +181,28 @@ class Session:
         self._wake.set()
 
     def end_step(self, step: int) -> None:
-        """Stamps the pending frame with the step that it ends with."""
+        """Sets the number of the step that the pending frame ends with."""
         self._step.step = step
 
     def acknowledge(self, frame: int) -> None:
-        """The router dealt with all frames up to this one. It cannot have dealt with more than were sent."""
+        """Records that the router has processed all frames up to this one, at most as many as were sent."""
         self._acked_frame = max(self._acked_frame, min(frame, self._frame))
         self._wake.set()
 
     async def has_room(self) -> None:
-        """Waits until no more waits to be sent than may. Raises `RequestError` STALLED where that would wait for
-        acknowledgements, which come behind what is taken next."""
+        """Waits until less is queued than the limits allow. Raises `RequestError` STALLED where that would wait for
+        acknowledgements, which arrive only with the next requests."""
         while self._num_answers >= MAX_WAITING_ANSWERS or self._has_too_many_tokens:
             if self._has_too_many_tokens and not self._may_send_step:
-                text = f"{self._frame - self._acked_frame} frames are not acknowledged, and too much waits behind them"
+                text = f"{self._frame - self._acked_frame} unacknowledged frames, and too many tokens wait behind them"
                 raise RequestError(Reason.STALLED, text)
             self._taken.clear()
             await self._taken.wait()
 
     @property
     def _has_too_many_tokens(self) -> bool:
-        """A slot that is given back counts as a token, log probabilities as what they take."""
+        """Whether the queued tokens exceed the limit. A freed slot counts as a token, log probabilities by their
+        weight."""
         num_tokens = len(self._token_ids) + len(self._ended_slots)
         return num_tokens + LOGPROBS_TOKENS * len(self._logprobs) >= MAX_WAITING_TOKENS
 
@@ -215,12 +216,12 @@ class Session:
         return len(control.accepted) + len(control.rejected) + len(control.attached)
 
     def close(self) -> None:
-        """Nothing is added any more: the stream ends when what has collected is sent."""
+        """Adds nothing from now on. The stream ends when everything queued has been sent."""
         self._is_closing = True
         self._wake.set()
 
     async def next_response(self) -> executor_pb2.ServeResponse | None:
-        """Waits until something can be sent and takes it; None when the stream is to end."""
+        """Waits until something can be sent and takes it. Returns None when the stream is to end."""
         while True:
             self._wake.clear()
             response = self.take()
@@ -231,7 +232,7 @@ class Session:
             await self._wake.wait()
 
     def take(self) -> executor_pb2.ServeResponse | None:
-        """What can be sent now, if anything."""
+        """Returns what can be sent now, if anything."""
         may_send_step = self._has_step and self._may_send_step
         control = self._control
         has_control = self._num_answers or control.HasField("report")
@@ -266,13 +267,13 @@ class Session:
         self._ended_slots.clear()
 
     def _num_tokens_of_frame(self) -> int:
-        """Log probabilities leave with their tokens."""
+        """Returns the number of tokens of the next frame. Log probabilities are sent with their tokens."""
         if LOGPROBS_TOKENS * len(self._logprobs) > MAX_FRAME_TOKENS:
             return min(len(self._token_ids), MAX_FRAME_TOKENS // LOGPROBS_TOKENS)
         return min(len(self._token_ids), MAX_FRAME_TOKENS)
 
     def _fill_part(self, step: executor_pb2.StepFrame, count: int) -> None:
-        """The first of the tokens; ends come with the last of them."""
+        """Fills a frame with the first of the tokens. Ends are sent with the last of them."""
         step.frame, step.step = self._frame, self._step.step
         step.started.extend(self._step.started)
         del self._step.started[:]

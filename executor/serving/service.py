@@ -1,8 +1,8 @@
-"""`ExecutorService`: routers' streams on one side, the engine on the other.
+"""`ExecutorService`: the gRPC service between routers' streams and the engine.
 
-Owns the sessions, and whether new work is accepted: not while it drains, nor while the engine stalls (`watchdog`).
-`PlacementTable` owns the sequences and their readers. Engine output arrives from the engine's thread as one callback
-per turn of the loop. A stream that breaks leaves its sequences behind for another router to attach to.
+It owns the sessions, and decides whether new work is accepted: not while it drains, nor while the engine stalls
+(`watchdog`). `PlacementTable` owns the sequences and their readers. Engine output arrives from the engine's thread as
+one callback per iteration of the loop. If a stream breaks, its sequences stay for another router to attach to.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MAX_UNACKED_STEPS = 64
 MAX_ROUTER_ID_CHARACTERS = 512
-# A router says hello as soon as it has opened the stream.
+# A router sends its hello as soon as it has opened the stream.
 HELLO_TIMEOUT_S = 10.0
-# Of a router's frame, dealt with before the event loop serves other streams.
+# Entries of a router's frame that are processed before the event loop serves other streams.
 ENTRIES_PER_TURN = 100
 CANCEL_REASONS = {wire: reason for reason, wire in FINISH_REASON_PROTO.items()}
 
@@ -49,20 +49,20 @@ Context = grpc.aio.ServicerContext[executor_pb2.ServeRequest, executor_pb2.Serve
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What `Describe` says."""
+    """Description of this executor, and the limits of its submits."""
 
     description: executor_pb2.DescribeResponse
     limits: SubmissionLimits
 
 
 class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
-    """Serves routers. Build it on the event loop's thread; give `on_output` to the engine as its `publish`."""
+    """Serves routers. Must be built on the event loop's thread; `on_output` is the engine's `publish`."""
 
     def __init__(
         self,
         identity: Identity,
         engine: Engine,
-        keeping: RetentionPolicy | None = None,
+        retention: RetentionPolicy | None = None,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
         tracing: Tracing = NO_TRACING,
     ) -> None:
@@ -70,17 +70,17 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         self._hello_timeout_s = hello_timeout_s
         self._engine = engine
         trace = functools.partial(trace_submit, tracing)
-        self._holdings = PlacementTable(keeping or RetentionPolicy(), engine.cancel, time.monotonic, trace=trace)
+        self._placements = PlacementTable(retention or RetentionPolicy(), engine.cancel, time.monotonic, trace=trace)
         self._sessions: set[Session] = set()
         self._reporter = Reporter(self._send_report)
         self._rates = RecentRates()
         self.steps = StepWatch(identity.description, engine.list_sequences, lambda: self.has_work)
-        # The newest that the engine said of itself.
+        # The newest status of the engine.
         self.status: EngineStatus | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_draining = False
         self._is_closing = False
-        self._stands_still = False
+        self._is_stalled = False
         self._all_gone = asyncio.Event()
         self._all_gone.set()
         self._all_left = asyncio.Event()
@@ -89,32 +89,32 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     @property
     def num_held(self) -> int:
         """Sequences that wait or run here."""
-        return self._holdings.num_held
+        return self._placements.num_held
 
     @property
     def has_work(self) -> bool:
         """Whether the engine has something to do."""
-        return self._holdings.has_work
+        return self._placements.has_work
 
     @property
     def num_orphans(self) -> int:
-        """Of the sequences here, those whose router is gone."""
-        return self._holdings.num_orphans
+        """Sequences whose router is gone."""
+        return self._placements.num_orphans
 
     @property
     def description(self) -> executor_pb2.DescribeResponse:
-        """What `Describe` says."""
+        """The response of `Describe`."""
         return self._identity.description
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Changes with every step, and whenever the engine has nothing left to do."""
-        return self._engine.num_steps, self._holdings.num_times_idle
+        """A value that changes with every step, and whenever the engine becomes idle."""
+        return self._engine.num_steps, self._placements.num_times_idle
 
     @property
     def takes_work(self) -> bool:
-        """Whether a submit has a chance."""
-        return not (self._is_draining or self._stands_still)
+        """Whether submits are offered to the engine."""
+        return not (self._is_draining or self._is_stalled)
 
     async def run(self) -> None:
         """Sends reports when they are due, until cancelled."""
@@ -123,46 +123,46 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     async def Describe(
         self, request: executor_pb2.DescribeRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> executor_pb2.DescribeResponse:
-        """What this executor serves."""
+        """Returns what this executor serves."""
         return self._identity.description
 
     async def Drain(
         self, request: executor_pb2.DrainRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> executor_pb2.DrainResponse:
-        """Stops taking new work and waits for what is held; what is left then is handed back. Without a time to wait
-        it answers at once and lets the running go on."""
+        """Stops taking new work, waits for held sequences, and hands back those left after `timeout_s`. With a timeout
+        of 0 it returns at once and lets running sequences go on."""
         await self.drain(float(request.timeout_s))
         if request.timeout_s:
             self.hand_back()
         return executor_pb2.DrainResponse(num_held=self.num_held)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new work, hands back who has had no seat yet, and waits at most `timeout_s` for the others."""
+        """Refuses new work, hands back sequences that have had no seat, and waits at most `timeout_s` for the
+        others."""
         self._is_draining = True
         self._engine.drain()
         self._reporter.send_first()
-        self._holdings.hand_back_unstarted()
+        self._placements.hand_back_unstarted()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._all_gone.wait()
 
     def hand_back(self, error: str = "") -> None:
-        """Ends everything for its router, to go on elsewhere."""
-        num_held = self._holdings.hand_back(error)
+        """Hands all sequences back to their routers, to continue elsewhere."""
+        num_held = self._placements.hand_back(error)
         if num_held:
-            log.warning("%d sequences are handed back to their routers", num_held)
+            log.warning("%d sequences were handed back to their routers", num_held)
         self._all_gone.set()
 
-    def stand_still(self, stands_still: bool) -> None:
-        """The engine has work and makes no step, or does again: its sequences go on elsewhere, and nobody is taken
-        in."""
-        self._stands_still = stands_still
+    def set_stalled(self, is_stalled: bool) -> None:
+        """Records that the engine stalls, or no longer does. When it stalls, its sequences are handed back."""
+        self._is_stalled = is_stalled
         self._reporter.send_first()
-        if stands_still:
+        if is_stalled:
             self.hand_back("the engine made no step")
 
     async def close(self, timeout_s: float) -> None:
-        """Ends every router's stream behind what is still to be sent on it, and waits at most so long for that."""
+        """Ends every router's stream after its pending output, and waits at most `timeout_s` for that."""
         self._is_closing = True
         self.steps.close()
         for session in self._sessions:
@@ -172,7 +172,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
                 await self._all_left.wait()
 
     async def Serve(self, request_iterator: AsyncIterator[executor_pb2.ServeRequest], context: Context) -> None:
-        """One router's stream: reads work in a task of its own, writes frames here."""
+        """Serves one router's stream. It reads in a task of its own and writes here."""
         hello = await self._read_hello(request_iterator)
         session = Session(
             hello.router_id,
@@ -196,7 +196,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         request: executor_pb2.WatchStepsRequest,
         context: grpc.aio.ServicerContext[executor_pb2.WatchStepsRequest, executor_pb2.WatchStepsResponse],
     ) -> None:
-        """Tells what the steps do, for as long as the caller looks on."""
+        """Streams steps until the caller leaves."""
         async with aclosing(self.steps.watch(request)) as responses:
             async for response in responses:
                 await context.write(response)
@@ -206,9 +206,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             async with asyncio.timeout(self._hello_timeout_s):
                 first = await anext(requests, None)
         except TimeoutError as error:
-            raise invalid(FieldViolation("hello", f"has not come within {self._hello_timeout_s:g} s")) from error
+            raise invalid(FieldViolation("hello", f"did not arrive within {self._hello_timeout_s:g} s")) from error
         if first is None or not first.HasField("hello"):
-            raise invalid(FieldViolation("hello", "must be the first of a stream"))
+            raise invalid(FieldViolation("hello", "must be the first message of a stream"))
         hello = first.hello
         if len(hello.router_id) > MAX_ROUTER_ID_CHARACTERS or not hello.router_id.isprintable():
             text = f"must be at most {MAX_ROUTER_ID_CHARACTERS} printable characters"
@@ -217,15 +217,15 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             allowed = f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
             raise invalid(FieldViolation("hello.protocol_version", f"must be {allowed}"))
         if hello.generation != self._identity.description.generation:
-            raise RequestError(Reason.STALE_GENERATION, "hello.generation is not this executor's; describe it again")
+            raise RequestError(Reason.STALE_GENERATION, "hello.generation is not this executor's; call Describe again")
         if self._is_closing:
-            raise RequestError(Reason.EXECUTOR_LOST, "this executor has drained and stops")
+            raise RequestError(Reason.EXECUTOR_LOST, "this executor has drained and is stopping")
         return hello
 
     async def _read(self, requests: AsyncIterator[executor_pb2.ServeRequest], session: Session) -> None:
         async for request in requests:
             if request.HasField("hello"):
-                raise invalid(FieldViolation("hello", "must be only the first of a stream"))
+                raise invalid(FieldViolation("hello", "must be only the first message of a stream"))
             if request.HasField("ack"):
                 session.acknowledge(request.ack.frame)
             async for submit in _in_turns(request.submits):
@@ -257,14 +257,14 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     def _submit(self, submit: executor_pb2.Submit, session: Session) -> None:
         if not self.takes_work:
             draining = executor_pb2.REJECT_REASON_DRAINING
-            session.reject(submit.request_id, submit.attempt, draining, "takes no new work")
+            session.reject(submit.request_id, submit.attempt, draining, "the executor takes no new work")
             return
         try:
             sequence = sequence_from_submit(submit, self._identity.limits)
         except SubmissionError as error:
             session.reject(submit.request_id, submit.attempt, error.reason, str(error))
             return
-        if not self._holdings.offer(sequence, submit, session):
+        if not self._placements.offer(sequence, submit, session):
             stale = executor_pb2.REJECT_REASON_STALE_ATTEMPT
             session.reject(submit.request_id, submit.attempt, stale, "this attempt or a newer one is known")
             return
@@ -273,36 +273,36 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
 
     def _attach(self, attach: executor_pb2.Attach, session: Session) -> None:
         if session.knows_attach:
-            self._holdings.attach(attach, session)
+            self._placements.attach(attach, session)
             return
         unsupported = executor_pb2.REJECT_REASON_UNSUPPORTED
         session.reject(attach.request_id, attach.attempt, unsupported, "attach: hello.protocol_version is too old")
 
     def _leave(self, session: Session) -> None:
         self._sessions.discard(session)
-        num_left = self._holdings.leave(session)
-        self._tend()
+        num_left = self._placements.leave(session)
+        self._expire()
         if not self._sessions:
             self._all_left.set()
         log.info("router %s disconnected; %d of its sequences have no router", session.router_id, num_left)
 
-    def _tend(self) -> None:
-        """Does what is due, and comes again when more will be."""
+    def _expire(self) -> None:
+        """Expires orphans and records that are due, and schedules the next expiry."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due_s = self._holdings.tend()
+        due_s = self._placements.expire()
         if due_s is not None:
             delay_s = max(0.0, due_s - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tend)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
 
     def on_output(self, output: EngineOutput) -> None:
-        """Takes in one turn of the engine. On the event loop's thread."""
-        self._holdings.publish(output)
+        """Processes the output of one engine iteration. Runs on the event loop's thread."""
+        self._placements.publish(output)
         for session in self._sessions:
             session.end_step(output.step)
         if output.finished and self._timer is None:
-            self._tend()
+            self._expire()
         self.steps.take(output)
         if output.status is not None:
             self.status = output.status
@@ -312,14 +312,14 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             self._all_gone.set()
 
     def _send_report(self, seq: int, status: EngineStatus) -> None:
-        report = report_of(seq, status, self._holdings.reported(status.held), self._rates.per_second())
+        report = report_of(seq, status, self._placements.reported(status.held), self._rates.per_second())
         report.draining = report.draining or not self.takes_work
         for session in self._sessions:
             session.report(report)
 
 
 async def _in_turns(entries: Iterable[T]) -> AsyncIterator[T]:
-    """The entries of a frame. Other streams have their turn now and then, however many there are."""
+    """Yields the entries of a frame, and lets other streams run after every `ENTRIES_PER_TURN`."""
     for number, entry in enumerate(entries, start=1):
         if number % ENTRIES_PER_TURN == 0:
             await asyncio.sleep(0)

@@ -1,8 +1,8 @@
-"""The watchers of steps, and the messages that they get: `WatchSteps`.
+"""`WatchSteps`: the watchers of steps, and the messages that they get.
 
-Costs the loop nothing while nobody looks on: what steps leave is a record each. Who is held the loop is asked, by its
-inbox, once for all that want to know at the moment; one that is in the middle of a long step answers behind it. All on
-the event loop's thread.
+Without watchers it costs the loop one record per step. The list of held sequences is requested through the loop's
+inbox, once for all watchers that want it at that moment; a loop in the middle of a long step answers after it.
+Everything here runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import islice
 from common.errors import FieldViolation, invalid
 from common.protocol import DEFAULT_STATS_INTERVAL_MS, MIN_STATS_INTERVAL_MS
 from executor.engine.output import EngineOutput
-from executor.scheduler.seat_view import SequenceStanding
+from executor.scheduler.seat_view import SequenceSnapshot
 from executor.scheduler.step_record import PART_NAMES, KvCounts, PlanCounts, StepRecord
 from executor.serving.report import CONSTRAINT_PROTO, PHASE_PROTO
 from inflight.v1 import executor_pb2, stats_pb2
@@ -26,7 +26,7 @@ from inflight.v1 import executor_pb2, stats_pb2
 def iteration_stats(
     record: StepRecord, description: executor_pb2.DescribeResponse, clock_began_s: float
 ) -> stats_pb2.IterationStats:
-    """A step. The loop's clock began at `clock_began_s`, in seconds since 1970."""
+    """Makes the message of a step. The loop's clock began at `clock_began_s`, in seconds since 1970."""
     exposed_s, busy_s = record.times
     return stats_pb2.IterationStats(
         iter=record.step,
@@ -75,17 +75,16 @@ def _batching_stats(plan: PlanCounts, record: StepRecord) -> stats_pb2.InflightB
     )
 
 
-def sequence_stats(standing: SequenceStanding) -> stats_pb2.SequenceStats:
-    """A sequence that is held."""
+def sequence_stats(snapshot: SequenceSnapshot) -> stats_pb2.SequenceStats:
     return stats_pb2.SequenceStats(
-        request_id=standing.request_id,
-        phase=PHASE_PROTO[standing.phase],
-        seat=standing.seat,
-        prompt_tokens=standing.prompt_tokens,
-        computed_tokens=standing.computed_tokens,
-        output_tokens=standing.output_tokens,
-        num_blocks=standing.num_blocks,
-        reserved_blocks=standing.reserved_blocks,
+        request_id=snapshot.request_id,
+        phase=PHASE_PROTO[snapshot.phase],
+        seat=snapshot.seat,
+        prompt_tokens=snapshot.prompt_tokens,
+        computed_tokens=snapshot.computed_tokens,
+        output_tokens=snapshot.output_tokens,
+        num_blocks=snapshot.num_blocks,
+        reserved_blocks=snapshot.reserved_blocks,
     )
 
 
@@ -93,34 +92,35 @@ NUM_KEPT = 1000
 
 
 class StepHistory:
-    """Records in order, without gaps."""
+    """The newest `num_kept` records, in order and without gaps."""
 
     def __init__(self, num_kept: int = NUM_KEPT) -> None:
         self._records: deque[StepRecord] = deque(maxlen=num_kept)
 
     def add(self, record: StepRecord) -> None:
-        """Takes in the next; the oldest gives way."""
+        """Adds the next record and drops the oldest if there are too many."""
         self._records.append(record)
 
     @property
     def newest_step(self) -> int:
-        """The number of the newest; 0 before the first."""
+        """The number of the newest step; 0 before the first."""
         return self._records[-1].step if self._records else 0
 
     def after(self, step: int) -> list[StepRecord]:
-        """Those behind this step that are still here, oldest first."""
+        """Returns the kept records after this step, oldest first."""
         num_wanted = min(self.newest_step - step, len(self._records))
         newest_first = islice(reversed(self._records), num_wanted)
         return list(newest_first)[::-1]
 
 
-Standings = tuple[SequenceStanding, ...]
+Snapshots = tuple[SequenceSnapshot, ...]
 
 
 class StepWatch:
-    """Takes in what the loop publishes, and tells it to who looks on.
+    """Collects what the loop publishes and streams it to watchers.
 
-    `ask` has the loop list who is held; `has_work` says whether anybody is. `on_record` is told of each step.
+    `ask` requests the list of held sequences from the loop; `has_work` says whether there are any. `on_record` is
+    called with each step's record.
     """
 
     def __init__(
@@ -131,29 +131,29 @@ class StepWatch:
         self._has_work = has_work
         self.on_record: Callable[[StepRecord], None] | None = None
         self._history = StepHistory()
-        self._standings: Standings = ()
+        self._snapshots: Snapshots = ()
         self._asked: asyncio.Future[None] | None = None
         self._closing = asyncio.Event()
         self.num_watchers = 0
 
     def take(self, output: EngineOutput) -> None:
-        """Takes in one turn of the loop."""
+        """Takes the output of one iteration of the loop."""
         if output.record is not None:
             self._history.add(output.record)
             if self.on_record is not None:
                 self.on_record(output.record)
         if output.sequences is not None:
-            self._standings = output.sequences
+            self._snapshots = output.sequences
             if self._asked is not None and not self._asked.done():
                 self._asked.set_result(None)
             self._asked = None
 
     def close(self) -> None:
-        """Ends everybody's stream."""
+        """Ends the streams of all watchers."""
         self._closing.set()
 
     async def watch(self, request: executor_pb2.WatchStepsRequest) -> AsyncGenerator[executor_pb2.WatchStepsResponse]:
-        """How it is now, and then again and again what was since. Raises `RequestError`."""
+        """Yields the current state, and then repeatedly what happened since. Raises `RequestError`."""
         interval_s = interval_ms_of(request) / 1000
         step = self._history.newest_step
         if request.HasField("after_iter"):
@@ -161,37 +161,37 @@ class StepWatch:
         self.num_watchers += 1
         try:
             while not self._closing.is_set():
-                standings = await self._list(interval_s) if request.want_sequences else ()
+                snapshots = await self._list(interval_s) if request.want_sequences else ()
                 records = self._history.after(step)
                 step = self._history.newest_step
-                yield self._response(records, standings)
+                yield self._response(records, snapshots)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await self._closing.wait()
         finally:
             self.num_watchers -= 1
 
-    async def _list(self, timeout_s: float) -> Standings:
-        """Who is held: what the loop says by then, or what it said last."""
+    async def _list(self, timeout_s: float) -> Snapshots:
+        """Returns the held sequences as the loop lists them within the timeout, or else its previous list."""
         if not self._has_work():
             return ()
         if self._asked is None:
             self._asked = asyncio.get_running_loop().create_future()
             self._ask()
         await asyncio.wait((self._asked,), timeout=timeout_s)
-        return self._standings
+        return self._snapshots
 
-    def _response(self, records: list[StepRecord], standings: Standings) -> executor_pb2.WatchStepsResponse:
+    def _response(self, records: list[StepRecord], snapshots: Snapshots) -> executor_pb2.WatchStepsResponse:
         clock_began_s = time.time() - time.perf_counter()
         return executor_pb2.WatchStepsResponse(
             generation=self._description.generation,
             iterations=[iteration_stats(record, self._description, clock_began_s) for record in records],
-            sequences=[sequence_stats(standing) for standing in standings],
+            sequences=[sequence_stats(snapshot) for snapshot in snapshots],
         )
 
 
 def interval_ms_of(request: executor_pb2.WatchStepsRequest) -> int:
-    """How often to tell. Raises `RequestError` where that is too often."""
+    """Returns the interval between messages. Raises `RequestError` where it is too short."""
     interval_ms = request.interval_ms if request.HasField("interval_ms") else DEFAULT_STATS_INTERVAL_MS
     if interval_ms < MIN_STATS_INTERVAL_MS:
         raise invalid(FieldViolation("interval_ms", f"must be at least {MIN_STATS_INTERVAL_MS}"))

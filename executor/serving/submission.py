@@ -1,4 +1,4 @@
-"""From a router's `Submit` to a `Sequence`: the executor trusts no value that could hurt the batch."""
+"""Conversion of a router's `Submit` to a `Sequence`. The executor validates every value that could affect the batch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from common.protocol import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from executor.scheduler.sequence import Sampling, Sequence, Stopping
 from inflight.v1 import executor_pb2, types_pb2
 
-# The larger is served first; what is not known is standard.
+# The larger is served first. An unknown class counts as standard.
 PRIORITIES: dict[int, int] = {
     types_pb2.PRIORITY_CLASS_INTERACTIVE: 1,
     types_pb2.PRIORITY_CLASS_STANDARD: 0,
     types_pb2.PRIORITY_CLASS_BATCH: -1,
 }
 
-# A tenant's name, a slash and the client's own id, with room to spare.
+# A tenant's name, a slash and the client's own id, with a margin.
 MAX_REQUEST_ID_CHARACTERS = 512
-
 
 # Below it a row is greedy, as in vLLM: divided by less, logits leave the range of float32, and backends would differ.
 # Rounded as the protocol's values are.
 MIN_TEMPERATURE = float(np.float32(1e-5))
 
-
-# What is not built yet must be left at the value that changes nothing.
+# Fields that are not implemented yet must have the value that changes nothing.
 NEUTRAL_SAMPLING = {
     "min_p": 0.0,
     "typical_p": 1.0,
@@ -39,7 +37,7 @@ NEUTRAL_SAMPLING = {
 
 @dataclass(frozen=True, slots=True)
 class SubmissionLimits:
-    """What the model allows."""
+    """Limits of the model."""
 
     context_length: int
     vocabulary_size: int
@@ -47,7 +45,7 @@ class SubmissionLimits:
 
 
 class SubmissionError(Exception):
-    """The submit asks for what this executor cannot do or for something impossible."""
+    """A submit that is invalid or that this executor does not support."""
 
     def __init__(self, reason: executor_pb2.RejectReason, text: str) -> None:
         super().__init__(text)
@@ -57,7 +55,7 @@ class SubmissionError(Exception):
 def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) -> Sequence:
     """Builds the sequence; raises `SubmissionError`.
 
-    Here is where a temperature near 0 becomes greedy. The placement keeps what was submitted, and so does a resume.
+    A temperature near 0 becomes greedy here. The placement keeps the submitted value, and so does a resume.
     """
     if not 0 < len(submit.request_id) <= MAX_REQUEST_ID_CHARACTERS or not submit.request_id.isprintable():
         raise _invalid(f"request_id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable characters")

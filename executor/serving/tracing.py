@@ -1,10 +1,10 @@
-"""The spans of a placement on this executor, as children of its router's span.
+"""Spans of a placement on this executor, as children of its router's span.
 
     inflight.sequence       from its submit to its end
-      inflight.prefill      from its seat to its next token; once more after it gave its seat up
-      inflight.decode       from there to its end, or to the next pause
+      inflight.prefill      from boarding to its next token; again after each preemption
+      inflight.decode       from there to its end, or to the next preemption
 
-Requests that are not traced have none, and cost a comparison for each token.
+Requests that are not traced have no spans and cost one comparison per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inflight.v1 import executor_pb2
 
 
 def trace_submit(tracing: Tracing, submit: executor_pb2.Submit) -> SequenceTrace | None:
-    """The trace of a placement; None where its request is not traced, or nobody collects traces."""
+    """Returns the trace of a placement; None if its request is not traced or no collector is set."""
     if not tracing.is_on or not submit.traceparent:
         return None
     context = parent_context(submit.traceparent)
@@ -29,7 +29,7 @@ def trace_submit(tracing: Tracing, submit: executor_pb2.Submit) -> SequenceTrace
 
 
 class SequenceTrace:
-    """Tells a collector of one placement."""
+    """The spans of one placement."""
 
     def __init__(self, tracer: Tracer, parent: Context, submit: executor_pb2.Submit) -> None:
         self._tracer = tracer
@@ -51,7 +51,7 @@ class SequenceTrace:
         self._num_tokens_before = 0
 
     def start(self, cached_tokens: int) -> None:
-        """It has a seat."""
+        """Begins the prefill span: the sequence has boarded."""
         self._begin(
             "inflight.prefill",
             {"gen_ai.usage.input_tokens": self._prompt_tokens, "inflight.cached_tokens": cached_tokens},
@@ -59,18 +59,18 @@ class SequenceTrace:
         self._is_prefilling = True
 
     def token(self) -> None:
-        """It brought a token."""
+        """Counts a token. The first one ends the prefill span."""
         self._num_tokens += 1
         if self._is_prefilling:
             self._begin("inflight.decode", {})
 
     def pause(self) -> None:
-        """It gave up its seat."""
+        """Ends the phase: the sequence was preempted."""
         self._end_phase()
         self._whole.add_event("paused")
 
     def end(self, reason: FinishReason, error: str) -> None:
-        """It ended. The error's text stays in the log."""
+        """Ends all spans. The error's text is only logged."""
         self._end_phase()
         self._whole.set_attribute("gen_ai.usage.output_tokens", self._num_tokens)
         self._whole.set_attribute("gen_ai.response.finish_reasons", [reason.name.lower()])
@@ -79,7 +79,7 @@ class SequenceTrace:
         self._whole.end()
 
     def refuse(self, why: str) -> None:
-        """It was not taken."""
+        """Ends the span of a refused placement."""
         self._end_phase()
         self._whole.set_attribute("inflight.refused", why)
         self._whole.end()
@@ -92,7 +92,7 @@ class SequenceTrace:
     def _end_phase(self) -> None:
         if self._phase is not None:
             if not self._is_prefilling:
-                # The first of a decode is what ended its prefill.
+                # The first token of a decode is counted as its prefill's.
                 self._phase.set_attribute("gen_ai.usage.output_tokens", self._num_tokens - self._num_tokens_before)
             self._phase.end()
         self._phase, self._is_prefilling = None, False

@@ -1,4 +1,4 @@
-"""A step plan as tensors: every new token of every sequence in one flat row, and where its KV goes.
+"""Tensors of a step: every new token of every sequence in one flat row, and where its KV goes.
 
 With S sequences, T new tokens and R rows that sample, in the order of the plan's rows:
 
@@ -9,12 +9,12 @@ Block tables are kept between steps, a row for each seat, and a step names rows 
 costs O(tokens), never O(context). So a step in flight reads the table that the host writes for the next one. That is
 safe because of two rules, which the scheduler keeps:
 
-- The row of a sequence only grows. A step reads the entries that its context needs; those were written before it was
+- The row of a sequence only grows. A step reads the entries that its context needs. Those were written before it was
   launched, and the host writes behind them.
-- A seat is taken again only when every step that names it has retired (`Scheduler`, who is leaving).
+- A seat is taken again only when every step that names it has retired (`Scheduler`, leaving sequences).
 
-What an entry behind a sequence's blocks holds means nothing, but it is always a block of the pool. Block 0 is the
-spare: nothing real is ever stored there.
+Entries behind a sequence's blocks have no meaning, but they are always blocks of the pool. Block 0 is the spare one; no
+sequence stores anything there.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StepBatch:
     + 1]`, `context_lengths[S]`, `block_tables[seats, max_blocks]`, `table_rows[S]` int32; `logit_rows[R]` int64, the
     flat rows that yield a token. The first `num_decodes` sequences have exactly one new token each.
 
-    `token_ids[carried_rows[i]]` is not known on the host: it is token `carried_from[i]` of those that the step before
-    sampled (both int64); until `resolve` it is 0.
+    `token_ids[carried_rows[i]]` is not known on the host: it is token `carried_from[i]` of those that the previous step
+    sampled (both int64). Until `resolve` it is 0.
     """
 
     token_ids: Tensor
@@ -72,7 +72,8 @@ class StepBatch:
         return -(-int(self.context_lengths.max()) // self.block_size)
 
     def to(self, device: torch.device) -> StepBatch:
-        """The same batch on a device; itself if it is there already. Only the tables that the step reads go there."""
+        """Returns the batch on a device, itself if it is there already. Only the tables that the step reads are
+        copied."""
         if self.token_ids.device == device:
             return self
         tables = self.block_tables[self.table_rows.long(), : self.num_blocks]
@@ -82,8 +83,8 @@ class StepBatch:
         return replace(here, **moved)
 
     def resolve(self, sampled_ids: Tensor) -> None:
-        """Fills in the tokens that the step before sampled, on the device that they are on. One that is none becomes 0:
-        the embedding is read at it, and what comes of it is dropped."""
+        """Fills in the tokens that the previous step sampled, on their device. `NO_TOKEN` becomes 0: that embedding is
+        read, and the result is dropped."""
         self.token_ids[self.carried_rows] = sampled_ids[self.carried_from].clamp(min=0)
 
 
@@ -98,25 +99,25 @@ class _Rows:
 
 
 class StepPacker:
-    """What is kept between steps for each seat, and the batches that are made of it.
+    """Packs plans into batches, with block tables kept by seat between steps.
 
-    Plans are packed in the order in which they are made, each before the next one is. Most steps decode for whom the
-    one before did: then even the arrays of the rows are taken from that one, with one added to each position.
+    Plans must be packed in the order in which they are made, each before the next one is made. Most steps decode the
+    same sequences as the previous step. Then even the arrays of the rows are reused, with one added to each position.
     """
 
     def __init__(self, num_seats: int, max_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._tables = np.zeros((num_seats, max_blocks), np.int32)
         self._table_tensor = torch.from_numpy(self._tables)
-        # Entries of each table that are written.
+        # Number of entries written of each table.
         self._num_written = [0] * num_seats
-        # Where among the ids that the newest step samples the seat's token is.
+        # Index of the seat's token among the ids that the newest step samples.
         self._sampled_index = np.zeros(num_seats, np.int64)
         self._counted = np.arange(num_seats + 1)
         self._newest = _Rows([], np.zeros(0, np.int32), np.zeros(0, np.int64), 0)
 
     def pack(self, plan: StepPlan) -> StepBatch:
-        """Lays a plan with at least one row out as tensors on the host."""
+        """Packs a plan with at least one row into tensors on the host."""
         self._follow_tables(plan)
         self._newest = rows = self._rows(plan)
         if plan.num_decodes == plan.num_rows:
@@ -154,8 +155,8 @@ class StepPacker:
         return _Rows(plan.sequences, seats, np.array(plan.starts, np.int64), plan.num_decodes)
 
     def _carried(self, plan: StepPlan, rows: _Rows) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Which tokens the step before yields, and where among its own they are. Decodes are first: row i is token
-        i."""
+        """Returns the rows whose input token the previous step yields, and its index there. Decodes are first: row i is
+        token i."""
         carried_rows = self._counted[: plan.num_rows] if all(plan.carries) else np.flatnonzero(plan.carries)
         return carried_rows, self._sampled_index[rows.seats[carried_rows]]
 
@@ -170,7 +171,7 @@ class StepPacker:
 
 
 def pack(plan: StepPlan, block_size: int) -> StepBatch:
-    """Lays out a plan of sequences that have no seat, with tables of its own."""
+    """Packs a plan of sequences that have no seat, with temporary tables."""
     most_blocks = max(len(sequence.block_table) for sequence in plan.sequences)
     packer = StepPacker(plan.num_rows, most_blocks, block_size)
     for seat, sequence in enumerate(plan.sequences):
@@ -196,7 +197,7 @@ def _token_ids(plan: StepPlan, num_carried: int) -> npt.NDArray[np.int64]:
 
 
 def _num_leading_ones(plan: StepPlan) -> int:
-    """Decodes, and what there is of chunks of one token right behind them."""
+    """Returns the number of decodes, and of chunks of one token directly behind them."""
     count = plan.num_decodes
     while count < plan.num_rows and plan.lengths[count] == 1:
         count += 1

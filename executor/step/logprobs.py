@@ -1,8 +1,7 @@
-"""Log probabilities of sampled tokens, of the rows that report them: how likely the model took the token, and which
-it took for likelier.
+"""Log probabilities of sampled tokens and of the likeliest tokens in their place, for rows that report them.
 
-They are of the logits as the model gave them, before temperature and restrictions, as OpenAI's API and vLLM have them.
-Computed where the logits are, and only in steps with such a row; read on the host with the step's tokens.
+They are of the model's logits, before temperature and restrictions, as in OpenAI's API and vLLM. They are computed
+where the logits are, only in steps with such a row, and read on the host with the step's tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from executor.step.sampling import numbers_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogprobs:
-    """Of N rows: `chosen[N]` float32 is the token's, `top[N, K]` float32 and `top_ids[N, K]` int64 are the likeliest
-    tokens', likeliest first. Row i is `rows[i][0]` of the rows that sample, and wants `rows[i][1]` of the K."""
+    """Log probabilities of N rows: `chosen[N]` float32 of the sampled tokens, `top[N, K]` float32 and `top_ids[N, K]`
+    int64 of the likeliest tokens, likeliest first. Row i is row `rows[i][0]` of those that sample, and reports
+    `rows[i][1]` of the K."""
 
     rows: Sequence[tuple[int, int]]
     chosen: Tensor
@@ -28,11 +28,11 @@ class StepLogprobs:
     top_ids: Tensor
 
     def start_copy(self) -> StepLogprobs:
-        """On the host once the device has come to here in its stream."""
+        """Starts the copy to the host. It is complete once the device has reached this point of its stream."""
         return StepLogprobs(self.rows, *(_start_copy(values) for values in (self.chosen, self.top, self.top_ids)))
 
     def read(self) -> dict[int, TokenLogprobs]:
-        """By row of those that sample. On the host, behind the end of the copy."""
+        """Returns the values by row of those that sample. Call it on the host, after the copy has ended."""
         columns = zip(self.rows, self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist(), strict=True)
         return {
             row: TokenLogprobs(chosen, tuple(ids[:num_top]), tuple(values[:num_top]))
@@ -43,28 +43,30 @@ class StepLogprobs:
 def step_logprobs(
     logits: Tensor, sampled_ids: Tensor, rows: Sequence[tuple[int, int]], chosen_rows: Tensor | None = None
 ) -> StepLogprobs:
-    """Of `logits[R, vocabulary]` and the ids `[R]` that were drawn from them. `rows` are pairs of a row and how many of
-    the likeliest tokens it reports; `chosen_rows` are the rows on the device, where they are there already."""
+    """Computes the log probabilities of `logits[R, vocabulary]` and the ids `[R]` that were drawn from them. `rows` are
+    pairs of a row and the number of likeliest tokens that it reports. `chosen_rows` are the rows on the device, if they
+    are there already."""
     if chosen_rows is None:
         chosen_rows = _on_device([row for row, _ in rows], logits.device)
     some = numbers_of(logits.index_select(0, chosen_rows).float())
     total = torch.logsumexp(some, dim=1, keepdim=True)
-    # A row without a number has no id; nothing is reported of it.
+    # A row without a usable logit has no id; nothing is reported of it.
     chosen_ids = sampled_ids.index_select(0, chosen_rows).long().clamp(min=0)
     chosen = some.gather(1, chosen_ids[:, None]) - total
     top = some.topk(min(max(num_top for _, num_top in rows), some.shape[1]), dim=1)
-    return StepLogprobs(rows, _sound(chosen[:, 0]), _sound(top.values - total), top.indices)
+    return StepLogprobs(rows, _bounded(chosen[:, 0]), _bounded(top.values - total), top.indices)
 
 
 def _on_device(numbers: list[int], device: torch.device) -> Tensor:
-    """Without waiting for the device: a copy from memory that is not pinned would end behind the steps launched."""
+    """Copies without waiting for the device. A copy from memory that is not pinned would wait for the steps
+    launched."""
     if device.type != "cuda":
         return torch.tensor(numbers, device=device)
     return torch.tensor(numbers).pin_memory().to(device, non_blocking=True)
 
 
-def _sound(logprobs: Tensor) -> Tensor:
-    """Rounding makes no probability larger than 1, and what is no number is no probability at all."""
+def _bounded(logprobs: Tensor) -> Tensor:
+    """Clamps to 0, since rounding must not make a probability larger than 1, and maps NaN to -inf."""
     return logprobs.nan_to_num(nan=float("-inf"), neginf=float("-inf")).clamp(max=0)
 
 

@@ -1,10 +1,10 @@
 """Counter-based random numbers: Philox4x32-10.
 
-J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A number
-is a pure function of a key and a counter, so it can be had in any order, on any device, in any company.
+J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A number is
+a pure function of a key and a counter, so it does not depend on order, device or the other numbers.
 
-torch has no unsigned 32-bit arithmetic everywhere; words are kept in int64. A product of two words wraps around in
-the top bit of an int64, which is the same bits as the unsigned product.
+torch lacks unsigned 32-bit arithmetic on some devices, so words are kept in int64. A product of two words may wrap into
+the top bit of an int64, with the same bits as the unsigned product.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox_words(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Four words for every counter. Words are int64 tensors in `[0, 2**32)` that broadcast against each other."""
+    """Returns four words for every counter. Words are int64 tensors in `[0, 2**32)` that broadcast against each
+    other."""
     word0, word1, word2, word3 = counter
     key0, key1 = key
     for _ in range(ROUNDS):
         product0, product1 = word0 * MULTIPLIERS[0], word2 * MULTIPLIERS[1]
-        # The low halves are not cut off here: they are only xor-ed, and what comes of that is.
+        # The low halves are not masked here: they are only xor-ed, and the result is masked.
         word0, word1 = _mixed(product1, word1, key0), product1
         word2, word3 = _mixed(product0, word3, key1), product0
         key0, key1 = (key0 + KEY_INCREMENTS[0]) & MASK, (key1 + KEY_INCREMENTS[1]) & MASK
@@ -34,7 +35,8 @@ def philox_words(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def _mixed(product: Tensor, word: Tensor, key: Tensor) -> Tensor:
-    """High half of the product ^ word ^ key; in place, for it is done ten times over all of a vocabulary."""
+    """Returns the high half of the product ^ word ^ key, computed in place, because it runs ten times over whole
+    vocabularies."""
     high = product >> 32
     if word.numel() > high.numel() or key.numel() > high.numel():
         return (high ^ word ^ key) & MASK

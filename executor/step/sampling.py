@@ -1,21 +1,21 @@
-"""Chooses the next token of every row that wants one.
+"""Sampling of the next token of every row that yields one.
 
-The random number that decides on a token depends only on (seed, output index, vocabulary index): Philox gives one to
-each vocabulary index, it becomes Gumbel noise, and the largest noisy logit wins (Gumbel-max: a draw from the
-softmax). So a row's token does not depend on the other rows, their order, chunking, preemption or the executor.
+The random number that decides on a token depends only on (seed, output index, vocabulary index): Philox gives one for
+each vocabulary index, it becomes Gumbel noise, and the largest noisy logit wins (Gumbel-max: a draw from the softmax).
+So a row's token does not depend on the other rows, their order, chunking, preemption or the executor.
 
     row with temperature 0     the largest logit, the lowest id among equals; no random number (`executor.serving.
-                               submission` makes a temperature near 0 to 0)
+                               submission` rounds a temperature near 0 to 0)
     otherwise                  logits / temperature, then the top_k largest, then the fewest of those that hold top_p of
                                their probability; at least one token is always kept
 
-A NaN is never chosen and weighs nothing. A row in which nothing is left (every logit is NaN, -inf or banned) yields
-`NO_TOKEN`, and ends its sequence.
+A NaN is never chosen and has no weight. A row without a usable logit (every logit is NaN, -inf or banned) yields
+`NO_TOKEN`, which ends its sequence.
 
 Among equal logits at the edge of top_k or top_p the lowest ids are kept, so that the count is exact.
 
-On a CPU our C++ code does this ten to forty times faster (native/sampler.h); what is
-written out here in torch runs on any device and is the oracle in tests.
+On a CPU the C++ code is ten to forty times faster (native/sampler.h). The torch code here runs on any device and is the
+reference in tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from executor.engine.runner import NO_TOKEN
 from executor.scheduler.sequence import Sampling
 from executor.step.philox import MASK, philox_words
 
-# Candidates looked at first for a row with top_p but no top_k; if they hold too little, all are sorted.
+# Candidates examined first for a row with top_p but no top_k. If they hold too little probability, all are sorted.
 FIRST_CANDIDATES = 1024
 # Noise for whole vocabularies is made about this many numbers at a time, so that they stay in a processor's cache.
 NOISE_AT_ONCE = 200_000
@@ -40,7 +40,7 @@ LARGEST_UNIFORM = 1 - 2**-24
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """How one row of logits is sampled; `banned_ids` cannot come out."""
+    """How one row of logits is sampled; `banned_ids` are excluded."""
 
     sampling: Sampling
     output_index: int
@@ -48,7 +48,7 @@ class SampleRow:
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """Returns the token ids `[R]` int64 of `logits[R, vocabulary]`, which it leaves as they are."""
+    """Returns the token ids `[R]` int64 of `logits[R, vocabulary]`, which are not changed."""
     assert logits.shape[0] == len(rows)
     logits = _without_banned(numbers_of(logits), rows)
     token_ids = logits.argmax(-1)
@@ -59,25 +59,26 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     if free:
         token_ids[free] = _draw_from_all(_scaled(logits, rows, free), [rows[i] for i in free])
     if restricted:
-        # An empty row has no largest logits to keep; what is drawn from it does not count.
+        # An empty row has no largest logits to keep; its drawn token is discarded.
         scaled = _scaled(logits.masked_fill(is_empty[:, None], 0.0), rows, restricted)
         token_ids[restricted] = _draw_from_top(scaled, [rows[i] for i in restricted])
     return token_ids.masked_fill(is_empty, NO_TOKEN)
 
 
 def choose_greedily(logits: Tensor) -> Tensor:
-    """The ids `[R]` int64 of the largest of `logits[R, vocabulary]`, the lowest id among equals."""
+    """Returns the ids `[R]` int64 of the largest of `logits[R, vocabulary]`, the lowest id among equals."""
     largest, token_ids = numbers_of(logits).max(-1)
     return token_ids.masked_fill(largest == float("-inf"), NO_TOKEN)
 
 
 def numbers_of(logits: Tensor) -> Tensor:
-    """The logits with -inf in place of NaN, which torch would take for the largest."""
+    """Returns the logits with -inf in place of NaN, which torch would treat as the largest."""
     return logits.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
 
 
 def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The token ids that stay in each row of `scaled[N, V]`: `[N, M]`, with a boolean `[N, M]` of which of them do.
+    """Returns the candidate token ids `[N, M]` of each row of `scaled[N, V]`, and a boolean `[N, M]` of those that are
+    kept.
 
     `top_k[N]` 0 is all, `top_p[N]` 1 is all.
     """
@@ -99,20 +100,20 @@ def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tens
 
 
 def _count_kept(top: Tensor, total: Tensor, limits: Tensor, top_p: Tensor) -> Tensor | None:
-    """How many of each row's largest values `top[N, M]` stay; None if more than M may."""
+    """Returns how many of each row's largest values `top[N, M]` are kept; None if more than M may be."""
     width = top.shape[1]
     is_beyond = torch.arange(width, device=top.device) >= limits[:, None]
     # top_p is of the probability within top_k; where that is all, of the whole row.
     total = torch.where(limits <= width, _log_sum(top.masked_fill(is_beyond, float("-inf"))), total)
     mass = (top.double() - total[:, None]).exp().cumsum(1)
-    # A token stays while those before it hold less than top_p; the first always does.
+    # A token is kept while those before it hold less than top_p; the first always is.
     needed = torch.where(top_p < 1, 1 + (mass < top_p[:, None]).sum(1), limits)
     counts = torch.minimum(needed, limits)
     return None if bool((counts > width).any()) else counts
 
 
 def _lowest_ids_at_edge(scaled: Tensor, edge: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Among equal values at the edge the lowest ids stay, as many as there is room for."""
+    """Keeps the lowest ids among equal values at the edge, as many as the count allows."""
     above, equal = scaled > edge, scaled == edge
     room = counts - above.sum(1)
     kept = above | (equal & (equal.cumsum(1) <= room[:, None]))
@@ -122,13 +123,14 @@ def _lowest_ids_at_edge(scaled: Tensor, edge: Tensor, counts: Tensor) -> tuple[T
 
 
 def _log_sum(values: Tensor) -> Tensor:
-    """log of the sum of exponentials; summed in float64, so that it does not depend on the order of summing."""
+    """Returns the log of the sum of exponentials, summed in float64, so that it does not depend on the order of
+    summing."""
     largest = values.amax(1)
     return (values - largest[:, None]).exp().sum(1, dtype=torch.float64).log() + largest
 
 
 def gumbel_noise(rows: Sequence[SampleRow], vocabulary_ids: Tensor) -> Tensor:
-    """The noise of `vocabulary_ids[N, M]` in each row, float32: word `id % 4` of counter `id // 4`."""
+    """Returns the noise of `vocabulary_ids[N, M]` in each row, float32: word `id % 4` of counter `id // 4`."""
     words = torch.stack(_words(rows, vocabulary_ids >> 2), -1)
     return _gumbel(words.gather(-1, (vocabulary_ids & 3)[..., None]).squeeze(-1))
 
@@ -155,7 +157,7 @@ def _draw_from_top(scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _words(rows: Sequence[SampleRow], counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox with key = seed and counter = (`counters[N, M]`, output index, 0, 0)."""
+    """Returns Philox words with key = seed and counter = (`counters[N, M]`, output index, 0, 0)."""
     device = counters.device
     seeds = [row.sampling.seed for row in rows]
     low = torch.tensor([seed & MASK for seed in seeds], device=device)[:, None]
@@ -166,7 +168,7 @@ def _words(rows: Sequence[SampleRow], counters: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _gumbel(words: Tensor) -> Tensor:
-    """-log(-log(1 - u)); near u = 0, where the largest noise comes from, float32 is at its most precise."""
+    """Returns -log(-log(1 - u)). Near u = 0, where the largest noise comes from, float32 is at its most precise."""
     uniform = ((words.float() + 0.5) * 2.0**-32).clamp_(max=LARGEST_UNIFORM)
     return -torch.log(-torch.log1p(-uniform))
 

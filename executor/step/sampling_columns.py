@@ -1,7 +1,7 @@
-"""How the rows of a step are sampled, in columns: kept by seat between steps, a step takes its rows.
+"""Sampling parameters of a step in columns: kept by seat between steps, selected by row for each step.
 
-Owns no arithmetic of sampling. What changes from step to step is the output index alone, and for a sequence that has
-not its least number of tokens yet, which ids are banned.
+It does no arithmetic of sampling. Only two things change from step to step: the output index, and the banned ids of a
+sequence that has not reached its minimum number of tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NO_IDS: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """Columns of the R rows that sample, as our C++ sampler wants them: each is contiguous.
+    """Columns of the R rows that sample, each contiguous, as the C++ sampler requires.
 
-    The ids that cannot come out of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that
-    every row takes its largest logit and nothing is banned. `reporting` are the rows that report log probabilities,
-    each with the number of likeliest tokens that it wants.
+    The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that every row
+    takes its largest logit and nothing is banned. `reporting` are the rows that report log probabilities, each with the
+    number of likeliest tokens to report.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -40,7 +40,6 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, rows: Iterable[SampleRow]) -> SamplingBatch:
-        """The rows in columns."""
         rows = list(rows)
         samplings = [row.sampling for row in rows]
         temperature = np.array([sampling.temperature for sampling in samplings], np.float32)
@@ -62,7 +61,7 @@ class SamplingBatch:
         return len(self.output_index)
 
     def rows(self) -> list[SampleRow]:
-        """The rows one by one."""
+        """Returns the rows as objects."""
         if not self.num_rows:
             return []
         columns = (column.tolist() for column in (self.temperature, self.top_k, self.top_p, self.seed))
@@ -72,7 +71,7 @@ class SamplingBatch:
 
 
 class SamplingColumns:
-    """The parameters of whoever has a seat."""
+    """The sampling parameters of the sequences on seats."""
 
     def __init__(self, num_seats: int) -> None:
         self._temperature = np.zeros(num_seats, np.float32)
@@ -80,13 +79,13 @@ class SamplingColumns:
         self._top_p = np.ones(num_seats)
         self._seed = np.zeros(num_seats, np.uint64)
         self._prompt_length = np.zeros(num_seats, np.int64)
-        # Seats that may not stop yet when they board. Most never are in here.
+        # Seats whose sequence must not stop yet when it boards; usually empty.
         self._restrained: dict[int, Sequence] = {}
         # Seats that report log probabilities, and how many of the likeliest tokens.
         self._reporting: dict[int, int] = {}
 
     def select(self, plan: StepPlan, batch: StepBatch) -> SamplingBatch:
-        """The columns of the rows that sample. Plans come in the order in which they are made."""
+        """Returns the columns of the rows that sample. Plans must come in the order in which they are made."""
         for sequence in plan.boarded:
             self._board(sequence)
         sampling_rows = np.flatnonzero(plan.samples)
@@ -136,7 +135,7 @@ class SamplingColumns:
         )
 
     def _banned_at(self, seat: int, output_index: int) -> frozenset[int]:
-        """The ids that would end the sequence are banned until it has its least number of tokens before them."""
+        """Returns the stop token ids until the sequence has its minimum number of tokens, then nothing."""
         sequence = self._restrained.get(seat)
         if sequence is None:
             return NO_IDS
@@ -149,7 +148,7 @@ class SamplingColumns:
 def _columns_of_ids(
     of_rows: Collection[Collection[int]],
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Where the ids of each row start, and the ids."""
+    """Returns the start of each row's ids, and the ids."""
     starts = np.zeros(len(of_rows) + 1, np.int32)
     np.cumsum([len(ids) for ids in of_rows], out=starts[1:])
     return starts, np.array([token_id for ids in of_rows for token_id in sorted(ids)], np.int32)

@@ -101,7 +101,7 @@ def _greet(console: Console, stack: LocalStack) -> None:
     lines = [
         f"Ready: {', '.join(stack.router_addresses)}",
         *(f"  OpenAI-compatible API  http://{address}/v1" for address in stack.gateway_addresses),
-        f"  live board             http://{router.http_address}/",
+        f"  dashboard              http://{router.http_address}/",
         f"  metrics                {_metrics_urls(stack)}",
         f'  inflight generate{where} "Name three fruits."',
         f"  inflight top{where}",
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
         "--http-port",
         type=int,
         metavar="PORT",
-        help="port of the first router's metrics and board; default: a free port",
+        help="port of the first router's metrics and dashboard; default: a free port",
     )
     parser.add_argument("--gateway", action="store_true", help="also start the OpenAI-compatible HTTP gateway")
     parser.add_argument(

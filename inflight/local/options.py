@@ -23,7 +23,7 @@ LOOPBACK_HOST = "127.0.0.1"
 class StackOptions:
     """A local stack: a private Redis, `executors`, `routers` and `gateways` processes.
 
-    `port` is the first router's, `http_port` that of its metrics and board, `gateway_port` the first gateway's. All
+    `port` is the first router's, `http_port` that of its metrics and dashboard, `gateway_port` the first gateway's. All
     other ports, and these if they are `None`, are free ones. `redis_url` is a Redis that already runs. The extra
     arguments are flags of `inflight executor`, `inflight router` and `inflight gateway`. `start_timeout_s` includes
     loading the model and, the first time, compiling the kernels. `program` is the command that runs a role. `tls` uses

@@ -22,7 +22,7 @@ LOCK_FILE = "stack.lock"
 class ProcessState:
     """One process of the stack. `role` is `redis`, `executor`, `router` or `gateway`.
 
-    `http_address` serves its metrics, and a router's board; empty for a process without HTTP.
+    `http_address` serves its metrics, and a router's dashboard; empty for a process without HTTP.
     """
 
     name: str

@@ -21,7 +21,7 @@ REPLACEMENTS = (
     (r"\bawait ", ""),
     (r"\b__a(enter|exit|iter)__\b", r"__\1__"),
     (r"\baclosing\b", "closing"),
-    (r"\bAsync(Client|Stream|Generator|Iterator)\b", r"\1"),
+    (r"\bAsync(CancelFlag|Client|Connection|Generator|Iterator|StreamCalls|Stream)\b", r"\1"),
     (r"\baio_(connection|stream)\b", r"sync_\1"),
     (r"\basynchronous\b", "blocking"),
     (r"\banother task\b", "another thread"),

@@ -20,9 +20,9 @@ def test_the_blocking_client_is_fresh(source: str, target: str) -> None:
     [
         (aio.AsyncClient, sync.Client),
         (aio_stream.AsyncStream, sync_stream.Stream),
-        (aio_connection.Connection, sync_connection.Connection),
-        (aio_connection.StreamCalls, sync_connection.StreamCalls),
-        (aio_connection.CancelFlag, sync_connection.CancelFlag),
+        (aio_connection.AsyncConnection, sync_connection.Connection),
+        (aio_connection.AsyncStreamCalls, sync_connection.StreamCalls),
+        (aio_connection.AsyncCancelFlag, sync_connection.CancelFlag),
     ],
 )
 def test_both_have_the_same_methods_and_parameters(asynchronous: type, blocking_one: type) -> None:

@@ -1,4 +1,5 @@
-"""Whatever a router sends, the executor answers as documented and lives, and other routers' sequences are unharmed."""
+"""Arbitrary frames from a router: the executor answers as documented and lives, and other routers' sequences are
+unharmed."""
 
 from __future__ import annotations
 
@@ -19,9 +20,13 @@ from tests.fuzz.messages import bytes_of
 from tests.fuzz.served import Loop, check_unharmed
 from tests.fuzz.statuses import Statuses, check_documented, documented
 from tests.integration.test_requests import collect, expected_ids, ids_of
-from tests.unit.test_session import is_waiting, make_sequence, take
+from tests.unit.test_router_session import is_waiting, make_sequence, take
 
-pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),
+    # As an error it would stand in the place of the failure that it comes with.
+    pytest.mark.filterwarnings("ignore:Generating overly large repr"),
+]
 
 SERVE = "/inflight.v1.ExecutorService/Serve"
 P = "inflight.v1."

@@ -1,4 +1,4 @@
-"""Whatever HTTP clients send to the gateway is answered with a request's result or refused, never with a 500."""
+"""Arbitrary HTTP requests to the gateway: each is answered with a result or refused, never with a 500."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences that outlive their routers' streams: orphans, taking over, and what is kept of the ended."""
+"""Sequences whose router's stream broke: orphans, take-over by another router, and records of ended sequences."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ async def test_placement_that_is_not_here_is_not_held(executor: RunningExecutor,
 async def test_orphan_is_cancelled_when_its_time_is_over_or_nobody_could_come(
     protocol_version: int, orphan_grace_s: float
 ) -> None:
-    keeping = RetentionPolicy(orphan_grace_s=orphan_grace_s)
-    executor = await start_executor("executor", "model", ExecutorShape(), keeping=keeping)
+    retention = RetentionPolicy(orphan_grace_s=orphan_grace_s)
+    executor = await start_executor("executor", "model", ExecutorShape(), retention=retention)
     executor.brake.hold()
     try:
         async with router_stream(executor.address, protocol_version=protocol_version) as first:
@@ -200,7 +200,7 @@ async def test_attempt_that_is_known_is_not_taken_again(executor: RunningExecuto
 
 
 async def test_what_is_not_kept_is_not_held() -> None:
-    forgetful = await start_executor("executor", "model", ExecutorShape(), keeping=RetentionPolicy(retain_ended_s=0))
+    forgetful = await start_executor("executor", "model", ExecutorShape(), retention=RetentionPolicy(retain_ended_s=0))
     try:
         async with router_stream(forgetful.address) as router:
             router.send(submits=[make_submit("a", [1], 4)])

@@ -1,4 +1,5 @@
-"""What one connection may take of a server: who goes beyond it gets the documented answer, and nobody else notices."""
+"""Limits of one connection to a server: a client that exceeds them gets the documented answer, and others are not
+affected."""
 
 from __future__ import annotations
 

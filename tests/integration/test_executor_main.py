@@ -1,4 +1,4 @@
-"""How an executor's process ends when something fails that it cannot do without; its device is a hash."""
+"""Exit of an executor's process when an indispensable part fails; its device is a hash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an executor shows on its HTTP port, against known work and against docs/metrics.md."""
+"""Metrics on an executor's HTTP port, compared with known work and with docs/metrics.md."""
 
 from __future__ import annotations
 

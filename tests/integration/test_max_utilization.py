@@ -1,4 +1,4 @@
-"""An executor that promises more than it has, as a router calls it: real gRPC, real scheduler; the device is a hash."""
+"""An executor under max_utilization, driven as by a router: real gRPC, real scheduler; the device is a hash."""
 
 from __future__ import annotations
 

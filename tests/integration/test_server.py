@@ -1,4 +1,4 @@
-"""What every server offers besides its service: health with `Watch`, reflection, and finding executors by name."""
+"""Functions of every server besides its service: health with `Watch`, reflection, and finding executors by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers that open a stream to an executor and say nothing, or ask and do not read the answers."""
+"""Routers that open a stream to an executor and send nothing, or send requests and do not read the answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_stream_without_a_hello_is_ended(executor: RunningExecutor) -> Non
     async with grpc.aio.insecure_channel(executor.address) as channel:
         stub: Any = executor_pb2_grpc.ExecutorServiceStub(channel)
         call = stub.Serve()
-        with pytest.raises(grpc.aio.AioRpcError, match=r"hello: has not come within 0\.05 s") as error:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"hello: did not arrive within 0\.05 s") as error:
             await asyncio.wait_for(call.read(), WAIT_S)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     await is_served(executor)

@@ -1,4 +1,4 @@
-"""Kernels that show what goes on inside ours."""
+"""Kernels that expose intermediate results of the product's kernels."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The GPU's own forward of the common decoder family, under the interpreter, gives the logits of the generic path."""
+"""The GPU decoder's forward pass, under Triton's interpreter, yields the logits of the generic path."""
 
 from __future__ import annotations
 

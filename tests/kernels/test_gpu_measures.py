@@ -1,4 +1,4 @@
-"""What `make bench-gpu` measures with, on a tiny model and without a GPU: that it runs, not how fast."""
+"""`make bench-gpu` on a tiny model and without a GPU: that it runs, not how fast."""
 
 from __future__ import annotations
 

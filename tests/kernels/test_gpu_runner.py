@@ -1,4 +1,4 @@
-"""The GPU's runner, without a GPU: what a CUDA graph would replay is computed at once, by Triton's interpreter."""
+"""The GPU runner without a GPU: work that a CUDA graph would replay is computed at once, by Triton's interpreter."""
 
 from __future__ import annotations
 

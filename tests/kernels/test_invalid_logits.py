@@ -1,4 +1,4 @@
-"""A sequence whose logits hold no number ends with an error on every backend, and the others of its steps go on."""
+"""A sequence without a usable logit ends with an error on every backend, and the others of its steps go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands between a layer's matrix products, by the Triton kernels under the interpreter, against plain torch."""
+"""The Triton kernels between a layer's matrix products, under the interpreter, against plain torch."""
 
 from __future__ import annotations
 

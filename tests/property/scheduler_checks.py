@@ -1,4 +1,4 @@
-"""What each plan must be, given who stood where before it was made."""
+"""Checks of each plan against the queues before it was made."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OvercommittedChecks:
             "someone new boards before the preempted"
         )
         assert all(sequence.block_table == [] and sequence.num_computed == 0 for sequence in away)
-        if not self._limits.max_twin_steps:
+        if not self._limits.max_prefix_wait_steps:
             assert new == standing.arrivals[: len(new)], "boarding is not in order of turn"
         assert len(standing.seated) - len(plan.preempted) + len(plan.boarded) <= self._limits.max_num_sequences
 
@@ -89,9 +89,9 @@ class ReservedChecks:
 
     def _check_boarding(self, plan: StepPlan, standing: Standing) -> None:
         num_seated, has_leaving = len(standing.seated), standing.has_leaving
-        waited = [s for s in standing.arrivals if s not in plan.boarded and s.num_twin_steps > 0]
+        waited = [s for s in standing.arrivals if s not in plan.boarded and s.num_prefix_wait_steps > 0]
         arrivals = [s for s in standing.arrivals if s not in waited]
-        assert not waited or self.limits.max_twin_steps
+        assert not waited or self.limits.max_prefix_wait_steps
         assert list(plan.boarded) == arrivals[: len(plan.boarded)], "boarding is not in order of turn"
         num_free_seats = self.limits.max_num_sequences - num_seated
         most_boarding = min(len(arrivals), num_free_seats)

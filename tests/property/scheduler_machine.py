@@ -1,9 +1,4 @@
-"""The scheduler as an engine drives it, in any order that Hypothesis thinks of.
-
-The machine plays the engine with a `FakeDevice`, which asserts that every row reads the KV it should and writes only
-blocks of its own. With overlap a second plan is made before the first is retired, and the device runs a plan at any
-time in between. Next to it stands a model of the promises: who was accepted, what is reserved, who boards next.
-"""
+"""The scheduler as an engine drives it, in any order that Hypothesis generates."""
 
 from __future__ import annotations
 
@@ -191,7 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def seats_are_numbered_for_who_looks_on(self) -> None:
-        standings = self.scheduler.seating.standings()
+        standings = self.scheduler.seating.snapshot()
         held = {sequence.request_id for sequence in self.scheduler.held()}
         assert {one.request_id for one in standings} <= held
         seats = [one.seat for one in standings if one.seat is not None]
@@ -225,7 +220,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         most_steps = sum(s.num_prompt_tokens + s.stopping.max_tokens for s in self.scheduler.held()) + 1
-        if self.limits.is_overcommitted or self.limits.max_twin_steps:
+        if self.limits.is_overcommitted or self.limits.max_prefix_wait_steps:
             # Some of it twice, some of it while others wait.
             most_steps = 4 * most_steps + 20
         while not self.scheduler.is_idle:

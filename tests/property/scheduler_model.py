@@ -1,4 +1,4 @@
-"""What the scheduler is tried with, and a plain model of what it promises."""
+"""Inputs for the scheduler, and a plain model of its guarantees."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def limits_strategy(draw: st.DrawFn) -> SchedulerLimits:
             margin=draw(st.sampled_from((0.0, 0.05))),
             max_steps_away=draw(st.sampled_from((4, 400))),
         ),
-        max_twin_steps=draw(st.sampled_from((0, 3))),
+        max_prefix_wait_steps=draw(st.sampled_from((0, 3))),
     )
 
 

@@ -1,4 +1,4 @@
-"""Our own forward pass on a CPU against transformers', for every instruction set that this processor has."""
+"""The C++ decoder's forward pass against transformers', for every instruction set of this processor."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_int8_weights_take_half_the_memory(folder: Path) -> None:
 
 def test_int8_weights_of_another_model_are_refused_with_the_reason(tmp_path: Path) -> None:
     folder = save_model(FAMILY["llama"], tmp_path / "tiny")
-    with pytest.raises(ModelError, match="int8 weights need our own forward pass on a CPU"):
+    with pytest.raises(ModelError, match="int8 weights need the native forward pass on a CPU"):
         load(folder, weight_dtype="int8", forward_name="transformers")
 
 

@@ -1,4 +1,4 @@
-"""The C++ sampler chooses what the torch sampler does, in every build, and does not look at the row's company."""
+"""The C++ sampler yields the torch sampler's tokens in every build, and they do not depend on the other rows."""
 
 from __future__ import annotations
 

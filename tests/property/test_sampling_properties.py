@@ -1,4 +1,4 @@
-"""Sampling does not depend on company, and its filters keep what they promise."""
+"""Sampling does not depend on the other rows, and its filters keep what they promise."""
 
 from __future__ import annotations
 

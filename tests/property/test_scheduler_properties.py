@@ -1,4 +1,4 @@
-"""What holds for the scheduler whatever is offered, cancelled, superseded or fails, and whenever."""
+"""Invariants of the scheduler under any sequence of offers, cancels, superseding attempts and failures."""
 
 from __future__ import annotations
 

@@ -27,14 +27,13 @@ def syntax(path: Path) -> ast.Module:
 
 @functools.cache
 def imported_names(path: Path) -> frozenset[str]:
-    """Absolute names that a file imports, also inside functions: `a.b` of `import a.b`, `a.b` and `a.b.c` of
-    `from a.b import c`, because `c` can be a module."""
+    """Absolute names that a file imports, also inside functions: `a.b` of `import a.b`, `a.b.c` of
+    `from a.b import c`, where `c` is a module or a name in one."""
     names: set[str] = set()
     for node in ast.walk(syntax(path)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names.add(node.module)
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
     return frozenset(names)
 
@@ -57,9 +56,10 @@ class Tree:
         return {name: path for name, path in self.modules.items() if name.split(".")[0] in packages}
 
     def imports(self, module: str) -> frozenset[str]:
-        """The modules of this tree that a module imports. `from a import b` imports only `a.b` if that is a module."""
-        names = {name for name in imported_names(self.modules[module]) if name in self.modules}
-        return frozenset(name for name in names if not any(other.startswith(f"{name}.") for other in names)) - {module}
+        """The modules of this tree that a module imports."""
+        named = ((name, name.rpartition(".")[0]) for name in imported_names(self.modules[module]))
+        found = {name if name in self.modules else parent for name, parent in named}
+        return frozenset(found & self.modules.keys()) - {module}
 
     def folders(self) -> dict[str, int]:
         """The number of modules in each folder, by the folder's path with slashes."""

@@ -1,4 +1,4 @@
-"""Who may enter, which attempts are over, and how a sequence is ended from outside."""
+"""The admission gate: which sequences and attempts it accepts, and how a sequence is ended from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which attention backend a device gets, and the words for what it cannot have."""
+"""Choice of the attention backend for a device, and the errors of unusable ones."""
 
 from __future__ import annotations
 

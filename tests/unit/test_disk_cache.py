@@ -1,4 +1,4 @@
-"""What is built once: complete or not there, and made by one process only."""
+"""The disk cache: entries are complete or absent, and built by one process only."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
         outputs.put,
         deaths.append,
         overlap=overlap,
-        garbage=GarbageCollection(),
+        garbage_collection=GarbageCollection(),
         clock=lambda: float(device.num_launched),
     )
     engine.start()
@@ -244,7 +244,7 @@ def test_sequence_whose_logits_hold_no_number_ends_and_is_counted_and_the_first_
         assert (len(tokens), reason) == (2, FinishReason.ERROR)
         assert loop.status_when_idle().num_invalid_logits == (1 if name == "a" else 2)
     assert [record.message for record in caplog.records] == [
-        "a ended, the first with this error: the model's logits hold no number"
+        "a ended with an error (logged once per kind): the model returned no usable logits (NaN or -inf only)"
     ]
     assert_goes_on(loop)
 

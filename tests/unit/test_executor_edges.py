@@ -1,4 +1,4 @@
-"""What the executor does at its edges: submits, KV size, the machine's limits."""
+"""The executor's edges: submits, KV size, the machine's limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that stops does not wait for a collector that does not answer."""
+"""Shutdown of a process whose trace collector does not answer: it does not wait for it."""
 
 from __future__ import annotations
 

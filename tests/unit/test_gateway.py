@@ -1,4 +1,4 @@
-"""The gateway's pure parts: what bodies ask of the router, what is refused and how, ids of events, errors' statuses."""
+"""The gateway's pure parts: conversion of bodies to requests, refusals, event ids, error statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's forms: parts of characters, what cannot come, what is not known, where tokens begin."""
+"""Log probabilities in OpenAI's forms: parts of characters, impossible and unknown values, text offsets."""
 
 from __future__ import annotations
 

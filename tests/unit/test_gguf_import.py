@@ -1,4 +1,4 @@
-"""A GGUF file becomes a Hugging Face folder: once, whole, and exactly the dequantised weights."""
+"""Import of a GGUF file as a Hugging Face folder: once, complete, and with exactly the dequantised weights."""
 
 from __future__ import annotations
 

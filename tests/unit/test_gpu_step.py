@@ -1,4 +1,4 @@
-"""What is decided on the host for a step on a GPU: buckets, the words that travel, what block tables lack."""
+"""Host-side decisions of a GPU step: buckets, the words of the layout, missing block table entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How attention is cut into programs: enough of them for the GPU, and no more than there is work."""
+"""Tiling of attention into programs: enough of them for the GPU, and no more than there is work."""
 
 from __future__ import annotations
 

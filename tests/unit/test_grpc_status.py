@@ -1,4 +1,4 @@
-"""What becomes of an error at the edge of gRPC."""
+"""Conversion of errors to gRPC statuses."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_pool_in_host_memory_gets_the_tier_without_a_gpu() -> None:
 
 
 def test_host_memory_that_the_system_does_not_give_is_an_error_that_names_the_setting() -> None:
-    with pytest.raises(SettingError, match=r"kv_cache_host_memory_bytes: the system does not give \d+ bytes"):
+    with pytest.raises(SettingError, match=r"kv_cache_host_memory_bytes: cannot allocate \d+ bytes"):
         open_host_tier(random_kv(ReferenceAttention(), torch.float32, 16), 1 << 42)
 
 

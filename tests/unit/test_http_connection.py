@@ -1,4 +1,4 @@
-"""What a connection of an HTTP port may take: who goes beyond it is cut off, and others are served."""
+"""Limits of connections to an HTTP port: one that exceeds them is cut off, and others are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page `/metrics`: which format is answered to whom."""
+"""The page `/metrics`: the format for each scraper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--model` finds, and in what words it says what is wrong."""
+"""Resolution of `--model`, and its error messages."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ def test_what_is_wrong_is_said(tmp_path: Path, model: str, words: str) -> None:
 def test_hub_name_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match=r"'someone/some-model' is no folder or file here, and the Hugging Face hub"):
+    error = r"'someone/some-model' is not a local folder or file, and the Hugging Face hub"
+    with pytest.raises(ModelError, match=error):
         resolve_model("someone/some-model")
 
 
@@ -129,7 +130,7 @@ def test_cache_that_cannot_be_written_names_the_variable(tmp_path: Path, monkeyp
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
     (tmp_path / "file").touch()
     monkeypatch.setenv("INFLIGHT_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ModelError, match=r"cannot write to .*; set INFLIGHT_CACHE_DIR to a folder"):
+    with pytest.raises(ModelError, match=r"cannot write to .*; set INFLIGHT_CACHE_DIR to a writable folder"):
         load_tokenizer(resolve_model(str(tmp_path / "tiny.gguf")))
 
 

@@ -1,4 +1,4 @@
-"""Which build of our C++ code a processor gets, and the words for what it cannot have."""
+"""Choice of the C++ build for a processor, and the errors of unusable ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory of the C++ code: taken before its threads run, where a failure is one of the call; not from their stacks."""
+"""Memory of the C++ code: reserved before its threads run, where a failure is one of the call; not from their
+stacks."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_kernels_run_on_a_thread_with_a_small_stack() -> None:
 
 
 def test_a_step_without_memory_fails_and_the_next_one_runs() -> None:
-    assert run_script(WITHOUT_MEMORY) == "there is not enough memory to sample 2 rows\n[0, 1]\n"
+    assert run_script(WITHOUT_MEMORY) == "not enough memory to sample 2 rows\n[0, 1]\n"
 
 
 @pytest.mark.slow

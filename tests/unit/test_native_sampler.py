@@ -1,4 +1,4 @@
-"""The C++ sampler: published random numbers, noise, the softmax's distribution, and rows that no model should yield."""
+"""The C++ sampler: published random numbers, noise, the softmax's distribution, and rows without usable logits."""
 
 from __future__ import annotations
 

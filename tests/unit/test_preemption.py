@@ -1,4 +1,4 @@
-"""Whom to preempt, what it costs, and what happens to who is preempted."""
+"""Preemption: choice of the victim, its cost, and what happens to the preempted sequence."""
 
 from __future__ import annotations
 

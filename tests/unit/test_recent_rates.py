@@ -1,4 +1,4 @@
-"""An executor's rates: means over ten seconds, and nothing once it has stood still for as long."""
+"""An executor's rates: means over ten seconds, and zero once it has stalled for that long."""
 
 from __future__ import annotations
 

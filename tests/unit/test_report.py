@@ -1,4 +1,4 @@
-"""What routers are told of an executor."""
+"""Content of an executor's reports to routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When an executor reports, and that it stops to."""
+"""Times of an executor's reports, and the end of reporting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler while a step is in flight. What must hold under any schedule is in tests/property."""
+"""The scheduler while a step is in flight. Invariants under any schedule are in tests/property."""
 
 from __future__ import annotations
 

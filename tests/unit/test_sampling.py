@@ -1,4 +1,4 @@
-"""Choosing tokens: known random numbers, the right distribution, and the same result in any company."""
+"""Sampling: known random numbers, the right distribution, and results that do not depend on the other rows."""
 
 from __future__ import annotations
 

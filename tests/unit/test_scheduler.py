@@ -1,4 +1,4 @@
-"""The scheduler, one behaviour at a time. What must hold under any schedule is in tests/property."""
+"""The scheduler, one behaviour at a time. Invariants under any schedule are in tests/property."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ class TestTransactions:
             ended += retire(scheduler, plan).finished if plan.rows else ()
 
         assert [(event.sequence.request_id, event.reason, event.error) for event in ended] == [
-            ("b", FinishReason.ERROR, f"{num_missing} of the KV blocks reserved for it are not there"),
+            ("b", FinishReason.ERROR, f"{num_missing} of the KV blocks reserved for it are not available"),
             ("a", FinishReason.LENGTH, ""),
         ]
         scheduler.pool.check([missing])
@@ -332,7 +332,7 @@ class TestInvalidLogits:
         outcome = scheduler.update(StepResult(plan, (None, 5)))
 
         assert ends_of(outcome) == [("a", FinishReason.ERROR)]
-        assert outcome.finished[0].error == "the model's logits hold no number"
+        assert outcome.finished[0].error == "the model returned no usable logits (NaN or -inf only)"
         assert [token[1:] for token in outcome.tokens] == [(0, 5)]
         assert scheduler.num_invalid_logits == 1
         assert [event.sequence.request_id for event in run_until_idle(scheduler)] == ["b"]

@@ -1,4 +1,4 @@
-"""How a process reads its settings, and what it says of a wrong one."""
+"""Reading of a process's settings, and the errors of invalid ones."""
 
 from __future__ import annotations
 

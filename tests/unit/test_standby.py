@@ -1,4 +1,4 @@
-"""How many sequences wait beyond the seats."""
+"""Number of sequences that wait beyond the seats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks are free within two steps after a sequence is to end, wherever it is then; counted in steps of the engine."""
+"""Blocks are free within two steps of the engine after a sequence is ended, in whatever queue it is."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Turns:
         self.engine = Engine(
             self.scheduler, device, self._publish, lambda error: None, overlap=overlap, clock=lambda: self.now_s
         )
-        keeping = RetentionPolicy(orphan_grace_s=0)
-        self.holdings = PlacementTable(keeping, self.engine.cancel, lambda: self.now_s)
+        retention = RetentionPolicy(orphan_grace_s=0)
+        self.placements = PlacementTable(retention, self.engine.cancel, lambda: self.now_s)
         self.router = Session("router", 1, 64)
 
     def submit(self, sequence: Sequence, session: Session | None = None) -> Sequence:
         """A placement, by the router unless by another."""
         submit = executor_pb2.Submit(request_id=sequence.request_id, attempt=sequence.attempt)
-        assert self.holdings.offer(sequence, submit, session or self.router)
+        assert self.placements.offer(sequence, submit, session or self.router)
         self.engine.submit(sequence)
         return sequence
 
@@ -69,7 +69,7 @@ class Turns:
         raise AssertionError(f"{sequence.request_id} still holds {sequence.block_table}")
 
     def _publish(self, output: EngineOutput) -> None:
-        self.holdings.publish(output)
+        self.placements.publish(output)
         self.ends += [(event.sequence.request_id, event.reason) for event in output.finished]
 
 
@@ -138,7 +138,7 @@ def test_blocks_of_a_router_that_disconnects_are_free_within_two_steps(
 ) -> None:
     turns = Turns(LIMITS, 64, overlap=overlap)
     sequence = place(turns)
-    assert turns.holdings.leave(turns.router) == (not turns.ends)
+    assert turns.placements.leave(turns.router) == (not turns.ends)
     assert turns.steps_until_free(sequence) <= MAX_STEPS
 
 
@@ -167,7 +167,7 @@ def test_sequence_ends_within_two_steps_of_its_deadline_and_not_before(overlap: 
     turns = Turns(LIMITS, 64, overlap=overlap)
     running, waiting = make_sequence("runs", [1], max_tokens=50), make_sequence("waits", [1], max_tokens=50)
     for sequence, time_left_ms in ((running, 1000), (make_sequence("a", [1], max_tokens=50), None), (waiting, 1000)):
-        turns.holdings.offer(sequence, executor_pb2.Submit(request_id=sequence.request_id, attempt=1), turns.router)
+        turns.placements.offer(sequence, executor_pb2.Submit(request_id=sequence.request_id, attempt=1), turns.router)
         turns.engine.submit(sequence, time_left_ms)
     turns.run(lambda: running.num_output_tokens >= 3)
     turns.now_s = 0.999

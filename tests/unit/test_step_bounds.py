@@ -1,4 +1,4 @@
-"""The scheduler says what kept each step from holding more."""
+"""The constraint that kept each step from holding more."""
 
 from __future__ import annotations
 

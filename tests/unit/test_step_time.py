@@ -1,4 +1,4 @@
-"""What steps take is learned, and prompts are cut so that those in the middle of an answer are not held up."""
+"""The model of step durations, and the prefill budget that keeps running decodes from waiting."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from executor.engine.prefill_budget import MARGIN, Pace
+from executor.engine.prefill_budget import MARGIN, PrefillBudget
 from executor.engine.step_time import FEWEST_STEPS, StepLoad, StepTime
 from executor.scheduler.scheduler import Batching, SchedulerLimits
 from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
@@ -105,16 +105,16 @@ class TestStepTime:
 
 class TestPace:
     def test_nobody_is_held_up_when_nobody_decodes(self) -> None:
-        assert Pace(learned(), 0.0, 16).max_prefill_tokens(demand(num_decodes=0)) is None
+        assert PrefillBudget(learned(), 0.0, 16).max_prefill_tokens(demand(num_decodes=0)) is None
 
     def test_nothing_is_limited_before_steps_with_prefill_were_seen(self) -> None:
         step_time = StepTime()
         for _ in range(FEWEST_STEPS - 1):
             step_time.observe(StepLoad(100, 0, 100.0), 0.02)
-        assert Pace(step_time, 0.0, 16).max_prefill_tokens(demand()) is None
+        assert PrefillBudget(step_time, 0.0, 16).max_prefill_tokens(demand()) is None
 
     def test_step_with_prefill_takes_at_most_twice_that_of_the_decodes(self) -> None:
-        chunk = Pace(learned(), 0.0, 16).max_prefill_tokens(demand())
+        chunk = PrefillBudget(learned(), 0.0, 16).max_prefill_tokens(demand())
 
         assert chunk is not None
         alone_s = step_seconds(StepLoad(20, 8000))
@@ -122,16 +122,16 @@ class TestPace:
         assert 2 * MARGIN * 0.95 * alone_s < together_s < 2 * alone_s
 
     def test_limit_in_milliseconds_is_kept(self) -> None:
-        chunk = Pace(learned(), 60.0, 16).max_prefill_tokens(demand())
+        chunk = PrefillBudget(learned(), 60.0, 16).max_prefill_tokens(demand())
 
         assert chunk is not None
         assert step_seconds(StepLoad(20 + chunk, 8000, chunk * (500 + chunk / 2))) == pytest.approx(0.06, rel=0.06)
 
     def test_prompts_go_on_when_the_decodes_alone_take_too_long(self) -> None:
-        assert Pace(learned(), 1.0, 16).max_prefill_tokens(demand()) == 16
+        assert PrefillBudget(learned(), 1.0, 16).max_prefill_tokens(demand()) == 16
 
     def test_many_who_wait_for_a_first_token_count_more_than_few_who_decode(self) -> None:
-        pace = Pace(learned(), 0.0, 16)
+        pace = PrefillBudget(learned(), 0.0, 16)
         few, many = (pace.max_prefill_tokens(demand(num_behind=n, num_decodes=4)) for n in (4, 5))
         assert few is not None
         assert many is None

@@ -1,4 +1,4 @@
-"""What a model predicts after every token of a prompt is the same by our forward and by transformers'."""
+"""Predictions after every token of a prompt are the same by the native forward pass and by transformers'."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""When an engine counts as standing still."""
+"""Detection of a stalled engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from executor.engine.watchdog import Look, next_look
+from executor.engine.watchdog import Observation, observe
 
 INTERVAL_S = 1.0
 
@@ -17,50 +17,50 @@ class Engine:
     progress: tuple[int, ...] = (0, 0)
 
 
-def looks(engine: Engine, before: Look, *times_s: float) -> Look:
+def looks(engine: Engine, before: Observation, *times_s: float) -> Observation:
     """The last of looks at these times."""
     for at_s in times_s:
-        before = next_look(before, at_s, engine, INTERVAL_S)
+        before = observe(before, at_s, engine, INTERVAL_S)
     return before
 
 
-def first_look(engine: Engine) -> Look:
-    return Look(0.0, engine.has_work, engine.progress)
+def first_look(engine: Engine) -> Observation:
+    return Observation(0.0, engine.has_work, engine.progress)
 
 
 def test_time_with_work_and_without_a_step_counts() -> None:
     engine = Engine()
-    assert looks(engine, first_look(engine), 1, 2, 3).still_s == 3
+    assert looks(engine, first_look(engine), 1, 2, 3).stalled_s == 3
 
 
 def test_step_starts_over() -> None:
     engine = Engine()
     before = looks(engine, first_look(engine), 1, 2)
     engine.progress = (1, 0)
-    assert looks(engine, before, 3).still_s == 0
-    assert looks(engine, before, 3, 4).still_s == 1
+    assert looks(engine, before, 3).stalled_s == 0
+    assert looks(engine, before, 3, 4).stalled_s == 1
 
 
 def test_idle_engine_does_not_stand_still() -> None:
     engine = Engine(has_work=False)
-    assert looks(engine, first_look(engine), 1, 2, 30).still_s == 0
+    assert looks(engine, first_look(engine), 1, 2, 30).stalled_s == 0
 
 
 def test_work_counts_from_the_first_look_that_sees_it() -> None:
     engine = Engine(has_work=False)
     before = looks(engine, first_look(engine), 1, 2)
     engine.has_work = True
-    assert looks(engine, before, 3).still_s == 0
-    assert looks(engine, before, 3, 4).still_s == 1
+    assert looks(engine, before, 3).stalled_s == 0
+    assert looks(engine, before, 3, 4).stalled_s == 1
 
 
 def test_engine_that_had_nothing_to_do_between_two_looks_starts_over() -> None:
     engine = Engine()
     before = looks(engine, first_look(engine), 1, 2)
     engine.progress = (0, 1)
-    assert looks(engine, before, 3).still_s == 0
+    assert looks(engine, before, 3).stalled_s == 0
 
 
 def test_time_in_which_the_process_stood_still_does_not_count() -> None:
     engine = Engine()
-    assert looks(engine, first_look(engine), 1, 2, 1000).still_s <= 4
+    assert looks(engine, first_look(engine), 1, 2, 1000).stalled_s <= 4

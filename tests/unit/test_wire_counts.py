@@ -1,4 +1,4 @@
-"""How many fields a serialized message may have, and how much of it is read to find out."""
+"""Limits on the fields of a serialized message, and how much of it is read to check them."""
 
 from __future__ import annotations
 

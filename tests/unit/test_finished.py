@@ -1,4 +1,4 @@
-"""What is kept of ended sequences: for a time, and not more than there is room for."""
+"""Records of ended sequences: how long they are kept, and the limits of their number and memory."""
 
 from __future__ import annotations
 

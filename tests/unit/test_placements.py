@@ -1,4 +1,4 @@
-"""Who reads what: routers that leave, sequences that are handed back, and an engine that speaks late."""
+"""The placement table: routers that leave, sequences that are handed back, and late answers of the engine."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class World:
 
     now_s: float = 0.0
     cancels: list[tuple[str, int, FinishReason]] = field(default_factory=list)
-    holdings: PlacementTable = field(init=False)
+    placements: PlacementTable = field(init=False)
 
     def __post_init__(self) -> None:
-        keeping = RetentionPolicy(orphan_grace_s=15, retain_ended_s=60)
-        self.holdings = PlacementTable(keeping, lambda *cancel: self.cancels.append(cancel), lambda: self.now_s)
+        retention = RetentionPolicy(orphan_grace_s=15, retain_ended_s=60)
+        self.placements = PlacementTable(retention, lambda *cancel: self.cancels.append(cancel), lambda: self.now_s)
 
     def offer(self, session: Session, request_id: str, attempt: int = 1) -> Sequence:
         """A placement that the engine has not answered."""
         sequence = make_sequence(request_id, [1, 2])
         sequence.attempt = attempt
         submit = executor_pb2.Submit(request_id=request_id, attempt=attempt, prompt_ids=[1, 2])
-        assert self.holdings.offer(sequence, submit, session)
+        assert self.placements.offer(sequence, submit, session)
         return sequence
 
     def accept(self, sequence: Sequence) -> None:
         """The engine takes it."""
-        self.holdings.publish(EngineOutput(0, accepted=[sequence]))
+        self.placements.publish(EngineOutput(0, accepted=[sequence]))
 
     def place(self, session: Session, request_id: str, attempt: int = 1) -> Sequence:
         """A placement that the engine has taken and seated."""
         sequence = self.offer(session, request_id, attempt)
         self.accept(sequence)
-        self.holdings.publish(EngineOutput(0, started=(sequence,)))
+        self.placements.publish(EngineOutput(0, started=(sequence,)))
         return sequence
 
     def step(self, *sequences: Sequence) -> None:
@@ -54,11 +54,11 @@ class World:
             tokens.offsets.append(sequence.num_output_tokens)
             tokens.token_ids.append(7)
             sequence.token_ids.append(7)
-        self.holdings.publish(EngineOutput(1, tokens=tokens))
+        self.placements.publish(EngineOutput(1, tokens=tokens))
 
     def end(self, sequence: Sequence, reason: FinishReason = FinishReason.LENGTH) -> None:
         """The engine ends it."""
-        self.holdings.publish(EngineOutput(2, finished=[FinishEvent(sequence, reason)]))
+        self.placements.publish(EngineOutput(2, finished=[FinishEvent(sequence, reason)]))
 
 
 @pytest.fixture
@@ -79,30 +79,30 @@ def test_orphans_collect_nothing_and_are_cancelled_each_at_its_time(world: World
     first, second = router(), router()
     a, b = world.place(first, "a"), world.place(second, "b")
     take(first), take(second)
-    world.holdings.leave(first)
+    world.placements.leave(first)
     world.now_s = 10
-    world.holdings.leave(second)
+    world.placements.leave(second)
     world.step(a, b)
     assert take(first) == take(second) == executor_pb2.ServeResponse()
-    assert world.holdings.num_orphans == 2
+    assert world.placements.num_orphans == 2
 
-    assert world.holdings.tend() == 15
+    assert world.placements.expire() == 15
     world.now_s = 15
-    assert world.holdings.tend() == 25
+    assert world.placements.expire() == 25
     assert world.cancels == [("a", 1, FinishReason.CANCELLED)]
     world.now_s = 25
-    assert world.holdings.tend() is None
+    assert world.placements.expire() is None
     assert world.cancels[1:] == [("b", 1, FinishReason.CANCELLED)]
 
 
 def test_orphan_that_somebody_reads_again_is_none(world: World) -> None:
     sequence = world.place(router_left := router(), "a")
     world.step(sequence)
-    world.holdings.leave(router_left)
+    world.placements.leave(router_left)
     reader = router()
-    world.holdings.attach(executor_pb2.Attach(request_id="a", attempt=1, offset=0), reader)
+    world.placements.attach(executor_pb2.Attach(request_id="a", attempt=1, offset=0), reader)
     world.now_s = 100
-    world.holdings.tend()
+    world.placements.expire()
     world.step(sequence)
     assert not world.cancels
     assert list(take(reader).step.offsets) == [0, 1]
@@ -110,9 +110,9 @@ def test_orphan_that_somebody_reads_again_is_none(world: World) -> None:
 
 def test_paused_sequence_is_paused_for_who_attaches(world: World) -> None:
     sequence = world.place(router(), "a")
-    world.holdings.publish(EngineOutput(1, paused=(sequence,)))
+    world.placements.publish(EngineOutput(1, paused=(sequence,)))
     reader = router()
-    world.holdings.attach(executor_pb2.Attach(request_id="a", attempt=1, offset=0), reader)
+    world.placements.attach(executor_pb2.Attach(request_id="a", attempt=1, offset=0), reader)
     response = take(reader)
     assert response.attached[0].started
     assert list(response.step.paused) == list(response.attached[0].slots)
@@ -122,13 +122,13 @@ def test_refusal_reaches_also_who_wanted_to_attach(world: World) -> None:
     first, second, gone = router(), router(), router()
     sequence = world.offer(first, "a")
     for session in (second, gone):
-        world.holdings.attach(executor_pb2.Attach(request_id="a", attempt=1, offset=0), session)
-    world.holdings.leave(gone)
-    world.holdings.publish(EngineOutput(0, rejected=[(sequence, Refusal.NO_CAPACITY)]))
+        world.placements.attach(executor_pb2.Attach(request_id="a", attempt=1, offset=0), session)
+    world.placements.leave(gone)
+    world.placements.publish(EngineOutput(0, rejected=[(sequence, Refusal.NO_CAPACITY)]))
     assert [one.reason for one in take(first).rejected] == [executor_pb2.REJECT_REASON_NO_CAPACITY]
     assert [one.reason for one in take(second).rejected] == [executor_pb2.REJECT_REASON_NOT_HELD]
     assert take(gone) == executor_pb2.ServeResponse()
-    assert world.holdings.num_held == 0
+    assert world.placements.num_held == 0
 
 
 def test_who_asked_last_reads_and_each_is_answered_once(world: World) -> None:
@@ -136,7 +136,7 @@ def test_who_asked_last_reads_and_each_is_answered_once(world: World) -> None:
     sequence = world.offer(router(), "a")
     attach = executor_pb2.Attach(request_id="a", attempt=1)
     for session in (first, second, first):
-        world.holdings.attach(attach, session)
+        world.placements.attach(attach, session)
 
     world.accept(sequence)
 
@@ -150,10 +150,10 @@ def test_who_asked_last_reads_and_each_is_answered_once(world: World) -> None:
 def test_router_that_leaves_before_the_engine_answers_leaves_an_orphan(world: World) -> None:
     first, second = router(), router()
     sequence = world.offer(first, "a")
-    world.holdings.attach(executor_pb2.Attach(request_id="a", attempt=1, offset=0), second)
-    world.holdings.leave(first)
+    world.placements.attach(executor_pb2.Attach(request_id="a", attempt=1, offset=0), second)
+    world.placements.leave(first)
     world.accept(sequence)
-    assert world.holdings.num_orphans == 0
+    assert world.placements.num_orphans == 0
     assert take(second).attached
     assert take(first) == executor_pb2.ServeResponse()
 
@@ -165,12 +165,12 @@ def test_what_is_handed_back_has_ended_and_the_engine_speaks_to_nobody(world: Wo
     waiting = world.offer(reader, "waiting")
     world.accept(waiting)
     offered = world.offer(reader, "offered")
-    world.holdings.leave(gone)
+    world.placements.leave(gone)
     world.step(running, orphan)
     take(reader)
 
     # When all are handed back
-    assert world.holdings.hand_back("the engine made no step") == 4
+    assert world.placements.hand_back("the engine made no step") == 4
 
     # Then their routers hear so at once, and why of those that may be to blame
     response = take(reader)
@@ -180,24 +180,24 @@ def test_what_is_handed_back_has_ended_and_the_engine_speaks_to_nobody(world: Wo
     assert [(one.request_id, one.reason) for one in response.rejected] == [
         ("offered", executor_pb2.REJECT_REASON_DRAINING)
     ]
-    assert world.holdings.num_held == 0
+    assert world.placements.num_held == 0
     assert {cancel[0] for cancel in world.cancels} == {"running", "waiting", "orphan", "offered"}
 
     # And the engine, once it moves again, is heard by nobody and has its work until it says so
     held = [ReportedSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in (running, waiting, orphan)]
-    assert world.holdings.reported(held) == []
-    assert world.holdings.num_times_idle == 0
+    assert world.placements.reported(held) == []
+    assert world.placements.num_times_idle == 0
     world.step(running, orphan)
     world.accept(offered)
     for sequence in (running, waiting, orphan, offered):
         world.end(sequence, FinishReason.PREEMPTED)
     assert take(reader) == executor_pb2.ServeResponse()
-    assert world.holdings.num_times_idle == 1
-    assert not world.holdings.has_work
+    assert world.placements.num_times_idle == 1
+    assert not world.placements.has_work
 
     # While who comes for the orphan gets what it had
     other = router()
-    world.holdings.attach(executor_pb2.Attach(request_id="orphan", attempt=1, offset=0), other)
+    world.placements.attach(executor_pb2.Attach(request_id="orphan", attempt=1, offset=0), other)
     response = take(other)
     assert list(response.step.token_ids) == [7]
     assert response.step.finished[0].reason == preempted
@@ -206,26 +206,26 @@ def test_what_is_handed_back_has_ended_and_the_engine_speaks_to_nobody(world: Wo
 def test_next_attempt_of_what_was_handed_back_is_another_placement(world: World) -> None:
     reader = router()
     before = world.place(reader, "a")
-    world.holdings.hand_back()
+    world.placements.hand_back()
     after = world.place(reader, "a", attempt=2)
     world.end(before, FinishReason.PREEMPTED)
     take(reader)
     world.step(after)
     assert list(take(reader).step.token_ids) == [7]
-    assert world.holdings.num_held == 1
+    assert world.placements.num_held == 1
 
 
 def test_superseded_attempt_is_not_remembered(world: World) -> None:
     first, second = router(), router()
     older = world.place(first, "a")
-    world.holdings.leave(first)
+    world.placements.leave(first)
     newer = world.place(second, "a", attempt=2)
     world.end(older, FinishReason.CANCELLED)
-    assert len(world.holdings.ended) == 0
+    assert len(world.placements.ended) == 0
     world.end(newer)
-    assert len(world.holdings.ended) == 1
+    assert len(world.placements.ended) == 1
     late = router()
-    world.holdings.attach(executor_pb2.Attach(request_id="a", attempt=1, offset=0), late)
+    world.placements.attach(executor_pb2.Attach(request_id="a", attempt=1, offset=0), late)
     assert take(late).rejected[0].reason == executor_pb2.REJECT_REASON_NOT_HELD
 
 
@@ -233,7 +233,7 @@ def test_newer_attempt_makes_void_what_was_remembered(world: World) -> None:
     reader = router()
     world.end(world.place(reader, "a"))
     world.place(reader, "a", attempt=2)
-    assert len(world.holdings.ended) == 0
+    assert len(world.placements.ended) == 0
 
 
 def test_report_counts_what_the_engine_has_not_answered(world: World) -> None:
@@ -241,38 +241,38 @@ def test_report_counts_what_the_engine_has_not_answered(world: World) -> None:
     world.place(reader, "a")
     world.offer(reader, "b")
     held = [ReportedSequence("a", 1, 8)]
-    assert [(one.request_id, one.attempt) for one in world.holdings.reported(held)] == [("a", 1), ("b", 1)]
+    assert [(one.request_id, one.attempt) for one in world.placements.reported(held)] == [("a", 1), ("b", 1)]
 
 
 def test_idleness_is_counted(world: World) -> None:
     reader = router()
     a, b = world.place(reader, "a"), world.place(reader, "b")
     world.end(a)
-    assert world.holdings.num_times_idle == 0
+    assert world.placements.num_times_idle == 0
     world.end(b)
-    assert world.holdings.num_times_idle == 1
-    assert not world.holdings.has_work
+    assert world.placements.num_times_idle == 1
+    assert not world.placements.has_work
 
 
 def test_orphan_goes_on_up_to_the_last_moment_of_its_grace(world: World) -> None:
     world.place(left := router(), "a")
     world.now_s = 100.0
-    world.holdings.leave(left)
+    world.placements.leave(left)
     world.now_s = 114.999
-    assert world.holdings.tend() == 115
+    assert world.placements.expire() == 115
     assert not world.cancels
     world.now_s = 115.0
-    world.holdings.tend()
+    world.placements.expire()
     assert world.cancels == [("a", 1, FinishReason.CANCELLED)]
 
 
 def test_ended_sequence_is_kept_for_its_minute_and_no_longer(world: World) -> None:
     world.end(world.place(router(), "a"))
     world.now_s = 59.999
-    assert world.holdings.tend() == 60
-    world.holdings.attach(executor_pb2.Attach(request_id="a", attempt=1), in_time := router())
+    assert world.placements.expire() == 60
+    world.placements.attach(executor_pb2.Attach(request_id="a", attempt=1), in_time := router())
     assert take(in_time).attached
     world.now_s = 60.0
-    assert world.holdings.tend() is None
-    world.holdings.attach(executor_pb2.Attach(request_id="a", attempt=1), late := router())
+    assert world.placements.expire() is None
+    world.placements.attach(executor_pb2.Attach(request_id="a", attempt=1), late := router())
     assert [one.reason for one in take(late).rejected] == [executor_pb2.REJECT_REASON_NOT_HELD]

@@ -105,7 +105,7 @@ async def test_router_that_attaches_again_and_again_and_acknowledges_nothing_los
     await asyncio.wait_for(session.has_room(), 5)
     attach(session, "c", 3)
 
-    with pytest.raises(RequestError, match="1 frames are not acknowledged") as refused:
+    with pytest.raises(RequestError, match="1 unacknowledged frames") as refused:
         await asyncio.wait_for(session.has_room(), 5)
 
     assert refused.value.reason is Reason.STALLED

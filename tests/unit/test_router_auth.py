@@ -1,4 +1,4 @@
-"""When an executor serves, and how a router may be set up to reach it."""
+"""Authentication of routers: when an executor starts to serve, and which certificates it accepts."""
 
 from __future__ import annotations
 

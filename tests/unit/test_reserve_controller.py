@@ -1,12 +1,12 @@
-"""The reserve quantile follows what overcommitting costs."""
+"""The reserve quantile, which follows the cost of overcommitting."""
 
 from __future__ import annotations
 
 import pytest
 
-from executor.scheduler.max_utilization import LEAST_QUANTILE, ReserveController, ReserveRules
+from executor.scheduler.max_utilization import MIN_QUANTILE, ReserveController, ReserveRules
 
-RULES = ReserveRules(window_tokens=1000, hold_tokens=2000, most_hold_tokens=8000)
+RULES = ReserveRules(window_tokens=1000, hold_tokens=2000, max_hold_tokens=8000)
 
 
 class Tokens:
@@ -30,7 +30,7 @@ def test_quantile_starts_high_and_sinks_slowly_to_a_floor_while_nothing_is_lost(
 
     assert tokens.controller.quantile == 0.9
     assert tokens.window(0.0) == pytest.approx(0.89)
-    assert tokens.window(0.0, 100) == LEAST_QUANTILE
+    assert tokens.window(0.0, 100) == MIN_QUANTILE
 
 
 def test_quantile_stays_near_the_target_and_rises_above_it() -> None:

@@ -1,4 +1,4 @@
-"""What the steps leave behind for whoever looks on: records, seats, and the stream of them."""
+"""The feed of steps for watchers: records, seats, and their stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import RequestError
 from executor.engine.output import EngineOutput
-from executor.scheduler.seat_view import SequencePhase, SequenceStanding
+from executor.scheduler.seat_view import SequencePhase, SequenceSnapshot
 from executor.scheduler.sequence import FinishReason, StepPlan
 from executor.scheduler.step_record import NO_TIMES, KvCounts, LoopPart, PlanCounts, StepRecord
 from executor.serving.step_feed import StepHistory, StepWatch
@@ -27,8 +27,8 @@ def record(number: int) -> StepRecord:
     )
 
 
-def standing(request_id: str) -> SequenceStanding:
-    return SequenceStanding(request_id, SequencePhase.DECODE, 0, 3, 4, 2, 1, 2)
+def standing(request_id: str) -> SequenceSnapshot:
+    return SequenceSnapshot(request_id, SequencePhase.DECODE, 0, 3, 4, 2, 1, 2)
 
 
 def test_history_gives_what_is_behind_a_step_in_order_and_forgets_the_oldest() -> None:
@@ -46,7 +46,7 @@ def test_history_gives_what_is_behind_a_step_in_order_and_forgets_the_oldest() -
 # Seats.
 
 
-def seats_of(scheduler_standings: tuple[SequenceStanding, ...]) -> dict[str, int | None]:
+def seats_of(scheduler_standings: tuple[SequenceSnapshot, ...]) -> dict[str, int | None]:
     return {one.request_id: one.seat for one in scheduler_standings}
 
 
@@ -55,13 +55,13 @@ def test_a_seat_is_kept_from_boarding_to_leaving_and_then_given_to_the_next() ->
     for name in ("a", "b", "c"):
         assert scheduler.offer(make_sequence(name, [1], max_tokens=20)) is None
     step(scheduler)
-    assert seats_of(scheduler.seating.standings()) == {"a": 0, "b": 1, "c": None}
+    assert seats_of(scheduler.seating.snapshot()) == {"a": 0, "b": 1, "c": None}
 
     scheduler.cancel("a", 1, FinishReason.CANCELLED)
     step(scheduler)
 
-    assert seats_of(scheduler.seating.standings()) == {"c": 0, "b": 1}
-    assert [one.request_id for one in scheduler.seating.standings()] == ["c", "b"]
+    assert seats_of(scheduler.seating.snapshot()) == {"c": 0, "b": 1}
+    assert [one.request_id for one in scheduler.seating.snapshot()] == ["c", "b"]
 
 
 def test_who_has_its_last_token_in_flight_gives_its_number_to_whom_boards() -> None:
@@ -69,13 +69,13 @@ def test_who_has_its_last_token_in_flight_gives_its_number_to_whom_boards() -> N
     for name, max_tokens in (("a", 2), ("b", 20), ("c", 20)):
         assert scheduler.offer(make_sequence(name, [1], max_tokens=max_tokens)) is None
     step(scheduler)
-    assert seats_of(scheduler.seating.standings()) == {"a": 0, "b": 1, "c": None}
+    assert seats_of(scheduler.seating.snapshot()) == {"a": 0, "b": 1, "c": None}
 
     last_of_a = scheduler.schedule()
     with_c = scheduler.schedule()
 
     assert with_c.boarded
-    assert seats_of(scheduler.seating.standings()) == {"c": 0, "b": 1, "a": None}
+    assert seats_of(scheduler.seating.snapshot()) == {"c": 0, "b": 1, "a": None}
     retire(scheduler, last_of_a)
     retire(scheduler, with_c)
 
@@ -85,7 +85,7 @@ def test_a_sequence_stands_where_the_scheduler_has_it() -> None:
     for name, prompt in (("long", range(12)), ("next", range(20, 30)), ("waits", [1])):
         assert scheduler.offer(make_sequence(name, prompt)) is None
     step(scheduler)
-    first, *others = scheduler.seating.standings()
+    first, *others = scheduler.seating.snapshot()
 
     # 8 tokens a step.
     assert (first.request_id, first.phase, first.prompt_tokens, first.computed_tokens) == (
@@ -97,7 +97,7 @@ def test_a_sequence_stands_where_the_scheduler_has_it() -> None:
     assert (first.num_blocks, first.reserved_blocks, first.output_tokens) == (2, 4, 0)
     assert [(one.phase, one.seat, one.num_blocks) for one in others] == [(SequencePhase.STANDBY, None, 0)] * 2
     step(scheduler)
-    assert scheduler.seating.standings()[0].phase is SequencePhase.DECODE
+    assert scheduler.seating.snapshot()[0].phase is SequencePhase.DECODE
 
 
 def test_blocks_are_free_held_or_evictable_and_what_was_found_in_the_cache_is_counted() -> None:

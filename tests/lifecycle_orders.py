@@ -16,11 +16,9 @@ from router.lifecycle.events import (
     AdoptedElsewhere,
     AttachAnswered,
     AttachResult,
-    Call,
     CancelFound,
     Detached,
     Event,
-    Finished,
     FirstToken,
     Forgotten,
     GiveUp,
@@ -28,7 +26,8 @@ from router.lifecycle.events import (
     HandBackOutcome,
     Leave,
     NoExecutor,
-    NotSent,
+    NotLinked,
+    PendingCall,
     ReaderEnded,
     Rejected,
     Release,
@@ -36,6 +35,7 @@ from router.lifecycle.events import (
     RequeueReason,
     ResubmitAnswered,
     ResubmitDue,
+    SequenceEnded,
     Submit,
     SubmitAnswered,
     SubmitOutcome,
@@ -56,6 +56,7 @@ from router.store.types import (
     Duplicate,
     HandBackRefusal,
     LeaseLapsed,
+    LedgerState,
     Lost,
     Placement,
     PreemptAsked,
@@ -63,7 +64,6 @@ from router.store.types import (
     Refused,
     TakenOver,
 )
-from router.store.types import RequestState as LedgerState
 
 Transition = tuple[RequestState, type, RequestState]
 
@@ -129,32 +129,32 @@ def possible_events(life: Lifecycle) -> Iterator[Event]:
 def _answers(life: Lifecycle) -> Iterator[Event]:
     for call in set(life.calls):
         match call:
-            case Call.SUBMIT:
+            case PendingCall.SUBMIT:
                 yield from (SubmitAnswered(outcome) for outcome in SUBMITTED)
-            case Call.RESUBMIT_QUEUED:
+            case PendingCall.RESUBMIT_QUEUED:
                 yield from (ResubmitDue(), GiveUp(ERROR))
-            case Call.RESUBMIT:
+            case PendingCall.RESUBMIT:
                 yield from (ResubmitAnswered(outcome) for outcome in SUBMITTED)
-            case Call.ATTACH:
-                for is_first in {False, Call.SUBMIT in life.calls}:
+            case PendingCall.ATTACH:
+                for is_first in {False, PendingCall.SUBMIT in life.calls}:
                     for adopted in ADOPTED:
                         yield from (AttachAnswered(adopted, result, is_first) for result in AttachResult)
-            case Call.HAND_BACK:
+            case PendingCall.HAND_BACK:
                 for outcome in HANDED_BACK:
                     yield HandBackAnswered(PLACEMENTS[0], RequeueReason.LOST, outcome, 2)
-            case Call.WITHDRAW_QUEUED:
+            case PendingCall.WITHDRAW_QUEUED:
                 yield from (WithdrawDue(), WithdrawDue(is_replaced=True))
-            case Call.WITHDRAW:
+            case PendingCall.WITHDRAW:
                 found = CancelOutcome(LedgerState.PLACED, PLACEMENTS[0])
                 yield from (WithdrawAnswered(outcome) for outcome in (None, CancelOutcome(None), found))
 
 
 def _fenced(attempt: int) -> Iterator[Event]:
-    yield from (NotSent(attempt), Unlinked(attempt), Withdrawn(attempt), Detached(attempt), FirstToken(attempt))
+    yield from (NotLinked(attempt), Unlinked(attempt), Withdrawn(attempt), Detached(attempt), FirstToken(attempt))
     yield from (Rejected(attempt), Rejected(attempt, "no executor would take it"), PreemptAsked("r", attempt))
-    yield from (Finished(attempt, reason) for reason in REASONS)
-    yield Finished(attempt, types_pb2.FINISH_REASON_PREEMPTED, error="stalled")
-    yield Finished(attempt, types_pb2.FINISH_REASON_ERROR, error="failed")
+    yield from (SequenceEnded(attempt, reason) for reason in REASONS)
+    yield SequenceEnded(attempt, types_pb2.FINISH_REASON_PREEMPTED, error="stalled")
+    yield SequenceEnded(attempt, types_pb2.FINISH_REASON_ERROR, error="failed")
 
 
 def copied(life: Lifecycle) -> Lifecycle:

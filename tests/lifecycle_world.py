@@ -23,15 +23,15 @@ from router.lifecycle.events import (
     CancelFound,
     Detached,
     Event,
-    Finished,
     Forgotten,
     HandBackAnswered,
     Leave,
     NoExecutor,
-    NotSent,
+    NotLinked,
     Rejected,
     RequestState,
     RequeueReason,
+    SequenceEnded,
     TurnAway,
     Unlinked,
     WithdrawAnswered,
@@ -66,13 +66,13 @@ from router.store.types import (
     Ending,
     HandBackRefusal,
     LeaseLapsed,
+    LedgerState,
     Lost,
     Placement,
     Queued,
     StoreEvent,
     TakenOver,
 )
-from router.store.types import RequestState as LedgerState
 
 EXECUTOR = "x"
 MAX_ATTEMPTS = 2
@@ -572,7 +572,7 @@ class World:
             case "finished":
                 has_token = message.reason == LENGTH
                 life.output = Output(has_progressed=has_token, has_been_accepted=True)
-                self._tell(router_id, life, Finished(message.attempt, message.reason))
+                self._tell(router_id, life, SequenceEnded(message.attempt, message.reason))
 
     def _attached(self, router_id: str, found: tuple[int | None, Adopted, bool], result: AttachResult) -> None:
         number, adopted, is_first = found
@@ -924,6 +924,14 @@ class World:
             case CancelSequence(_, request_id, attempt, reason):
                 self._send(router_id, "cancel", (request_id, attempt), reason)
             case HandBack(life, placement, why):
+                held = self.held.get((life.request_id, placement.attempt))
+                if (
+                    why is RequeueReason.LOST
+                    and router.is_linked
+                    and held
+                    and (held.router, held.end) == (router_id, None)
+                ):
+                    raise Violation(f"attempt {placement.attempt} of {life.request_id} runs and is handed back")
                 progress = (placement, why, _output(life).has_progressed)
                 router.calls += (Sent("hand back", life.request_id, router.lives.index(life), progress),)
             case Settle(life, attempt):
@@ -954,13 +962,15 @@ class World:
 
     def _place(self, router_id: str, life: Lifecycle, placement: Placement) -> None:
         router = self.routers[router_id]
+        if life.is_cancelled:
+            raise Violation(f"{life.request_id} is cancelled and sent")
         sent = (router_id, router.lives.index(life), placement.attempt)
         if sent in self.ever_sent:
             raise Violation(f"attempt {placement.attempt} of {life.request_id} is sent twice")
         self.ever_sent |= {sent}
         life.output = dataclasses.replace(_output(life), has_progressed=False)
         if not router.is_linked or placement.generation != self.ledger.generation:
-            self._tell(router_id, life, NotSent(placement.attempt))
+            self._tell(router_id, life, NotLinked(placement.attempt))
             return
         self._send(router_id, "submit", (life.request_id, placement.attempt))
 

@@ -20,8 +20,7 @@ from router.config.tenants import NO_CONFIG, TenantConfig, TenantConfigFile
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.executors.link import ExecutorLink
-from router.lifecycle.events import RequestState as LifecycleState
-from router.lifecycle.events import Submit
+from router.lifecycle.events import RequestState, Submit
 from router.request.delivery import Deadlines, Delivery
 from router.settings import RouterSettings
 from router.stats.source import StatsSource
@@ -193,7 +192,7 @@ def placement(attempt: int = 1, executor_id: str = "e0", blocks: int = 0, reques
 
 def place(stream: RequestStream, placement: Placement) -> executor_pb2.Submit:
     """Places a request that no dispatcher has; returns what its executor is told."""
-    if stream.life.state is LifecycleState.NEW:
+    if stream.life.state is RequestState.NEW:
         stream.life.handle(Submit())
     stream.life.handle(placement)
     return stream.place(placement)

@@ -33,7 +33,7 @@ from bench.timeline.faults import Fault, FaultKind
 from bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
 
 if TYPE_CHECKING:
-    from bench.simulation.client import Client
+    from bench.simulation.client import SimClient
     from bench.simulation.session import RouterEnd
     from bench.simulation.sim_executor import ExecutorShape, SimExecutor
     from bench.simulation.store_link import StoreLink
@@ -166,7 +166,7 @@ class _Look:
     routers: Mapping[str, RouterEnd]
     executors: Mapping[str, SimExecutor]
     records: Mapping[str, Record]
-    streams: dict[str, tuple[str, Client]] = field(default_factory=dict)
+    streams: dict[str, tuple[str, SimClient]] = field(default_factory=dict)
     """By request, the router that serves it."""
     held: dict[tuple[str, str, int], None] = field(default_factory=dict)
 

@@ -10,7 +10,7 @@ from router.store.types import Demand, Placement
 from router.stream.request_stream import RequestStream
 
 
-class Client:
+class SimClient:
     """One request; what its life cycle knows of it, too (`router.lifecycle.lifecycle.Output`). `block_size` is that of
     the executors."""
 
@@ -50,9 +50,9 @@ class Client:
         return self.stream.life.is_current(attempt)
 
 
-def client_of(life: Lifecycle) -> Client:
+def client_of(life: Lifecycle) -> SimClient:
     """The client of a request of a modelled router."""
-    assert isinstance(life.output, Client)
+    assert isinstance(life.output, SimClient)
     return life.output
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from bench.simulation.client import Client
+from bench.simulation.client import SimClient
 from bench.simulation.invariants import InvariantChecker, RequestOutcome
 from bench.simulation.session import Frame, Session
 from bench.simulation.virtual_router import RouterShape
@@ -38,7 +38,7 @@ class _Line:
     """An executor's line, and what is reserved there."""
 
     session: Session
-    waiting: deque[Client] = field(default_factory=deque)
+    waiting: deque[SimClient] = field(default_factory=deque)
     num_blocks: int = 0
     num_inside: int = 0
     num_of_router: Counter[int] = field(default_factory=Counter)
@@ -55,7 +55,7 @@ class PushRouter:
     def __init__(self, policy: PushPolicy, shape: RouterShape, timeline: Timeline, checker: InvariantChecker) -> None:
         self.router_id = "push"
         self.process = Process(timeline)
-        self.streams: dict[str, Client] = {}
+        self.streams: dict[str, SimClient] = {}
         self._policy = policy
         self._shape = shape
         self._timeline = timeline
@@ -82,7 +82,7 @@ class PushRouter:
     def arrive(self, request: SimRequest) -> None:
         """A client's request joins a line for good."""
         record = self._checker.submitted(request, "push", self._timeline.now_us)
-        stream = Client(request, record, self._shape.block_size)
+        stream = SimClient(request, record, self._shape.block_size)
         line = self._choose(_router_of(request))
         line.num_of_router[_router_of(request)] += 1
         self.streams[request.request_id], self._line_of[request.request_id] = stream, line
@@ -132,7 +132,7 @@ class PushRouter:
             placement = Placement(stream.request.request_id, 1, executor.executor_id, executor.generation, num_blocks)
             line.session.submit(stream.request, placement, (), num_blocks)
 
-    def _blocks(self, stream: Client) -> int:
+    def _blocks(self, stream: SimClient) -> int:
         return stream.request.num_blocks(self._shape.block_size)
 
 

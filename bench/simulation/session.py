@@ -16,7 +16,7 @@ from executor.scheduler.sequence import FinishReason, Sequence
 from router.store.types import ExecutorReport, Placement
 
 if TYPE_CHECKING:
-    from bench.simulation.client import Client
+    from bench.simulation.client import SimClient
     from bench.simulation.sim_executor import SimExecutor
     from bench.timeline.traffic import SimRequest
 
@@ -55,7 +55,7 @@ class RouterEnd(Protocol):
         ...
 
     @property
-    def streams(self) -> Mapping[str, Client]:
+    def streams(self) -> Mapping[str, SimClient]:
         """The requests that it serves."""
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bench.simulation.client import Client, client_of
+from bench.simulation.client import SimClient, client_of
 from bench.simulation.invariants import InvariantChecker, RequestOutcome
 from bench.simulation.ledger import HandBackOutcome, Ledger, SubmitOutcome
 from bench.simulation.ledger_writer import LedgerWriter
@@ -27,13 +27,13 @@ from router.lifecycle.events import (
     AttachResult,
     CancelFound,
     Event,
-    Finished,
     FirstToken,
     Forgotten,
     HandBackAnswered,
-    NotSent,
+    NotLinked,
     Rejected,
     RequeueReason,
+    SequenceEnded,
     Unlinked,
     WithdrawAnswered,
 )
@@ -110,10 +110,10 @@ class VirtualRouter:
         self.router_id = router_id
         self.process = Process(timeline)
         self.requests = LiveRequests(shape.no_executor_grace_us / US_PER_S)
-        self.streams: dict[str, Client] = {}
+        self.streams: dict[str, SimClient] = {}
         self.links: dict[str, Session] = {}
         # Sent or accepted, by request and attempt.
-        self.offered: dict[Session, dict[tuple[str, int], Client]] = {}
+        self.offered: dict[Session, dict[tuple[str, int], SimClient]] = {}
         self.ledger = Ledger(link, self.process, router_id, shape.store, self._on_store_event)
         self.writer = LedgerWriter(self.ledger, timeline, self.process, self._cancel_superseded)
         self._shape = shape
@@ -151,7 +151,7 @@ class VirtualRouter:
     def arrive(self, request: SimRequest) -> None:
         """A client's request."""
         record = self._checker.submitted(request, self.router_id, self._timeline.now_us)
-        client = Client(request, record, self._shape.block_size)
+        client = SimClient(request, record, self._shape.block_size)
         deadline_ms = request.ledger_deadline_ms
         if deadline_ms is not None:
             # The relay keeps the exact deadline; the ledger drops what waits by itself.
@@ -161,13 +161,13 @@ class VirtualRouter:
         self.streams[request.request_id] = client
         self._execute(self.requests.submit(client.stream.life))
 
-    def _client_gone(self, client: Client) -> None:
+    def _client_gone(self, client: SimClient) -> None:
         if not client.has_ended:
             client.record.may_be_cancelled = True
             self._end(client, RequestOutcome.CANCELLED, "client gone")
             self._execute(self.requests.release(client.stream.life))
 
-    def _first_token_is_late(self, client: Client) -> None:
+    def _first_token_is_late(self, client: SimClient) -> None:
         if not client.has_ended and not client.stream.output_ids:
             client.stream.finish(DEADLINE_END)
             self._end(client, RequestOutcome.EXPIRED, "by the router")
@@ -228,15 +228,15 @@ class VirtualRouter:
         for request_id, attempt, reason in frame.finished:
             client = offered.pop((request_id, attempt))
             error = "failed" if reason is FinishReason.ERROR else ""
-            self._tell(client.stream.life, Finished(attempt, TO_PROTOCOL[reason], error=error))
+            self._tell(client.stream.life, SequenceEnded(attempt, TO_PROTOCOL[reason], error=error))
 
-    def _started(self, client: Client, cached_tokens: int) -> None:
+    def _started(self, client: SimClient, cached_tokens: int) -> None:
         client.stream.start(cached_tokens)
         if not client.has_ended:
             client.record.cached_tokens += cached_tokens
             self._checker.boarded(client.record, self._timeline.now_us)
 
-    def _token(self, client: Client, offset: int, token_id: int) -> None:
+    def _token(self, client: SimClient, offset: int, token_id: int) -> None:
         stream = client.stream
         expected = len(stream.output_ids)
         is_next = stream.token(offset, token_id)
@@ -355,7 +355,7 @@ class VirtualRouter:
         submit = client.stream.place(placement)
         session = self.links.get(placement.executor_id)
         if session is None or session.executor.generation != placement.generation:
-            self._tell(life, NotSent(placement.attempt))
+            self._tell(life, NotLinked(placement.attempt))
             return
         self.offered[session][placement.request_id, placement.attempt] = client
         session.submit(client.request, placement, client.stream.output_ids, submit.reserved_blocks)
@@ -399,7 +399,7 @@ class VirtualRouter:
         if session is not None:
             session.cancel(effect.request_id, effect.attempt, TO_EXECUTOR[effect.reason])
 
-    def _tell_end(self, client: Client) -> None:
+    def _tell_end(self, client: SimClient) -> None:
         """What the client is told, unless it has left."""
         life = client.stream.life
         if client.has_ended and life.is_abandoned:
@@ -413,7 +413,7 @@ class VirtualRouter:
             outcome = RequestOutcome.REFUSED if is_refusal else RequestOutcome.FAILED
             self._checker.ended(client.record, outcome, now_us, life.error.reason.value)
 
-    def _end(self, client: Client, outcome: RequestOutcome, reason: str = "") -> None:
+    def _end(self, client: SimClient, outcome: RequestOutcome, reason: str = "") -> None:
         if not client.has_ended:
             self._checker.ended(client.record, outcome, self._timeline.now_us, reason)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 from router.executors.link import ExecutorLink
-from router.store.types import Explanation, RequestState, WaitReason
+from router.store.types import Explanation, LedgerState, WaitReason
 from router.stream.request_stream import RequestStream
 
-REQUEST_STATE_PROTO: dict[RequestState, inference_pb2.RequestState] = {
-    RequestState.WAITING: inference_pb2.REQUEST_STATE_WAITING,
-    RequestState.LOST: inference_pb2.REQUEST_STATE_WAITING,
-    RequestState.PLACED: inference_pb2.REQUEST_STATE_PLACED,
-    RequestState.ENDED: inference_pb2.REQUEST_STATE_ENDED,
+REQUEST_STATE_PROTO: dict[LedgerState, inference_pb2.RequestState] = {
+    LedgerState.WAITING: inference_pb2.REQUEST_STATE_WAITING,
+    LedgerState.LOST: inference_pb2.REQUEST_STATE_WAITING,
+    LedgerState.PLACED: inference_pb2.REQUEST_STATE_PLACED,
+    LedgerState.ENDED: inference_pb2.REQUEST_STATE_ENDED,
 }
 
 WAIT_REASON_PROTO: dict[WaitReason, inference_pb2.WaitReason] = {
@@ -78,7 +78,7 @@ def _phase_without_seat(
 
     The executor's report comes first: it holds for requests that other routers serve, too.
     """
-    if explanation.state is not RequestState.PLACED:
+    if explanation.state is not LedgerState.PLACED:
         return stats_pb2.SEQUENCE_PHASE_UNSPECIFIED
     for one in () if link is None or link.report is None else link.report.held:
         if (one.request_id, one.attempt) == (ledger_id, explanation.attempt) and one.phase:
@@ -90,9 +90,9 @@ def _phase_without_seat(
 
 def waiting_for(explanation: Explanation) -> str:
     """What a request waits for, for people; empty where it does not wait."""
-    if explanation.state is RequestState.LOST:
+    if explanation.state is LedgerState.LOST:
         return "its executor was lost; it is put back in line"
-    if explanation.state is not RequestState.WAITING or explanation.wait_reason is None:
+    if explanation.state is not LedgerState.WAITING or explanation.wait_reason is None:
         return ""
     passed = f"; passed {explanation.times_passed} times" if explanation.times_passed else ""
     return _sentence(explanation, explanation.wait_reason) + passed

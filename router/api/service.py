@@ -44,7 +44,7 @@ from router.settings import RouterSettings
 from router.stats.capacity import add_capacity, described_model, described_variants
 from router.stats.source import StatsSource
 from router.stats.variants import VariantMeters
-from router.store.types import NO_LIMITS, Adopted, Queued, RequestState, TenantLimits
+from router.store.types import NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
 from router.stream.relay import Relay, Write
 from router.stream.request_stream import RequestStream
 from router.stream.write_timeout import grace_after, with_write_timeout
@@ -262,10 +262,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         """Ends a request of any router."""
         named_id, pools = self._claims.claim(request, self._caller(context))
-        was: RequestState | None = None
+        was: LedgerState | None = None
         for pool in pools:
             found = await pool.dispatcher.cancel(named_id)
-            was = found if found is not None and was in (None, RequestState.ENDED) else was
+            was = found if found is not None and was in (None, LedgerState.ENDED) else was
         if was is None:
             raise unknown_request()
         return inference_pb2.CancelResponse(state=REQUEST_STATE_PROTO[was])
@@ -279,7 +279,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if not found:
             raise not_in_the_ledger()
         # Another model may have served, some time ago, a request of the same id.
-        pool, explanation = min(found, key=lambda one: one[1].state is RequestState.ENDED)
+        pool, explanation = min(found, key=lambda one: one[1].state is LedgerState.ENDED)
         dispatcher = pool.dispatcher
         link = dispatcher.link_of(explanation.executor_id or "")
         response = request_standing(request.request_id, named_id, explanation, link, dispatcher.stream_of(named_id))

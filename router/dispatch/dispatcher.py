@@ -38,7 +38,7 @@ from router.lifecycle.events import (
     HandBackAnswered,
     HandBackOutcome,
     LinkEvent,
-    NotSent,
+    NotLinked,
     RequestState,
     RequeueReason,
     SubmitOutcome,
@@ -87,6 +87,7 @@ from router.store.types import (
     Explanation,
     HandBackRefusal,
     LeaseLapsed,
+    LedgerState,
     Placement,
     Queued,
     Refused,
@@ -94,7 +95,6 @@ from router.store.types import (
     StoreEvent,
     TenantLimits,
 )
-from router.store.types import RequestState as LedgerState
 from router.stream.relay import Relay
 from router.stream.request_stream import RequestStream, unread_stream
 from router.stream.write_timeout import unattended_s
@@ -463,7 +463,7 @@ class Dispatcher:
         submit = stream.place(placement)
         link = self._links.get(placement.executor_id)
         if link is None or link.description.generation != placement.generation:
-            self._tell(effect.life, NotSent(placement.attempt))
+            self._tell(effect.life, NotLinked(placement.attempt))
         else:
             link.submit(stream, submit)
 

@@ -19,7 +19,7 @@ from router.discovery import watch
 from router.dispatch.dispatcher import Dispatcher
 from router.executors.channel import ExecutorChannels
 from router.executors.link import ExecutorLink, LinkEvents
-from router.lifecycle.events import Finished, LinkEvent
+from router.lifecycle.events import LinkEvent, SequenceEnded
 from router.request.errors import no_executor
 from router.stream.request_stream import RequestStream
 from router.telemetry.event_log import EventLog
@@ -173,7 +173,7 @@ class _PoolLinks:
     unlinked: Callable[[ExecutorLink], None]
 
     def on_request(self, link: ExecutorLink, stream: RequestStream, event: LinkEvent) -> None:
-        if isinstance(event, Finished) and event.is_stall:
+        if isinstance(event, SequenceEnded) and event.is_stall:
             self.events.engine_stalled(link.executor_id, self.pool.name)
         self.pool.dispatcher.on_request(stream, event)
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from common.errors import RequestError
-from router.store.types import Explanation, Queued, RequestState
+from router.store.types import Explanation, LedgerState, Queued
 from router.stream.request_stream import RequestStream
 
 Explain = Callable[[str], Awaitable[Explanation | None]]
@@ -54,7 +54,7 @@ class QueueWatch:
                 explanation = await self._explain(stream.request_id)
             except RequestError:
                 return  # the ledger is away; its absence is told by those who need it
-            if explanation is not None and explanation.state is RequestState.WAITING:
+            if explanation is not None and explanation.state is LedgerState.WAITING:
                 self._tell(stream, Queued(explanation.position, explanation.estimated_wait_ms))
 
     def _tell(self, stream: RequestStream, queued: Queued) -> None:

@@ -24,7 +24,7 @@ from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from router.executors.channel import ExecutorChannels
 from router.executors.frame_checks import check_description, check_frame
 from router.executors.silence import LivenessTimer
-from router.lifecycle.events import Detached, Finished, FirstToken, LinkEvent, Rejected, Withdrawn
+from router.lifecycle.events import Detached, FirstToken, LinkEvent, Rejected, SequenceEnded, Withdrawn
 from router.request.executor_context import FrameError
 from router.stream.request_stream import RequestStream, unread_stream
 
@@ -367,7 +367,7 @@ class ExecutorLink:
         self._mended.discard(key)
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         is_draining = self.report is not None and self.report.draining
-        self._tell(stream, Finished(attempt, finished.reason, stop_token_id, finished.error, is_draining))
+        self._tell(stream, SequenceEnded(attempt, finished.reason, stop_token_id, finished.error, is_draining))
 
 
 def _refusal(rejected: executor_pb2.SequenceRejected) -> str | None:

@@ -17,13 +17,13 @@ from router.store.types import (
     Dropped,
     Duplicate,
     HandBackRefusal,
+    LedgerState,
     Placement,
     PreemptAsked,
     Queued,
     Refused,
     StoreEvent,
 )
-from router.store.types import RequestState as LedgerState
 
 SubmitOutcome = Placement | Queued | Dropped | Adopted | Refused | Duplicate | RequestError
 Admitted = Placement | Queued | Dropped | Adopted
@@ -46,7 +46,7 @@ class RequestState(Enum):
     LEFT = auto()
 
 
-class Call(Enum):
+class PendingCall(Enum):
     """What is under way for a request."""
 
     SUBMIT = auto()
@@ -232,7 +232,7 @@ class AdoptedElsewhere:
 
 
 @dataclass(frozen=True, slots=True)
-class NotSent:
+class NotLinked:
     """The executor of a placement is not linked."""
 
     attempt: int
@@ -275,7 +275,7 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class SequenceEnded:
     """The sequence ended and its blocks are free. `is_draining`: so is its executor. With an `error` PREEMPTED says
     that the engine made no step."""
 
@@ -291,9 +291,9 @@ class Finished:
         return self.reason == types_pb2.FINISH_REASON_PREEMPTED and bool(self.error)
 
 
-LinkEvent = NotSent | Unlinked | Rejected | Withdrawn | Detached | FirstToken | Finished
+LinkEvent = NotLinked | Unlinked | Rejected | Withdrawn | Detached | FirstToken | SequenceEnded
 # Fenced by their attempt.
-FENCED = frozenset({NotSent, Unlinked, Rejected, Withdrawn, Detached, FirstToken, Finished, PreemptAsked})
+FENCED = frozenset({NotLinked, Unlinked, Rejected, Withdrawn, Detached, FirstToken, SequenceEnded, PreemptAsked})
 
 Event = (
     Submit

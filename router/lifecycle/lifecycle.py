@@ -48,19 +48,18 @@ from router.lifecycle.events import (
     AdoptedElsewhere,
     AttachAnswered,
     AttachResult,
-    Call,
     CancelFound,
     Detached,
     End,
     Event,
-    Finished,
     FirstToken,
     Forgotten,
     GiveUp,
     HandBackAnswered,
     Leave,
     NoExecutor,
-    NotSent,
+    NotLinked,
+    PendingCall,
     ReaderEnded,
     Rejected,
     Release,
@@ -68,6 +67,7 @@ from router.lifecycle.events import (
     RequeueReason,
     ResubmitAnswered,
     ResubmitDue,
+    SequenceEnded,
     Submit,
     SubmitAnswered,
     SubmitOutcome,
@@ -89,6 +89,7 @@ from router.store.types import (
     Ending,
     HandBackRefusal,
     LeaseLapsed,
+    LedgerState,
     Lost,
     Placement,
     PreemptAsked,
@@ -96,7 +97,6 @@ from router.store.types import (
     Refused,
     TakenOver,
 )
-from router.store.types import RequestState as LedgerState
 
 # How often in a row a request that was preempted before its next token is placed again at once; then at the pace of
 # reports.
@@ -194,7 +194,7 @@ class TakeIn:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the request to the executor of this placement; where it is not linked, answer `NotSent`."""
+    """Send the request to the executor of this placement; where it is not linked, answer `NotLinked`."""
 
     life: Lifecycle
     placement: Placement
@@ -325,7 +325,7 @@ class Lifecycle:
         self.deadline = deadline
         self.is_repeatable = is_repeatable
         self.state = S.NEW
-        self.calls: tuple[Call, ...] = ()
+        self.calls: tuple[PendingCall, ...] = ()
         self.placement: Placement | None = None
         # The fence: the attempt of the current placement.
         self.current_attempt = NO_ATTEMPT
@@ -366,12 +366,12 @@ class Lifecycle:
     @property
     def is_being_submitted(self) -> bool:
         """Whether the caller of its first submit waits for the answer."""
-        return Call.SUBMIT in self.calls
+        return PendingCall.SUBMIT in self.calls
 
     @property
     def is_resubmit_queued(self) -> bool:
         """Whether it waits for its turn to be submitted again."""
-        return Call.RESUBMIT_QUEUED in self.calls
+        return PendingCall.RESUBMIT_QUEUED in self.calls
 
     @property
     def is_in_queue(self) -> bool:
@@ -411,7 +411,7 @@ class Lifecycle:
 
     def _on_submit(self, event: Submit) -> None:
         self.state = S.SUBMITTING
-        self._begin(Call.SUBMIT)
+        self._begin(PendingCall.SUBMIT)
         self._effects.append(AskLedger(self, is_served=False))
 
     def _on_release(self, event: Release) -> None:
@@ -419,7 +419,7 @@ class Lifecycle:
             return
         self.is_abandoned = True
         # Before the ledger has answered, the id may be another request's; the answer is dealt with when it comes.
-        if Call.SUBMIT not in self.calls:
+        if PendingCall.SUBMIT not in self.calls:
             self._stop()
 
     def _on_reader_ended(self, event: ReaderEnded) -> None:
@@ -429,7 +429,7 @@ class Lifecycle:
 
     def _on_turn_away(self, event: TurnAway) -> None:
         is_running = self.placement is not None or self.output.has_been_accepted
-        if is_running or self.is_abandoned or Call.SUBMIT in self.calls:
+        if is_running or self.is_abandoned or PendingCall.SUBMIT in self.calls:
             return
         if self.is_repeatable:
             self._leave(event.error)
@@ -446,7 +446,7 @@ class Lifecycle:
             self._withdraw()
 
     def _on_give_up(self, event: GiveUp) -> None:
-        self._over(Call.RESUBMIT_QUEUED)
+        self._over(PendingCall.RESUBMIT_QUEUED)
         if self._can_be_resubmitted:
             self._fail(event.error)
             self._forget()
@@ -456,7 +456,7 @@ class Lifecycle:
     def _on_submit_answered(self, event: SubmitAnswered) -> None:
         outcome = self._admitted_or_error(event.outcome, is_served=False)
         if isinstance(outcome, RequestError):
-            self._over(Call.SUBMIT)
+            self._over(PendingCall.SUBMIT)
             if self.admitted is None:
                 self._fail(outcome)
                 self._forget()
@@ -468,19 +468,19 @@ class Lifecycle:
             self._effects.append(Answer(self, self.admitted))
             return
         if not self._admit(outcome, is_first=True):
-            self._over(Call.SUBMIT)
+            self._over(PendingCall.SUBMIT)
             self._effects.append(Answer(self, outcome))
 
     def _on_resubmit_due(self, event: ResubmitDue) -> None:
-        if Call.RESUBMIT_QUEUED not in self.calls:
+        if PendingCall.RESUBMIT_QUEUED not in self.calls:
             return
-        self._over(Call.RESUBMIT_QUEUED)
+        self._over(PendingCall.RESUBMIT_QUEUED)
         if self._can_be_resubmitted:
-            self._begin(Call.RESUBMIT)
+            self._begin(PendingCall.RESUBMIT)
             self._effects.append(AskLedger(self, is_served=True))
 
     def _on_resubmit_answered(self, event: ResubmitAnswered) -> None:
-        self._over(Call.RESUBMIT)
+        self._over(PendingCall.RESUBMIT)
         if self.state is S.LEFT:
             return
         outcome = self._admitted_or_error(event.outcome, is_served=True)
@@ -493,12 +493,12 @@ class Lifecycle:
         elif self.is_abandoned or outcome.reason not in PASSING_REASONS:
             self._fail(outcome)
             self._forget()
-        elif self._can_be_resubmitted and not self.has_ended and Call.RESUBMIT_QUEUED not in self.calls:
-            self._begin(Call.RESUBMIT_QUEUED)
+        elif self._can_be_resubmitted and not self.has_ended and PendingCall.RESUBMIT_QUEUED not in self.calls:
+            self._begin(PendingCall.RESUBMIT_QUEUED)
             self._effects.append(Resubmit(self, is_retry=True))
 
     def _on_hand_back_answered(self, event: HandBackAnswered) -> None:
-        self._over(Call.HAND_BACK)
+        self._over(PendingCall.HAND_BACK)
         if event.why is not RequeueReason.PREEMPTED:
             self._effects.append(ExpectReport(event.placement.executor_id))
         if self.state is S.HANDING_BACK:
@@ -520,19 +520,19 @@ class Lifecycle:
                 self._stop()
 
     def _on_withdraw_due(self, event: WithdrawDue) -> None:
-        self._over(Call.WITHDRAW_QUEUED)
+        self._over(PendingCall.WITHDRAW_QUEUED)
         if not event.is_replaced:
-            self._begin(Call.WITHDRAW)
+            self._begin(PendingCall.WITHDRAW)
             self._effects.append(AskToWithdraw(self))
 
     def _on_withdraw_answered(self, event: WithdrawAnswered) -> None:
-        self._over(Call.WITHDRAW)
+        self._over(PendingCall.WITHDRAW)
         if event.outcome is not None and event.outcome.placement is not None:
             self._place(event.outcome.placement)  # which settles it
             return
         self._forget()
-        if event.outcome is None and Call.WITHDRAW_QUEUED not in self.calls:
-            self._begin(Call.WITHDRAW_QUEUED)
+        if event.outcome is None and PendingCall.WITHDRAW_QUEUED not in self.calls:
+            self._begin(PendingCall.WITHDRAW_QUEUED)
             self._effects.append(Withdraw(self, is_retry=True))
 
     def _on_cancel_found(self, event: CancelFound) -> None:
@@ -585,7 +585,7 @@ class Lifecycle:
     # Links.
 
     def _on_attach_answered(self, event: AttachAnswered) -> None:
-        self._over(Call.ATTACH)
+        self._over(PendingCall.ATTACH)
         adopted, refused = event.adopted, None
         if event.result is AttachResult.ATTACHED:
             if self.state in (S.ATTACHING, S.WITHDRAWING):
@@ -600,13 +600,13 @@ class Lifecycle:
         elif not adopted.ended and self.state is not S.LEFT:
             self._place(adopted.placement)  # no router has told the executor, or it cannot be reached
         if event.is_first:
-            self._over(Call.SUBMIT)
+            self._over(PendingCall.SUBMIT)
             self._effects.append(Answer(self, refused or adopted))
 
     def _on_adopted_elsewhere(self, event: AdoptedElsewhere) -> None:
         self._take_in(event)
 
-    def _on_void(self, event: NotSent | Unlinked | Withdrawn) -> None:
+    def _on_void(self, event: NotLinked | Unlinked | Withdrawn) -> None:
         self._requeue(_VOID[type(event)])
 
     def _on_rejected(self, event: Rejected) -> None:
@@ -622,7 +622,7 @@ class Lifecycle:
         self.is_suspect = False
         self._effects.append(ClearSuspicion(self, event.attempt))
 
-    def _on_finished(self, event: Finished) -> None:
+    def _on_finished(self, event: SequenceEnded) -> None:
         if event.reason == types_pb2.FINISH_REASON_PREEMPTED:
             self._preempted(event)
             return
@@ -640,7 +640,7 @@ class Lifecycle:
             self._effects.append(Settle(self, event.attempt))
         self._forget()
 
-    def _preempted(self, event: Finished) -> None:
+    def _preempted(self, event: SequenceEnded) -> None:
         """Its executor has ended the placement for others, or because it drains or stalls. A request that was preempted
         several times before its next token waits for a report."""
         if event.is_stall:
@@ -696,7 +696,7 @@ class Lifecycle:
             return False
         if self.state is not S.WITHDRAWING:
             self.state = S.ATTACHING
-        self._begin(Call.ATTACH)
+        self._begin(PendingCall.ATTACH)
         self._effects.append(Attach(self, adopted, is_first))
         return True
 
@@ -747,14 +747,14 @@ class Lifecycle:
 
     def _hand_back(self, placement: Placement, why: RequeueReason) -> None:
         self.state = S.HANDING_BACK
-        self._begin(Call.HAND_BACK)
+        self._begin(PendingCall.HAND_BACK)
         self._effects.append(HandBack(self, placement, why))
 
     def _resubmit(self) -> None:
         if self._can_be_resubmitted and not self.has_ended:
             self.state = S.RESUBMITTING
-            if Call.RESUBMIT_QUEUED not in self.calls:
-                self._begin(Call.RESUBMIT_QUEUED)
+            if PendingCall.RESUBMIT_QUEUED not in self.calls:
+                self._begin(PendingCall.RESUBMIT_QUEUED)
                 self._effects.append(Resubmit(self))
 
     def _stop(self) -> None:
@@ -769,8 +769,8 @@ class Lifecycle:
         """Takes a waiting request out of the queue, as soon as the ledger can be asked to."""
         if self.is_served:
             self.state = S.WITHDRAWING
-        if Call.WITHDRAW_QUEUED not in self.calls:
-            self._begin(Call.WITHDRAW_QUEUED)
+        if PendingCall.WITHDRAW_QUEUED not in self.calls:
+            self._begin(PendingCall.WITHDRAW_QUEUED)
             self._effects.append(Withdraw(self))
 
     def _cancel_sequence(self, placement: Placement, reason: int = types_pb2.FINISH_REASON_CANCELLED) -> None:
@@ -824,10 +824,10 @@ class Lifecycle:
         self.placement = None
         self.current_attempt = NO_ATTEMPT
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: PendingCall) -> None:
         self.calls += (call,)
 
-    def _over(self, call: Call) -> None:
+    def _over(self, call: PendingCall) -> None:
         """The call is answered."""
         if call not in self.calls:
             raise IllegalTransition(f"{self.request_id}: no {call.name} is under way")
@@ -844,7 +844,7 @@ def _not_attached(result: AttachResult) -> RequestError:
 
 
 _VOID = {
-    NotSent: RequeueReason.REJECTED,
+    NotLinked: RequeueReason.REJECTED,
     Unlinked: RequeueReason.LOST,
     Withdrawn: RequeueReason.WITHDRAWN,
 }
@@ -875,13 +875,13 @@ ON_EVENT: dict[type, Callable[[Lifecycle, Any], None]] = {
     LeaseLapsed: Lifecycle._on_forgotten,
     AttachAnswered: Lifecycle._on_attach_answered,
     AdoptedElsewhere: Lifecycle._on_adopted_elsewhere,
-    NotSent: Lifecycle._on_void,
+    NotLinked: Lifecycle._on_void,
     Unlinked: Lifecycle._on_void,
     Rejected: Lifecycle._on_rejected,
     Withdrawn: Lifecycle._on_void,
     Detached: Lifecycle._on_taken_over,
     FirstToken: Lifecycle._on_first_token,
-    Finished: Lifecycle._on_finished,
+    SequenceEnded: Lifecycle._on_finished,
 }
 
 # By event: the states that allow it, and those that it can lead to; "=" is the same state, "SERVED" are all but NEW,
@@ -968,7 +968,7 @@ _TABLE: Mapping[tuple[type, ...], Mapping[str, str]] = {
         "WITHDRAWING": "= PLACED REPLAYING ENDED",
         "ENDED LEFT": "=",
     },
-    (NotSent, Unlinked, Rejected, Withdrawn, Finished): {
+    (NotLinked, Unlinked, Rejected, Withdrawn, SequenceEnded): {
         "PLACED": "HANDING_BACK ENDED",
         "REPLAYING": "ENDED",
         "ENDED": "=",

@@ -33,12 +33,12 @@ from router.store.types import (
     ExecutorStanding,
     Explanation,
     HandBackRefusal,
+    LedgerState,
     Lost,
     Placement,
     PreemptAsked,
     Queued,
     Refused,
-    RequestState,
     Snapshot,
     StoreEvent,
     TakenOver,
@@ -263,11 +263,11 @@ def _adopted(request_id: str, reply: Reply) -> Adopted:
 _ADOPTIONS = ("ADOPTED", "ADOPTED_ENDED")
 
 
-def parse_adopt(request_id: str, reply: Reply) -> Adopted | RequestState | None:
+def parse_adopt(request_id: str, reply: Reply) -> Adopted | LedgerState | None:
     """Returns the outcome of adopt.lua."""
     if reply.status in _ADOPTIONS:
         return _adopted(request_id, reply)
-    return None if reply.status == "UNKNOWN" else RequestState(reply.status)
+    return None if reply.status == "UNKNOWN" else LedgerState(reply.status)
 
 
 def parse_submit(request_id: str, reply: Reply) -> Placement | Queued | Refused | Duplicate | Adopted:
@@ -275,7 +275,7 @@ def parse_submit(request_id: str, reply: Reply) -> Placement | Queued | Refused 
     if reply.status == "REFUSED":
         return _refused(reply)
     if reply.status == "DUPLICATE":
-        return Duplicate(RequestState(reply.values[0]))
+        return Duplicate(LedgerState(reply.values[0]))
     if reply.status in _ADOPTIONS:
         return _adopted(request_id, reply)
     return parse_standing(request_id, reply)
@@ -302,11 +302,11 @@ def parse_cancel(request_id: str, reply: Reply) -> CancelOutcome:
     """Returns the outcome of cancel.lua."""
     if reply.status == "UNKNOWN":
         return CancelOutcome(None)
-    state = RequestState(reply.status)
-    if state is RequestState.ENDED:
+    state = LedgerState(reply.status)
+    if state is LedgerState.ENDED:
         return CancelOutcome(state)
     attempt, executor_id, generation, owner_id, told = reply.values
-    placement = Placement(request_id, attempt, executor_id, generation) if state is RequestState.PLACED else None
+    placement = Placement(request_id, attempt, executor_id, generation) if state is LedgerState.PLACED else None
     return CancelOutcome(state, placement, owner_id or None, bool(told))
 
 
@@ -314,8 +314,8 @@ def parse_explain(reply: Reply) -> Explanation | None:
     """Returns the outcome of explain.lua."""
     if reply.status == "UNKNOWN":
         return None
-    state = RequestState(reply.status)
-    if state is RequestState.ENDED:
+    state = LedgerState(reply.status)
+    if state is LedgerState.ENDED:
         return Explanation(state)
     attempt, priority_class, tenant, executor_id, ahead, wait_ms, reason, needed, available, passed = reply.values
     return Explanation(

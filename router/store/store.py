@@ -57,11 +57,11 @@ from router.store.types import (
     Explanation,
     HandBackRefusal,
     LeaseLapsed,
+    LedgerState,
     Placement,
     Queued,
     Refused,
     ReportOutcome,
-    RequestState,
     Snapshot,
     StoreCall,
     StoreEvent,
@@ -224,7 +224,7 @@ class AdmissionStore:
             return event
         return event or parse_hand_back(request_id, reply)
 
-    async def adopt(self, request_id: str) -> Adopted | RequestState | None:
+    async def adopt(self, request_id: str) -> Adopted | LedgerState | None:
         """Makes this router the owner of a placed request, so that it can attach to its executor. None: unknown id.
 
         A waiting or lost request is not changed: only a router with its prompt can continue it, by a submit. ENDED: it

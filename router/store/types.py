@@ -71,7 +71,7 @@ class Snapshot:
         return tuple(queue.num_requests for queue in self.queues)
 
 
-class RequestState(Enum):
+class LedgerState(Enum):
     """The state of a request in the ledger."""
 
     WAITING = "WAITING"
@@ -262,7 +262,7 @@ class Explanation:
     `available_blocks` is the most that any executor has available now.
     """
 
-    state: RequestState
+    state: LedgerState
     attempt: int = 0
     priority_class: int = 0
     tenant: str = ""
@@ -279,7 +279,7 @@ class Explanation:
 class Duplicate:
     """Another request has the id, or had it recently."""
 
-    state: RequestState
+    state: LedgerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +331,7 @@ class CancelOutcome:
     was asked to cancel it; if not, the caller cancels `placement` on the executor.
     """
 
-    state: RequestState | None
+    state: LedgerState | None
     placement: Placement | None = None
     owner_id: str | None = None
     owner_told: bool = False

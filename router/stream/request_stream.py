@@ -40,7 +40,7 @@ TOP_LOGPROB_BYTES = 50
 ACCEPTED, STARTED, PAUSED = 1, 2, 4
 
 
-class Progress(IntEnum):
+class Reached(IntEnum):
     """How far a request has ever come on executors."""
 
     NONE = 0
@@ -116,7 +116,7 @@ class RequestStream:
         # be on the way here.
         self.was_adopted = False
         self.reader = 0  # which may call `next`; counts up
-        self._progress = Progress.NONE
+        self._reached = Reached.NONE
         self._seat = Seat.NONE
         self._num_placements = 0
         self._num_before_placement = 0
@@ -150,7 +150,7 @@ class RequestStream:
     @property
     def has_been_accepted(self) -> bool:
         """Whether an executor has ever taken it."""
-        return self._progress >= Progress.ACCEPTED
+        return self._reached >= Reached.ACCEPTED
 
     @property
     def stands_by(self) -> bool:
@@ -211,7 +211,7 @@ class RequestStream:
 
     @property
     def _num_computed_tokens(self) -> int:
-        return len(self._submit.prompt_ids) - self.num_cached_tokens if self._progress is Progress.BOARDED else 0
+        return len(self._submit.prompt_ids) - self.num_cached_tokens if self._reached is Reached.BOARDED else 0
 
     def is_repeat_of(self, attached: executor_pb2.SequenceAttached) -> bool:
         """Whether what an executor was told is this request, for all that its digest says. Raises `FrameError`."""
@@ -242,7 +242,7 @@ class RequestStream:
         self.record.adopted(has_started)
         self.accept()
         if has_started:
-            self._progress, self._seat = Progress.BOARDED, Seat.HELD
+            self._reached, self._seat = Reached.BOARDED, Seat.HELD
             self._untold |= STARTED
             self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
 
@@ -255,21 +255,21 @@ class RequestStream:
     def attend(self) -> int:
         """A reader takes over and is told everything from the beginning. The number that it gives to `next`."""
         self.reader += 1
-        self._untold = (0, ACCEPTED, ACCEPTED | STARTED)[self._progress]
+        self._untold = (0, ACCEPTED, ACCEPTED | STARTED)[self._reached]
         self._num_taken = 0
         self._changed.set()
         return self.reader
 
     def accept(self) -> None:
         """The executor took the placement."""
-        self._progress = max(self._progress, Progress.ACCEPTED)
+        self._reached = max(self._reached, Reached.ACCEPTED)
         self._untold |= ACCEPTED
         self._changed.set()
 
     def start(self, num_cached_tokens: int) -> None:
         """The sequence boarded."""
-        if self._progress < Progress.BOARDED:
-            self._progress = Progress.BOARDED
+        if self._reached < Reached.BOARDED:
+            self._reached = Reached.BOARDED
             self.clock.boarded = time.monotonic()
             self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
             self.record.boarded(self.num_cached_tokens)

@@ -22,10 +22,12 @@ SCHEDULER_TESTS = (
     "tests/property/test_scheduler_properties.py",
 )
 LEDGER_TESTS = ("tests/unit/test_store.py", "tests/unit/test_store_leases.py", "tests/property/test_store_model.py")
-PLACING_TESTS = (
+LIFE_CYCLE_TESTS = (
+    "tests/unit/test_lifecycle.py",
     "tests/unit/test_dispatch.py",
     "tests/unit/test_void_placements.py",
     "tests/unit/test_surplus_tokens.py",
+    "tests/property/test_lifecycle_orders.py",
 )
 
 SCHEDULER = (
@@ -127,36 +129,32 @@ LEDGER = (
 LIFE_CYCLE = (
     Mutation(
         "a placement that is told twice is handed to the executor twice",
-        "router/dispatch/placer.py",
-        "if stream.attempt >= placement.attempt:",
-        "if stream.attempt > placement.attempt:",
-        PLACING_TESTS,
+        "router/lifecycle/lifecycle.py",
+        "elif self.attempt < placement.attempt:",
+        "elif self.attempt <= placement.attempt:",
+        LIFE_CYCLE_TESTS,
     ),
     Mutation(
         "news of the loss of an earlier attempt voids the current placement",
-        "router/dispatch/placer.py",
-        "elif stream.placement is not None and stream.placement.attempt == lost.attempt:",
-        "elif stream.placement is not None:",
-        PLACING_TESTS,
+        "router/lifecycle/lifecycle.py",
+        "elif self.placement is not None and self.current_attempt == event.attempt:",
+        "elif self.placement is not None:",
+        LIFE_CYCLE_TESTS,
     ),
     Mutation(
-        "a request that gave way to others counts as one that its executor died under",
-        "router/dispatch/placer.py",
-        "preempted=why is Void.PREEMPTED,",
+        "a preempted request counts as one whose executor died",
+        "router/dispatch/dispatcher.py",
+        "preempted=why is RequeueReason.PREEMPTED,",
         "preempted=False,",
-        PLACING_TESTS,
+        LIFE_CYCLE_TESTS,
     ),
 )
 STREAMS = (
     Mutation(
         "tokens of a placement that is void are taken",
         "router/executors/link.py",
-        """            if not _is_current(stream, attempt):
-                continue
-            if not stream.token(offset, token_id):
-""",
-        """            if not stream.token(offset, token_id):
-""",
+        "return stream if stream.life.current_attempt == attempt else None",
+        "return stream",
         ("tests/unit/test_void_placements.py",),
     ),
     Mutation(

@@ -33,11 +33,11 @@ from router.store.types import (
     HandBackRefusal,
     HeldSequence,
     LeaseLapsed,
+    LedgerState,
     Lost,
     Placement,
     PreemptAsked,
     Refused,
-    RequestState,
     StoreEvent,
     TakenOver,
 )
@@ -192,9 +192,9 @@ class SimpleRouter:
             case Refused(Reason.NO_EXECUTOR) if was_accepted:
                 served.is_accepted = True
                 self.events.append(LeaseLapsed())  # again when one reports
-            case Refused() | Dropped() | Duplicate(RequestState.ENDED) | Adopted():
+            case Refused() | Dropped() | Duplicate(LedgerState.ENDED) | Adopted():
                 self._end(demand.request_id)
-            case Duplicate(RequestState.LOST):
+            case Duplicate(LedgerState.LOST):
                 await self.hand_back(served, Attempt(demand.request_id, served.attempt))
                 self.events.append(LeaseLapsed())  # it may be another's: again when that shows
             case Duplicate():

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from router.store.types import Adopted, Demand, Duplicate, Placement, RequestState, TakenOver
+from router.store.types import Adopted, Demand, Duplicate, LedgerState, Placement, TakenOver
 from tests.property.ledger_pool import End, Pool, Request
 
 
-def adopt(pool: Pool, router_id: str, name: str) -> Adopted | RequestState | None:
+def adopt(pool: Pool, router_id: str, name: str) -> Adopted | LedgerState | None:
     """Model of adopt.lua, behind the renewal of the lease."""
     request = pool.requests.get(name)
     if request is None:
         if not pool.is_tombstoned(name):
             return None
         end = pool.endings.get(name)
-        return Adopted(end.placement, ended=True) if end and end.placement else RequestState.ENDED
-    if request.state is RequestState.PLACED and request.placement:
+        return Adopted(end.placement, ended=True) if end and end.placement else LedgerState.ENDED
+    if request.state is LedgerState.PLACED and request.placement:
         take_over(pool, router_id, request)
         request.is_adopted = True
         return Adopted(placement_of(request), ended=False)
@@ -41,7 +41,7 @@ def is_adopting(pool: Pool, request: Request, router_id: str, demand: Demand) ->
     """Whether this is a repeat by another router, which may have the request, or by its own of what was lost."""
     is_own = request.owner_id == router_id
     is_free = is_own or not (demand.is_served and pool.lives(request.owner_id, router_id))
-    return (not is_own or request.state is RequestState.LOST) and _is_same(request, demand) and is_free
+    return (not is_own or request.state is LedgerState.LOST) and _is_same(request, demand) and is_free
 
 
 def is_own_repeat(request: Request, router_id: str, demand: Demand) -> bool:
@@ -71,5 +71,5 @@ def repeat_of_ended(end: End | None, demand: Demand) -> Adopted | Duplicate | in
         assert end.placement
         return Adopted(end.placement, ended=True)
     if not is_same or demand.is_served:
-        return Duplicate(RequestState.ENDED)
+        return Duplicate(LedgerState.ENDED)
     return end.attempt if end else 0

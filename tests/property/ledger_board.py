@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from router.store.types import Dropped, DropReason, PreemptAsked, RequestState
+from router.store.types import Dropped, DropReason, LedgerState, PreemptAsked
 from tests.property.ledger_pool import Pool, Request
 
 MAX_PASSED = 4
@@ -57,7 +57,7 @@ def _may_offer(pool: Pool) -> bool:
 
 
 def _placed(pool: Pool) -> dict[str, Request]:
-    return {name: one for name, one in pool.requests.items() if one.state is RequestState.PLACED}
+    return {name: one for name, one in pool.requests.items() if one.state is LedgerState.PLACED}
 
 
 def _next_in_line(pool: Pool, passed: list[str]) -> str | None:

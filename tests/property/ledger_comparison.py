@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.store.types import RequestState
+from router.store.types import LedgerState
 from tests.property.ledger_pool import SILENT_MS, Blamed, Pool
 from tests.property.store_records import Records
 
@@ -41,7 +41,7 @@ def _compare_requests(records: Records, pool: Pool) -> None:
         )
         assert (record["claim"] or None) == request.claim
         assert (record["charge"] if record["charged"] else None) == _near(request.charge)
-        if request.state is RequestState.PLACED and placement:
+        if request.state is LedgerState.PLACED and placement:
             assert (record["executor_id"], record["generation"]) == (placement.executor_id, placement.generation)
             assert (record["reserved"], record["placed_ms"]) == (request.reserved, request.placed_ms)
             assert record["adopted"] == request.is_adopted
@@ -76,12 +76,12 @@ def _compare_lines(records: Records, pool: Pool) -> None:
     assert records.line() == lines
     ageing = {name: pool.requests[name].age_ms for name in pool.waiting() if pool.requests[name].class_ > 1}
     assert records.scores("ageing") == ageing
-    lost = {name: one.lost_ms for name, one in pool.requests.items() if one.state is RequestState.LOST}
+    lost = {name: one.lost_ms for name, one in pool.requests.items() if one.state is LedgerState.LOST}
     assert records.scores("lost") == lost
     placed = {f"{one}\0{pool.requests[n].attempt}\0{n}" for one in pool.executors for n in pool.placed_on(one)}
     assert records.scores("placements").keys() == placed
     assert records.scores("preemptible").keys() == {
-        name for name, one in pool.requests.items() if one.state is RequestState.PLACED and one.may_be_asked
+        name for name, one in pool.requests.items() if one.state is LedgerState.PLACED and one.may_be_asked
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.store.types import Explanation, RequestState, WaitReason
+from router.store.types import Explanation, LedgerState, WaitReason
 from tests.property.ledger_pool import SILENT_MS, Pool, Request
 
 
@@ -10,9 +10,9 @@ def explain(pool: Pool, name: str) -> Explanation | None:
     """Model of explain.lua."""
     request = pool.requests.get(name)
     if request is None:
-        return Explanation(RequestState.ENDED) if pool.is_tombstoned(name) else None
+        return Explanation(LedgerState.ENDED) if pool.is_tombstoned(name) else None
     assert request.state
-    is_waiting, is_placed = request.state is RequestState.WAITING, request.state is RequestState.PLACED
+    is_waiting, is_placed = request.state is LedgerState.WAITING, request.state is LedgerState.PLACED
     best = next(iter(pool.open_executors()), None)
     return Explanation(
         request.state,

@@ -25,11 +25,11 @@ from router.store.types import (
     ExecutorReport,
     HandBackRefusal,
     LeaseLapsed,
+    LedgerState,
     Placement,
     Queued,
     Refused,
     ReportOutcome,
-    RequestState,
 )
 from tests.property import ledger_adoption as adoption
 from tests.property.ledger_board import board, place
@@ -104,16 +104,16 @@ class Ledger:
         if adoption.is_adopting(self.pool, known, router_id, demand):
             was_told = known.owner_id != router_id or demand.last_attempt >= known.attempt
             adoption.take_over(self.pool, router_id, known)
-            if known.digest is not None or known.state is not RequestState.PLACED:
+            if known.digest is not None or known.state is not LedgerState.PLACED:
                 known.digest = demand.digest
-            known.is_adopted = known.state is RequestState.PLACED
-            if known.state is RequestState.LOST:
+            known.is_adopted = known.state is LedgerState.PLACED
+            if known.state is LedgerState.LOST:
                 if was_told:
                     strike(self.pool, known, progressed=demand.output_tokens > known.output)
                 self._requeue(router_id, known, demand.output_tokens)
                 board(self.pool, router_id)
             return self._own_result(router_id, name)
-        if adoption.is_own_repeat(known, router_id, demand) and known.state is not RequestState.LOST:
+        if adoption.is_own_repeat(known, router_id, demand) and known.state is not LedgerState.LOST:
             return self._standing(name)
         assert known.state
         return Duplicate(known.state)
@@ -149,7 +149,7 @@ class Ledger:
         pool.enqueue(name)
         if executor_id:
             board(pool, router_id)
-        if request.state is RequestState.WAITING and name in pool.requests:
+        if request.state is LedgerState.WAITING and name in pool.requests:
             if refused := refusal_of_waiting(pool, request):
                 pool.forget(name)
                 self._give_back_rates(request)
@@ -184,7 +184,7 @@ class Ledger:
         return len(ended)
 
     def _may_settle(self, router_id: str, request: Request, one: Attempt | Ending) -> bool:
-        if request.attempt != one.attempt or request.state is RequestState.WAITING:
+        if request.attempt != one.attempt or request.state is LedgerState.WAITING:
             return False
         is_elsewhere = request.owner_id != router_id and self.pool.lives(request.owner_id, router_id)
         return not (isinstance(one, Ending) and one.cancelled and is_elsewhere)
@@ -207,11 +207,11 @@ class Ledger:
         pool = self.pool
         request = pool.requests.get(name)
         if request is None:
-            return CancelOutcome(RequestState.ENDED if pool.is_tombstoned(name) else None)
+            return CancelOutcome(LedgerState.ENDED if pool.is_tombstoned(name) else None)
         told = request.owner_id != router_id and pool.lives(request.owner_id, router_id)
         if is_own and told:
             return CancelOutcome(None)
-        is_placed = request.state is RequestState.PLACED
+        is_placed = request.state is LedgerState.PLACED
         if told:
             pool.tell(request.owner_id, CancelAsked(name, request.attempt) if is_placed else Cancelled(name))
         if not is_placed:
@@ -221,7 +221,7 @@ class Ledger:
         board(pool, router_id)
         return CancelOutcome(request.state, request.placement if is_placed else None, request.owner_id or None, told)
 
-    def adopt(self, router_id: str, name: str) -> Adopted | RequestState | None:
+    def adopt(self, router_id: str, name: str) -> Adopted | LedgerState | None:
         """Model of adopt.lua."""
         self.register(router_id)
         return adoption.adopt(self.pool, router_id, name)
@@ -229,7 +229,7 @@ class Ledger:
     def absolve(self, router_id: str, one: Attempt) -> None:
         """Model of absolve.lua."""
         request = self.pool.requests.get(one.request_id)
-        if request and request.state is RequestState.PLACED and request.attempt == one.attempt and request.strikes:
+        if request and request.state is LedgerState.PLACED and request.attempt == one.attempt and request.strikes:
             forgive(request)
             board(self.pool, router_id)
 
@@ -241,7 +241,7 @@ class Ledger:
         request = self.pool.requests.get(one.request_id)
         if request is None or request.owner_id != router_id:
             return True
-        return request.state is not RequestState.WAITING and request.attempt <= one.attempt
+        return request.state is not LedgerState.WAITING and request.attempt <= one.attempt
 
     def hand_back(
         self, router_id: str, one: Attempt, max_attempts: int, why: str, output_tokens: int, progressed: bool
@@ -252,12 +252,12 @@ class Ledger:
         request = pool.requests.get(name)
         if request is None:
             return HandBackRefusal.STALE if pool.is_tombstoned(name) else HandBackRefusal.UNKNOWN
-        is_waiting = request.state is RequestState.WAITING
+        is_waiting = request.state is LedgerState.WAITING
         is_anothers = request.owner_id != router_id and (is_waiting or pool.lives(request.owner_id, router_id))
         if request.attempt != one.attempt or is_anothers:
             return HandBackRefusal.STALE
         if not is_waiting:
-            if request.state is RequestState.PLACED and why != "preempted" and request.placement:
+            if request.state is LedgerState.PLACED and why != "preempted" and request.placement:
                 pool.executors[request.placement.executor_id].suspended = True
             if progressed or why in ("lost", "stood still"):
                 strike(pool, request, progressed=progressed, is_proven=why == "stood still")
@@ -276,7 +276,7 @@ class Ledger:
             pool.end(name, was_cancelled=False)
             return HandBackRefusal.EXHAUSTED
         if request.strikes >= max_attempts:
-            request.owner_id, request.state, request.lost_ms = router_id, RequestState.LOST, pool.now_ms
+            request.owner_id, request.state, request.lost_ms = router_id, LedgerState.LOST, pool.now_ms
             pool.update_active()
             return HandBackRefusal.UNDECIDED
         return None
@@ -372,7 +372,7 @@ class Ledger:
                 pool.unclaim(name)
             del pool.executors[gone]
         for name, request in list(pool.requests.items()):
-            if request.state is RequestState.LOST and pool.now_ms - request.lost_ms > LOST_MS:
+            if request.state is LedgerState.LOST and pool.now_ms - request.lost_ms > LOST_MS:
                 pool.forget(name)
 
     def _forget_idle_tenants(self) -> None:
@@ -389,7 +389,7 @@ class Ledger:
 
     def _standing(self, name: str) -> Placement | Queued | Adopted:
         request = self.pool.requests[name]
-        if request.state is RequestState.PLACED:
+        if request.state is LedgerState.PLACED:
             placement = adoption.placement_of(request)
             return Adopted(placement, ended=False) if request.is_adopted else placement
         return Queued(self.pool.num_ahead(name), self.pool.estimated_wait_ms(name))

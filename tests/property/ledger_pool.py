@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import floor
 
 from router.store.settings import StoreSettings
-from router.store.types import Demand, ExecutorReport, Lost, Placement, RequestState, StoreEvent
+from router.store.types import Demand, ExecutorReport, LedgerState, Lost, Placement, StoreEvent
 from tests.property.ledger_estimates import Estimates
 from tests.property.ledger_lengths import Lengths
 from tests.property.ledger_tenants import Tenant
@@ -62,7 +62,7 @@ class Request:
     class_: int
     digest: str | None
     output: int = 0
-    state: RequestState | None = None
+    state: LedgerState | None = None
     strikes: int = 0
     blamed: list[Blamed] = field(default_factory=list)
     """Whom the strikes name that are undecided."""
@@ -128,7 +128,7 @@ class Pool:
         return [
             name
             for name, one in self.requests.items()
-            if one.state is RequestState.WAITING
+            if one.state is LedgerState.WAITING
             and (tenant is None or one.demand.tenant == tenant)
             and (class_ is None or one.class_ == class_)
         ]
@@ -144,7 +144,7 @@ class Pool:
 
     def running(self, tenant: str) -> int:
         """The sequences that a tenant has placed."""
-        placed = (one for one in self.requests.values() if one.state is RequestState.PLACED)
+        placed = (one for one in self.requests.values() if one.state is LedgerState.PLACED)
         return sum(one.demand.sequences for one in placed if one.demand.tenant == tenant)
 
     def placed_on(self, executor_id: str) -> list[str]:
@@ -152,7 +152,7 @@ class Pool:
         return sorted(
             name
             for name, one in self.requests.items()
-            if one.state is RequestState.PLACED and one.placement and one.placement.executor_id == executor_id
+            if one.state is LedgerState.PLACED and one.placement and one.placement.executor_id == executor_id
         )
 
     def reserved(self, executor_id: str) -> tuple[int, int]:
@@ -232,7 +232,7 @@ class Pool:
         if request.charge is not None:
             return
         tenant = self.tenant(request.demand.tenant)
-        if request.state is not RequestState.WAITING:
+        if request.state is not LedgerState.WAITING:
             tenant.counter = max(tenant.counter, 0 if tenant.is_active else self.floor)
         self.floor = max(self.floor, tenant.counter)
         request.charge = tenant.expected_charge(request.demand, request.output)
@@ -325,7 +325,7 @@ class Pool:
     def enqueue(self, name: str) -> None:
         """Puts it in line."""
         request = self.requests[name]
-        request.state, request.age_ms = RequestState.WAITING, self.now_ms + self.settings.age_ms
+        request.state, request.age_ms = LedgerState.WAITING, self.now_ms + self.settings.age_ms
         self.tenant(request.demand.tenant)
         self.update_active()
 
@@ -341,7 +341,7 @@ class Pool:
         self.unclaim(name)
         self.charge(request)
         self.tenant(request.demand.tenant)
-        request.state, request.attempt, request.placed_ms = RequestState.PLACED, attempt, self.now_ms
+        request.state, request.attempt, request.placed_ms = LedgerState.PLACED, attempt, self.now_ms
         generation = self.executors[executor_id].report.generation
         request.placement, request.reserved = (
             Placement(name, attempt, executor_id, generation, suspect=request.strikes > 0),
@@ -358,7 +358,7 @@ class Pool:
         assert request.placement
         self.tenant(request.demand.tenant)
         if self.lives(request.owner_id, caller_id):
-            request.state, request.lost_ms = RequestState.LOST, self.now_ms
+            request.state, request.lost_ms = LedgerState.LOST, self.now_ms
             if executor_lives:
                 request.counted = request.attempt
             was = request.placement
@@ -370,7 +370,7 @@ class Pool:
     def forget(self, name: str) -> None:
         """Takes it out of whatever state it is in."""
         request = self.requests[name]
-        if request.state in (RequestState.WAITING, RequestState.PLACED):
+        if request.state in (LedgerState.WAITING, LedgerState.PLACED):
             self.tenant(request.demand.tenant)
         self.unclaim(name)
         del self.requests[name]

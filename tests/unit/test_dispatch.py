@@ -20,11 +20,11 @@ from router.store.types import (
     CancelOutcome,
     Ending,
     HandBackRefusal,
+    LedgerState,
     Lost,
     Placement,
     PreemptAsked,
     Queued,
-    RequestState,
 )
 from router.stream.relay import Relay
 from router.stream.request_stream import RequestStream
@@ -144,7 +144,7 @@ async def test_withdrawal_that_the_ledger_did_not_hear_is_repeated_until_it_does
         asked.append(request_id)
         if len(asked) < 3:
             raise RequestError(Reason.STORE_UNAVAILABLE, "Redis is away")
-        return CancelOutcome(RequestState.PLACED, placement())
+        return CancelOutcome(LedgerState.PLACED, placement())
 
     store.cancel = cancel  # type: ignore[method-assign]
     async with router.running():
@@ -349,8 +349,8 @@ async def test_cancel_of_an_unknown_request_finds_nothing() -> None:
     router = ScriptedRouter("m")
     async with router.running():
         assert await router.pools.find("m").dispatcher.cancel("nobody") is None
-        router.stores["m"].cancels["r"] = CancelOutcome(RequestState.ENDED)
-        assert await router.pools.find("m").dispatcher.cancel("r") is RequestState.ENDED
+        router.stores["m"].cancels["r"] = CancelOutcome(LedgerState.ENDED)
+        assert await router.pools.find("m").dispatcher.cancel("r") is LedgerState.ENDED
 
 
 def test_report_reaches_the_ledger_with_what_it_reserves_and_how_fast_it_is() -> None:

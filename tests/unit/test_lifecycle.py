@@ -13,7 +13,6 @@ from router.lifecycle.events import (
     FENCED,
     AdoptedElsewhere,
     Event,
-    Finished,
     HandBackAnswered,
     Leave,
     ReaderEnded,
@@ -22,6 +21,7 @@ from router.lifecycle.events import (
     RequeueReason,
     ResubmitAnswered,
     ResubmitDue,
+    SequenceEnded,
     Submit,
     SubmitAnswered,
     Unlinked,
@@ -124,12 +124,12 @@ def test_answer_to_a_call_that_was_not_made_raises_and_changes_nothing(event: Ev
 
 
 def test_state_that_the_table_does_not_have_is_never_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = {**TRANSITIONS, (S.PLACED, Finished): frozenset({S.HANDING_BACK})}
+    without = {**TRANSITIONS, (S.PLACED, SequenceEnded): frozenset({S.HANDING_BACK})}
     monkeypatch.setattr(lifecycle, "TRANSITIONS", without)
     life = placed()
     before = CHANGING(life)
-    with pytest.raises(IllegalTransition, match="Finished led to ENDED"):
-        life.handle(Finished(1, CANCELLED_END.reason + 100))
+    with pytest.raises(IllegalTransition, match="SequenceEnded led to ENDED"):
+        life.handle(SequenceEnded(1, CANCELLED_END.reason + 100))
     assert CHANGING(life) == before
 
 
@@ -148,7 +148,7 @@ def test_request_is_sent_handed_back_and_settled() -> None:
     assert [effect.placement.attempt for effect in effects if isinstance(effect, HandBack)] == [1]
     effects = life.handle(HandBackAnswered(PLACEMENT, RequeueReason.LOST, Placement("r", 2, "f", 1), 2))
     assert [effect.placement.attempt for effect in effects if isinstance(effect, Send)] == [2]
-    effects = life.handle(Finished(2, 1))
+    effects = life.handle(SequenceEnded(2, 1))
     assert [type(effect) for effect in effects][1:] == [Settle, Forget]
     assert life.state is S.ENDED
 
@@ -158,7 +158,7 @@ def test_what_an_executor_says_of_a_former_placement_is_dropped() -> None:
     life.handle(Unlinked(1))
     life.handle(HandBackAnswered(PLACEMENT, RequeueReason.LOST, Placement("r", 2, "f", 1), 2))
     before = CHANGING(life)
-    assert [life.handle(event) for event in (Unlinked(1), Finished(1, 1), Finished(0, 1))] == [[], [], []]
+    assert [life.handle(event) for event in (Unlinked(1), SequenceEnded(1, 1), SequenceEnded(0, 1))] == [[], [], []]
     assert CHANGING(life) == before
 
 
@@ -172,7 +172,7 @@ def test_end_is_told_once() -> None:
 def test_replay_is_not_settled() -> None:
     life = Lifecycle("r", Output())
     life.handle(AdoptedElsewhere(Adopted(PLACEMENT, ended=True)))
-    effects = life.handle(Finished(1, 1))
+    effects = life.handle(SequenceEnded(1, 1))
     assert not [effect for effect in effects if isinstance(effect, Settle)]
     assert life.state is S.ENDED
 

@@ -6,7 +6,7 @@ import asyncio
 
 from common.errors import Reason, RequestError
 from router.dispatch.queue_updates import QueueWatch
-from router.store.types import Explanation, Queued, RequestState
+from router.store.types import Explanation, LedgerState, Queued
 from router.stream.request_stream import RequestStream
 from tests.scripted_store import new_stream, place, placement
 
@@ -31,7 +31,7 @@ class Ledger:
 
 
 def waiting(position: int, wait_ms: int | None) -> Explanation:
-    return Explanation(RequestState.WAITING, position=position, estimated_wait_ms=wait_ms)
+    return Explanation(LedgerState.WAITING, position=position, estimated_wait_ms=wait_ms)
 
 
 async def told(stream: RequestStream) -> Queued | None:
@@ -79,7 +79,7 @@ async def test_request_that_the_ledger_does_not_have_in_line_is_told_nothing() -
     ledger, stream = Ledger(), new_stream()
     watch = QueueWatch(ledger.explain, 1.0)
     watch.watch(stream, Queued(5))
-    for answer in (None, Explanation(RequestState.LOST), RequestError(Reason.STORE_UNAVAILABLE, "away")):
+    for answer in (None, Explanation(LedgerState.LOST), RequestError(Reason.STORE_UNAVAILABLE, "away")):
         ledger.explanation = answer
         await watch.look()
         assert await told(stream) is None

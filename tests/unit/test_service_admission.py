@@ -16,7 +16,7 @@ from router.config.tenants import TenantConfig
 from router.config.variants import Variant
 from router.request.prefix_hashes import prefix_hashes
 from router.request.spec import GenerateSpec
-from router.store.types import CancelOutcome, Explanation, Refused, RequestState, TenantLimits, WaitReason
+from router.store.types import CancelOutcome, Explanation, LedgerState, Refused, TenantLimits, WaitReason
 from tests.cluster import token_request
 from tests.scripted_store import CallContext, ScriptedRouter, accepts, new_stream, placement, settled, steps
 
@@ -168,8 +168,8 @@ async def test_unknown_name_is_told_all_that_are_known(router: ScriptedRouter) -
 
 @pytest.mark.parametrize("model", ["m-inflight", "m-static"])
 async def test_request_is_found_and_cancelled_by_the_name_that_it_asked_for(router: ScriptedRouter, model: str) -> None:
-    router.stores[model].explanations["r"] = Explanation(RequestState.PLACED, executor_id="e1")
-    router.stores[model].cancels["r"] = CancelOutcome(RequestState.WAITING)
+    router.stores[model].explanations["r"] = Explanation(LedgerState.PLACED, executor_id="e1")
+    router.stores[model].cancels["r"] = CancelOutcome(LedgerState.WAITING)
     for asked in ("smol", model):
         standing = await standing_of(router, model=asked)
         assert standing.state == inference_pb2.REQUEST_STATE_PLACED
@@ -181,10 +181,10 @@ async def test_request_is_found_and_cancelled_by_the_name_that_it_asked_for(rout
 
 
 async def test_ended_request_of_the_same_id_does_not_hide_the_one_that_waits(router: ScriptedRouter) -> None:
-    router.stores["m-inflight"].explanations["r"] = Explanation(RequestState.ENDED)
-    router.stores["m-static"].explanations["r"] = Explanation(RequestState.WAITING)
-    router.stores["m-inflight"].cancels["r"] = CancelOutcome(RequestState.ENDED)
-    router.stores["m-static"].cancels["r"] = CancelOutcome(RequestState.WAITING)
+    router.stores["m-inflight"].explanations["r"] = Explanation(LedgerState.ENDED)
+    router.stores["m-static"].explanations["r"] = Explanation(LedgerState.WAITING)
+    router.stores["m-inflight"].cancels["r"] = CancelOutcome(LedgerState.ENDED)
+    router.stores["m-static"].cancels["r"] = CancelOutcome(LedgerState.WAITING)
     assert (await standing_of(router, model="smol")).variant == "m-static"
     cancel = inference_pb2.CancelRequest(request_id="r", model="smol")
     assert (await router.service.Cancel(cancel, cast(Any, CallContext()))).state == inference_pb2.REQUEST_STATE_WAITING
@@ -200,7 +200,7 @@ async def standing_of(router: ScriptedRouter, **fields: str) -> inference_pb2.Ge
 
 async def test_waiting_request_is_explained(router: ScriptedRouter) -> None:
     router.stores["m-static"].explanations["r"] = Explanation(
-        RequestState.WAITING,
+        LedgerState.WAITING,
         priority_class=2,
         position=4,
         estimated_wait_ms=1500,
@@ -222,7 +222,7 @@ async def test_placed_request_is_explained_by_its_executor_and_the_router_that_s
 ) -> None:
     dispatcher = router.pools.by_name["m-static"].dispatcher
     store, (link,), stream = router.stores["m-static"], dispatcher.links, new_stream()
-    store.explanations["r"] = Explanation(RequestState.PLACED, executor_id="e1")
+    store.explanations["r"] = Explanation(LedgerState.PLACED, executor_id="e1")
     async with router.running():
         store.answers.append(placement(executor_id="e1"))
         await dispatcher.submit(stream)
@@ -239,7 +239,7 @@ async def test_placed_request_is_explained_by_its_executor_and_the_router_that_s
 async def test_request_that_stands_by_on_an_executor_waits_for_a_seat(router: ScriptedRouter) -> None:
     dispatcher = router.pools.by_name["m-static"].dispatcher
     store, (link,), stream = router.stores["m-static"], dispatcher.links, new_stream()
-    store.explanations["r"] = Explanation(RequestState.PLACED, executor_id="e1")
+    store.explanations["r"] = Explanation(LedgerState.PLACED, executor_id="e1")
     async with router.running():
         store.answers.append(placement(executor_id="e1"))
         await dispatcher.submit(stream)
@@ -270,7 +270,7 @@ async def test_request_that_another_router_serves_is_explained_by_its_executors_
     router: ScriptedRouter, phase: stats_pb2.SequencePhase, state: inference_pb2.RequestState, words: str
 ) -> None:
     (link,) = router.pools.by_name["m-static"].dispatcher.links
-    router.stores["m-static"].explanations["r"] = Explanation(RequestState.PLACED, attempt=1, executor_id="e1")
+    router.stores["m-static"].explanations["r"] = Explanation(LedgerState.PLACED, attempt=1, executor_id="e1")
     async with router.running():
         held = [executor_pb2.HeldSequence(request_id="r", attempt=1, phase=phase)]
         link.receive(executor_pb2.ServeResponse(report=executor_pb2.Report(seq=1, held=held)))
@@ -288,10 +288,10 @@ async def test_request_that_nobody_knows_is_not_found(router: ScriptedRouter) ->
 
 @pytest.mark.parametrize("reason", WaitReason)
 def test_every_wait_has_its_sentence(reason: WaitReason) -> None:
-    sentence = waiting_for(Explanation(RequestState.WAITING, tenant="acme", wait_reason=reason))
+    sentence = waiting_for(Explanation(LedgerState.WAITING, tenant="acme", wait_reason=reason))
     assert sentence.startswith("waits ")
 
 
 def test_lost_request_waits_for_its_place_in_line() -> None:
-    assert "put back in line" in waiting_for(Explanation(RequestState.LOST))
-    assert waiting_for(Explanation(RequestState.ENDED)) == ""
+    assert "put back in line" in waiting_for(Explanation(LedgerState.LOST))
+    assert waiting_for(Explanation(LedgerState.ENDED)) == ""

@@ -19,10 +19,10 @@ from router.store.types import (
     Duplicate,
     HandBackRefusal,
     HeldSequence,
+    LedgerState,
     Placement,
     Queued,
     Refused,
-    RequestState,
 )
 from tests.store_pool import SETTINGS, StorePool
 
@@ -186,8 +186,8 @@ async def test_repeated_submit_returns_what_holds(store_pool: StorePool) -> None
     assert await a.store.submit(running) == placed
     assert await a.store.submit(waiting) == queued
     assert await store_pool.reserved_blocks() == {"x": 1}
-    assert await b.store.submit(running) == Duplicate(RequestState.PLACED)
-    assert await a.store.submit(Demand("waiting", 2, blocks=2)) == Duplicate(RequestState.WAITING)
+    assert await b.store.submit(running) == Duplicate(LedgerState.PLACED)
+    assert await a.store.submit(Demand("waiting", 2, blocks=2)) == Duplicate(LedgerState.WAITING)
 
 
 async def test_id_of_a_request_that_ended_is_refused_for_a_while(store_pool: StorePool) -> None:
@@ -196,7 +196,7 @@ async def test_id_of_a_request_that_ended_is_refused_for_a_while(store_pool: Sto
     await a.place("r")
     await a.store.settle([Attempt("r", 1)])
 
-    assert await a.store.submit(Demand("r", 2, blocks=1)) == Duplicate(RequestState.ENDED)
+    assert await a.store.submit(Demand("r", 2, blocks=1)) == Duplicate(LedgerState.ENDED)
     await store_pool.wait(75_001)
     await a.store.report(store_pool.next_report())
     assert await a.store.submit(Demand("r", 2, blocks=1)) == Placement("r", 1, "x", 1)
@@ -221,11 +221,11 @@ async def test_cancel_of_a_waiting_request_frees_the_line_and_tells_its_owner(st
     await a.store.submit(Demand("large", 2, blocks=5))
     await b.store.submit(Demand("small", 2, blocks=1))
 
-    assert await b.store.cancel("large") == CancelOutcome(RequestState.WAITING, None, "a", owner_told=True)
+    assert await b.store.cancel("large") == CancelOutcome(LedgerState.WAITING, None, "a", owner_told=True)
 
     assert await a.told() == [Cancelled("large")]
     assert await b.told() == [Placement("small", 1, "x", 1)]
-    assert await b.store.cancel("large") == CancelOutcome(RequestState.ENDED)
+    assert await b.store.cancel("large") == CancelOutcome(LedgerState.ENDED)
     assert await b.store.cancel("never seen") == CancelOutcome(None)
 
 
@@ -234,9 +234,9 @@ async def test_cancel_of_a_placed_request_is_its_owners_affair(store_pool: Store
     await a.store.report(store_pool.next_report())
     placement = await a.place("r", 3)
 
-    assert await b.store.cancel("r") == CancelOutcome(RequestState.PLACED, placement, "a", owner_told=True)
+    assert await b.store.cancel("r") == CancelOutcome(LedgerState.PLACED, placement, "a", owner_told=True)
     assert await a.told() == [CancelAsked("r", 1)]
-    assert await a.store.cancel("r") == CancelOutcome(RequestState.PLACED, placement, "a", owner_told=False)
+    assert await a.store.cancel("r") == CancelOutcome(LedgerState.PLACED, placement, "a", owner_told=False)
     assert await a.told() == []
     assert await store_pool.reserved_blocks() == {"x": 3}
 

@@ -18,10 +18,10 @@ from router.store.types import (
     Ending,
     HandBackRefusal,
     HeldSequence,
+    LedgerState,
     Lost,
     Placement,
     Queued,
-    RequestState,
     StoreEvent,
     TakenOver,
 )
@@ -79,11 +79,11 @@ async def test_what_differs_is_no_repeat(store_pool: StorePool) -> None:
     await a.place("plain")
 
     other = dataclasses.replace(KEYED, digest="something else")
-    assert await a.store.submit(other) == Duplicate(RequestState.PLACED)
-    assert await b.store.submit(other) == Duplicate(RequestState.PLACED)
-    assert await b.store.submit(Demand("plain", 2, blocks=1)) == Duplicate(RequestState.PLACED)
+    assert await a.store.submit(other) == Duplicate(LedgerState.PLACED)
+    assert await b.store.submit(other) == Duplicate(LedgerState.PLACED)
+    assert await b.store.submit(Demand("plain", 2, blocks=1)) == Duplicate(LedgerState.PLACED)
     await a.store.settle([Attempt("k", 1)])
-    assert await b.store.submit(other) == Duplicate(RequestState.ENDED)
+    assert await b.store.submit(other) == Duplicate(LedgerState.ENDED)
     assert await a.told() == []
 
 
@@ -95,10 +95,10 @@ async def test_router_that_submits_again_takes_nothing_from_one_that_lives(store
     again = dataclasses.replace(KEYED, is_served=True)
     assert await b.store.submit(KEYED) == Queued(0)
 
-    assert await a.store.submit(again) == Duplicate(RequestState.WAITING)
+    assert await a.store.submit(again) == Duplicate(LedgerState.WAITING)
     assert await b.store.submit(again) == Queued(0)
     await b.store.cancel("k")
-    assert await b.store.submit(again) == Duplicate(RequestState.ENDED)
+    assert await b.store.submit(again) == Duplicate(LedgerState.ENDED)
 
 
 async def test_repeat_after_the_end_is_told_where_it_ran(store_pool: StorePool) -> None:
@@ -149,10 +149,10 @@ async def test_whoever_comes_to_attach_gets_what_is_placed_and_changes_nothing_e
     assert await b.store.adopt("runs") == Adopted(placement, ended=False)
     assert await b.store.adopt("runs") == Adopted(placement, ended=False)
     assert await a.told() == [TakenOver("runs")]
-    assert await b.store.adopt("waits") is RequestState.WAITING
+    assert await b.store.adopt("waits") is LedgerState.WAITING
     assert await b.store.adopt("never seen") is None
     await a.store.cancel("waits")
-    assert await b.store.adopt("waits") is RequestState.ENDED
+    assert await b.store.adopt("waits") is LedgerState.ENDED
     assert await a.told() == []
 
 
@@ -283,7 +283,7 @@ async def test_router_keeps_what_only_its_executor_remembers_of_it(store_pool: S
         Placement("k", 1, "x", 1), ended=False
     )
     if not digest:  # nobody else has it by its id alone
-        assert await b.store.submit(dataclasses.replace(served, is_served=False)) == Duplicate(RequestState.PLACED)
+        assert await b.store.submit(dataclasses.replace(served, is_served=False)) == Duplicate(LedgerState.PLACED)
 
 
 @pytest.mark.parametrize("digest", ["", "as asked"])
@@ -316,7 +316,7 @@ async def test_router_without_a_key_reads_the_end_of_what_it_serves(store_pool: 
 
     served = dataclasses.replace(demand, last_attempt=1, is_served=True)
     assert await a.store.submit(served) == Adopted(placement, ended=True)
-    assert await a.store.submit(demand) == Duplicate(RequestState.ENDED)
+    assert await a.store.submit(demand) == Duplicate(LedgerState.ENDED)
 
 
 async def test_what_another_living_router_serves_cannot_be_cancelled_by_an_end(store_pool: StorePool) -> None:
@@ -350,4 +350,4 @@ async def test_router_that_lets_a_request_go_leaves_it_to_another_that_has_it(st
 
     assert await a.store.cancel("k", is_own=True) == CancelOutcome(None)
     assert await b.told() == []
-    assert (await b.store.cancel("k", is_own=True)).state is RequestState.WAITING
+    assert (await b.store.cancel("k", is_own=True)).state is LedgerState.WAITING

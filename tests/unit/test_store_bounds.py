@@ -15,11 +15,11 @@ from router.store.types import (
     Duplicate,
     HeldSequence,
     LeaseLapsed,
+    LedgerState,
     Lost,
     Placement,
     Queued,
     ReportOutcome,
-    RequestState,
 )
 from tests.store_pool import StorePool
 
@@ -147,7 +147,7 @@ async def test_place_of_a_cancelled_request_is_free_in_the_same_call(store_pool:
     await a.store.report(store_pool.next_report(accepting=False))
     await a.store.submit(Demand("first", 2, blocks=1))
     assert await a.store.submit(Demand("second", 2, blocks=1)) == Queued(1)
-    assert await b.store.cancel("first") == CancelOutcome(RequestState.WAITING, None, "a", owner_told=True)
+    assert await b.store.cancel("first") == CancelOutcome(LedgerState.WAITING, None, "a", owner_told=True)
     assert await a.told() == [Cancelled("first")]
     assert await store_pool.num_waiting() == 1
     assert await a.store.submit(Demand("second", 2, blocks=1)) == Queued(0)
@@ -175,6 +175,6 @@ async def test_lost_request_is_forgotten_thirty_seconds_after_its_owner_was_told
     await a.store.report(store_pool.next_report(generation=2))
     last_ms = store_pool.now_ms + 30_000
     await attend(store_pool, last_ms, step_ms=2000)
-    assert await a.store.submit(Demand("r", 2, blocks=1)) == Duplicate(RequestState.LOST)
+    assert await a.store.submit(Demand("r", 2, blocks=1)) == Duplicate(LedgerState.LOST)
     await attend(store_pool, last_ms + 1)
     assert await a.store.cancel("r") == CancelOutcome(None)

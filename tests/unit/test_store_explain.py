@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from router.store.types import Attempt, Demand, Explanation, RequestState, TenantLimits, WaitReason
+from router.store.types import Attempt, Demand, Explanation, LedgerState, TenantLimits, WaitReason
 from tests.store_pool import SETTINGS, RouterSide, StorePool
 
 
@@ -78,10 +78,10 @@ async def test_figures_of_who_waits_and_who_runs(store_pool: StorePool) -> None:
     await a.queue(Demand("r", 3, blocks=5))
 
     assert await a.store.explain("running") == Explanation(
-        RequestState.PLACED, 1, 2, "default", "x", needed_blocks=6, available_blocks=4
+        LedgerState.PLACED, 1, 2, "default", "x", needed_blocks=6, available_blocks=4
     )
     assert await a.store.explain("r") == Explanation(
-        RequestState.WAITING,
+        LedgerState.WAITING,
         priority_class=3,
         tenant="default",
         wait_reason=WaitReason.BLOCKS,
@@ -108,7 +108,7 @@ async def test_lost_request_is_on_no_executor(store_pool: StorePool) -> None:
 
     explanation = await explained(a, "r")
 
-    assert (explanation.state, explanation.executor_id) == (RequestState.LOST, None)
+    assert (explanation.state, explanation.executor_id) == (LedgerState.LOST, None)
 
 
 async def test_request_that_ended_and_one_never_heard_of(store_pool: StorePool) -> None:
@@ -117,5 +117,5 @@ async def test_request_that_ended_and_one_never_heard_of(store_pool: StorePool) 
     await a.place("r")
     await a.store.settle([Attempt("r", 1)])
 
-    assert await a.store.explain("r") == Explanation(RequestState.ENDED)
+    assert await a.store.explain("r") == Explanation(LedgerState.ENDED)
     assert await a.store.explain("never seen") is None

@@ -14,11 +14,11 @@ from router.store.types import (
     HandBackRefusal,
     HeldSequence,
     LeaseLapsed,
+    LedgerState,
     Lost,
     Placement,
     Queued,
     ReportOutcome,
-    RequestState,
 )
 from tests.store_pool import RouterSide, StorePool, steered_scripts
 
@@ -116,8 +116,8 @@ async def test_placement_that_its_executor_does_not_hold_is_lost_after_a_grace(s
 
     assert await a.told() == [Lost("unheard of", 1, "x", 1)]
     assert await store_pool.reserved_blocks() == {"x": 2}
-    assert await a.store.submit(Demand("unheard of", 2, blocks=3)) == Duplicate(RequestState.LOST)
-    assert await a.store.cancel("unheard of") == CancelOutcome(RequestState.LOST, None, "a")
+    assert await a.store.submit(Demand("unheard of", 2, blocks=3)) == Duplicate(LedgerState.LOST)
+    assert await a.store.cancel("unheard of") == CancelOutcome(LedgerState.LOST, None, "a")
 
 
 async def test_emptied_ledger_is_rebuilt_from_reports(store_pool: StorePool) -> None:
@@ -261,7 +261,7 @@ async def test_lost_request_that_its_owner_leaves_is_forgotten(store_pool: Store
     await a.store.report(store_pool.next_report(generation=2))
 
     await attend(store_pool, 30_000, ["x"])
-    assert await a.store.submit(Demand("r", 2, blocks=1)) == Duplicate(RequestState.LOST)
+    assert await a.store.submit(Demand("r", 2, blocks=1)) == Duplicate(LedgerState.LOST)
     await attend(store_pool, 1000, ["x"])
 
     assert await a.store.cancel("r") == CancelOutcome(None)

@@ -8,10 +8,10 @@ from router.store.types import (
     CancelOutcome,
     Demand,
     HandBackRefusal,
+    LedgerState,
     Lost,
     Placement,
     Queued,
-    RequestState,
 )
 from tests.store_pool import RouterSide, StorePool
 
@@ -164,7 +164,7 @@ async def test_undecided_request_can_be_cancelled(store_pool: StorePool) -> None
     await a.store.report(store_pool.next_report())
     await a.place("r")
     assert await lose(a, 1, max_attempts=1) is HandBackRefusal.UNDECIDED
-    assert await a.store.cancel("r", is_own=True) == CancelOutcome(RequestState.LOST, owner_id="a")
+    assert await a.store.cancel("r", is_own=True) == CancelOutcome(LedgerState.LOST, owner_id="a")
     assert await lose(a, 1, max_attempts=1) is HandBackRefusal.STALE
 
 

@@ -19,10 +19,10 @@ from router.store.types import (
     Duplicate,
     Ending,
     HandBackRefusal,
+    LedgerState,
     Lost,
     Placement,
     Queued,
-    RequestState,
     TakenOver,
 )
 from router.stream.relay import Relay
@@ -123,7 +123,7 @@ async def test_slot_of_a_request_that_was_taken_over_is_used_again(scene: Scene)
 async def test_lost_placement_of_a_request_that_was_taken_over_meanwhile_ends_its_stream(scene: Scene) -> None:
     async with scene.router.running():
         await scene.run_here(1)
-        scene.store.answers.extend([HandBackRefusal.STALE, Duplicate(RequestState.PLACED)])
+        scene.store.answers.extend([HandBackRefusal.STALE, Duplicate(LedgerState.PLACED)])
         scene.store.tell(Lost("r", 1, "e0", 1))
         await settled()
         assert scene.store.demands[-1].is_served
@@ -189,8 +189,8 @@ async def test_request_that_no_executor_holds_is_lost_and_its_place_free(scene: 
         assert scene.store.endings == [Ending("r", 1, cancelled=True)]
 
 
-@pytest.mark.parametrize("answer", [None, RequestState.WAITING, RequestState.LOST, RequestState.ENDED])
-async def test_request_without_a_placement_is_lost(scene: Scene, answer: RequestState | None) -> None:
+@pytest.mark.parametrize("answer", [None, LedgerState.WAITING, LedgerState.LOST, LedgerState.ENDED])
+async def test_request_without_a_placement_is_lost(scene: Scene, answer: LedgerState | None) -> None:
     async with scene.router.running():
         scene.store.answers.append(answer or Queued(0))
         with pytest.raises(RequestError) as caught:

@@ -1,4 +1,4 @@
-"""The way of a request from its message to the dispatcher: what the ledger, the executor and the relay are told."""
+"""Preparation of a request, from its message to what the ledger, the executor and the relay are told."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from router.telemetry.events import RequestFacts, class_name
 from router.text.output import OutputText
 from router.text.tokenizer import TextModel
 
-# A gRPC deadline further away than this is none.
+# A gRPC deadline further away than this counts as no deadline.
 MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request ready for the dispatcher and the relay. `has_ended`: with the output that its client brought."""
+    """A request ready for the dispatcher and the relay. `has_ended`: the output that its client brought already ends
+    it."""
 
     spec: GenerateSpec
     stream: RequestStream
@@ -47,7 +48,8 @@ class PreparedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Whose request, what its client calls it, and the digest of one that may be repeated; empty: it may not."""
+    """The tenant, the client's request id, and the digest of a request that may be repeated. An empty digest: it may
+    not be repeated."""
 
     tenant: str
     request_id: str
@@ -55,12 +57,13 @@ class Names:
 
 
 def choose_seed() -> int:
-    """A seed for a request that brings none, so that its numbers can be repeated on another executor."""
+    """Returns a seed for a request that brings none. Every executor gets the same seed, so it can repeat the
+    numbers."""
     return secrets.randbits(64)
 
 
 def model_limits(pool: ModelBackend, settings: RouterSettings) -> ModelLimits:
-    """What a model allows. Raises `RequestError` while it has no executor."""
+    """Returns what a model allows. Raises `RequestError` while it has no executor."""
     description = pool.describe()
     return ModelLimits(
         context_length=description.context_length,
@@ -73,7 +76,8 @@ def model_limits(pool: ModelBackend, settings: RouterSettings) -> ModelLimits:
 
 
 def deadlines_of(spec: GenerateSpec, arrived: float, grpc_remaining_s: float | None) -> Deadlines:
-    """Absolute deadlines; the gRPC deadline counts as one for the whole request, unless it outlives its call."""
+    """Returns absolute deadlines. The gRPC deadline counts as one for the whole request, unless the request may outlive
+    its call."""
     outlives_call = spec.detach or bool(spec.resume_ttl_s)
     totals = [spec.total_deadline_s, None if outlives_call else grpc_remaining_s]
     total = min((s for s in totals if s is not None and s < MAX_GRPC_DEADLINE_S), default=None)
@@ -85,7 +89,7 @@ def deadlines_of(spec: GenerateSpec, arrived: float, grpc_remaining_s: float | N
 
 
 def names_of(request: inference_pb2.GenerateRequest) -> Names:
-    """What a request is called: its own id, the one that follows from its key, or a new one."""
+    """Returns the request's own id, the id derived from its idempotency key, or a new one."""
     tenant = request.tenant or DEFAULT_TENANT
     if request.idempotency_key:
         request_id = keyed_request_id(tenant, request.idempotency_key)
@@ -94,14 +98,14 @@ def names_of(request: inference_pb2.GenerateRequest) -> Names:
 
 
 def seed_chooser(request: inference_pb2.GenerateRequest) -> Callable[[], int]:
-    """Asked for the seed of a request that names none."""
+    """Returns the function that chooses a seed for a request that names none."""
     if not request.idempotency_key:
         return choose_seed
     return functools.partial(keyed_seed, request.tenant or DEFAULT_TENANT, request.idempotency_key)
 
 
 def tenant_limits(tenant: str, config: TenantConfig) -> TenantLimits:
-    """What a tenant may take. Raises `RequestError` for one that is not served."""
+    """Returns the limits of a tenant. Raises `RequestError` for a tenant that is not served."""
     limits = config.limits_of(tenant)
     if limits is None:
         raise unknown_tenant(tenant)
@@ -112,8 +116,8 @@ def tenant_limits(tenant: str, config: TenantConfig) -> TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a stream is opened with: what its executor is told, and what only its router knows. `arrived` and deadlines
-    are on `time.monotonic`'s clock; `prior_ids` are output that the client brought."""
+    """The parameters of a stream: what its executor is told, and what only its router knows. `arrived` and the
+    deadlines are on the clock of `time.monotonic`; `prior_ids` are output that the client brought."""
 
     submit: executor_pb2.Submit
     context: resume_pb2.RouterContext
@@ -124,7 +128,7 @@ class Terms:
 
 
 class RequestPreparation:
-    """Everything between a request and the dispatcher: validation, rates, tokens, and the stream of its output."""
+    """Every step between a request and the dispatcher: validation, rates, tokens, and the stream of its output."""
 
     def __init__(
         self,
@@ -147,7 +151,7 @@ class RequestPreparation:
         arrived: float,
         grpc_remaining_s: float | None,
     ) -> PreparedRequest:
-        """What the ledger, the executor and the relay are told of a request. Raises `RequestError`."""
+        """Returns what the ledger, the executor and the relay are told of a request. Raises `RequestError`."""
         limits = model_limits(pool, self._settings)
         spec = validate_generate(request, limits, seed_chooser(request))
         names = names_of(request)
@@ -164,8 +168,9 @@ class RequestPreparation:
         return PreparedRequest(spec, stream, has_ended=_ends(stream, prior_ids, end))
 
     def restore(self, pool: ModelBackend, attached: executor_pb2.SequenceAttached) -> RequestStream:
-        """The stream of a request that another router admitted, as its executor was told of it. Its deadline counts
-        from now; that of its first token is over. Raises `FrameError` where the executor gives back something else."""
+        """Rebuilds the stream of a request that another router admitted, from what its executor was told. Its deadline
+        counts from now; that of its first token is dropped. Raises `FrameError` if the executor returns another
+        request."""
         submit, context = attached.submit, context_of(attached)
         now = time.monotonic()
         total = now + submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None
@@ -175,7 +180,7 @@ class RequestPreparation:
 
 
 def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> RequestStream:
-    """The stream of a request, from what its executor is told, whichever router admitted it."""
+    """Returns the stream of a request, from what its executor is told, whichever router admitted it."""
     submit, context, deadlines, arrived = terms.submit, terms.context, terms.deadlines, terms.arrived
     demand = _demand(submit, context, terms.limits, pool.describe().block_size)
     deadline = deadlines.next(has_first_token=False)
@@ -215,7 +220,7 @@ def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> Reque
 
 
 def _ends(stream: RequestStream, prior_ids: Sequence[int], end: End | None) -> bool:
-    """Whether the request has ended with the output that its client brought; then its stream says so."""
+    """Returns whether the output that its client brought ends the request. The stream is then finished."""
     assert stream.reading is not None
     has_ended = end is not None or stream.reading.new_text().feed(0, prior_ids).matched is not None
     if has_ended:
@@ -259,7 +264,7 @@ def _name_token(text: TextModel, token: types_pb2.TokenLogprob) -> None:
 
 
 def _prior_output(fitted: FittedRequest) -> tuple[tuple[int, ...], End | None]:
-    """The output that the client brought, as far as it goes, and the end that it has come to."""
+    """Returns the output that the client brought, up to its end, and that end if it has one."""
     prior_ids = fitted.spec.prior_ids
     for index, token_id in enumerate(prior_ids):
         if token_id in fitted.ending_token_ids and index >= fitted.spec.stopping.min_tokens:
@@ -289,10 +294,10 @@ def _demand(
 
 
 def _rounded_ms(seconds: float) -> int:
-    """Milliseconds, coarse and never too few.
+    """Returns milliseconds, coarse and rounded up.
 
-    Equal timeouts of clients reach us some milliseconds apart; in the ledger's order by deadline they must be equal, so
-    that arrival decides. The relay keeps the exact deadline and takes the request out of the line when it passes.
+    Equal timeouts of clients arrive some milliseconds apart. In the ledger's order by deadline they must be equal, so
+    that arrival decides. The relay keeps the exact deadline and takes the request out of the queue when it passes.
     """
     nearest = float(f"{max(0.0, seconds) * 1000:.2g}")  # at most 5 % too few
     return int(nearest * 1.05) + 1

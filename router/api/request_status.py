@@ -1,4 +1,4 @@
-"""What `GetRequest` answers: how a request stands, in fields and in a sentence."""
+"""Answers to `GetRequest`: the state of a request, in fields and in a sentence."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ def request_standing(
     link: ExecutorLink | None,
     stream: RequestStream | None,
 ) -> inference_pb2.GetRequestResponse:
-    """The answer. `link` is that of the executor which has the request, `stream` its stream where it is served here.
+    """Returns the answer. `link` is the link to the executor that has the request; `stream` is its stream if this
+    router serves it.
 
-    To the ledger a request on an executor is placed, with a seat or without; to its client one without a seat waits.
+    To the ledger a request on an executor is placed, with a seat or without. To its client a request without a seat
+    waits.
     """
     response = inference_pb2.GetRequestResponse(
         request_id=request_id,
@@ -74,9 +76,10 @@ def request_standing(
 def _phase_without_seat(
     ledger_id: str, explanation: Explanation, link: ExecutorLink | None, stream: RequestStream | None
 ) -> stats_pb2.SequencePhase:
-    """STANDBY or PREEMPTED; unspecified of a request that has a seat, is on no executor, or of which nothing is known.
+    """Returns STANDBY or PREEMPTED; unspecified for a request that has a seat, that is on no executor, or of which
+    nothing is known.
 
-    The executor's report comes first: it holds for requests that other routers serve, too.
+    The executor's report comes first: it also covers requests that other routers serve.
     """
     if explanation.state is not LedgerState.PLACED:
         return stats_pb2.SEQUENCE_PHASE_UNSPECIFIED
@@ -89,7 +92,7 @@ def _phase_without_seat(
 
 
 def waiting_for(explanation: Explanation) -> str:
-    """What a request waits for, for people; empty where it does not wait."""
+    """Returns what a request waits for, as text for people; empty if it does not wait."""
     if explanation.state is LedgerState.LOST:
         return "its executor was lost; it is put back in line"
     if explanation.state is not LedgerState.WAITING or explanation.wait_reason is None:

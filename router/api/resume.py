@@ -1,4 +1,4 @@
-"""Access to a request that a caller names, and the place from which its output is wanted.
+"""Access to a request that a caller names, and the position from which the caller wants its output.
 
 A caller proves its access by the resume token that only its client got, or as an operator. Every invalid claim gets the
 answer for an unknown request.
@@ -18,7 +18,7 @@ from router.stream.request_stream import RequestStream
 
 
 def resumed_place(request: inference_pb2.ResumeRequest) -> ReadPosition:
-    """How far the client of a resumed request has read."""
+    """Returns how far the client of a resumed request has read."""
     for field, values in (("offsets", request.offsets), ("text_bytes", request.text_bytes)):
         if len(values) > 1:
             raise invalid(FieldViolation(field, f"has {len(values)} values; the request has one choice"))
@@ -28,8 +28,8 @@ def resumed_place(request: inference_pb2.ResumeRequest) -> ReadPosition:
 
 
 def check_place(place: ReadPosition, stream: RequestStream) -> None:
-    """Raises `RequestError` where a client says that it has more than there is. Of what is still on its way from an
-    executor that is known at its end."""
+    """Raises `RequestError` if a client claims to have read more than there is. For output that is still on its way
+    from an executor this is only known at its end."""
     assert stream.reading is not None
     most = stream.reading.accepted.max_tokens if stream.was_adopted else len(stream.output_ids)
     if place.offset > most:
@@ -40,14 +40,14 @@ Named = inference_pb2.CancelRequest | inference_pb2.GetRequestRequest
 
 
 class ResumeAuthorizer:
-    """Holds claims against tokens."""
+    """Checks callers' claims against resume tokens."""
 
     def __init__(self, pools: ModelRegistry, tokens: ResumeTokens) -> None:
         self._pools = pools
         self._tokens = tokens
 
     def claim(self, request: Named, caller: Caller) -> tuple[str, tuple[ModelBackend, ...]]:
-        """The ledger's id of the request, and where it can be. Raises `RequestError`."""
+        """Returns the ledger's id of the request, and the models that may serve it. Raises `RequestError`."""
         _check_id(request.request_id)
         if request.model and not sees_model(caller, request.model):
             raise unknown_request()
@@ -61,7 +61,7 @@ class ResumeAuthorizer:
         return named_id, (pool,)
 
     def claim_by_token(self, request_id: str, token: str, caller: Caller) -> tuple[str, ModelBackend]:
-        """As `claim`, for what nobody has without the token."""
+        """Like `claim`, for access that requires the token."""
         _check_id(request_id)
         subject = self._tokens.read(token, request_id)
         is_own = subject is not None and (caller.is_operator or caller.tenant in (None, subject.tenant))

@@ -1,7 +1,7 @@
-"""`InferenceService`: what clients call.
+"""`InferenceService`: the RPCs that clients call.
 
-`Generate` is the table of contents of a request: find the model, prepare, submit, relay. Everything that is wrong with
-a request is a `RequestError`; the server's interceptor turns it into a status.
+`Generate` is the table of contents of a request: find the model, prepare, submit, relay. Every problem of a request is
+a `RequestError`, which the server's interceptor translates into a status.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclasses.dataclass(slots=True)
 class Arrival:
-    """A request as far as it has come: when it began, whose model it is, and its request's stream."""
+    """A request as far as it has come: its arrival, its model and its stream."""
 
     at: float
     model: str = ""
@@ -66,12 +66,12 @@ class Arrival:
 
     @property
     def is_refused(self) -> bool:
-        """Whether an error now is a refusal: the ledger never had the request."""
+        """Returns whether an error now is a refusal: the ledger never had the request."""
         return self.stream is None or not self.stream.record.is_admitted
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
-    """Serves clients. Stateless but for the requests that run."""
+    """Serves clients. Holds no state except the running requests."""
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._no_stream.set()
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests from now on, ends those that wait, and gives running ones `timeout_s` seconds to end;
-        then they are left to other routers, which their clients can resume them on."""
+        """Refuses new requests from now on, ends those that wait, and gives running ones `timeout_s` seconds to end.
+        Requests that still run then are left to other routers, where their clients can resume them."""
         self._is_draining = True
         dispatchers = [pool.dispatcher for pool in self._pools.by_name.values()]
         for dispatcher in dispatchers:
@@ -119,14 +119,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._stats.close()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        """Generates for one prompt and streams what is produced."""
         write = writer(context, inference_pb2.GenerateResponse)
         identify = functools.partial(self._caller, context)
         await self.generate(request, identify, metadata_of(context), write, context.time_remaining())
 
     @property
     def is_draining(self) -> bool:
-        """Whether there are to be no new requests."""
         return self._is_draining
 
     async def generate(
@@ -138,7 +136,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         remaining_s: float | None,
     ) -> None:
         """Serves one request of any protocol and writes its events. `identify` returns the caller or raises
-        `RequestError`, `metadata` is that of the call, and `remaining_s` is left until the deadline of the call."""
+        `RequestError`. `metadata` is that of the call; `remaining_s` is the time left until the deadline of the call.
+        """
         arrival = Arrival(time.monotonic())
         try:
             caller = identify()
@@ -177,7 +176,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         log.info("request %s %s; metadata %s", stream.request_id, relay.summary, dict(prepared.spec.metadata))
 
     async def _begin(self, prepared: PreparedRequest, pool: ModelBackend, write: Write) -> tuple[Relay, RequestStream]:
-        """Hands a request to the dispatcher, or finds the one that it repeats. What is to be told, and of which."""
+        """Submits a request or finds the one that it repeats. Returns the relay for the client and the stream to
+        read."""
         stream, spec, dispatcher = prepared.stream, prepared.spec, pool.dispatcher
         place = dataclasses.replace(spec.place, offset=min(spec.place.offset, len(stream.output_ids)))
         if prepared.has_ended:
@@ -207,7 +207,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise
 
     async def _relay(self, relay: Relay, stream: RequestStream, pool: ModelBackend) -> None:
-        """Tells the client what happens, to the end."""
+        """Writes events to the client until the request ends."""
         grace_s = 0.0
         try:
             await relay.run()
@@ -229,7 +229,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     @contextmanager
     def _serving(self) -> Iterator[None]:
-        """Counts a stream while it is served. Raises `RequestError` where there are to be no new ones."""
+        """Counts a stream while it is served. Raises `RequestError` if the router takes no new ones."""
         if self._is_draining:
             raise draining("the router is draining")
         self._num_streams += 1
@@ -260,7 +260,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return with_write_timeout(write, self._settings.write_timeout_s)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
-        """Ends a request of any router."""
+        """Cancels a request of any router."""
         named_id, pools = self._claims.claim(request, self._caller(context))
         was: LedgerState | None = None
         for pool in pools:
@@ -273,12 +273,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetRequest(
         self, request: inference_pb2.GetRequestRequest, context: Context
     ) -> inference_pb2.GetRequestResponse:
-        """Says where a request of any router stands."""
+        """Returns the state of a request of any router."""
         named_id, pools = self._claims.claim(request, self._caller(context))
         found = [(pool, one) for pool in pools if (one := await pool.dispatcher.explain(named_id)) is not None]
         if not found:
             raise not_in_the_ledger()
-        # Another model may have served, some time ago, a request of the same id.
+        # Another model may have served a request of the same id earlier.
         pool, explanation = min(found, key=lambda one: one[1].state is LedgerState.ENDED)
         dispatcher = pool.dispatcher
         link = dispatcher.link_of(explanation.executor_id or "")
@@ -290,7 +290,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        """Turns text or chat messages into token ids."""
+        """Returns the token ids of text or chat messages."""
         caller = self._caller(context)
         pool, tenant = self._pool_of(request.model, caller), effective_tenant(caller, "")
         limits = model_limits(pool, self._settings)
@@ -302,7 +302,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        """Turns token ids into text."""
+        """Returns the text of token ids."""
         caller = self._caller(context)
         pool, tenant = self._pool_of(request.model, caller), effective_tenant(caller, "")
         token_ids = validate_detokenize(request, model_limits(pool, self._settings))
@@ -317,7 +317,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        """Lists the models that the caller can ask for."""
+        """Lists the models that the caller may ask for."""
         caller = self._caller(context)
         models = [described_model(pool) for pool in self._pools.by_name.values()]
         models += [described_variants(name, self._pools.find_all(name)) for name in self._pools.variants]
@@ -328,7 +328,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetCapacity(
         self, request: inference_pb2.GetCapacityRequest, context: Context
     ) -> inference_pb2.GetCapacityResponse:
-        """Says what every executor of the caller's models holds and what waits; never whose it is."""
+        """Returns what every executor of the caller's models holds and what waits; tenants are not named."""
         caller = self._caller(context)
         response = inference_pb2.GetCapacityResponse()
         for pool in self._pools.seen_by(caller, request.model):
@@ -340,8 +340,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return response
 
     async def GetStats(self, request: inference_pb2.GetStatsRequest, context: Context) -> None:
-        """Tells again and again how everything stands, until the caller goes, is let in no longer, or the router
-        stops."""
+        """Streams statistics until the caller leaves, loses its access, or the router stops."""
         caller = self._caller(context)
         async with aclosing(self._stats.watch(request, caller)) as stats:
             async for response in stats:
@@ -352,20 +351,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def sticky_key(request: inference_pb2.GenerateRequest) -> str:
-    """By what a request keeps to one of several models: its session, else its tenant, else itself."""
+    """Returns the key that ties a request to one of several models: its session, else its tenant, else its id."""
     own = request.idempotency_key or request.request_id
     return request.session_id or request.tenant or own or secrets.token_hex(8)
 
 
 def metadata_of(context: Context) -> Metadata:
-    """The metadata of a call."""
     return tuple(context.invocation_metadata() or ())
 
 
 def writer(
     context: Context, response: type[inference_pb2.GenerateResponse] | type[inference_pb2.ResumeResponse]
 ) -> Write:
-    """Writes events as answers of this kind."""
+    """Returns a writer that sends events as responses of one message type."""
 
     async def write(event: inference_pb2.StreamEvent) -> None:
         await context.write(response(event=event))

@@ -1,8 +1,9 @@
 """Turns of tenants on the threads that tokenize.
 
-Tokenizing is work for a whole core, without the interpreter lock. It runs on a few threads, so that cores are left for
-the event loop and for other processes, and tenants take turns on them: a tenant with much to tokenize delays itself. A
-call that is cancelled while it waits leaves the line; one that runs cannot be stopped and keeps its thread to its end.
+Tokenizing takes a whole core and releases the interpreter lock. It runs on a few threads, so that cores are left for
+the event loop and for other processes. Tenants take turns on the threads: a tenant with much to tokenize delays only
+itself. A call that is cancelled while it waits leaves the queue; one that runs cannot be stopped and keeps its thread
+until it ends.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from router.request.errors import RETRY_AFTER_MS
 
 T = TypeVar("T")
 
-# Of one tenant's texts that wait for a thread: about ten seconds of one core.
+# Bytes of one tenant's texts that may wait for a thread: about ten seconds of one core.
 MAX_WAITING_BYTES = 32 * 1024 * 1024
 
 
 def default_threads() -> int:
-    """Half of the cores, at most four: tokenizing must not be all that a router does."""
+    """Returns half of the cores, at most four, so that tokenizing does not starve the router."""
     return min(4, max(1, num_usable_cores() // 2))
 
 
@@ -36,11 +37,11 @@ class _Waiting:
 
 
 class TokenizerTurns:
-    """The threads, and who waits for one. All calls come from one event loop."""
+    """The threads, and the calls that wait for one. All calls come from one event loop."""
 
     def __init__(self, num_threads: int | None = None, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
         self._num_threads = num_threads or default_threads()
-        # No tenant has all of several threads.
+        # No tenant may hold all of several threads.
         self._max_per_tenant = max(1, self._num_threads // 2)
         self._max_waiting_bytes = max_waiting_bytes
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="tokenize")
@@ -55,12 +56,12 @@ class TokenizerTurns:
         return self._running.total()
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
-        """Runs `work`, on a text of so many bytes, when it is the tenant's turn. Raises `RequestError` QUEUE_FULL where
-        too much of the tenant's waits already."""
+        """Runs `work`, on a text of `num_bytes` bytes, when it is the tenant's turn. Raises `RequestError` QUEUE_FULL
+        if too many bytes of the tenant wait already."""
         await self._take_turn(tenant, num_bytes)
         running = asyncio.get_running_loop().run_in_executor(self._threads, work)
         running.add_done_callback(lambda done: self._end_turn(tenant, done))
-        # The thread is the tenant's until the work has ended, even where its caller is gone.
+        # The thread counts as the tenant's until the work has ended, even if its caller is gone.
         return await asyncio.shield(running)
 
     async def _take_turn(self, tenant: str, num_bytes: int) -> None:
@@ -87,13 +88,13 @@ class TokenizerTurns:
 
     def _end_turn(self, tenant: str, done: asyncio.Future[T]) -> None:
         if not done.cancelled():
-            done.exception()  # its caller may be gone, and then nothing else asks for it
+            done.exception()  # retrieves it: its caller may be gone
         self._running[tenant] -= 1
         self._start_next()
 
     def _start_next(self) -> None:
         """Gives free threads to the tenants whose turn it is."""
-        self._running += Counter()  # which drops those at zero
+        self._running += Counter()  # drops the entries at zero
         for tenant in list(self._lines):
             if not self._may_run(tenant):
                 continue

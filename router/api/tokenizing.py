@@ -1,7 +1,7 @@
-"""Tokenizing for requests, and what bounds it: lengths, rates, turns of tenants.
+"""Tokenizing for requests, and its bounds: lengths, rates, turns of tenants.
 
-A text that surely does not fit is refused by its bytes, and one of a tenant whose rate is used up by the ledger, both
-before it is tokenized. What takes more than a moment runs on a thread, where tenants take turns.
+A text that is certainly too long is refused by its bytes, and a text of a tenant whose rate is used up is refused by
+the ledger. Both happen before it is tokenized. Longer work runs on a thread, where tenants take turns.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from router.request.spec import ChatPrompt, GenerateSpec, ModelLimits, Prompt, T
 from router.store.types import TenantLimits
 from router.text.tokenizer import ENCODE_IN_THREAD_CHARACTERS, TextModel
 
-# A text that need not fit the context, because it is truncated or only tokenized, may have so many contexts of tokens.
+# A text that need not fit the context, because it is truncated or only tokenized, may have this many contexts of
+# tokens.
 MAX_CONTEXTS = 16
-# Detokenizing takes about a microsecond for an id.
+# Detokenizing takes about a microsecond per id.
 DECODE_IN_THREAD_IDS = 1024
 
 
 def most_tokens(spec: GenerateSpec, limits: ModelLimits) -> int:
-    """Tokens of a prompt above which there is no need to tokenize it to refuse it."""
+    """Returns the number of tokens above which a prompt can be refused without tokenizing it."""
     if spec.truncate_prompt_tokens is not None:
         return MAX_CONTEXTS * limits.context_length
     return limits.context_length - 1
@@ -32,8 +33,8 @@ def most_tokens(spec: GenerateSpec, limits: ModelLimits) -> int:
 async def check_rates(
     pool: ModelBackend, spec: GenerateSpec, allowed: TenantLimits, tenant: str, request_id: str
 ) -> None:
-    """Raises `RequestError` RATE_LIMITED where the ledger would refuse the request for its tenant's rates, whose limits
-    are `allowed`. `request_id` is the ledger's. Where nothing is to be tokenized the ledger is left to say so."""
+    """Raises `RequestError` RATE_LIMITED if the ledger would refuse the request for its tenant's rates, whose limits
+    are `allowed`. `request_id` is the ledger's. If there is nothing to tokenize, the check is left to the submit."""
     if not allowed.has_rates or isinstance(spec.prompt, TokenPrompt):
         return
     tokens = least_prompt_tokens(pool.text, spec) + (spec.stopping.max_tokens or 1)
@@ -43,7 +44,7 @@ async def check_rates(
 
 
 async def take_rates(dispatcher: Dispatcher, tenant: str, allowed: TenantLimits) -> None:
-    """Takes a request, of no tokens, from a tenant's rates. Raises `RequestError` RATE_LIMITED."""
+    """Takes a request of no tokens from a tenant's rates. Raises `RequestError` RATE_LIMITED."""
     if allowed.requests_per_s is None:
         return
     refused = await dispatcher.check_rates(tenant, allowed, 0, takes=True)
@@ -52,7 +53,7 @@ async def take_rates(dispatcher: Dispatcher, tenant: str, allowed: TenantLimits)
 
 
 def least_prompt_tokens(text: TextModel, spec: GenerateSpec) -> int:
-    """Tokens that the prompt has at least, if the chat template keeps all that is said."""
+    """Returns the fewest tokens that the prompt can have, if the chat template keeps every message."""
     match spec.prompt:
         case TextPrompt():
             num_tokens = text.least_tokens(spec.prompt.text)
@@ -71,7 +72,8 @@ class Tokenizing:
         self._turns = turns or TokenizerTurns()
 
     async def encode(self, text: TextModel, prompt: Prompt, most: int, tenant: str) -> list[int]:
-        """The prompt's token ids. Raises `RequestError`, also for a text that surely has more than `most` tokens."""
+        """Returns the prompt's token ids. Raises `RequestError`, also for a text that certainly has more than `most`
+        tokens."""
         match prompt:
             case TokenPrompt():
                 return list(prompt.ids)
@@ -84,7 +86,7 @@ class Tokenizing:
         return await self._turns.run(tenant, num_bytes, lambda: encode_now(text, prompt, most))
 
     async def decode(self, text: TextModel, ids: Sequence[int], tenant: str, *, skip_special_tokens: bool) -> str:
-        """The text of token ids. Raises `RequestError`."""
+        """Returns the text of token ids. Raises `RequestError`."""
 
         def decode_now() -> str:
             return text.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -95,7 +97,7 @@ class Tokenizing:
 
 
 def encode_now(text: TextModel, prompt: TextPrompt | ChatPrompt, most: int) -> list[int]:
-    """The token ids of a text or a conversation. Blocks. Raises `RequestError`."""
+    """Returns the token ids of a text or a conversation. Blocks. Raises `RequestError`."""
     if isinstance(prompt, ChatPrompt):
         return text.encode_chat(prompt.chat, most_tokens=most)
     text.check_length(prompt.text, most, prompt.field)

@@ -1,7 +1,7 @@
-"""The fields of the protocol whose function is not built yet.
+"""Fields of the protocol whose function is not built yet.
 
-A request that sets one to anything but its neutral value is refused, never served without it. Who builds a function
-removes its line here.
+A request that sets one to anything but its neutral value is refused; it is never served without the function. The
+change that builds a function removes its line here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inflight.v1 import inference_pb2, types_pb2
 
 @dataclass(frozen=True, slots=True)
 class UnbuiltField:
-    """A field, what it would do, and the values that ask for nothing. An unset field asks for nothing either."""
+    """A field, its function, and the values that ask for nothing. An unset field asks for nothing either."""
 
     path: str
     function: str
@@ -53,7 +53,7 @@ UNBUILT = (
 
 
 def refuse_unsupported(request: inference_pb2.GenerateRequest) -> None:
-    """Raises `RequestError` naming every field that asks for what is not built."""
+    """Raises `RequestError` naming every field that asks for an unsupported function."""
     violations = [
         violation
         for unbuilt in UNBUILT
@@ -65,7 +65,7 @@ def refuse_unsupported(request: inference_pb2.GenerateRequest) -> None:
 
 
 def unsupported_defaults(default_sampling: types_pb2.SamplingParams) -> Iterator[str]:
-    """The fields of a model's generation config that have no effect, for a word of warning at start."""
+    """Yields the fields of a model's generation config that have no effect, for a warning at start."""
     for unbuilt in UNBUILT_SAMPLING:
         if _asks_for(default_sampling, unbuilt):
             yield unbuilt.path

@@ -1,9 +1,9 @@
-"""What a client may ask for.
+"""Validation of what a client asks for.
 
-Pure: a request of the protocol and a model's limits in, plain values out, or a `RequestError` that names every field
-that is wrong together with what is allowed. Two steps, because some limits count tokens: `validate_generate` before the
-prompt is tokenized, `fit_tokens` after. Nothing that a request sets is ignored: a field is read here or refused by
-`router.api.unsupported_fields`.
+Pure: takes a request of the protocol and a model's limits, and returns plain values or raises a `RequestError` that
+names every wrong field together with what is allowed. Validation has two steps, because some limits count tokens:
+`validate_generate` before the prompt is tokenized, `fit_tokens` after. No field that a request sets is ignored: it is
+read here or refused by `router.api.unsupported_fields`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_METADATA_VALUE_CHARACTERS = 1024
 MAX_NAME_CHARACTERS = 256
 MAX_IDEMPOTENCY_KEY_CHARACTERS = 128
 MAX_DEADLINE_S = 7 * 24 * 3600
-# Of Detokenize, for models whose context is shorter.
+# Ids of a Detokenize request, for models whose context is shorter.
 MAX_DETOKENIZED_IDS = 2**16
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -53,7 +53,7 @@ Violations = Iterator[FieldViolation]
 def validate_generate(
     request: inference_pb2.GenerateRequest, limits: ModelLimits, choose_seed: Callable[[], int]
 ) -> GenerateSpec:
-    """What the request means for the model. `choose_seed` is asked where the request brings no seed."""
+    """Returns the request with all defaults resolved. Calls `choose_seed` if the request brings no seed."""
     violations = _first(
         _name_violations(request),
         _prompt_violations(request, limits),
@@ -94,7 +94,7 @@ def validate_generate(
 
 
 def _first(*violations: Violations) -> tuple[FieldViolation, ...]:
-    """As many violations as an error names. What comes behind them is not looked for."""
+    """Returns as many violations as an error names. The search stops there."""
     return tuple(itertools.islice(itertools.chain(*violations), MAX_VIOLATIONS))
 
 
@@ -107,7 +107,7 @@ def _output_flags(output: inference_pb2.OutputOptions) -> OutputFlags:
 
 
 def fit_tokens(prompt_ids: Sequence[int], spec: GenerateSpec, limits: ModelLimits) -> FittedRequest:
-    """Checks what depends on the number of tokens, and settles `max_tokens`."""
+    """Checks the limits that depend on the number of tokens, and resolves `max_tokens`."""
     field = spec.prompt.field
     if not prompt_ids:
         raise invalid(FieldViolation("prompt", f"is empty: `{field}` has no tokens"))
@@ -146,7 +146,7 @@ def fit_tokens(prompt_ids: Sequence[int], spec: GenerateSpec, limits: ModelLimit
 
 
 def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: ModelLimits) -> TextPrompt | ChatPrompt:
-    """What is to be tokenized. Empty text is fine here."""
+    """Returns the text or conversation to tokenize. Empty text is allowed."""
     match request.WhichOneof("input"):
         case "text":
             violations = tuple(_size_violations("text", len(request.text.encode()), limits))
@@ -163,7 +163,7 @@ def validate_tokenize(request: inference_pb2.TokenizeRequest, limits: ModelLimit
 
 
 def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: ModelLimits) -> tuple[int, ...]:
-    """The ids to turn into text."""
+    """Returns the ids to turn into text."""
     most = min(limits.max_prompt_bytes, max(limits.context_length, MAX_DETOKENIZED_IDS))
     if len(request.token_ids) > most:
         raise invalid(FieldViolation("token_ids", f"has {len(request.token_ids)} ids; at most {most} are allowed"))
@@ -227,7 +227,7 @@ def _size_violations(field: str, num_bytes: int, limits: ModelLimits) -> Violati
 
 
 def _count_violations(field: str, num_ids: int, limits: ModelLimits) -> Violations:
-    """No text of the allowed size has more tokens than bytes."""
+    """A text of the allowed size never has more tokens than bytes."""
     most = min(limits.max_prompt_bytes, MAX_TOKEN_IDS)
     if num_ids > most:
         yield FieldViolation(field, f"has {num_ids} ids; at most {most} are allowed")

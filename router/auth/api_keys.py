@@ -1,20 +1,20 @@
-"""API keys: what the file of keys says, and whose a presented key is.
+"""API keys: the file of keys, and the owner of a presented key.
 
-Pure: TOML text in, frozen values out, or a `ContentError` that names the line and the key of everything that is wrong.
+Pure: takes TOML text and returns frozen values, or raises a `ContentError` with the line and key of every problem.
 
     [[key]]
     id = "acme-1"                         # for people and logs; no secret
-    hash = "sha256:9f86…"                 # of the key; the key itself stands nowhere
+    hash = "sha256:9f86…"                 # of the key; the key itself is stored nowhere
     tenant = "acme"
-    classes = ["standard", "batch"]       # all, where the line is left out
-    models = ["SmolLM2-135M-Instruct"]    # all
-    operator = false                      # may act for, and look at, every tenant
-    expires = 2027-01-01T00:00:00Z        # never
+    classes = ["standard", "batch"]       # without the line: all
+    models = ["SmolLM2-135M-Instruct"]    # without the line: all
+    operator = false                      # may act for, and inspect, every tenant
+    expires = 2027-01-01T00:00:00Z        # without the line: never
     disabled = false
 
-A hash that is slow on purpose (bcrypt, argon2) protects passwords, which people choose and which can be guessed. A key
-of 256 random bits cannot be guessed at any speed, so SHA-256 is enough and costs a request nothing. That a key was weak
-cannot be seen from its hash: only keys that are too short are refused, when they are presented.
+Hashes that are slow on purpose (bcrypt, argon2) protect passwords, which people choose and which can be guessed. A key
+of 256 random bits cannot be guessed at any speed, so SHA-256 is enough and adds no cost to a request. A hash does not
+show that its key was weak: only keys that are too short are refused, when they are presented.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class ApiKey:
     is_disabled: bool = False
 
     def opens(self, now_s: float) -> bool:
-        """Whether the key is good now."""
+        """Returns whether the key is valid now."""
         return not self.is_disabled and (self.expires_s is None or now_s < self.expires_s)
 
 
 def find_key(keys: Sequence[ApiKey], presented: str) -> ApiKey | None:
-    """The entry of a key. Looks at every entry, in the same way and to the end, whichever it is."""
+    """Returns the entry of a key. Compares every entry in constant time, whichever matches."""
     if len(presented) < MIN_KEY_CHARACTERS:
         return None
     digest = hashlib.sha256(presented.encode()).digest()
@@ -75,7 +75,7 @@ def find_key(keys: Sequence[ApiKey], presented: str) -> ApiKey | None:
 
 
 def parse_keys(source: str) -> tuple[ApiKey, ...]:
-    """What the file says. No error repeats a value: it may be a key by mistake. Raises `ContentError`."""
+    """Parses the file. No error repeats a value, which may be a key by mistake. Raises `ContentError`."""
     return tuple(entry.to_key() for entry in read_toml(source, _File, shows_values=False).key)
 
 

@@ -1,7 +1,7 @@
 """Authentication of a router's callers: by API keys, JSON web tokens, both, or not at all.
 
-A caller shows one credential, as metadata `authorization: Bearer …` or `x-api-key: …`. Why it does not open is in the
-log at level debug; the caller is told the same whatever it was.
+A caller shows one credential, as metadata `authorization: Bearer …` or `x-api-key: …`. The log says at level debug why
+a credential is refused; the caller gets the same error in every case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 KeysFile = FileWatcher[tuple[ApiKey, ...]]
 TokensFile = FileWatcher[dict[str, VerificationKey]]
 
-# Health and reflection are open, and so are methods that tell no more than health does.
+# Health and reflection are open, and so are methods that reveal no more than health does.
 CLOSED_SERVICES = ("/inflight.v1.InferenceService/", "/inference.GRPCInferenceService/")
 OPEN_METHODS = frozenset(
     {"/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady"},
@@ -35,7 +35,7 @@ BEARER = "bearer"
 
 
 class CredentialAuthenticator:
-    """Knows callers by what they show."""
+    """Identifies callers by their credentials."""
 
     def __init__(
         self,

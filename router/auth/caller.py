@@ -1,7 +1,7 @@
-"""Who calls, and what that caller may ask for.
+"""The caller of an RPC, and what it may ask for.
 
 An `Authenticator` identifies the caller by the metadata of a call; `authorize` checks a request against the caller. A
-tenant that a request names is trusted only where callers are not authenticated.
+tenant that a request names is trusted only if callers are not authenticated.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Metadata = Sequence[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls. `tenant` None: not identified, and believed as named. `classes` and `models` are what it may ask for;
-    None: all. An operator may look at, and cancel, any tenant's requests without their token."""
+    """An identified caller. `tenant` None: not identified; the tenant that it names is trusted. `classes` and `models`
+    are what it may ask for; None: all. An operator may inspect and cancel any tenant's requests without their token."""
 
     tenant: str | None = None
     classes: frozenset[types_pb2.PriorityClass] | None = None
@@ -30,14 +30,14 @@ class Caller:
 
 
 ANYBODY = Caller(is_operator=True)
-"""Who calls where the router identifies nobody."""
+"""Who calls where the router does not authenticate callers."""
 
 
 class Authenticator(Protocol):
-    """Tells who calls."""
+    """Identifies callers."""
 
     def identify(self, metadata: Metadata) -> Caller:
-        """Who sends a call with this metadata. Raises `RequestError` UNAUTHENTICATED."""
+        """Returns the caller of a call with this metadata. Raises `RequestError` UNAUTHENTICATED."""
         ...
 
 
@@ -45,24 +45,24 @@ _verified: ContextVar[Caller | None] = ContextVar("verified_caller", default=Non
 
 
 def remember_verified(caller: Caller) -> None:
-    """Keeps the caller of the call that the current task serves, so that its credential is verified once."""
+    """Stores the caller of the call that the current task serves, so that its credential is verified once."""
     _verified.set(caller)
 
 
 def verified_caller() -> Caller | None:
-    """The caller of the call that the current task serves; None if it has not been verified."""
+    """Returns the caller of the call that the current task serves; None if it has not been verified."""
     return _verified.get()
 
 
 class AnonymousAuthenticator:
-    """Identifies nobody: tenants are believed as named."""
+    """Identifies no caller: the tenants that requests name are trusted."""
 
     def identify(self, metadata: Metadata) -> Caller:
         return ANYBODY
 
 
 def authorize(request: inference_pb2.GenerateRequest, caller: Caller) -> None:
-    """Fills in tenant and class as the caller may have them. Raises `RequestError` NOT_ALLOWED."""
+    """Sets the tenant and class that the caller may use. Raises `RequestError` NOT_ALLOWED."""
     request.model = model_of(caller, request.model)
     if caller.tenant is not None:
         request.tenant = effective_tenant(caller, request.tenant)
@@ -70,7 +70,8 @@ def authorize(request: inference_pb2.GenerateRequest, caller: Caller) -> None:
 
 
 def effective_tenant(caller: Caller, named: str) -> str:
-    """Whose request it is. Raises `RequestError` NOT_ALLOWED where another tenant is named."""
+    """Returns the tenant of a request. Raises `RequestError` NOT_ALLOWED if it names a tenant other than the
+    caller's."""
     if caller.tenant is None:
         return named or DEFAULT_TENANT
     if named and named != caller.tenant and not caller.is_operator:
@@ -79,7 +80,8 @@ def effective_tenant(caller: Caller, named: str) -> str:
 
 
 def model_of(caller: Caller, named: str) -> str:
-    """The model that is meant: no name is the caller's only model. Raises `RequestError` NOT_ALLOWED."""
+    """Returns the model that a request names; without a name, the caller's only model. Raises `RequestError`
+    NOT_ALLOWED."""
     if caller.models is None or named in caller.models:
         return named
     if not named and len(caller.models) == 1:
@@ -89,12 +91,12 @@ def model_of(caller: Caller, named: str) -> str:
 
 
 def sees_model(caller: Caller, model: str) -> bool:
-    """Whether the caller may know of the model."""
+    """Returns whether the caller may know of the model."""
     return caller.models is None or model in caller.models
 
 
 def _class_of(caller: Caller, asked: types_pb2.PriorityClass) -> types_pb2.PriorityClass:
-    """The class asked for; the caller's best, from standard on, where none is."""
+    """Returns the class asked for. Without one: the best class of the caller from standard down, else the one above."""
     if caller.classes is None:
         return asked
     if asked == types_pb2.PRIORITY_CLASS_UNSPECIFIED:

@@ -1,4 +1,4 @@
-"""The port that clients connect to: its certificates, and what one connection may take."""
+"""TLS of the port that clients connect to, and the limits of one connection."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
-# Room in a request for everything but its prompt.
+# Bytes of a request besides its prompt.
 REQUEST_FIELDS_BYTES = 1024 * 1024
 
 
 def open_tls(settings: RouterSettings) -> TlsFiles | None:
-    """The certificates to serve clients with; None for serving in the clear. Raises `SettingError`."""
+    """Returns the certificates to serve clients with; None for serving in the clear. Raises `SettingError`."""
     paths = TlsPaths.of(settings.tls_cert_file, settings.tls_key_file, None, prefix="")
     if paths is not None:
         return TlsFiles.open(paths)
@@ -30,7 +30,7 @@ def open_tls(settings: RouterSettings) -> TlsFiles | None:
 
 
 def connection_limits_of(settings: RouterSettings) -> ConnectionLimits:
-    """What a client's connection may take."""
+    """Returns the limits of a client's connection."""
     return ConnectionLimits(
         max_streams=settings.max_streams_per_connection,
         max_idle_s=settings.max_connection_idle_s,

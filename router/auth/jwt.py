@@ -1,15 +1,15 @@
-"""JSON web tokens: what the file of public keys says, and who a token says that its bearer is.
+"""JSON web tokens: the file of public keys, and the caller that a token names.
 
-What decides is ours: which key is the token's `kid`, but the algorithm is the key's own, never the token's, and only
-signatures by a private key that this router does not have are known: no HMAC, no `none`. ResumeAuthorizer read:
+The token's `kid` selects the key. The algorithm is the key's own, never the token's. Tokens must be signed by a private
+key, which this router does not have: no HMAC, no `none`. These claims are read:
 
 | claim | content |
 | --- | --- |
-| `iss` `aud` `exp` | needed, and checked; `nbf` and `iat` are checked where they stand |
-| the tenant's (`jwt_tenant_claim`) | needed: text |
+| `iss` `aud` `exp` | required and checked; `nbf` and `iat` are checked if present |
+| the tenant's (`jwt_tenant_claim`) | required: text |
 | `inflight_classes` | list of classes that may be asked for; absent: all |
 | `inflight_models` | list of models that may be used; absent: all |
-| `inflight_operator` | true: may act for, and look at, every tenant |
+| `inflight_operator` | true: may act for, and inspect, every tenant |
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_TOKEN_CHARACTERS = 8192
 LEEWAY_S = 30
 MIN_RSA_BITS = 2048
 
-# By type and curve of a key: what it may sign with. The first is meant where the key does not say.
+# The algorithms of a key by its type and curve. The first is the default if the key names none.
 ALGORITHMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("RSA", ""): ("RS256", "PS256"),
     ("EC", "P-256"): ("ES256",),
@@ -45,7 +45,7 @@ ALGORITHMS: dict[tuple[str, str], tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class VerificationKey:
-    """A public key and the one algorithm that its signatures are checked by."""
+    """A public key and the one algorithm of its signatures."""
 
     key: Any
     algorithm: str
@@ -53,7 +53,7 @@ class VerificationKey:
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What a token must say."""
+    """The claims that a token must have."""
 
     issuer: str
     audience: str
@@ -61,11 +61,11 @@ class TokenRules:
 
 
 class TokenError(Exception):
-    """The token is not good. The text says why, without anything of the token."""
+    """The token is invalid. The text says why and repeats nothing of the token."""
 
 
 def verify_token(token: str, keys: Mapping[str, VerificationKey], rules: TokenRules) -> Caller:
-    """Who bears the token. Raises `TokenError`."""
+    """Returns the bearer of the token. Raises `TokenError`."""
     if len(token) > MAX_TOKEN_CHARACTERS:
         raise TokenError("too long")
     try:
@@ -82,7 +82,7 @@ def verify_token(token: str, keys: Mapping[str, VerificationKey], rules: TokenRu
             leeway=LEEWAY_S,
             options={"require": ["iss", "aud", "exp", rules.tenant_claim]},
         )
-    except (jwt.PyJWTError, ValueError, ArithmeticError, RecursionError) as error:  # the last three: of strange JSON
+    except (jwt.PyJWTError, ValueError, ArithmeticError, RecursionError) as error:  # the last three: malformed JSON
         raise TokenError(type(error).__name__) from None
     return _caller(claims, rules)
 
@@ -114,7 +114,7 @@ def _names(claims: Mapping[str, Any], claim: str) -> frozenset[str] | None:
 
 
 def parse_jwks(source: str) -> dict[str, VerificationKey]:
-    """The keys of a JWKS file by id. Raises `ContentError`."""
+    """Returns the keys of a JWKS file by id. Raises `ContentError`."""
     try:
         content = json.loads(source)
     except (ValueError, RecursionError) as error:
@@ -138,7 +138,7 @@ def parse_jwks(source: str) -> dict[str, VerificationKey]:
 
 
 class _UnusableKey(Exception):
-    """The text says why."""
+    """The key cannot be used. The text says why."""
 
 
 def _verification_key(entry: Any) -> tuple[str, VerificationKey]:

@@ -34,14 +34,14 @@ _PURPOSE = b"inflight resume token 1\0"
 
 @dataclass(frozen=True, slots=True)
 class TokenSubject:
-    """Whose request, and of which pool."""
+    """The owner of a request, and its pool."""
 
     tenant: str
     pool: str
 
 
 class ResumeTokens:
-    """The tokens of this router. `learn(own)` asks the ledger for the secret; `own` becomes it where there is none."""
+    """The tokens of this router. `learn(own)` asks the ledger for the secret and stores `own` if there is none."""
 
     def __init__(self, secret: bytes | None, learn: Learn | None = None) -> None:
         # Newest first.
@@ -54,7 +54,7 @@ class ResumeTokens:
             self._is_known.set()
 
     def check_again(self) -> None:
-        """The ledger may have lost the secret."""
+        """Learns the secret again: the ledger may have lost it."""
         self._is_due.set()
 
     async def known(self) -> None:
@@ -81,12 +81,12 @@ class ResumeTokens:
         self._is_known.set()
 
     def make(self, tenant: str, pool: str, request_id: str) -> str:
-        """The token of a request. Raises `RequestError` STORE_UNAVAILABLE while there is no secret."""
+        """Returns the token of a request. Raises `RequestError` STORE_UNAVAILABLE while there is no secret."""
         self._check()
         return make_token(self._secrets[0], TokenSubject(tenant, pool), request_id)
 
     def read(self, token: str, request_id: str) -> TokenSubject | None:
-        """Whose request it is; None where the token is not this request's. Raises as `make`."""
+        """Returns the subject of a token; None if the token is not this request's. Raises as `make`."""
         self._check()
         found = [read_token(secret, token, request_id) for secret in self._secrets]
         return next((subject for subject in found if subject is not None), None)
@@ -98,13 +98,13 @@ class ResumeTokens:
 
 
 def make_token(secret: bytes, subject: TokenSubject, request_id: str) -> str:
-    """The token of a request."""
     named = f"{subject.tenant}\0{subject.pool}".encode()
     return base64.urlsafe_b64encode(_tag(secret, named, request_id) + named).decode().rstrip("=")
 
 
 def read_token(secret: bytes, token: str, request_id: str) -> TokenSubject | None:
-    """What a token names, or None where it is not the token of this request. Takes the same time for any wrong one."""
+    """Returns the subject of a token; None if it is not the token of this request. Takes the same time for any wrong
+    one."""
     try:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         tenant, separator, pool = raw[TAG_BYTES:].decode().partition("\0")

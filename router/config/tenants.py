@@ -1,4 +1,4 @@
-"""The tenant configuration: what each tenant may take, and which names stand for several models.
+"""The tenant configuration: the limits of each tenant, and the names that stand for several models.
 
 It comes from the file of the setting `admission_file`:
 
@@ -39,7 +39,7 @@ BURST_OF = {"requests_per_s": "request_burst", "tokens_per_s": "token_burst"}
 
 
 def is_tenant_name(name: str) -> bool:
-    """Whether a tenant can have this name."""
+    """Returns whether a tenant can have this name."""
     return name.isprintable() and 1 <= len(name) <= MAX_TENANT_CHARACTERS
 
 
@@ -50,7 +50,7 @@ def _tenant_name(name: str) -> str:
 
 
 def _within(minimum: float, maximum: float, hint: str = "") -> AfterValidator:
-    """Checks that a number is in [minimum, maximum], which NaN is not."""
+    """Returns a validator that a number is in [minimum, maximum]. NaN is not."""
 
     def check(value: float) -> float:
         if not minimum <= value <= maximum:
@@ -116,7 +116,7 @@ class TenantTable(Table):
         return self
 
     def limits(self) -> TenantLimits:
-        """The limits; a burst that is not given is what one second brings."""
+        """The limits. A burst that is not given is one second of the rate."""
         given = self.model_dump(exclude_unset=True)
         for rate, burst in BURST_OF.items():
             if rate in given:
@@ -125,7 +125,7 @@ class TenantTable(Table):
 
 
 class _File(Table):
-    """The whole file. The context of its validation is the set of the models that this router serves."""
+    """The whole file. The context of its validation is the set of models that this router serves."""
 
     unknown_tenants: Literal["default", "refuse"] = "default"
     tenants: dict[TenantName, TenantTable] = Field(default_factory=dict)
@@ -134,14 +134,14 @@ class _File(Table):
 
 @dataclass(frozen=True, slots=True)
 class TenantConfig:
-    """What the file says. `variants` maps a name to the models that it stands for."""
+    """The content of the file. `variants` maps a name to the models that it stands for."""
 
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     refuses_unknown_tenants: bool = False
     variants: Mapping[str, tuple[Variant, ...]] = field(default_factory=dict)
 
     def limits_of(self, tenant: str) -> TenantLimits | None:
-        """What the tenant may take; None if it is not served at all."""
+        """Returns the tenant's limits; None if it is not served."""
         if tenant in self.tenants:
             return self.tenants[tenant]
         return None if self.refuses_unknown_tenants else self.tenants.get(DEFAULT_TENANT, NO_LIMITS)
@@ -151,7 +151,7 @@ NO_CONFIG = TenantConfig()
 
 
 def parse_tenants(source: str, served: frozenset[str]) -> TenantConfig:
-    """What the file says. `served` are the models that this router serves. Raises `ContentError`."""
+    """Parses the file. `served` are the models that this router serves. Raises `ContentError`."""
     file = read_toml(source, _File, served)
     tenants = {name: table.limits() for name, table in file.tenants.items()}
     variants = {
@@ -162,7 +162,7 @@ def parse_tenants(source: str, served: frozenset[str]) -> TenantConfig:
 
 
 class TenantConfigFile:
-    """The configuration that is in force now. Without a file it never changes."""
+    """The configuration in force. Without a file it never changes."""
 
     def __init__(self, file: FileWatcher[TenantConfig] | None, config: TenantConfig = NO_CONFIG) -> None:
         self._file = file
@@ -172,7 +172,7 @@ class TenantConfigFile:
     def open(
         cls, path: Path | None, served: frozenset[str], on_read: Callable[[str | None], None] = lambda problem: None
     ) -> Self:
-        """Reads the file; `on_read` is told of every change (see `FileWatcher`). Raises `SettingError` if the file
+        """Reads the file; `on_read` is called for every change (see `FileWatcher`). Raises `SettingError` if the file
         cannot be used."""
         if path is None:
             return cls(None)
@@ -181,7 +181,6 @@ class TenantConfigFile:
 
     @property
     def config(self) -> TenantConfig:
-        """What is in force."""
         return self._config if self._file is None else self._file.content
 
     async def follow(self) -> None:

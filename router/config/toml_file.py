@@ -1,8 +1,8 @@
 """Validation of TOML text by a pydantic model: all problems at once, each with its line.
 
-pydantic names the key that is wrong, but `tomllib` does not report the line of a key. `key_lines` finds it for what
-people write into settings: table headers and `key = value` lines, with keys bare, quoted or dotted. A key inside an
-inline table has the line of the table.
+pydantic names the key that is wrong, but `tomllib` does not report the line of a key. `key_lines` finds it for the
+forms that people write: table headers and `key = value` lines, with keys bare, quoted or dotted. A key inside an inline
+table has the line of the table.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Path = tuple[str, ...]
 Location = tuple[str | int, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
-# A validator's error may name a key below the value that it has checked: `PydanticCustomError(…, {BELOW: location})`.
+# A validator's error may name a key below the value that it checks: `PydanticCustomError(…, {BELOW: location})`.
 BELOW = "below"
-# What pydantic puts behind a key whose name is wrong.
+# pydantic appends this to a key whose name is wrong.
 KEY = "[key]"
 
 EXPECTED = {
@@ -46,7 +46,7 @@ _DECODE_ERROR_LINE = re.compile(r"\(at line (\d+),")
 
 
 class Table(BaseModel):
-    """A table with a fixed set of keys, each with a value of exactly its type."""
+    """A table with a fixed set of keys and strictly typed values."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -67,8 +67,8 @@ def read_toml(source: str, model: type[Model], context: Any = None, *, shows_val
 
 
 def key_lines(source: str) -> dict[Path, int]:
-    """The line, from 1, on which each table and key first stands, or the first one in it. The tables of `[[name]]` are
-    `name`, `0`, …"""
+    """Returns the line, counted from 1, of each table and key where it first stands, or of its first key. The tables of
+    `[[name]]` are `name`, `0`, …"""
     lines: dict[Path, int] = {}
     table: Path = ()
     lengths: dict[Path, int] = {}
@@ -88,7 +88,7 @@ def key_lines(source: str) -> dict[Path, int]:
 
 
 def key_line(lines: dict[Path, int], path: Path) -> int | None:
-    """The line of a key, or of the nearest table around it that is known; None for the whole text."""
+    """Returns the line of a key, or of the nearest table around it that is known; None for the whole text."""
     return next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), None)
 
 
@@ -125,7 +125,7 @@ def _text(error: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _name(location: Location) -> str:
-    """`tenants.acme.weight`, and `key number 2, hash` below a list."""
+    """Returns `tenants.acme.weight`, or `key number 2, hash` below a list."""
     name = ""
     for part in location:
         if isinstance(part, int):
@@ -136,7 +136,7 @@ def _name(location: Location) -> str:
 
 
 def _type_at(model: type[BaseModel], location: Location) -> Any:
-    """The annotation of what stands at a location: tables are models, or dictionaries or lists of one type."""
+    """Returns the annotation at a location. Tables are models, or dictionaries or lists of one type."""
     found: Any = model
     for part in location:
         found = found.model_fields[str(part)].annotation if _is_table(found) else get_args(found)[-1]
@@ -148,13 +148,13 @@ def _is_table(annotation: Any) -> bool:
 
 
 def _error_line(error: Exception, source: str) -> int:
-    """The line that a syntax error is on; the last one where the error does not say."""
+    """Returns the line of a syntax error; the last line if the error does not say."""
     found = _DECODE_ERROR_LINE.search(str(error))
     return int(found[1]) if found else source.count("\n") + 1
 
 
 def _split(dotted: str) -> Path:
-    """The parts of a dotted key; none of what only looks like one, inside a text of several lines."""
+    """Returns the parts of a dotted key. Text inside a multi-line string that only looks like a key has none."""
     path: list[str] = []
     try:
         table: object = tomllib.loads(f"{dotted} = 0")

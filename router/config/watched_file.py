@@ -1,6 +1,6 @@
-"""A file on disk that is read at start, and again whenever it has changed.
+"""A file on disk that is read at start and again whenever it changes.
 
-A version that cannot be used changes nothing: the version before it stays in force, and the log says what is wrong. The
+A version that cannot be used has no effect: the previous version stays in force, and the log says what is wrong. The
 file is checked and read in a thread.
 """
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong in a file; `line` None concerns all of it."""
+    """A problem in a file. `line` None: it concerns the whole file."""
 
     line: int | None
     text: str
@@ -32,7 +32,7 @@ class Problem:
 
 
 class ContentError(Exception):
-    """The content of a file cannot be used. `problems` are all that were found."""
+    """The content of a file cannot be used. `problems` lists all that were found."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__("; ".join(map(str, problems)))
@@ -40,9 +40,9 @@ class ContentError(Exception):
 
 
 class FileWatcher(Generic[T]):
-    """The current content of a file. `setting` is the setting that names it, `what` its name in the log; `parse` turns
-    its text into content or raises `ContentError`. `on_read` gets None for a change that is in force, else what is
-    wrong with it. Raises `SettingError` if the file cannot be used at the start."""
+    """The current content of a file. `setting` is the setting that names the file, `what` the file's name in the log.
+    `parse` turns its text into content or raises `ContentError`. `on_read` gets None for a change that is in force,
+    else the problem. Raises `SettingError` if the file cannot be used at start."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class FileWatcher(Generic[T]):
 
     @property
     def content(self) -> T:
-        """What holds now."""
+        """The content in force."""
         return self._content
 
     async def follow(self) -> None:
-        """Looks at the file again and again until cancelled."""
+        """Checks the file for changes until cancelled."""
         await poll(self.look)
 
     def look(self) -> None:
@@ -76,7 +76,7 @@ class FileWatcher(Generic[T]):
         version = version_of(self._path)
         if version == self._version:
             return
-        self._version = version  # of a version that cannot be used the log speaks once
+        self._version = version  # an unusable version is logged once
         try:
             self._version, self._content = self._read()
         except _Unusable as error:

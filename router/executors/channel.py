@@ -1,6 +1,6 @@
-"""How a router connects to executors: in the clear, or with certificates on both sides.
+"""gRPC channels from a router to executors: in the clear, or with certificates on both sides.
 
-Every channel is opened with the certificates that hold then; one that is open keeps its own.
+A channel is opened with the certificates in force then. An open channel keeps its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from router.settings import RouterSettings
 
 
 class ExecutorChannels:
-    """Opens channels to executors. `name` is what their certificates must bear; empty: the host of their address."""
+    """Opens channels to executors. `name` is the name that their certificates must have; empty: the host of their
+    address."""
 
     def __init__(self, tls: TlsFiles | None = None, name: str = "") -> None:
         self.tls = tls
@@ -23,7 +24,7 @@ class ExecutorChannels:
 
     @classmethod
     def of(cls, settings: RouterSettings) -> ExecutorChannels:
-        """As the settings say. Raises `SettingError` where they do not go together."""
+        """Returns the channels for the settings. Raises `SettingError` if the settings contradict each other."""
         ca_file, cert_file, key_file = (
             settings.executor_tls_ca_file,
             settings.executor_tls_cert_file,
@@ -46,7 +47,7 @@ class ExecutorChannels:
         return cls(TlsFiles.open(paths), settings.executor_tls_name)
 
     def open(self, address: str, options: list[tuple[str, int]]) -> grpc.aio.Channel:
-        """A new channel with these options on top of every link's."""
+        """Returns a new channel with these options added to those of every link."""
         options = [*channel_options(MAX_LINK_BYTES), *options]
         if self.tls is None:
             return grpc.aio.insecure_channel(address, options=options)

@@ -1,8 +1,8 @@
-"""What a router believes of an executor: the limits within which a description or a frame can be true.
+"""Checks of what an executor sends: the limits within which a description or a frame can be true.
 
-Pure. A router takes in nothing of a frame that breaks them: the link breaks, its requests go on elsewhere, and the
-other executors' streams notice nothing. What is checked is what could hurt: numbers that the ledger counts with,
-numbers that are looked up or used as an index, lists that should be of one length.
+Pure. A router applies nothing of a frame that breaks the limits: the link breaks, its requests continue elsewhere, and
+the streams of other executors are unaffected. The checks cover what could do harm: numbers that the ledger counts with,
+numbers that are used as a key or an index, and lists that must have the same length.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from common.protocol import MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
 from inflight.v1 import executor_pb2, types_pb2
 from router.request.executor_context import FrameError
 
-# The scripts of the ledger count in doubles, which are exact up to here.
+# The ledger's scripts count in doubles, which are exact up to here.
 MAX_COUNT = 2**53
 MAX_NAME_CHARACTERS = 512
-# More than an executor takes in between two steps; a report is audited in one script.
+# More than an executor takes in between two steps. One script audits a report.
 MAX_HELD = 16_384
-# What an executor puts into one frame at most: answers to submits and attaches, tokens.
+# The most that an executor puts into one frame: answers to submits and attaches, tokens.
 MAX_ANSWERS = 2**16
-# More than can board between two frames.
+# More sequences than can board between two frames.
 MAX_STARTED = 2**17
 
 FINISH_REASONS = frozenset(types_pb2.FinishReason.values()) - {types_pb2.FINISH_REASON_UNSPECIFIED}
@@ -30,7 +30,7 @@ Placements = Collection[tuple[str, int]]
 
 
 def check_description(description: executor_pb2.DescribeResponse) -> None:
-    """Raises `FrameError` where nothing could be placed by it."""
+    """Raises `FrameError` if the ledger could place no request by the description."""
     _check_name("executor_id", description.executor_id)
     for name in ("generation", "block_size", "total_blocks", "max_num_sequences", "context_length", "vocabulary_size"):
         value = getattr(description, name)
@@ -48,8 +48,8 @@ def check_frame(
     seated: Collection[int],
     asked: Placements = (),
 ) -> None:
-    """Raises `FrameError` where a frame does not belong on this stream. `offered` are the placements that wait for an
-    answer, `asked` those whose attachment does, `seated` the slots that mean a sequence now."""
+    """Raises `FrameError` if a frame does not belong on this stream. `offered` are the placements that wait for an
+    answer, `asked` those whose attachment does, `seated` the slots that hold a sequence now."""
     if response.generation != description.generation:
         raise FrameError(f"its generation is {response.generation}, not {description.generation}")
     if len(response.rejected) > MAX_ANSWERS:
@@ -63,7 +63,7 @@ def check_frame(
 
 
 def check_report(report: executor_pb2.Report, description: executor_pb2.DescribeResponse) -> None:
-    """Raises `FrameError` where the ledger must not count with it."""
+    """Raises `FrameError` if the ledger must not count with the report."""
     if report.total_blocks != description.total_blocks:
         raise FrameError(f"total_blocks is {report.total_blocks}, in its description {description.total_blocks}")
     if report.budget_blocks > report.total_blocks:
@@ -95,7 +95,7 @@ def _slots_after(
     expected: Placements,
     seated: Collection[int],
 ) -> Collection[int]:
-    """The slots that the rest of the frame may name."""
+    """Returns the slots that the rest of the frame may name."""
     taken: set[int] = set()
     answered: set[tuple[str, int]] = set()
     for one in taken_in:
@@ -134,11 +134,11 @@ def _check_step(step: executor_pb2.StepFrame, slots: Collection[int], vocabulary
     }
     unknown = [slot for slot in named if slot not in slots]
     if unknown:
-        raise FrameError(f"nobody is in slot {min(unknown)}")
+        raise FrameError(f"slot {min(unknown)} holds no sequence")
 
 
 def _check_step_counts(step: executor_pb2.StepFrame, num_slots: int) -> None:
-    """Before any list is read."""
+    """Checks the lengths of lists before any list is read."""
     counts = {
         "tokens": (len(step.token_ids), MAX_FRAME_TOKENS),
         "log probabilities": (len(step.logprobs), len(step.token_ids)),

@@ -1,9 +1,9 @@
-"""The router's `Serve` stream to one executor: connect, describe, serve, and again when it breaks.
+"""The router's `Serve` stream to one executor: connect, describe, serve, and reconnect when it breaks.
 
-Owns the channel, the slots of the stream and the credits. Output goes to the request's stream; what a frame means for
-the request's life cycle is told to the pool (`LinkEvents`). A link that breaks tells that once, and every placement
-that went over it is void: the executor is dead, or leaves it to the router that attaches to it. Where a token is
-missing the placement is attached to once more, from that token on; where that fails, it is given up and goes on
+Owns the channel, the slots of the stream and the credits. Output goes to the request's stream. Events of the request's
+life cycle go to the pool (`LinkEvents`). A link that breaks reports this once, and every placement that went over it is
+void: either the executor is dead, or a router that attaches to it takes over. If a token is missing, the link attaches
+to the placement once more, from that token on; if that fails, the placement is given up and the request continues
 elsewhere. A frame that cannot be true breaks the link.
 """
 
@@ -30,7 +30,7 @@ from router.stream.request_stream import RequestStream, unread_stream
 
 log = logging.getLogger(__name__)
 
-# Of a slot whose sequence is read by another one: never current.
+# Stands for a sequence that another router reads: never current.
 READ_ELSEWHERE = -1
 MAX_UNACKED_STEPS = 64
 ACK_EVERY_FRAMES = 8
@@ -40,7 +40,7 @@ MAX_SILENT_S = 4
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
 
-# gRPC's own backoff grows to minutes while an executor loads its model; ours is enough.
+# gRPC's own backoff grows to minutes while an executor loads its model; the reconnect loop below is enough.
 _RECONNECT_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", int(MIN_BACKOFF_S * 1000)),
     ("grpc.max_reconnect_backoff_ms", int(MAX_BACKOFF_S * 1000)),
@@ -48,7 +48,7 @@ _RECONNECT_OPTIONS = [
 
 
 class NotAttached(Enum):
-    """Why there is nothing to attach to."""
+    """Why an attach failed."""
 
     NOT_HELD = auto()
     """The executor does not know the placement, or not how to attach."""
@@ -61,26 +61,27 @@ OnAnswer = Callable[[Answer], RequestStream | None]
 
 
 class LinkEvents(Protocol):
-    """What a pool is told by the links to its executors."""
+    """Callbacks of a link, implemented by a pool."""
 
     def on_request(self, link: ExecutorLink, stream: RequestStream, event: LinkEvent) -> None:
-        """Something happened to a placement that went over the link."""
+        """Receives an event of a placement that went over the link."""
         ...
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
-        """The executor has reported."""
+        """Receives the executor's newest report."""
         ...
 
     def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
-        """The stream broke; the current placements of these requests are void. Nothing follows."""
+        """The stream broke: the current placements of these requests are void. No further call follows."""
         ...
 
 
 class LinkRegistry(Protocol):
-    """Knows the pools that links belong to."""
+    """Finds the pool that a link belongs to."""
 
     def on_linked(self, link: ExecutorLink) -> LinkEvents | str:
-        """The executor has described itself. Returns what it tells from now on, or why it cannot be used."""
+        """Registers an executor that has described itself. Returns the receiver of its events, or why it cannot be
+        used."""
         ...
 
 
@@ -95,25 +96,25 @@ class ExecutorLink:
         self.description = executor_pb2.DescribeResponse()
         self.report: executor_pb2.Report | None = None
         self.is_up = False
-        # Of the channel that is open now, which it is while the link is up.
+        # The stub of the open channel; set while the link is up.
         self.stub: executor_pb2_grpc.ExecutorServiceStub | None = None
         self._router_id = router_id
         self._registry = registry
-        # Of the pool, from when the link is up.
+        # The pool's callbacks, set when the link comes up.
         self._events: LinkEvents | None = None
         self._outbox = executor_pb2.ServeRequest()
         self._wake = asyncio.Event()
-        # Sent, not answered yet; and accepted, by slot. The attempt fences both.
+        # Placements sent and not answered yet, and accepted ones by slot. The attempt fences both.
         self._offered: dict[tuple[str, int], RequestStream] = {}
         self._seated: dict[int, tuple[RequestStream, int]] = {}
-        # Asked for, not answered yet.
+        # Attaches that are not answered yet.
         self._attaching: dict[tuple[str, int], OnAnswer] = {}
-        # Asked for once more because a token was missing.
+        # Placements that were attached to once more because a token was missing.
         self._mended: set[tuple[str, int]] = set()
 
     @property
     def executor_id(self) -> str:
-        """The executor's own name; empty before the first description."""
+        """The executor's own name; empty before its first description."""
         return self.description.executor_id
 
     def submit(self, stream: RequestStream, submit: executor_pb2.Submit) -> None:
@@ -128,13 +129,13 @@ class ExecutorLink:
         attempt: int,
         reason: types_pb2.FinishReason = types_pb2.FINISH_REASON_CANCELLED,
     ) -> None:
-        """Asks the executor to end a placement for this reason; its end comes as any other."""
+        """Asks the executor to end a placement for this reason. The end arrives like any other."""
         self._outbox.cancels.add(request_id=request_id, attempt=attempt, reason=types_pb2.FinishReason.Name(reason))
         self._wake.set()
 
     def attach(self, request_id: str, attempt: int, offset: int, on_answer: OnAnswer) -> None:
-        """Asks for a sequence that this link does not read, from a token on. What `on_answer` returns gets its tokens;
-        where it returns None they are passed over."""
+        """Asks for the output of a sequence that this link does not read, from a token on. The stream that `on_answer`
+        returns gets its tokens; if it returns None they are dropped."""
         if self.description.protocol_version < ATTACH_VERSION:
             on_answer(NotAttached.NOT_HELD)
             return
@@ -143,7 +144,7 @@ class ExecutorLink:
         self._wake.set()
 
     async def run(self) -> None:
-        """Keeps the link up until cancelled. Every try has a channel of its own, with the certificates of then."""
+        """Keeps the link up until cancelled. Every try opens a channel, with the certificates in force then."""
         backoff_s = MIN_BACKOFF_S
         while True:
             async with self._channels.open(self.address, _RECONNECT_OPTIONS) as channel:
@@ -193,7 +194,7 @@ class ExecutorLink:
                 check_frame(response, description, self._offered.keys(), self._seated.keys(), self._attaching.keys())
                 self.receive(response)
         except asyncio.CancelledError:
-            # gRPC raises it also where the call is cancelled, not the task; or both are.
+            # gRPC also raises it if the call is cancelled and not the task; both can happen at once.
             if not silence.is_over or task_is_cancelled():
                 raise
             log.warning("executor %s at %s has been silent for %d s", self.executor_id, self.address, MAX_SILENT_S)
@@ -212,7 +213,7 @@ class ExecutorLink:
         return True
 
     def come_up(self, events: LinkEvents) -> None:
-        """The executor can be used from now on."""
+        """Marks the link as up, so that the executor can be used."""
         self._events = events
         self.is_up = True
 
@@ -236,7 +237,7 @@ class ExecutorLink:
     async def _write(
         self, call: grpc.aio.StreamStreamCall[executor_pb2.ServeRequest, executor_pb2.ServeResponse]
     ) -> None:
-        """Sends what has collected; while one write is under way more collects."""
+        """Sends what has been collected. While one write is under way, more is collected."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -244,10 +245,11 @@ class ExecutorLink:
             try:
                 await call.write(request)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reader sees the same break and tells it
+                return  # the reader sees the same break and reports it
 
     def receive(self, response: executor_pb2.ServeResponse) -> None:
-        """Takes in what the executor sends. Its report comes first: whether it drains decides what ends mean."""
+        """Applies a response of the executor. Its report comes first, because whether the executor drains decides what
+        ends mean."""
         if response.HasField("report"):
             self.report = response.report
             if self._events is not None:
@@ -266,7 +268,7 @@ class ExecutorLink:
             self._events.on_request(self, stream, event)
 
     def _current(self, slot: int) -> RequestStream | None:
-        """The stream of the request in a slot; None where the slot's placement is not the current one any more."""
+        """Returns the stream of the request in a slot; None if the slot's placement is no longer the current one."""
         stream, attempt = self._seated[slot]
         return stream if stream.life.current_attempt == attempt else None
 
@@ -330,7 +332,7 @@ class ExecutorLink:
             self._wake.set()
 
     def _mend(self, stream: RequestStream, attempt: int) -> None:
-        """A token is missing: asks for it once, and gives the placement up where that was in vain."""
+        """Asks once for a token that is missing. Gives the placement up if that did not help."""
         key = (stream.request_id, attempt)
         if key in self._attaching:
             return
@@ -363,7 +365,7 @@ class ExecutorLink:
                 self._mend(stream, attempt)
                 return
             if key in self._attaching:
-                return  # a token is missing: it comes once more, and the end behind it
+                return  # a token is missing: it will be sent again, followed by the end
         self._mended.discard(key)
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         is_draining = self.report is not None and self.report.draining
@@ -371,7 +373,7 @@ class ExecutorLink:
 
 
 def _refusal(rejected: executor_pb2.SequenceRejected) -> str | None:
-    """Why no executor would take the request; None: this one has no room now."""
+    """Returns why no executor would take the request; None if this one only has no room now."""
     if rejected.reason not in (executor_pb2.REJECT_REASON_UNSUPPORTED, executor_pb2.REJECT_REASON_INVALID):
         return None
     reason = executor_pb2.RejectReason.Name(rejected.reason)

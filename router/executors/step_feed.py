@@ -1,7 +1,7 @@
-"""What executors' steps do: one `WatchSteps` call to an executor for all who look on, and none while nobody does.
+"""Feeds of executors' steps: one `WatchSteps` call to an executor for all its watchers, and none without watchers.
 
-A feed belongs to one start of an executor. An executor that knows no such call brings nothing. A feed that breaks is
-opened again behind the last step that came, and so it is when what is wanted changes: nobody misses a step by that.
+A feed belongs to one start of an executor. An executor that does not implement the call sends nothing. A feed that
+breaks, or whose options change, is opened again after the newest step that arrived, so that no watcher misses a step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from router.executors.link import ExecutorLink
 log = logging.getLogger(__name__)
 
 MAX_ITERATIONS = 1000
-# More than any executor holds; a list that is longer is cut.
+# More steps than any executor keeps. A longer list is cut.
 MAX_SEQUENCES = 16_384
 REOPEN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What somebody who looks on wants to know, and how often."""
+    """The options of a watcher: its interval, and whether it needs sequences."""
 
     interval_ms: int
     sequences: bool
@@ -37,13 +37,13 @@ class Wants:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """One who looks on: the newest of the steps that it has not taken yet."""
+    """A watcher of a feed, with the newest steps that it has not taken yet."""
 
     wants: Wants
     iterations: deque[stats_pb2.IterationStats] = field(default_factory=lambda: deque(maxlen=MAX_ITERATIONS))
 
     def take(self) -> list[stats_pb2.IterationStats]:
-        """The steps since the last call."""
+        """Returns the steps since the last call."""
         taken = list(self.iterations)
         self.iterations.clear()
         return taken
@@ -56,7 +56,7 @@ class StepFeed:
         self._link = link
         self.generation = link.description.generation
         self.sequences: Sequence[stats_pb2.SequenceStats] = ()
-        # Whether there is something to tell, or there will never be.
+        # Set once the feed has content, or never will have.
         self.has_begun = asyncio.Event()
         self._readers: set[Reader] = set()
         self._newest_iter: int | None = None
@@ -65,23 +65,23 @@ class StepFeed:
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody looks on."""
+        """Whether the feed has a watcher."""
         return bool(self._readers)
 
     def join(self, wants: Wants) -> Reader:
-        """Somebody looks on, from now on."""
+        """Adds a watcher."""
         reader = Reader(wants)
         self._readers.add(reader)
         self._ask()
         return reader
 
     def leave(self, reader: Reader) -> None:
-        """Somebody does not any more. With the last of them the call ends."""
+        """Removes a watcher. The call ends with the last one."""
         self._readers.discard(reader)
         self._ask()
 
     def _ask(self) -> None:
-        """Asks for what all of them together want, if that is not what is asked for already."""
+        """Opens the call for what all watchers together need, if that differs from the open call."""
         wanted = self._wanted()
         if wanted == self._asked:
             return
@@ -100,7 +100,7 @@ class StepFeed:
         return Wants(min(one.interval_ms for one in wants), any(one.sequences for one in wants))
 
     async def _read(self, wants: Wants) -> None:
-        """Reads until cancelled, or until it is plain that nothing comes."""
+        """Reads until cancelled, or until the executor turns out not to implement the call."""
         try:
             while True:
                 if not await self._read_once(wants):
@@ -110,7 +110,7 @@ class StepFeed:
             self.has_begun.set()
 
     async def _read_once(self, wants: Wants) -> bool:
-        """Reads until the stream ends. Whether there is a point in asking again."""
+        """Reads until the stream ends. Returns whether to open it again."""
         if not self._link.is_up:
             return True
         request = executor_pb2.WatchStepsRequest(
@@ -125,7 +125,7 @@ class StepFeed:
             log.debug("steps of executor %s: %s %s", self._link.executor_id, error.code().name, error.details())
             return error.code() is not grpc.StatusCode.UNIMPLEMENTED
         except asyncio.CancelledError:
-            # gRPC raises it also where the link's channel was closed.
+            # gRPC also raises it if the link's channel was closed.
             if task_is_cancelled():
                 raise
         finally:
@@ -134,7 +134,7 @@ class StepFeed:
 
     def _receive(self, response: executor_pb2.WatchStepsResponse) -> None:
         if response.generation != self.generation:
-            return  # of another start; its own feed tells of it
+            return  # of another start, which has its own feed
         self.sequences = response.sequences[:MAX_SEQUENCES]
         for iteration in response.iterations:
             if self._newest_iter is None or iteration.iter > self._newest_iter:
@@ -150,25 +150,25 @@ def _ended(reading: asyncio.Task[None]) -> None:
 
 
 class StepFeeds:
-    """The feeds that somebody looks at."""
+    """The feeds of all executors that are watched."""
 
     def __init__(self) -> None:
         self._feeds: dict[ExecutorLink, StepFeed] = {}
 
     def feed(self, link: ExecutorLink) -> StepFeed:
-        """The feed of a link that is up, as its executor has started last."""
+        """Returns the feed of a link that is up, for the executor's latest start."""
         feed = self._feeds.get(link)
         if feed is None or feed.generation != link.description.generation:
             feed = self._feeds[link] = StepFeed(link)
         return feed
 
     def tidy(self) -> None:
-        """Forgets those that nobody looks at."""
+        """Drops the feeds without watchers."""
         self._feeds = {link: feed for link, feed in self._feeds.items() if feed.is_open}
 
 
 class Subscription:
-    """What one watcher has joined: the feeds of the links that there are. Close it in the end."""
+    """The feeds that one watcher has joined. Must be closed."""
 
     def __init__(self, feeds: StepFeeds, wants: Wants) -> None:
         self._feeds = feeds
@@ -176,7 +176,7 @@ class Subscription:
         self._joined: dict[ExecutorLink, tuple[StepFeed, Reader]] = {}
 
     def follow(self, links: Sequence[ExecutorLink]) -> None:
-        """Joins the feeds of these links, and leaves all others."""
+        """Joins the feeds of these links and leaves all others."""
         current = {link: self._feeds.feed(link) for link in links}
         for link, (feed, reader) in list(self._joined.items()):
             if current.get(link) is not feed:
@@ -188,7 +188,7 @@ class Subscription:
         self._feeds.tidy()
 
     async def begun(self, timeout_s: float) -> None:
-        """Waits until all of them have told something, at most so long."""
+        """Waits until all joined feeds have content, for at most `timeout_s` seconds."""
         waits = [asyncio.ensure_future(feed.has_begun.wait()) for feed, _ in self._joined.values()]
         try:
             if waits:
@@ -198,12 +198,12 @@ class Subscription:
                 wait.cancel()
 
     def of(self, link: ExecutorLink) -> tuple[list[stats_pb2.IterationStats], Sequence[stats_pb2.SequenceStats]]:
-        """The steps of an executor since the last call, and who it holds."""
+        """Returns the steps of an executor since the last call, and the sequences that it holds."""
         if link not in self._joined:
             return [], ()
         feed, reader = self._joined[link]
         return reader.take(), feed.sequences
 
     def close(self) -> None:
-        """Leaves all."""
+        """Leaves all feeds."""
         self.follow(())

@@ -1,9 +1,9 @@
-"""From what executors send to what the client reads, for one request.
+"""The relay of one request: from what executors send to what the client reads.
 
-Detokenizes, matches stop strings and writes events. While one write is under way tokens collect and leave together in
-the next event, so a slow client gets fewer, larger events and holds up nobody. Nothing is written before the request
-has a seat, unless queue events are asked for. A client that has some of the output already is told what is behind that:
-all of it goes through the text again, which therefore is the same as if it had been read at once.
+Detokenizes, matches stop strings and writes events. While one write is under way, tokens collect and leave together in
+the next event. A slow client therefore gets fewer, larger events and delays no other request. Nothing is written before
+the request has a seat, unless queue events are asked for. A client that already has part of the output gets only the
+rest. The whole output passes through the text again, so the text is the same as if it had been read at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Write = Callable[[inference_pb2.StreamEvent], Awaitable[None]]
 
 
 class Relay:
-    """Writes the events of one request to its newest reader. Without `write` nobody reads, for now."""
+    """Writes the events of one request to its newest reader. Without `write` it drains the stream without a reader."""
 
     def __init__(self, stream: RequestStream, write: Write | None, place: ReadPosition = BEGINNING) -> None:
         assert stream.reading is not None
@@ -37,7 +37,7 @@ class Relay:
         self._text = self._reading.new_text()
         self._write = write
         self._place = place
-        # Bytes of the text that the client has; None: not known before all its tokens have been through the text.
+        # Bytes of the text that the client has. None: unknown until all its tokens have passed through the text.
         self._num_bytes_known = place.text_bytes if place.offset else place.text_bytes or 0
         self._num_text_bytes = 0
         self.reader = stream.reader
@@ -50,7 +50,7 @@ class Relay:
 
     @property
     def summary(self) -> str:
-        """How the request went, for the log: counts, times and the end; no text."""
+        """Returns counts, times and the end of the request for the log; no text."""
         clock = self._stream.clock
         first_token_ms = "-" if clock.first_token is None else f"{(clock.first_token - clock.arrived) * 1000:.0f} ms"
         return (
@@ -59,7 +59,7 @@ class Relay:
         )
 
     async def queued(self, queued: Queued) -> None:
-        """Tells the client that it waits."""
+        """Sends the client the request's place in the queue."""
         event = inference_pb2.Queued(position=queued.position)
         if not self._has_told_queued:
             self._has_told_queued = True
@@ -92,7 +92,7 @@ class Relay:
                 return
 
     async def _next_news(self) -> News | None:
-        """What is new; None where a deadline passes first."""
+        """Returns what is new; None if a deadline passes first."""
         stream = self._stream
         has_first_token = stream.clock.first_token is not None or stream.was_adopted
         deadline = None if stream.has_ended else self._reading.deadlines.next(has_first_token)
@@ -102,7 +102,7 @@ class Relay:
         if remaining_s <= 0:
             return None
         try:
-            # Not `asyncio.wait_for`: that of Python 3.11 can drop a cancel that comes together with the news.
+            # `asyncio.wait_for` of Python 3.11 can drop a cancel that comes together with the news.
             async with asyncio.timeout(remaining_s):
                 return await stream.next(self.reader)
         except TimeoutError:
@@ -173,7 +173,7 @@ class Relay:
         return self._text.feed(offset, token_ids, last_is_stop_token=is_stop_token and bool(token_ids))
 
     def _unread(self, text: str) -> str:
-        """What of the next piece of text the client does not have."""
+        """Returns the part of the next piece of text that the client does not have."""
         encoded = text.encode()
         before, self._num_text_bytes = self._num_text_bytes, self._num_text_bytes + len(encoded)
         if self._num_bytes_known is None:
@@ -181,7 +181,7 @@ class Relay:
         return encoded[max(0, self._num_bytes_known - before) :].decode(errors="ignore")
 
     async def _tell_held_text(self) -> None:
-        """Sends what was held back as the possible beginning of a stop text; its tokens were told before."""
+        """Sends the text that was held back as a possible beginning of a stop string. Its tokens were sent before."""
         text = self._unread(self._text.finish().text)
         if text and self._reading.wants_text:
             delta = inference_pb2.Delta(offset=self._text.num_tokens, text=text)
@@ -191,7 +191,8 @@ class Relay:
         if self._place.offset > self._text.num_tokens:
             raise beyond_output(self._place.offset, self._text.num_tokens)
         if end.reason == types_pb2.FINISH_REASON_STOP_STRING:
-            # Another router stopped it there, and its text does not come to that: the executor has not all of it.
+            # Another router stopped it there. Its text does not reach the stop string here: the executor holds only a
+            # part of it.
             raise output_lost("the output that is left of the request ends before its stop text")
         finished = inference_pb2.Finished(reason=types_pb2.FinishReason.Name(end.reason))
         if end.stop_token_id is not None:

@@ -1,9 +1,9 @@
 """The output of one request between its admission and its end, and for a while after.
 
 `RequestStream` collects what executors send, keyed by absolute offset, and hands it to the one reader that writes to
-the client; a reader that comes later is told everything from the beginning, and the one before it that it was taken
-over. Where the request is, its life cycle knows (`router.lifecycle`). A stream never touches Redis or gRPC. Invariants:
-`output_ids[i]` is the token at offset i and never changes; after the end nothing more comes.
+the client. A later reader gets everything from the beginning, and the reader before it fails with TAKEN_OVER. The life
+cycle (`router.lifecycle`) knows where the request is. A stream never touches Redis or gRPC. Invariants: `output_ids[i]`
+is the token at offset i and never changes; nothing arrives after the end.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from router.telemetry.events import CANCELLED, NO_OBSERVERS, RequestFacts, Reque
 
 OWN_ENDS = frozenset({types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASON_LENGTH})
 
-# Of a list of ints, and of the objects around it.
+# Bytes of a token in a list of ints, and of the objects around the list.
 BYTES_PER_TOKEN = 8
 FIXED_BYTES = 4096
-# Of a token's log probabilities, and of each of the likeliest tokens in it.
+# Bytes of a token's log probabilities, and of each of the likeliest tokens in them.
 FIXED_LOGPROBS_BYTES = 250
 TOP_LOGPROB_BYTES = 50
 
 
-# What the reader has not been told yet.
+# Flags of what the reader has not been sent yet.
 ACCEPTED, STARTED, PAUSED = 1, 2, 4
 
 
 class Reached(IntEnum):
-    """How far a request has ever come on executors."""
+    """The furthest state of a request on any executor so far."""
 
     NONE = 0
     ACCEPTED = 1
@@ -60,7 +60,7 @@ class Seat(Enum):
 
 @dataclass(slots=True)
 class News:
-    """What is new since the consumer last asked. `token_ids` begin at `offset`; `logprobs` are all that are known, by
+    """What is new since the reader last asked. `token_ids` begin at `offset`; `logprobs` are all that are known, by
     offset."""
 
     accepted: bool
@@ -76,7 +76,7 @@ class News:
 
 @dataclass(slots=True)
 class Clock:
-    """When things happened, in seconds of `time.monotonic`; None: not yet."""
+    """Times of a request in seconds of `time.monotonic`; None: not yet."""
 
     arrived: float
     boarded: float | None = None
@@ -85,9 +85,9 @@ class Clock:
 
 
 class RequestStream:
-    """One request's output. Producers call `place`, `attach`, `accept`, `start`, `token`, `logprobs`, `pause`, `move`;
-    the reader calls `next`. `deadline` is when it must have ended, on the clock of `arrived`; `prior_ids` is output
-    that its client brought. Without a `reading` it cannot be read again."""
+    """The output of one request. Producers call `place`, `attach`, `accept`, `start`, `token`, `logprobs`, `pause`,
+    `move`; the reader calls `next`. `deadline` is the latest end of the request, on the clock of `arrived`. `prior_ids`
+    is output that its client brought. Without a `reading` it cannot be read again."""
 
     def __init__(
         self,
@@ -112,10 +112,10 @@ class RequestStream:
         self.num_cached_tokens = 0
         self.num_migrations = 0
         self.clock = Clock(arrived)
-        # It ran before this router had it: when its first token came is not known, and output that its client knows may
-        # be on the way here.
+        # The request ran before this router had it. The time of its first token is unknown, and output that its client
+        # has may still be on its way here.
         self.was_adopted = False
-        self.reader = 0  # which may call `next`; counts up
+        self.reader = 0  # the number of the reader that may call `next`; counts up
         self._reached = Reached.NONE
         self._seat = Seat.NONE
         self._num_placements = 0
@@ -124,7 +124,7 @@ class RequestStream:
         self._queued: Queued | None = None
         self._num_taken = 0
         self._changed = asyncio.Event()
-        # Set when this router serves it no longer.
+        # Set when this router no longer serves it.
         self.forgotten = asyncio.Event()
 
     @property
@@ -139,22 +139,22 @@ class RequestStream:
 
     @property
     def end(self) -> End | None:
-        """How it ended, where it did not fail."""
+        """The end of the request, unless it failed."""
         return self.life.end
 
     @property
     def error(self) -> RequestError | None:
-        """What it failed with."""
+        """The error that it failed with."""
         return self.life.error
 
     @property
     def has_been_accepted(self) -> bool:
-        """Whether an executor has ever taken it."""
+        """Whether an executor has ever accepted it."""
         return self._reached >= Reached.ACCEPTED
 
     @property
     def stands_by(self) -> bool:
-        """Whether it is on an executor without a seat there."""
+        """Whether it is on an executor and has no seat there."""
         return self.life.placement is not None and self._seat is not Seat.HELD
 
     @property
@@ -169,25 +169,25 @@ class RequestStream:
 
     @property
     def is_short(self) -> bool:
-        """Whether fewer tokens have come than an end by length allows."""
+        """Whether fewer tokens have come than an end by length requires."""
         return len(self.output_ids) < self._max_tokens < math.inf
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has all the tokens that it may have."""
+        """Whether it has the most tokens that it may have."""
         return len(self.output_ids) >= self._max_tokens
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes of memory."""
+        """Approximate memory of the request."""
         logprobs_bytes = len(self._logprobs) * (
             FIXED_LOGPROBS_BYTES + TOP_LOGPROB_BYTES * self._submit.num_top_logprobs
         )
         return self._submit.ByteSize() + BYTES_PER_TOKEN * len(self.output_ids) + logprobs_bytes + FIXED_BYTES
 
     def demand(self, *, is_served: bool = False) -> Demand:
-        """What the ledger is asked for: after earlier placements with the last attempt that is known, and after the
-        first token without a deadline for it. Output that the client brought makes it no older."""
+        """Returns the demand for the ledger. After earlier placements it has the last known attempt; after the first
+        token it has no deadline for that token. Output that the client brought does not count as earlier progress."""
         has_run = self.life.attempt > 0
         return dataclasses.replace(
             self._demand,
@@ -198,7 +198,7 @@ class RequestStream:
         )
 
     def ending(self, attempt: int) -> Ending:
-        """The end of one of its placements, with what it has used."""
+        """Returns the end of one of its placements, with the tokens that it used."""
         life = self.life
         return Ending(
             self.request_id,
@@ -214,11 +214,11 @@ class RequestStream:
         return len(self._submit.prompt_ids) - self.num_cached_tokens if self._reached is Reached.BOARDED else 0
 
     def is_repeat_of(self, attached: executor_pb2.SequenceAttached) -> bool:
-        """Whether what an executor was told is this request, for all that its digest says. Raises `FrameError`."""
+        """Returns whether an executor holds the same request, as far as its digest shows. Raises `FrameError`."""
         return not self.digest or context_of(attached).digest == self.digest
 
     def place(self, placement: Placement) -> executor_pb2.Submit:
-        """Returns what the executor of a placement, which is the current one from now on, is to be told."""
+        """Makes a placement the current one. Returns the message for its executor."""
         if self._num_placements and self.output_ids:
             self.num_migrations += 1
         self._leave_seat(len(self.output_ids))
@@ -234,9 +234,9 @@ class RequestStream:
         return submit
 
     def attach(self, *, has_started: bool, num_cached_tokens: int) -> None:
-        """The executor has known the current placement for a while, and sends from its first token on."""
+        """Attaches to the current placement, which already ran on the executor. It sends from the first token on."""
         self._leave_seat(0)
-        if not self.has_ended:  # what comes behind the end is dropped
+        if not self.has_ended:  # tokens after the end are dropped
             self.output_ids.clear()
         self.was_adopted = has_started
         self.record.adopted(has_started)
@@ -253,7 +253,8 @@ class RequestStream:
             self._seat = Seat.NONE
 
     def attend(self) -> int:
-        """A reader takes over and is told everything from the beginning. The number that it gives to `next`."""
+        """Adds a reader, which gets everything from the beginning and replaces the one before it. Returns its number
+        for `next`."""
         self.reader += 1
         self._untold = (0, ACCEPTED, ACCEPTED | STARTED)[self._reached]
         self._num_taken = 0
@@ -261,13 +262,13 @@ class RequestStream:
         return self.reader
 
     def accept(self) -> None:
-        """The executor took the placement."""
+        """Records that the executor accepted the placement."""
         self._reached = max(self._reached, Reached.ACCEPTED)
         self._untold |= ACCEPTED
         self._changed.set()
 
     def start(self, num_cached_tokens: int) -> None:
-        """The sequence boarded."""
+        """Records that the sequence boarded."""
         if self._reached < Reached.BOARDED:
             self._reached = Reached.BOARDED
             self.clock.boarded = time.monotonic()
@@ -280,8 +281,8 @@ class RequestStream:
         self._changed.set()
 
     def token(self, offset: int, token_id: int) -> bool:
-        """Takes a token. One that is known, or behind the end, is dropped; returns False where one is missing before
-        it. Raises `FrameError` for one more than was asked for: no asking makes that come right."""
+        """Takes a token; drops one that is known or comes after the end. Returns False if one before it is missing.
+        Raises `FrameError` for a token beyond the maximum, which a repeat cannot correct."""
         if self.life.has_ended:
             return True
         if offset >= self._max_tokens:
@@ -305,28 +306,28 @@ class RequestStream:
             self._logprobs.setdefault(offset, values)
 
     def pause(self) -> None:
-        """It gave up its seat and waits for another. Of one that had none there is nothing to tell."""
+        """Records that it gave up its seat and waits for another. Without a seat there is nothing to report."""
         if self.has_been_accepted and self._seat is not Seat.GIVEN_UP:
             self._seat = Seat.GIVEN_UP
             self._untold |= PAUSED
             self._changed.set()
 
     def move(self, queued: Queued) -> None:
-        """Its place in the queue is another one now."""
+        """Records its new place in the queue."""
         self._queued = queued
         self._changed.set()
 
     def stop(self) -> None:
-        """Its text has come to a stop of which executors know nothing."""
+        """Ends it at a stop string, which executors do not see."""
         self.finish(End(types_pb2.FINISH_REASON_STOP_STRING, None))
 
     def finish(self, end: End) -> None:
-        """Its reader ends it. Without effect on an end that is known."""
+        """Ends it for its reader. No effect after an end."""
         if self.life.handle(ReaderEnded(end)):
             self.tell_end()
 
     def tell_end(self) -> None:
-        """Its end or error is known."""
+        """Publishes its end or error, which is known."""
         self._changed.set()
         if self.life.end is not None:
             self._record_end(outcome_of(self.life.end.reason))
@@ -336,7 +337,7 @@ class RequestStream:
             self._record_end(self.life.error.reason.value, is_error=True)
 
     def forget(self) -> None:
-        """This router serves it no longer. Without an end it is one that its client gave up while it waited."""
+        """Records that this router no longer serves it. Without an end, its client gave it up while it waited."""
         self.forgotten.set()
         if not self.has_ended:
             self._record_end(CANCELLED)
@@ -347,7 +348,7 @@ class RequestStream:
         self.record.ended(outcome, len(self.output_ids), decode_s, is_error=is_error)
 
     async def next(self, reader: int = 0) -> News:
-        """Waits for news and takes them all. Raises `RequestError` TAKEN_OVER where another reader came."""
+        """Waits for news and takes all of it. Raises `RequestError` TAKEN_OVER if another reader came."""
         await self._changed.wait()
         if reader != self.reader:
             raise taken_over()
@@ -370,7 +371,7 @@ class RequestStream:
 
 
 def unread_stream(request_id: str) -> RequestStream:
-    """Stands for a request that is not read here, so that frames can name it."""
+    """Returns a stand-in for a request that is not read here, so that frames can name it."""
     stream = RequestStream(Demand(request_id, 1, 1), executor_pb2.Submit(), 0.0)
     stream.life.handle(Submit())
     stream.life.handle(TakenOver(request_id))

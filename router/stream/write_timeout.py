@@ -1,8 +1,8 @@
-"""How long a client may leave its stream unread.
+"""The limit on how long a client may leave its stream unread.
 
-While a client does not read, gRPC holds one event and the router the ids of the tokens since; nothing waits for it but
-its own call. One that has not read for `write_timeout_s` is taken for stalled: its call ends, so that it frees what the
-call holds, and it can resume: its request goes on for a little while, as if that had been asked for.
+While a client does not read, gRPC holds one event and the router the ids of the tokens since; only the client's own
+call waits. A client that has not read for `write_timeout_s` counts as stalled. Its call ends, which frees what the call
+holds. Its request continues for a short time, as if the client had asked for that, so that it can resume.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STALLED_GRACE_S = 10.0
 def with_write_timeout(
     write: Callable[[Event], Awaitable[None]], timeout_s: float
 ) -> Callable[[Event], Awaitable[None]]:
-    """The same, but for a write that takes longer, which raises `RequestError` STALLED."""
+    """Returns a writer that raises `RequestError` STALLED if a write takes longer than `timeout_s`."""
 
     async def bounded(event: Event) -> None:
         try:
@@ -37,12 +37,14 @@ def with_write_timeout(
 
 
 def grace_after(error: RequestError) -> float:
-    """The seconds for which a request goes on whose call ended with an error, though its client asked for none."""
+    """Returns the seconds for which a request continues after its call ended with an error, without its client asking
+    for it."""
     return STALLED_GRACE_S if error.reason is Reason.STALLED else 0.0
 
 
 def unattended_s(reading: Delivery | None, grace_s: float, most_s: float) -> float | None:
-    """For how many seconds a request goes on without a reader; None: to its end. A `resume_ttl` of 0 is a wish, too."""
+    """Returns for how many seconds a request continues without a reader; None: to its end. A `resume_ttl` of 0 is
+    respected."""
     if reading is None:
         return 0.0
     if reading.unattended_s is None or reading.kept_s == 0:

@@ -153,13 +153,13 @@ def ends(*reasons: int, slot: int = 0) -> executor_pb2.ServeResponse:
 
 
 HOSTILE_FRAMES: dict[str, tuple[Callable[[], executor_pb2.ServeResponse], str]] = {
-    "token of an unknown slot": (lambda: seated(slots=[9], offsets=[0], token_ids=[1]), "nobody is in slot 9"),
+    "token of an unknown slot": (lambda: seated(slots=[9], offsets=[0], token_ids=[1]), "slot 9 holds no sequence"),
     "start of an unknown slot": (
         lambda: seated(started=[executor_pb2.SequenceStarted(slot=7)]),
-        "nobody is in slot 7",
+        "slot 7 holds no sequence",
     ),
-    "pause of an unknown slot": (lambda: seated(paused=[3]), "nobody is in slot 3"),
-    "end of an unknown slot": (lambda: ends(types_pb2.FINISH_REASON_LENGTH, slot=5), "nobody is in slot 5"),
+    "pause of an unknown slot": (lambda: seated(paused=[3]), "slot 3 holds no sequence"),
+    "end of an unknown slot": (lambda: ends(types_pb2.FINISH_REASON_LENGTH, slot=5), "slot 5 holds no sequence"),
     "columns of different lengths": (lambda: seated(slots=[0, 0], offsets=[0], token_ids=[1]), "2 slots, 1 offsets"),
     "more tokens than were asked for": (
         lambda: seated(slots=[0] * 21, offsets=range(21), token_ids=[1] * 21),

@@ -1,4 +1,4 @@
-"""The requests of one model between the service, the executors and the ledger.
+"""The dispatcher of one model: its requests between the service, the executors and the ledger.
 
 `LiveRequests` decides; the dispatcher feeds it what happens and executes what it returns: calls of the ledger, messages
 on links, news for readers. It owns the calls that are under way, the links that are up and what has ended lately, and
@@ -103,19 +103,19 @@ log = logging.getLogger(__name__)
 
 QUEUE_EVENT_INTERVAL_S = 1.0
 KEEP_ENDED_S = 60.0
-# How long an adopted request waits for its reader.
+# Seconds for which an adopted request waits for its reader.
 UNCLAIMED_S = 1.0
-# How long a client that comes back waits for the end of its request, which is being cancelled.
+# Seconds that a client that comes back waits for the end of its request, which is being cancelled.
 CANCEL_WAIT_S = 5.0
 # A router that has just started links its executors within a second.
 LINK_WAIT_S = 3.0
 # An executor answers between two steps, unless it hangs.
 ANSWER_WAIT_S = 5.0
 
-# What a request failed with for good, so that a client that comes back is told it again.
+# Errors that are final, so a client that comes back gets them again.
 LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
 
-# What listeners are told.
+# The words for observers.
 WHY_MOVED = {
     RequeueReason.LOST: "executor_lost",
     RequeueReason.REJECTED: "rejected",
@@ -172,16 +172,16 @@ class Dispatcher:
         return tuple(stream_of(life) for life in self._requests.served.values())
 
     def link_of(self, executor_id: str) -> ExecutorLink | None:
-        """The link to an executor that can be used now."""
+        """Returns the link to an executor if it can be used now."""
         return self._links.get(executor_id)
 
     def stream_of(self, request_id: str) -> RequestStream | None:
-        """The stream of a request that this router serves."""
+        """Returns the stream of a request that this router serves."""
         life = self._requests.served.get(request_id)
         return None if life is None else stream_of(life)
 
     async def run(self) -> None:
-        """Works until cancelled."""
+        """Runs the background tasks until cancelled."""
         try:
             async with self._tasks:
                 self._tasks.create_task(self._store.run(), name="store")
@@ -192,18 +192,18 @@ class Dispatcher:
             self._has_stopped = True
 
     async def close(self) -> None:
-        """Settles what has ended, as far as that can be done now."""
+        """Settles what has ended, as far as possible now."""
         await self._ledger.settle_now()
         await self._store.aclose()
 
-    # What the service asks for.
+    # Calls of the service.
 
     async def submit(self, stream: RequestStream) -> Admitted:
-        """Admits a request: it is placed or waits afterwards, or goes on where it ran. Raises `RequestError` where it
-        is refused.
+        """Admits a request: it is then placed or waits, or continues where it ran. Raises `RequestError` if it is
+        refused.
 
-        The ledger's call outlives a cancelled caller: a reply must not be left to the next one, and a request that was
-        admitted all the same must be taken back.
+        The ledger's call outlives a cancelled caller: its reply must not reach the next caller, and a request that was
+        admitted after all must be withdrawn.
         """
         effects = self._requests.submit(stream.life)
         answered: asyncio.Future[Admitted | RequestError] = asyncio.get_running_loop().create_future()
@@ -225,8 +225,8 @@ class Dispatcher:
         return await self._store.check_rates(tenant, limits, tokens, request_id, takes=takes)
 
     async def find_repeated(self, stream: RequestStream) -> RequestStream | None:
-        """The request that this one repeats, where it is served or kept here. Raises `RequestError` where the id is
-        that of another one."""
+        """Returns the request that this one repeats, if it is served or kept here. Raises `RequestError` if the id
+        belongs to a different request."""
         known = await self._find_wanted(stream.request_id)
         if known is None:
             known = self._ended.find(stream.request_id, time.monotonic())
@@ -239,9 +239,9 @@ class Dispatcher:
         return known
 
     async def find(self, ledger_id: str) -> RequestStream | None:
-        """A request that is served or kept here, for a client that comes back to it. One that ended here because its
-        client was gone may go on at another router: the ledger knows that. Raises `RequestError` where it is being
-        cancelled for too long."""
+        """Returns a request that is served or kept here, for a client that comes back to it. One that ended here
+        because its client was gone may continue at another router; the ledger knows. Raises `RequestError` if its
+        cancellation takes too long."""
         served = await self._find_wanted(ledger_id)
         if served is not None:
             return served
@@ -249,8 +249,8 @@ class Dispatcher:
         return None if kept is not None and kept.life.was_cancelled and not kept.life.is_cancelled else kept
 
     async def _find_wanted(self, ledger_id: str) -> RequestStream | None:
-        """A request that is served here. The cancelled end of one whose client is gone is waited for: no other client
-        is to read that."""
+        """Returns a request that is served here. Waits for the end of one that is being cancelled because its client is
+        gone: no other client may read that end."""
         known = self.stream_of(ledger_id)
         if known is None or not _is_being_cancelled(known):
             return known
@@ -263,9 +263,9 @@ class Dispatcher:
         return known
 
     async def resume(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream:
-        """Goes on here with a request that another router began. Raises `RequestError` where that cannot be.
+        """Continues a request that another router began. Raises `RequestError` if that is impossible.
 
-        Outlives a cancelled caller: what was adopted is this router's, with or without a reader.
+        Outlives a cancelled caller: an adopted request belongs to this router, with or without a reader.
         """
         resuming = self._resuming.get(ledger_id)
         if resuming is None:
@@ -279,13 +279,13 @@ class Dispatcher:
         outcome = await self._adopt(ledger_id, open_attached)
         del self._resuming[ledger_id]
         if isinstance(outcome, RequestStream):
-            # Without a reader by then, it is one whose client went away.
+            # If it has no reader by then, its client is gone.
             asyncio.get_running_loop().call_later(UNCLAIMED_S, self.leave, outcome, 0)
         return outcome
 
     def leave(self, stream: RequestStream, reader: int, grace_s: float = 0.0) -> None:
-        """Its reader is gone: it ends, or goes on for as long as its client asked, or for `grace_s` seconds where that
-        is longer. Without effect where another call reads it."""
+        """Handles the loss of a reader: the request ends, or continues for as long as its client asked or for `grace_s`
+        seconds, whichever is longer. No effect if another call reads it."""
         if reader != stream.reader:
             return
         self._queue_watch.unwatch(stream)
@@ -309,12 +309,12 @@ class Dispatcher:
             self.release(stream)
 
     def release(self, stream: RequestStream) -> None:
-        """The client wants no more: ends the request wherever it is. Safe to repeat, also after its end."""
+        """Ends the request wherever it is, because its client is gone. Safe to repeat, also after its end."""
         self._queue_watch.unwatch(stream)
         self._execute(self._requests.release(stream.life))
 
     def turn_away_waiting(self) -> None:
-        """This router drains: what waits ends now. A request that can be repeated keeps its place for that."""
+        """Ends what waits, because this router drains. A request that can be repeated keeps its place in the queue."""
         self._execute(self._requests.turn_away_waiting(draining("the router is draining")))
 
     async def emptied(self) -> None:
@@ -323,16 +323,16 @@ class Dispatcher:
             await stream_of(next(iter(self._requests.served.values()))).forgotten.wait()
 
     def leave_running(self) -> None:
-        """Leaves everything to the routers that its clients turn to."""
+        """Leaves all requests to the routers where their clients resume them."""
         error = draining("the router has drained; resume on another", is_resumable=True)
         self._execute(self._requests.leave_all(error))
 
     def watch_queue(self, stream: RequestStream, told: Queued) -> None:
-        """The request waits, and its client is to be told of its place; it knows `told` already."""
+        """Reports the place of a waiting request to its client whenever it differs from `told`."""
         self._queue_watch.watch(stream, told)
 
     async def cancel(self, request_id: str) -> LedgerState | None:
-        """Ends a request of any router; returns where it was, None where there is no such request."""
+        """Ends a request of any router. Returns where it was; None if there is no such request."""
         outcome = await self._store.cancel(request_id)
         if outcome.state is None:
             return None
@@ -345,31 +345,31 @@ class Dispatcher:
         return outcome.state
 
     async def explain(self, request_id: str) -> Explanation | None:
-        """How a request of any router stands; None where there is no such request."""
+        """Returns the state of a request of any router; None if there is no such request."""
         return await self._store.explain(request_id)
 
     async def snapshot(self, max_lines: int = 0) -> Snapshot:
-        """The ledger as it is now."""
+        """Returns the current state of the ledger."""
         return await self._store.snapshot(max_lines)
 
-    # What links tell.
+    # Callbacks of links.
 
     def on_linked(self, link: ExecutorLink) -> None:
-        """An executor can be used."""
+        """Registers an executor that can be used."""
         self._links[link.executor_id] = link
         self._linked.set()
         self._linked = asyncio.Event()
 
     def on_request(self, stream: RequestStream, event: LinkEvent) -> None:
-        """Something happened to a placement that went over a link."""
+        """Passes on an event of a placement that went over a link."""
         self._tell(stream.life, event)
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
-        """The executor has reported; the newest report is the one that counts."""
+        """Passes on a report of an executor. Only the newest report counts."""
         self._ledger.report(ledger_report(link, report))
 
     def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
-        """An executor is lost: its requests go back to the queue, with their output so far."""
+        """Returns the requests of a lost executor to the queue, with their output so far."""
         if self._links.get(link.executor_id) is link:
             del self._links[link.executor_id]
             self._ledger.forget(link.executor_id)
@@ -384,7 +384,7 @@ class Dispatcher:
             text = f"no executor has been reachable for {self._no_executor_grace_s:g} s"
             self._execute(self._requests.no_executor(no_executor(text)))
 
-    # What the ledger tells.
+    # Events of the ledger.
 
     def _on_store_event(self, event: StoreEvent) -> None:
         if isinstance(event, LeaseLapsed):
@@ -394,21 +394,21 @@ class Dispatcher:
     def _cancel_superseded(self, executor_id: str, attempt: Attempt) -> None:
         self._execute([CancelSequence(executor_id, attempt.request_id, attempt.attempt)])
 
-    # What the audit asks for (`router.dispatch.waiting_audit`).
+    # Calls of the audit (`router.dispatch.waiting_audit`).
 
     def waiting(self) -> list[RequestStream]:
-        """The requests that are in the queue, as far as this router knows."""
+        """Returns the requests that are in the queue, as far as this router knows."""
         return [stream_of(life) for life in self._requests.waiting()]
 
     def waits(self, stream: RequestStream) -> bool:
-        """Whether the request is in the queue, as far as this router knows."""
+        """Returns whether the request is in the queue, as far as this router knows."""
         return self._is_served(stream) and stream.life.is_in_queue
 
     def submit_forgotten_again(self, stream: RequestStream) -> None:
         """Submits a request again that the ledger does not have in its queue, although it waits here."""
         self._tell(stream.life, Forgotten())
 
-    # How effects are executed.
+    # Execution of effects.
 
     def _tell(self, life: Lifecycle, event: Event) -> None:
         self._execute(self._requests.tell(life, event))
@@ -495,8 +495,8 @@ class Dispatcher:
         self._execute(self._requests.submit_answered(life, outcome))
 
     async def _try_to_submit(self, life: Lifecycle) -> bool:
-        """Tries to put a request into the queue whose placement or place the ledger has lost. Returns whether that is
-        done with. While Redis is away that waits, as requests in the queue do."""
+        """Tries to submit a request whose placement or place in the queue the ledger has lost. Returns whether this is
+        done. It is not while Redis is away, as for any request in the queue."""
         if not self._requests.resubmit_due(life):
             return True
         outcome = await self._submit_to_ledger(life, is_served=True)
@@ -510,7 +510,7 @@ class Dispatcher:
             return error
 
     async def _try_to_withdraw(self, life: Lifecycle) -> bool:
-        """Takes a request out of the queue. Returns whether that is done with."""
+        """Tries to take a request out of the queue. Returns whether this is done."""
         if not self._requests.withdraw_due(life):
             return True
         outcome: CancelOutcome | None = None
@@ -549,17 +549,17 @@ class Dispatcher:
         except RequestError as error:
             log.debug("%s stays under suspicion: %s", effect.life.request_id, error)
 
-    # How requests of other routers are taken over.
+    # Takeover of requests of other routers.
 
     async def _attach(self, effect: Attach) -> None:
-        """Asks for the output of a request whose repeat this router has."""
+        """Asks for the output of a request that a client of this router repeats."""
         life, adopted, is_first = effect.life, effect.adopted, effect.is_first
 
         def on_answer(answer: LinkAnswer) -> RequestStream | None:
             if not isinstance(answer, executor_pb2.SequenceAttached):
                 return None
             if not stream_of(life).is_repeat_of(answer):
-                # The ledger had forgotten whose it is. It goes on for the client that asked for it.
+                # The ledger had forgotten its owner. It continues for the client that asked for it.
                 self._tell(life, AttachAnswered(adopted, AttachResult.MISMATCH, is_first))
                 return unread_stream(answer.request_id)
             self._tell(
@@ -575,7 +575,7 @@ class Dispatcher:
             self._tell(life, AttachAnswered(adopted, NOT_ATTACHED[answer], is_first))
 
     async def _adopt(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream | RequestError:
-        """The stream of a request of which only the id is known, or why there is none."""
+        """Returns the stream of a request of which only the id is known, or why there is none."""
         try:
             adopted = await self._store.adopt(ledger_id)
         except RequestError as error:
@@ -602,16 +602,16 @@ class Dispatcher:
             log.info("%s continues on this router", ledger_id)
             return opened[0]
         if answer is NotAttached.NOT_HELD and not adopted.ended:
-            # Its prompt is lost: its place is free.
+            # Its prompt is lost, so its reservation is released.
             self._ledger.settle(Ending(ledger_id, adopted.placement.attempt, cancelled=True))
         return output_lost("its executor does not hold the request any more, or cannot be reached")
 
     async def _ask_executor(self, placement: Placement, on_answer: OnAnswer) -> LinkAnswer:
-        """Asks the executor of a placement for its output from the first token on. `on_answer` is called in the moment
-        of an answer that is in time, before any frame that names its slot."""
+        """Asks the executor of a placement for its output from the first token on. `on_answer` is called for an answer
+        in time, before any frame that names its slot."""
         link = await self._link_to(placement)
         if link is None:
-            # One that has started again holds nothing of before.
+            # An executor that has started again holds no earlier request.
             is_another = placement.executor_id in self._links
             return NotAttached.NOT_HELD if is_another else NotAttached.LINK_LOST
         answered: asyncio.Future[LinkAnswer] = asyncio.get_running_loop().create_future()
@@ -631,7 +631,7 @@ class Dispatcher:
             return NotAttached.LINK_LOST
 
     async def _link_to(self, placement: Placement) -> ExecutorLink | None:
-        """The link to the executor of a placement; waits for it where it is not up yet."""
+        """Returns the link to the executor of a placement; waits for it to come up."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LINK_WAIT_S):
                 while True:
@@ -645,7 +645,7 @@ class Dispatcher:
         return self._requests.served.get(stream.request_id) is stream.life
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        if self._has_stopped:  # what is left to do is the next router's
+        if self._has_stopped:  # the rest is left to the next router
             work.close()
             return
         self._tasks.create_task(work)
@@ -655,11 +655,10 @@ NOT_ATTACHED = {NotAttached.NOT_HELD: AttachResult.NOT_HELD, NotAttached.LINK_LO
 
 
 def stream_of(life: Lifecycle) -> RequestStream:
-    """The stream of a request of this router."""
     assert isinstance(life.output, RequestStream)
     return life.output
 
 
 def _is_being_cancelled(stream: RequestStream) -> bool:
-    """Whether its client is gone, and its end has not come yet."""
+    """Returns whether its client is gone and its end has not come yet."""
     return stream.life.is_abandoned and not stream.has_ended

@@ -1,6 +1,7 @@
-"""What a router has forwarded lately: requests that have ended, kept for a while so that they can be read again.
+"""Requests that have ended, kept for a while so that clients can read them again.
 
-Bounded by count and bytes, oldest first out; who comes too late asks the executor, which keeps them, too.
+Bounded by count and bytes; the oldest are dropped first. For a request that was dropped the router asks the executor,
+which keeps ended requests too.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ MAX_BYTES = 64 * 1024 * 1024
 
 
 class EndedStreams:
-    """The ended requests of one pool. Times are seconds of one clock, whichever."""
+    """The ended requests of one pool. All times are seconds of one monotonic clock."""
 
     def __init__(self, keep_s: float, max_streams: int = MAX_STREAMS, max_bytes: int = MAX_BYTES) -> None:
         self._keep_s = keep_s
         self._max_streams = max_streams
         self._max_bytes = max_bytes
-        # With when each is dropped and its bytes; in the order in which they ended.
+        # With the time to drop each and its bytes, in the order in which they ended.
         self._kept: OrderedDict[str, tuple[RequestStream, float, int]] = OrderedDict()
         self._num_bytes = 0
 
@@ -28,7 +29,7 @@ class EndedStreams:
         return len(self._kept)
 
     def keep(self, stream: RequestStream, now: float) -> None:
-        """It has ended; a newer one of the same id takes the place of an older."""
+        """Keeps a request that has ended. It replaces an older one of the same id."""
         self._drop(stream.request_id)
         reading = stream.reading
         asked_s = None if reading is None else reading.kept_s
@@ -40,7 +41,7 @@ class EndedStreams:
             self._drop(next(iter(self._kept)))
 
     def find(self, ledger_id: str, now: float) -> RequestStream | None:
-        """The request of this id, where it is still kept."""
+        """Returns the request of this id if it is still kept."""
         stream, until, _ = self._kept.get(ledger_id, (None, now, 0))
         if stream is not None and until <= now:
             self._drop(ledger_id)

@@ -1,7 +1,7 @@
-"""What a router writes to the ledger without anybody waiting for it: ends and reports.
+"""Background writes of a router to the ledger: ends and reports.
 
-While one call is under way more collects and leaves in the next one. While Redis is away ends wait here until it is
-back; of an executor's reports only the newest counts, and not each of them goes (`router.dispatch.report_pacer`).
+While one call is under way, further writes collect for the next. While Redis is away, ends wait here until it is back.
+Of an executor's reports only the newest counts, and not every report is written (`router.dispatch.report_pacer`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 
 class LedgerWriter:
-    """Writes for one pool. `on_superseded(executor_id, attempt)` has an executor drop what the ledger placed anew."""
+    """Writes for one pool. `on_superseded(executor_id, attempt)` tells an executor to drop an attempt that the ledger
+    has placed again."""
 
     def __init__(self, store: AdmissionStore, on_superseded: Callable[[str, Attempt], None]) -> None:
         self._store = store
@@ -35,22 +36,22 @@ class LedgerWriter:
         self._report_wake = asyncio.Event()
 
     def settle(self, ending: Ending) -> None:
-        """A placement ended: its reservation is free."""
+        """Queues the end of a placement, which releases its reservation."""
         self._ended.append(ending)
         self._ended_wake.set()
 
     def report(self, report: ExecutorReport) -> None:
-        """An executor says how it stands."""
+        """Queues a report of an executor."""
         self._reports.offer(report)
         self._report_wake.set()
 
     def expect_report(self, executor_id: str) -> None:
-        """The ledger waits for the executor's next report."""
+        """Sends the executor's next report at once, because the ledger waits for it."""
         self._reports.expect(executor_id)
         self._report_wake.set()
 
     def forget(self, executor_id: str) -> None:
-        """The executor is gone, and so is what it reported."""
+        """Drops the report of an executor that is gone."""
         self._reports.forget(executor_id)
 
     async def run(self) -> None:
@@ -60,7 +61,7 @@ class LedgerWriter:
             tasks.create_task(self._relay_reports(), name="reports")
 
     async def settle_now(self) -> bool:
-        """Settles all ends that have collected, in one call; returns False where they must wait for the store."""
+        """Settles all collected ends in one call. Returns False if they must wait for the store."""
         ended, self._ended = self._ended, []
         try:
             await self._store.settle(ended)
@@ -100,7 +101,7 @@ class LedgerWriter:
 
 
 def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorReport:
-    """What the ledger is told of a report."""
+    """Returns what the ledger is told of a report."""
     return ExecutorReport(
         executor_id=link.executor_id,
         generation=link.description.generation,

@@ -1,4 +1,4 @@
-"""The models that this router serves, and which executor belongs to which.
+"""The models that this router serves, and their executors.
 
 A `ModelBackend` is one model: its tokenizer, its ledger and its live requests. `ModelRegistry` finds the backend that a
 request names, by the model's name or by a name that stands for several models. It keeps a link to every executor
@@ -31,8 +31,6 @@ Variants = Mapping[str, tuple[Variant, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ModelBackend:
-    """One model."""
-
     name: str
     text: TextModel
     dispatcher: Dispatcher
@@ -44,7 +42,7 @@ class ModelBackend:
         return tuple(sorted(self.dispatcher.links, key=lambda link: link.executor_id))
 
     def describe(self) -> executor_pb2.DescribeResponse:
-        """What its executors serve. Raises `RequestError` while there is none."""
+        """Returns the description that its executors share. Raises `RequestError` while there is none."""
         for link in self.links:
             return link.description
         raise no_executor(f"no executor of model {self.name} is reachable")
@@ -72,12 +70,12 @@ class ModelRegistry:
 
     @property
     def variants(self) -> Variants:
-        """The names that stand for several models, and those models."""
+        """The names that stand for several models, with those models."""
         return self._current_variants()
 
     def find(self, model: str, key: str = "", seen: frozenset[str] | None = None) -> ModelBackend:
-        """The pool of the model named, or of the one that serves `key` where the name stands for several; the only one
-        where no name is given. Raises `RequestError`, whose text names none but the models `seen`; None: all."""
+        """Returns the pool of the named model, or the one that serves `key` if the name stands for several; without a
+        name, the only pool. Raises `RequestError`, whose text names only the models in `seen`; None: all."""
         variants = self.variants.get(model)
         if variants:
             return self.by_name[choose_variant(variants, key).model]
@@ -85,7 +83,7 @@ class ModelRegistry:
         return pool
 
     def find_all(self, model: str, seen: frozenset[str] | None = None) -> tuple[ModelBackend, ...]:
-        """Every pool that a name can mean. Raises `RequestError` as `find`."""
+        """Returns every pool that a name can mean. Raises `RequestError` as `find`."""
         variants = self.variants
         if model in variants:
             return tuple(self.by_name[variant.model] for variant in variants[model])
@@ -103,13 +101,13 @@ class ModelRegistry:
         )
 
     def names_seen_by(self, caller: Caller, model: str = "") -> list[str]:
-        """The name that a caller gives, or all that it may know of. Raises `RequestError`."""
+        """Returns the name that a caller gives, or all names that it may know of. Raises `RequestError`."""
         if model:
             return [model_of(caller, model)]
         return [name for name in (*self.by_name, *self.variants) if sees_model(caller, name)]
 
     def seen_by(self, caller: Caller, model: str = "") -> list[ModelBackend]:
-        """The pools that these names can mean, in order of name. Raises `RequestError`."""
+        """Returns the pools of those names, in order of name. Raises `RequestError`."""
         names = self.names_seen_by(caller, model)
         pools = {pool.name: pool for name in names for pool in self.find_all(name, caller.models)}
         return [pool for _, pool in sorted(pools.items())]
@@ -123,7 +121,7 @@ class ModelRegistry:
                 self._follow(current, tasks)
 
     def _follow(self, addresses: frozenset[str], tasks: asyncio.TaskGroup) -> None:
-        """Links new addresses. One that is no longer named is let go when its link is down."""
+        """Links new addresses. An address that is no longer named is dropped once its link is down."""
         self._wanted = addresses
         for address in addresses - self._links.keys():
             link = ExecutorLink(address, self._router_id, self, self._channels)
@@ -143,7 +141,7 @@ class ModelRegistry:
         return any(pool.links for pool in self.by_name.values())
 
     async def close(self) -> None:
-        """Settles what has ended, as far as that can be done now."""
+        """Settles what has ended, as far as possible now."""
         for pool in self.by_name.values():
             await pool.dispatcher.close()
 

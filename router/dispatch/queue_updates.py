@@ -1,7 +1,7 @@
-"""Tells requests that asked for it how they move up in line.
+"""Updates on a request's place in the queue, for clients that ask for them.
 
-One task and one read of the ledger at a time for a whole pool, whoever asks: with many watched requests each is told
-less often, and the ledger has no more to do. Requests that did not ask cost nothing.
+A pool has one task and makes one read of the ledger at a time. With many watched requests each is updated less often,
+and the load on the ledger stays the same. Requests without updates cost nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Explain = Callable[[str], Awaitable[Explanation | None]]
 
 
 class QueueWatch:
-    """The watched requests of one pool. Each is told at most every `interval_s` seconds, and only of a change."""
+    """The watched requests of one pool. Each is updated at most every `interval_s` seconds, and only after a change."""
 
     def __init__(self, explain: Explain, interval_s: float) -> None:
         self._explain = explain
@@ -26,16 +26,16 @@ class QueueWatch:
         self._wake = asyncio.Event()
 
     def watch(self, stream: RequestStream, told: Queued) -> None:
-        """From now on the request is told of changes, until it is placed; it knows `told` already."""
+        """Watches the request until it is placed. Its client knows `told` already."""
         self._told[stream] = told
         self._wake.set()
 
     def unwatch(self, stream: RequestStream) -> None:
-        """It wants no more. Safe to repeat."""
+        """Stops watching. Safe to repeat."""
         self._told.pop(stream, None)
 
     async def run(self) -> None:
-        """Looks until cancelled."""
+        """Reads the ledger until cancelled."""
         while True:
             if not self._told:
                 self._wake.clear()
@@ -53,7 +53,7 @@ class QueueWatch:
             try:
                 explanation = await self._explain(stream.request_id)
             except RequestError:
-                return  # the ledger is away; its absence is told by those who need it
+                return  # the ledger is away; calls that need it report that
             if explanation is not None and explanation.state is LedgerState.WAITING:
                 self._tell(stream, Queued(explanation.position, explanation.estimated_wait_ms))
 

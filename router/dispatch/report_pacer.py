@@ -1,9 +1,9 @@
-"""Which of an executor's reports go to the ledger, and when.
+"""The pacing of executors' reports to the ledger.
 
-Pure: the clock's readings are arguments. An executor reports up to 20 times a second to every router; the ledger needs
-to know at once what it can promise, and for the rest that the executor lives and what it holds. So a report goes at
-once where it changes what may be promised, or where the ledger waits for it, and else half a second after the one
-before. Of those that wait only the newest counts.
+Pure: the clock's readings are arguments. An executor reports up to 20 times a second to every router. The ledger needs
+to know at once what it can promise; otherwise it only needs to know that the executor lives and what it holds. A report
+therefore goes at once if it changes what may be promised or if the ledger waits for it, and else half a second after
+the one before. Of several that wait only the newest counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Pace:
     is_expected: bool = False
 
     def due_at(self) -> float | None:
-        """When the waiting report is to go; None where none waits."""
+        """When the waiting report is to go; None without one."""
         if self.waiting is None:
             return None
         if self.relayed is None or self.is_expected or _promise(self.waiting) != _promise(self.relayed):
@@ -35,31 +35,31 @@ class _Pace:
 
 
 class ReportPacer:
-    """The executors of one pool."""
+    """The reports of one pool's executors."""
 
     def __init__(self) -> None:
         self._paces: dict[str, _Pace] = {}
 
     def offer(self, report: ExecutorReport) -> None:
-        """An executor reports."""
+        """Takes a report of an executor."""
         self._paces.setdefault(report.executor_id, _Pace()).waiting = report
 
     def expect(self, executor_id: str) -> None:
-        """The ledger gives the executor nothing before its next report, which therefore goes at once."""
+        """Lets the executor's next report go at once: the ledger places nothing there before it."""
         if executor_id in self._paces:
             self._paces[executor_id].is_expected = True
 
     def fail(self, executor_id: str) -> None:
-        """The last report did not reach the ledger: the next one goes at once."""
+        """Lets the next report go at once: the last one did not reach the ledger."""
         if executor_id in self._paces:
             self._paces[executor_id].relayed = None
 
     def forget(self, executor_id: str) -> None:
-        """The executor is gone."""
+        """Drops an executor that is gone."""
         self._paces.pop(executor_id, None)
 
     def take_due(self, now: float) -> list[ExecutorReport]:
-        """The reports to relay now. They count as relayed."""
+        """Returns the reports to relay now, which then count as relayed."""
         due: list[ExecutorReport] = []
         for pace in self._paces.values():
             due_at = pace.due_at()
@@ -70,12 +70,12 @@ class ReportPacer:
         return due
 
     def next_due(self) -> float | None:
-        """When the next one is to go; None where none waits."""
+        """Returns when the next report is to go; None if none waits."""
         return min((at for pace in self._paces.values() if (at := pace.due_at()) is not None), default=None)
 
 
 def _promise(report: ExecutorReport) -> tuple[object, ...]:
-    """What the ledger may promise by it."""
+    """Returns the part of a report that decides what the ledger may promise."""
     return (
         report.generation,
         report.budget_blocks,

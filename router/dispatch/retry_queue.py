@@ -1,4 +1,4 @@
-"""Work that is done once the ledger answers, however much of it there is: a bounded number of attempts at once."""
+"""Work that is retried until the ledger answers, with a bounded number of concurrent attempts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 
-# An attempt mostly waits for Redis; the store bounds its calls by itself.
+# An attempt mostly waits for Redis; the store limits its own concurrent calls.
 MAX_CONCURRENT_ATTEMPTS = 8
 STORE_RETRY_S = 0.5
 
 
 class RetryQueue(Generic[Item]):
-    """Items in order of arrival, each once. `attempt(item)` returns whether the item is done with; what is not goes to
-    the end of the queue, and after a pause the next attempt begins. `spawn` runs the attempts."""
+    """Items in order of arrival, each once. `attempt(item)` returns whether the item is done. An item that is not goes
+    to the end of the queue, and the next attempt begins after a pause. `spawn` runs the attempts."""
 
     def __init__(
         self,
@@ -34,21 +34,21 @@ class RetryQueue(Generic[Item]):
         return len(self._items)
 
     def __contains__(self, item: Item) -> bool:
-        """Whether the item waits for an attempt or is being attempted."""
+        """Returns whether the item waits for an attempt or is being attempted."""
         return item in self._items or item in self._attempted
 
     def __iter__(self) -> Iterator[Item]:
         return iter(tuple(self._items))
 
     def add(self, item: Item) -> None:
-        """Has the item attempted, in its turn. Nothing where it waits already."""
+        """Queues the item. No effect if it waits already."""
         self._items.setdefault(item)
         if self._num_workers < min(MAX_CONCURRENT_ATTEMPTS, len(self._items)):
             self._num_workers += 1
             self._spawn(self._work())
 
     def remove(self, item: Item) -> None:
-        """The item is not to be attempted any more."""
+        """Removes the item, so that it is not attempted any more."""
         self._items.pop(item, None)
 
     async def _work(self) -> None:

@@ -1,4 +1,4 @@
-"""Who may submit to the ledger now: some at a time, the others in order of arrival, and nobody waits for long."""
+"""The limit on concurrent submits to the ledger: a few at a time, in order of arrival, each with a bounded wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from router.request.errors import RETRY_AFTER_MS
 
 Outcome = TypeVar("Outcome")
 
-# As many as have a turn at the store (`router.store.turns`). A new request that has not had its turn after so long is
+# As many as have a turn at the store (`router.store.turns`). A new request without a turn after `SUBMIT_TURN_S` is
 # refused: its client can ask another router, or later.
 MAX_CONCURRENT_SUBMITS = 8
 SUBMIT_TURN_S = 2.0
@@ -24,7 +24,7 @@ class SubmitTurns:
         self._turns = asyncio.Semaphore(MAX_CONCURRENT_SUBMITS)
 
     async def take(self, submit: Callable[[], Awaitable[Outcome]]) -> Outcome | RequestError:
-        """Submits when it is its turn; a refusal where that takes too long."""
+        """Submits when it is its turn. Returns a refusal if that takes too long."""
         try:
             async with asyncio.timeout(SUBMIT_TURN_S):
                 await self._turns.acquire()

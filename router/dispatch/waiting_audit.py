@@ -31,16 +31,16 @@ MAX_PER_LOOK = 256
 
 
 class Line(Protocol):
-    """The waiting requests of a router; `router.dispatch.dispatcher.Dispatcher` has them."""
+    """The waiting requests of a router, implemented by `router.dispatch.dispatcher.Dispatcher`."""
 
     def waiting(self) -> list[RequestStream]:
-        """The requests that are in line, as far as this router knows."""
+        """Returns the requests that are in the queue, as far as this router knows."""
 
     def waits(self, stream: RequestStream) -> bool:
-        """Whether this one is."""
+        """Returns whether this request is in the queue."""
 
     def submit_forgotten_again(self, stream: RequestStream) -> None:
-        """Puts it in line again."""
+        """Submits the request again."""
 
 
 class WaitingAudit:
@@ -83,7 +83,7 @@ class WaitingAudit:
         return [self._round.popleft() for _ in range(min(MAX_PER_LOOK, len(self._round)))]
 
     async def _find_suspected(self, streams: Sequence[RequestStream]) -> list[RequestStream]:
-        """The requests that wait here and not in the ledger; at most `MAX_PER_LOOK` are asked for."""
+        """Returns the requests that wait here and not in the ledger. Asks for at most `MAX_PER_LOOK`."""
         waiting = [stream for stream in streams if self._line.waits(stream)]
         if not waiting:
             return []

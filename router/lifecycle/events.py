@@ -106,7 +106,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class ReaderEnded:
-    """Whoever reads the request ends it: a deadline has passed, or its text has come to a stop."""
+    """The reader of the request ends it: a deadline has passed, or its text reached a stop string."""
 
     end: End
 

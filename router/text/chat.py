@@ -1,4 +1,4 @@
-"""A conversation of the protocol in the shape that chat templates know, and what can be wrong with it. Pure."""
+"""Conversations of the protocol in the form that chat templates take, and their validation. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from common.errors import FieldViolation
 from inflight.v1 import inference_pb2
 from router.text.chat_counts import count_violations
 
-# Of a name in the path of a violation.
+# Characters of a name in the path of a violation.
 MAX_NAME_CHARACTERS = 100
 
-# Parameters of `apply_chat_template` and of what it calls. As template variables they would change how the template is
-# run, or which one.
+# Parameters of `apply_chat_template` and of the functions that it calls. As template variables they would change how
+# the template is run, or which one.
 RESERVED_VARIABLES = frozenset(
     {
         "add_generation_prompt",
@@ -42,8 +42,8 @@ RESERVED_VARIABLES = frozenset(
 
 
 def chat_violations(chat: inference_pb2.Chat, field: str) -> Iterator[FieldViolation]:
-    """Everything that is wrong with a conversation, `field` being its path in the request. Of one that has too much of
-    something only that is told."""
+    """Yields everything that is wrong with a conversation; `field` is its path in the request. If it has too many
+    entries, only that is reported."""
     if too_much := tuple(count_violations(chat, field)):
         yield from too_much
         return
@@ -61,17 +61,17 @@ def chat_violations(chat: inference_pb2.Chat, field: str) -> Iterator[FieldViola
 
 
 def template_messages(chat: inference_pb2.Chat) -> list[dict[str, Any]]:
-    """The messages as chat templates take them. The conversation has no violations."""
+    """Returns the messages in the form that chat templates take. The conversation must have no violations."""
     return [_template_message(message) for message in chat.messages]
 
 
 def template_tools(chat: inference_pb2.Chat) -> list[Any] | None:
-    """The tools as chat templates take them, each a dict; None where there are none, which templates ask for."""
+    """Returns the tools in the form that chat templates take, each a dict; None without tools, as templates expect."""
     return [plain_struct(tool) for tool in chat.tools] or None
 
 
 def plain_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
-    """A Struct as plain Python values. Its numbers are doubles; whole ones become integers, as JSON would read them."""
+    """Returns a Struct as plain Python values. Its numbers are doubles; whole ones become integers, as in JSON."""
     return {name: _plain(value) for name, value in struct.fields.items()}
 
 
@@ -106,7 +106,7 @@ def _message_violations(message: inference_pb2.ChatMessage, field: str) -> Itera
 
 
 def _struct_violations(struct: struct_pb2.Struct, field: str) -> Iterator[FieldViolation]:
-    """JSON has no NaN and no infinity."""
+    """Yields numbers that JSON does not have: NaN and infinities."""
     for name, value in struct.fields.items():
         yield from _value_violations(value, f"{field}.{name[:MAX_NAME_CHARACTERS]}")
 
@@ -141,10 +141,11 @@ def _template_call(call: inference_pb2.ToolCall) -> dict[str, Any]:
 
 
 def _arguments(call: inference_pb2.ToolCall) -> dict[str, Any] | None:
-    """The arguments, parsed, as templates want them; None where they are not a JSON object. No text: no arguments."""
+    """Returns the parsed arguments, as templates expect; None if they are not a JSON object. Empty text means no
+    arguments."""
     try:
         arguments = json.loads(call.arguments or "{}")
-        # JSON can escape half a surrogate pair, which no text can hold.
+        # JSON can escape half a surrogate pair, which UTF-8 text cannot hold.
         json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None

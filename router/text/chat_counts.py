@@ -1,4 +1,4 @@
-"""How much a conversation may hold, counted before anything in it is looked at. Pure.
+"""Limits on the entries of a conversation, counted before its content is looked at. Pure.
 
 The counts stop at the limits of `router.text.count_limits`, so they cost little for a conversation of any size.
 """
@@ -16,7 +16,7 @@ from router.text.count_limits import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_TOOL_C
 
 
 def count_violations(chat: inference_pb2.Chat, field: str) -> Iterator[FieldViolation]:
-    """The fields of a conversation that have too many entries, `field` being its path in the request."""
+    """Yields the fields of a conversation that have too many entries; `field` is its path in the request."""
     num_messages, num_tools = len(chat.messages), len(chat.tools)
     if num_messages > MAX_MESSAGES:
         yield FieldViolation(f"{field}.messages", f"has {num_messages} messages; at most {MAX_MESSAGES} are allowed")

@@ -1,8 +1,8 @@
 """The control tokens of a model, and prompts in which only its template has written any.
 
 A control token is an added token that is special, that the tokenizer lists as one for chats (`chat_control_tokens`), or
-that the template writes around messages. Other added tokens, as `<think>` and `<tool_call>` often are, are tokens of
-what the model says, and stay tokens wherever they stand.
+that the template writes around messages. Other added tokens, often `<think>` and `<tool_call>`, belong to what the
+model says and stay tokens wherever they stand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase, written: Iterable[str]) -> dict[int, AddedToken]:
-    """The control tokens by id. `written` are prompts of harmless conversations."""
+    """Returns the control tokens by id. `written` are prompts of harmless conversations."""
     added: dict[int, AddedToken] = tokenizer.added_tokens_decoder
     listed = set(getattr(tokenizer, "chat_control_tokens", None) or ())
     used = {
@@ -37,13 +37,14 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase, written: Iterable[str]) -
 
 
 def equivalents(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[AddedToken]) -> dict[str, str]:
-    """Characters that the tokenizer's normalizer makes one of a token's characters of, with that character."""
+    """Returns the characters that the tokenizer's normalizer turns into a character of a token, each with that
+    character."""
     normalized = [token for token in tokens if token.normalized]
     normalizer = tokenizer.backend_tokenizer.normalizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
     if not normalized or normalizer is None:
         return {}
     wanted = {character for token in normalized for character in token.content}
-    # What is put before every text tells nothing.
+    # What is put before every text has no meaning here.
     added = set(normalizer.normalize_str("x")) - {"x"}
     meant = {made: character for character in wanted for made in normalizer.normalize_str(character)}
     found: dict[str, str] = {}
@@ -70,7 +71,7 @@ class MarkedTextEncoder:
             self._twin = _Twin(tokenizer.backend_tokenizer, controls, tokenizer.unk_token_id)
 
     def encode(self, rendered: MarkedText, field: str) -> list[int]:
-        """The token ids. Raises `RequestError` naming `field` where text cannot be told from a control token."""
+        """Returns the token ids. Raises `RequestError` naming `field` if text cannot be told from a control token."""
         text, marked = rendered.text, rendered.marked
         if marked is None:
             return self._ids(text)
@@ -88,8 +89,8 @@ class MarkedTextEncoder:
         return ids
 
     def _encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, Span]]]:
-        """The ids of text, and its control tokens with the characters that they were made of."""
-        # Not through `transformers`, which would make a list of every token's characters.
+        """Returns the ids of text, and its control tokens with the characters that they were made of."""
+        # `transformers` would make a list of every token's characters.
         encoding = _encoded(self._tokenizer.backend_tokenizer, text)
         ids: list[int] = encoding.ids
         spans = ((ids[i], encoding.token_to_chars(i)) for i, token_id in enumerate(ids) if token_id in self._controls)
@@ -102,7 +103,7 @@ class MarkedTextEncoder:
         return not is_unknown or text[span[0] : span[1]].strip() == self._controls[token_id].content
 
     def _encode_alone(self, text: str, marked: str, field: str) -> list[int]:
-        """A tokenizer of which nothing is known but `__call__` cannot be told what to take for text."""
+        """Encodes text alone. A tokenizer of which only `__call__` is known cannot be told what to treat as text."""
         for token in self._controls.values():
             if text.count(token.content) != marked.count(token.content):
                 raise _cannot_encode(token.content, field)
@@ -114,7 +115,7 @@ class _Twin:
 
     def __init__(self, backend: Tokenizer, controls: dict[int, AddedToken], unknown_id: int | None) -> None:
         self._backend = backend
-        # What the model has no token for is unknown, wherever it stands.
+        # Text without a token is the unknown token, wherever it stands.
         self._control_ids = frozenset(controls) - {unknown_id}
         self._tokenizer = Tokenizer(backend.model)
         if backend.normalizer is not None:
@@ -130,7 +131,8 @@ class _Twin:
         self._fence_of = {token_id: self._fences[token.normalized] for token_id, token in controls.items()}
 
     def encode(self, text: str, written: Sequence[tuple[int, Span]], field: str) -> list[int]:
-        """The ids of text, in which these control tokens stand at these places, and nothing else is one."""
+        """Returns the ids of text in which these control tokens stand at these places, and no other control token
+        occurs."""
         pieces, at = [], 0
         for token_id, (begin, end) in written:
             pieces += [text[at:begin], self._fence_of[token_id]]
@@ -143,13 +145,13 @@ class _Twin:
                 ids.append(next(control_ids))
                 continue
             own_id = self._own_ids.get(token_id, token_id)
-            # Some models find their control tokens in plain text, too.
+            # Some models find their control tokens in plain text too.
             ids += self._spell(own_id, field) if own_id in self._control_ids else [own_id]
         assert next(control_ids, None) is None, "a fence was lost"
         return ids
 
     def _spell(self, token_id: int, field: str) -> list[int]:
-        """The text of a control token, character by character."""
+        """Returns the ids of a control token's text, character by character."""
         name = self._backend.id_to_token(token_id)
         assert name is not None
         ids = [token.id for character in name for token in self._backend.model.tokenize(character)]
@@ -158,7 +160,7 @@ class _Twin:
         return ids
 
     def _avoid_ids_of_the_model(self) -> None:
-        """Added tokens are numbered from the number of pieces, which is the id of a piece where ids have gaps."""
+        """Added tokens are numbered from the number of pieces, which is the id of a piece if ids have gaps."""
         model_ids = self._tokenizer.get_vocab(with_added_tokens=False).values()
         for _ in range(max(model_ids, default=-1) + 1 - len(model_ids)):
             self._add_fence(is_normalized=False)

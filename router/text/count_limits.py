@@ -1,7 +1,7 @@
-"""How many entries the repeated fields of a request may have.
+"""Limits on the entries of a request's repeated fields.
 
-The limits are far above what clients send. They bound the work that a request causes before anything is known about it:
-`common.rpc.wire_counts` applies them to its bytes, before these are parsed, and `router.api.validation` to the parsed
+The limits are far above what clients send. They bound the work that a request causes before anything is known about it.
+`common.rpc.wire_counts` applies them to its bytes before these are parsed, and `router.api.validation` to the parsed
 message.
 """
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 from common.rpc.wire_counts import WireLimits
 
 MAX_MESSAGES = 4096
-# Of all messages of a conversation together.
+# All messages of a conversation together.
 MAX_CONTENT_PARTS = 8192
 MAX_TOOL_CALLS = 4096
 MAX_TOOLS = 512
-# Of `tools`, of `template_kwargs` and of the arguments of all tool calls, each: the objects, lists, strings, numbers,
+# Each of `tools`, `template_kwargs` and the arguments of all tool calls together: the objects, lists, strings, numbers,
 # booleans and nulls within them.
 MAX_VALUES = 10_000
 
-# Of a prompt or of the output that a client brings; more than any model's context.
+# Ids of a prompt or of the output that a client brings; more than any model's context.
 MAX_TOKEN_IDS = 2**20
 
 # Violations that an error names. The walk over a request ends there.

@@ -1,12 +1,12 @@
-"""Turns output tokens into text as they come.
+"""Incremental detokenization of output tokens.
 
 A detokenizer belongs to one choice and remembers only what is incomplete. Invariants: the texts of all calls together
-are the text of all tokens, however the tokens were divided among calls; what was returned never changes; the cost of a
-token does not depend on how many came before. To continue behind earlier output, push that output first.
+are the text of all tokens, however the tokens were divided among calls; returned text never changes; the cost of a
+token does not depend on how many came before. To continue earlier output, push that output first.
 
-`PieceDetokenizer` works on the bytes of tokens and holds back the bytes of a character that is not complete, at most
-three: a U+FFFD that the model really produced passes at once. `WindowDetokenizer` serves the tokenizers of which only
-`decode` is known.
+`PieceDetokenizer` works on the bytes of tokens and holds back the bytes of an incomplete character, at most three: a
+U+FFFD that the model really produced passes at once. `WindowDetokenizer` serves tokenizers of which only `decode` is
+known.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Protocol
 
 from router.text.pieces import REPLACEMENT, TokenPieces
 
-# A character has at most four bytes. What is missing one or more shows as at most three U+FFFD, and a fourth token in a
-# row that still ends in U+FFFD shows that not all of them stand for something incomplete.
+# A character has at most four bytes. If some are missing, it shows as at most three U+FFFD. A fourth token in a row
+# that still ends in U+FFFD shows that not all of them stand for an incomplete character.
 MAX_INCOMPLETE_CHARACTERS = 3
 MAX_HELD_TOKENS = 4
-# Tokens of context that a tokenizer gets before the new one. Decoders look at their neighbours, never further.
+# Tokens of context that a tokenizer gets before the new one. Decoders look at their neighbours only.
 MIN_WINDOW_TOKENS = 8
-# At this size the window is cut even where the cut may show.
+# At this size the window is cut even if the cut may show.
 MAX_WINDOW_TOKENS = 64
 
 
 class IncrementalDetokenizer(Protocol):
-    """Tokens in, text out."""
+    """Turns tokens into text."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens and returns the text that they complete."""
@@ -40,7 +40,7 @@ class IncrementalDetokenizer(Protocol):
 
 
 class PieceDetokenizer:
-    """For tokenizers with a table of bytes."""
+    """A detokenizer for tokenizers with a table of bytes."""
 
     def __init__(self, pieces: TokenPieces, *, skip_special_tokens: bool = True) -> None:
         self._pieces = pieces.visible if skip_special_tokens else pieces.pieces
@@ -69,7 +69,7 @@ class PieceDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other tokenizer: decodes the last few tokens again and returns what is new at the end.
+    """A detokenizer for any other tokenizer: decodes the last few tokens again and returns what is new at the end.
 
     `_window` holds the last tokens; `_num_sent` characters of its text were returned. U+FFFD at the end may stand for
     an incomplete character and is held back; after `MAX_HELD_TOKENS` such tokens only the last three of them.
@@ -101,7 +101,7 @@ class WindowDetokenizer:
         self._num_held_tokens = self._num_held_tokens + 1 if num_certain < len(text) else 0
         if self._num_held_tokens >= MAX_HELD_TOKENS:
             num_certain = max(num_certain, len(text) - MAX_INCOMPLETE_CHARACTERS)
-        # A decoder may take back what it showed for an incomplete character; what was sent stays sent.
+        # A decoder may take back what it showed for an incomplete character; text that was sent stays.
         start = min(self._num_sent, len(text))
         self._num_sent = max(start, num_certain)
         new = text[start : self._num_sent]
@@ -110,10 +110,10 @@ class WindowDetokenizer:
         return new
 
     def _cut_window(self, text: str) -> None:
-        """Forgets the beginning of the window, where the rest means the same without it.
+        """Drops the beginning of the window if the rest decodes to the same text without it.
 
-        Not so inside a character, where one of the next few places will do. Nor where the rest has no text: the next
-        token would be taken for the text's first.
+        This fails inside a character, where one of the next few positions will do. It also fails if the rest has no
+        text: the next token would be decoded as the first of the text.
         """
         for num_kept in range(MIN_WINDOW_TOKENS, MIN_WINDOW_TOKENS + MAX_INCOMPLETE_CHARACTERS + 1):
             kept = self._window[-num_kept:]

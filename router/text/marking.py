@@ -1,8 +1,8 @@
-"""Tells the client's characters apart from the template's in a rendered conversation.
+"""Marks the client's characters in a rendered conversation, to tell them from the template's.
 
-The client's strings are rendered a second time with certain characters replaced, one for one, by stand-ins. Where the
-template treats both renderings alike, which is checked, a stand-in in the second one shows a character of the client's
-in the first. Stand-ins are characters that none of the client's strings has.
+The client's strings are rendered a second time with certain characters replaced, one for one, by stand-ins. If the
+template treats both renderings alike, which is checked, a stand-in in the second shows a character of the client's in
+the first. Stand-ins are characters that none of the client's strings has.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError
 
-# Rare ideographs, which are printed as they are, in Python's notation, too. A text that has them all gets surrogates,
-# which no text has, since it is UTF-8.
+# Rare ideographs, which Python's notation prints unchanged too. A text that has all of them gets surrogates, which no
+# text has, since it is UTF-8.
 STAND_INS = (*range(0x20000, 0x20800), *range(0xD800, 0xE000))
 Replace = Callable[[str], str]
 Render = Callable[["TemplateInput"], str]
@@ -23,18 +23,18 @@ Render = Callable[["TemplateInput"], str]
 
 @dataclass(frozen=True, slots=True)
 class TemplateInput:
-    """What a chat template is given. Every string in it is the client's, except a message's role, which is checked."""
+    """The input of a chat template. Every string in it is the client's, except a message's role, which is checked."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     variables: dict[str, Any]
 
     def strings(self) -> Iterator[str]:
-        """Every string of the client's, keys of objects included."""
+        """Yields every string of the client's, keys of objects included."""
         yield from _strings([self.messages, self.tools, self.variables])
 
     def replaced(self, in_values: Replace, in_keys: Replace) -> TemplateInput:
-        """The same with the client's strings replaced. Names of fields and of variables stay."""
+        """Returns a copy with the client's strings replaced. Names of fields and of variables stay."""
         messages = [
             {name: value if name == "role" else _replaced(value, in_values, in_keys) for name, value in message.items()}
             for message in self.messages
@@ -46,8 +46,9 @@ class TemplateInput:
 
 @dataclass(frozen=True, slots=True)
 class MarkedText:
-    """A rendered conversation. `marked` is as long as `text` and differs from it in characters of the client's: in at
-    least one of each control token that the client's text has a part in. None: it has a part in none."""
+    """A rendered conversation. `marked` is as long as `text` and differs from it only in characters of the client's,
+    in at least one character of each control token that contains client text. None: no control token contains client
+    text."""
 
     text: str
     marked: str | None = None
@@ -61,7 +62,7 @@ class Marker:
     """Marks the client's part of control tokens, for the templates of one model."""
 
     def __init__(self, tokens: Iterable[str], templates: Iterable[str], equivalents: Mapping[str, str]) -> None:
-        """`equivalents` are characters that the tokenizer takes for one of a token, and which."""
+        """`equivalents` maps characters to the token character that the tokenizer's normalizer makes of them."""
         tokens = sorted(tokens, key=len, reverse=True)
         literals = [literal for template in templates for literal in template_literals(template)]
         self._any_token = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
@@ -73,9 +74,9 @@ class Marker:
         self._writes_parts = writes_parts(literals, tokens, delimiters)
 
     def mark(self, given: TemplateInput, text: str, render: Render) -> MarkedText:
-        """The client's part of `text`, which `render` has made of what was given. `render` raises what it likes.
+        """Marks the client's part of `text`, which `render` has made of `given`. Passes on what `render` raises.
 
-        Raises `TemplateRefusal` where the template does something else with stand-ins than with the text of tokens.
+        Raises `TemplateRefusal` if the template treats stand-ins differently from the text of tokens.
         """
         strings = list(given.strings())
         if not self._writes_parts and not any(map(self._has_delimiter.search, strings)):
@@ -84,16 +85,16 @@ class Marker:
         in_letters, in_delimiters = stand_ins.replacing(self._letters), stand_ins.replacing(self._delimiters)
         attempts = [given.replaced(in_delimiters, in_delimiters)]
         if self._writes_parts:
-            # A token can have all its delimiters from the template, so that letters count, too. Templates look fields
-            # up by keys.
+            # A token can have all its delimiters from the template, so letters count too. Templates look up fields by
+            # keys.
             attempts.insert(0, given.replaced(in_letters, in_delimiters))
         rendered = ""
         for attempt in attempts:
             rendered = _rendered(render, attempt)
             if stand_ins.undone(rendered) == text:
                 return MarkedText(text, stand_ins.inert(rendered))
-        # The template decides by delimiters. It is shown all of them but those in whole tokens; parts of tokens may
-        # then have come together, which the rendering without any delimiter of the client's tells.
+        # The template decides by delimiters. It is shown all of them except those in whole tokens. Parts of tokens may
+        # then have come together; the rendering without any delimiter of the client's shows that.
         in_tokens = self._replacing_tokens(in_delimiters)
         marked = _rendered(render, given.replaced(in_tokens, in_tokens))
         if stand_ins.undone(marked) != text or self._any_token.findall(marked) != self._any_token.findall(rendered):
@@ -120,16 +121,16 @@ class _StandIns:
         return lambda text: text.translate(codes)
 
     def undone(self, text: str) -> str:
-        """The text with what the stand-ins stand for."""
+        """Returns the text with the original characters in place of stand-ins."""
         return text.translate(self._originals)
 
     def inert(self, text: str) -> str:
-        """The text with characters that are in no token instead of stand-ins."""
+        """Returns the text with characters that are in no token in place of stand-ins."""
         return text.translate(self._inert)
 
 
 def _rendered(render: Render, given: TemplateInput) -> str:
-    """Empty where the template raises: it took the text itself."""
+    """Returns an empty string if the template raises: it already accepted the text itself."""
     try:
         return render(given)
     except Exception:
@@ -141,8 +142,8 @@ def _any_of(characters: Iterable[str]) -> re.Pattern[str]:
 
 
 def template_literals(template: str) -> Iterator[str]:
-    """The texts that a template holds, in its expressions, too; none of one that cannot be parsed."""
-    # As transformers reads templates.
+    """Yields the texts that a template contains, also in its expressions; none for one that cannot be parsed."""
+    # Parsed as `transformers` does.
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     try:
         for _, kind, value in list(environment.lex(template)):
@@ -155,7 +156,7 @@ def template_literals(template: str) -> Iterator[str]:
 
 
 def choose_delimiters(tokens: Iterable[str], other_text: str) -> frozenset[str]:
-    """Characters of which every token has one: few, and rare in what the template writes besides."""
+    """Returns a small set of characters that has one of every token and that the template's other text rarely has."""
     chosen: set[str] = set()
     left = [_delimiters_of(token) for token in tokens]
     while left:
@@ -170,8 +171,8 @@ def choose_delimiters(tokens: Iterable[str], other_text: str) -> frozenset[str]:
 
 
 def writes_parts(literals: Iterable[str], tokens: Iterable[str], delimiters: frozenset[str]) -> bool:
-    """Whether a template writes a delimiter of a token apart from the whole token, so that text between or beside
-    its own can complete it."""
+    """Returns whether a template writes a delimiter of a token apart from the whole token, so that text between or
+    beside its own can complete it."""
     beginnings = {token[:n] for token in tokens for n in range(1, len(token)) if delimiters & set(token[:n])}
     ends = {token[-n:] for token in tokens for n in range(1, len(token)) if delimiters & set(token[-n:])}
     longest = max(map(len, beginnings | ends), default=0)
@@ -190,7 +191,7 @@ def _delimiters_of(token: str) -> frozenset[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Without recursion: what is nested deeply must not raise before it is known to matter."""
+    """Yields all strings of a value. Not recursive: deep nesting must not raise before it is known to matter."""
     left = [value]
     while left:
         match left.pop():

@@ -1,8 +1,8 @@
 """The text of one choice: its tokens, detokenized and cut at the first stop string.
 
 Composes a detokenizer and a stop matcher. Never decides that a token ends the choice: the executor does. Invariants:
-the texts of all steps together are the text of all tokens cut at the first stop that counts; a token is taken once,
-however often it is fed. To continue behind earlier output, feed that output first and drop its text.
+the texts of all steps together are the text of all tokens, cut at the first stop that counts; a token is taken once,
+however often it is fed. To continue earlier output, feed that output first and drop its text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.text.stops import StopMatcher
 
 @dataclass(frozen=True, slots=True)
 class TextStep:
-    """What tokens brought: text to send, how many of them were taken, and the stop string that ended the choice.
+    """Result of feeding tokens: text to send, how many of them were taken, and the stop string that ended the choice.
 
     `num_tokens` counts the tokens that were new, up to and including the one that completed the stop.
     """
@@ -27,7 +27,7 @@ class TextStep:
 
 
 class OutputText:
-    """Feed it every token with its offset, then `finish` it."""
+    """The text of a choice. Takes every token with its offset; `finish` ends it."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class OutputText:
         return self._matched
 
     def feed(self, offset: int, token_ids: Sequence[int], *, last_is_stop_token: bool = False) -> TextStep:
-        """Takes the tokens `[offset, offset + len(token_ids))`, of which those known already are passed over.
+        """Takes the tokens `[offset, offset + len(token_ids))` and skips those that it has already.
 
         With `last_is_stop_token` the executor ended the choice with the last of them. Its text is left out, unless the
         stop is to be included.
@@ -92,7 +92,7 @@ class OutputText:
         return TextStep("".join(texts), len(token_ids), None)
 
     def _push_text(self, text: str) -> str:
-        """Passes on the text that the newest token completed. A stop counts where that token has at least `min_tokens`
+        """Passes on the text that the newest token completed. A stop counts if that token has at least `min_tokens`
         before it, as in vLLM."""
         step = self._stops.push(text, may_stop=self._num_tokens > self._min_tokens)
         self._matched = step.matched

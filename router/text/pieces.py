@@ -1,12 +1,12 @@
-"""What each token id stands for, as bytes, for tokenizers whose text is the concatenation of its tokens' bytes.
+"""The bytes of each token id, for tokenizers whose text is the concatenation of its tokens' bytes.
 
-Owns the reading of a `tokenizers` decoder into a table, once per tokenizer. Two families qualify: byte-level BPE
-(GPT-2, SmolLM2, Qwen, Llama 3) and sentencepiece with byte fallback (Llama 2, Mistral, Gemma). For any other
-`read_pieces` says None. Never holds the state of an output: tables are shared by all requests.
+Reads a `tokenizers` decoder into a table, once per tokenizer. Two families qualify: byte-level BPE (GPT-2, SmolLM2,
+Qwen, Llama 3) and sentencepiece with byte fallback (Llama 2, Mistral, Gemma). For any other `read_pieces` returns None.
+Never holds the state of an output: tables are shared by all requests.
 
-In one point the second family's text differs from `tokenizers`, on purpose. Where a run of byte tokens is not UTF-8 as
-a whole, `tokenizers` replaces every byte of it, complete characters too, which cannot be known before the run ends.
-Here, as in sentencepiece itself, complete characters stay and every other byte becomes U+FFFD.
+The second family's text differs from that of `tokenizers` in one point, on purpose. If a run of byte tokens is not
+UTF-8 as a whole, `tokenizers` replaces every byte of it, including complete characters, which cannot be known before
+the run ends. Here, as in sentencepiece itself, complete characters stay and every other byte becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 REPLACEMENT = "\ufffd"
-# An error policy of codecs: U+FFFD for every byte that is not UTF-8, as sentencepiece does it, where Python's "replace"
-# puts one for several bytes that belong together.
+# An error policy of codecs: U+FFFD for every byte that is not UTF-8, as in sentencepiece. Python's "replace" puts one
+# for several bytes that belong together.
 EACH_BYTE_REPLACED = "inflight.each-byte-replaced"
 
 
@@ -34,7 +34,7 @@ codecs.register_error(EACH_BYTE_REPLACED, _replace_each_byte)
 
 @dataclass(frozen=True, slots=True)
 class TokenPieces:
-    """The bytes of every token id; an id that no token has, has none.
+    """The bytes of every token id. An id without a token has no bytes.
 
     `visible` is `pieces` with nothing for special tokens. `max_stripped_spaces` leading spaces of the whole text are
     not part of it. `utf8_errors` names the policy of codecs for bytes that are not UTF-8.
@@ -47,7 +47,7 @@ class TokenPieces:
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The ids that `decode(skip_special_tokens=True)` leaves out."""
+    """Returns the ids that `decode(skip_special_tokens=True)` leaves out."""
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
@@ -55,7 +55,7 @@ def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def read_pieces(tokenizer: PreTrainedTokenizerBase) -> TokenPieces | None:
-    """The table of a tokenizer of one of the two families, else None."""
+    """Returns the table of a tokenizer of one of the two families, else None."""
     if not _decodes_by_backend(tokenizer):
         return None
     steps = _decoder_steps(tokenizer)
@@ -71,7 +71,7 @@ def read_pieces(tokenizer: PreTrainedTokenizerBase) -> TokenPieces | None:
 
 
 def _decodes_by_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the text is what the decoder of `tokenizers` makes, with nothing of a subclass on top."""
+    """Returns whether the decoder of `tokenizers` makes the whole text, with no code of a subclass on top."""
     return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and type(tokenizer).decode is PreTrainedTokenizerFast.decode
@@ -88,7 +88,7 @@ def _decoder_steps(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
-    """The token of every id, added tokens included; None where an id is free."""
+    """Returns the token of every id, added tokens included; None for a free id."""
     backend = tokenizer.backend_tokenizer
     num_ids = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     return [backend.id_to_token(token_id) for token_id in range(num_ids)]
@@ -103,7 +103,7 @@ def _table(
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for.
+    """Returns the byte that each character of a byte-level token stands for.
 
     GPT-2's table: printable Latin-1 bytes stand for themselves, the others are numbered from U+0100.
     """
@@ -118,7 +118,7 @@ def _byte_level_piece(token: str | None, alphabet: dict[str, int]) -> bytes:
     try:
         return bytes([alphabet[character] for character in token])
     except KeyError:
-        # Not written in the alphabet: an added token, which stands for its own characters.
+        # An added token, which is not written in the alphabet and stands for its own characters.
         return token.encode()
 
 
@@ -131,7 +131,7 @@ class _FallbackRules:
 
 
 def _fallback_rules(steps: list[dict[str, Any]]) -> _FallbackRules | None:
-    """Reads `Replace* ByteFallback Fuse Strip?`, where Replace is literal and Strip takes leading spaces only."""
+    """Parses `Replace* ByteFallback Fuse Strip?`, where Replace is literal and Strip takes leading spaces only."""
     kinds = [step["type"] for step in steps]
     if "ByteFallback" not in kinds:
         return None

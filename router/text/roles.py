@@ -1,7 +1,7 @@
-"""The roles that a chat template supports, found by trying: templates do not say.
+"""The roles that a chat template supports, found by rendering: templates do not list them.
 
-A role is supported where a conversation with it is rendered and holds what was said. Templates that write whatever role
-they are given take the usual ones, and those that they compare roles with.
+A role is supported if a conversation with it can be rendered and the result contains its message. For templates that
+accept any role, the usual roles count, and those that the template compares roles with.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _QUOTED = re.compile(r"""(['"])([\w.-]+)\1""")
 
 
 def supported_roles(render: Callable[[Messages], str], templates: list[str]) -> tuple[str, ...]:
-    """The roles, in order of name; the usual ones where none can be tried. `render` raises what it likes."""
+    """Returns the supported roles in order of name; the usual ones if none can be tried. `render` may raise any
+    exception."""
     candidates = sorted({*USUAL_ROLES, *(role for template in templates for role in roles_asked_for(template))})
     return tuple(role for role in candidates if is_supported(render, role)) or USUAL_ROLES
 
 
 def roles_asked_for(template: str) -> Iterator[str]:
-    """The roles that a template compares with."""
+    """Yields the roles that a template compares with."""
     for found in _COMPARED.finditer(template):
         yield found[2]
     for found in _LISTED.finditer(template):
@@ -39,18 +40,18 @@ def roles_asked_for(template: str) -> Iterator[str]:
 
 
 def is_supported(render: Callable[[Messages], str], role: str) -> bool:
-    """Whether a message of this role gets into the prompt, in a place where the template takes one."""
+    """Returns whether a message of this role gets into the prompt, in a position where the template accepts one."""
     return any(PROBE in (_rendered(render, messages) or "") for messages in _conversations(role))
 
 
 def written_prompts(render: Callable[[Messages], str]) -> list[str]:
-    """Prompts of plain conversations, for what the template writes around messages."""
+    """Returns prompts of plain conversations, to find what the template writes around messages."""
     spoken = [[_said("user")], [_said("user"), _said("assistant")], [_said("system"), _said("user")]]
     return [prompt for messages in spoken if (prompt := _rendered(render, messages)) is not None]
 
 
 def role_violations(chat: inference_pb2.Chat, roles: tuple[str, ...], field: str) -> Iterator[FieldViolation]:
-    """The messages whose role is none of these; without one is another violation."""
+    """Yields the messages whose role is none of these. A message without a role is another violation."""
     for i, message in enumerate(chat.messages):
         if message.role and message.role not in roles:
             role = message.role[:MAX_QUOTED_CHARACTERS]

@@ -1,8 +1,8 @@
-"""Finds stop strings in text that comes in pieces.
+"""Search for stop strings in text that comes in pieces.
 
-Owns the text that may still turn out to be the beginning of a stop string: the longest suffix that is a proper prefix
-of some stop, and nothing more. Never sends a part of a match or what follows it. Works on characters, in time linear in
-the text, whatever the number of stops (Aho-Corasick).
+Holds back the text that may still be the beginning of a stop string: the longest suffix that is a proper prefix of some
+stop, and nothing more. Never sends a part of a match or what follows it. Works on characters, in time linear in the
+text, whatever the number of stops (Aho-Corasick).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class StopStep:
 
 @dataclass(frozen=True, slots=True)
 class _Automaton:
-    """States are prefixes of stops, numbered from 0, the empty one.
+    """An automaton whose states are prefixes of stops, numbered from 0, the empty one.
 
     `transitions` extend a prefix by a character. `fallbacks[s]` is the longest proper suffix of s that is a state.
-    `matches[s]` is the index of the longest stop that s ends with. `num_held[s]` is the length of the longest suffix
-    of s that is a proper prefix of some stop.
+    `matches[s]` is the index of the longest stop that s ends with. `num_held[s]` is the length of the longest suffix of
+    s that is a proper prefix of some stop.
     """
 
     transitions: dict[int, int]
@@ -80,7 +80,7 @@ def _link(
 
 
 class StopMatcher:
-    """Looks for the stops of one choice. The match that ends first wins, and of those that end together the longest."""
+    """Searches for the stops of one choice. The match that ends first wins; of those that end together, the longest."""
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         assert all(stops), "an empty stop string"
@@ -92,9 +92,9 @@ class StopMatcher:
         self._matched: str | None = None
 
     def push(self, text: str, *, may_stop: bool = True) -> StopStep:
-        """Takes text and returns what can be sent. With `may_stop` False a match that ends in this text is no end.
+        """Takes text and returns what can be sent. With `may_stop` False a match that ends in this text does not count.
 
-        After a match there is no more text.
+        Accepts no text after a match.
         """
         if self._matched is not None:
             return StopStep("", self._matched)
@@ -107,7 +107,7 @@ class StopMatcher:
                 matched = self._matched = self._stops[match]
                 self._held = ""
                 return StopStep(text_with_held[: end if self._include_stop else end - len(matched)], matched)
-        # Where the match itself is sent, so is its beginning: there is nothing to wait for.
+        # If the match itself is sent, so is its beginning: there is nothing to hold back.
         num_held = 0 if self._include_stop else self._automaton.num_held[self._state]
         num_sent = len(text_with_held) - num_held
         self._held = text_with_held[num_sent:]

@@ -1,11 +1,11 @@
-"""The fewest tokens that a text can have, known from its bytes without tokenizing it. Pure.
+"""A lower bound on the tokens of a text, known from its bytes without tokenizing it. Pure.
 
-Where every token stands for a run of the text's bytes, a token that covers a byte is at most as long as the longest
-token with that byte. So a byte counts for at least one part of that length of a token, and the sum over all bytes is at
-most the number of tokens: 4 MB of digits are 4 million tokens of SmolLM2, which has no token of two digits.
+If every token stands for a run of the text's bytes, a token that covers a byte is at most as long as the longest token
+with that byte. A byte therefore counts for at least the inverse of that length, and the sum over all bytes is at most
+the number of tokens: 4 MB of digits are 4 million tokens of SmolLM2, which has no token of two digits.
 
-Tokenizers whose tokens need not cover the text (an unknown word of any length is one token, spaces are left out, a
-normalizer rewrites characters) have no such bound: 0.
+Tokenizers whose tokens need not cover the text have no such bound: 0. Examples are an unknown word of any length as one
+token, dropped spaces, and a normalizer that rewrites characters.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from router.text.pieces import TokenPieces
 
-# Of a text that is not pure ASCII these may rewrite characters.
+# For text that is not pure ASCII these may rewrite characters.
 _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
-# What splits a text, or puts a mark before it, and leaves nothing out.
+# These split a text, or put a mark before it, and drop nothing.
 _KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
 _SPACES = b" \t\n\v\f\r\x1c\x1d\x1e\x1f"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """`shares` are the parts of a token that each byte value counts for at least; `ascii_only`: of ASCII text."""
+    """`shares` are the least parts of a token that each byte value counts for. `ascii_only`: the bound holds for ASCII
+    text only."""
 
     shares: NDArray[np.float64]
     ascii_only: bool
 
     def least_tokens(self, text: str) -> int:
-        """Takes some milliseconds for a megabyte."""
+        """Returns the bound. Takes some milliseconds for a megabyte."""
         if self.ascii_only and not text.isascii():
             return 0
         counts = np.bincount(np.frombuffer(text.encode(), dtype=np.uint8), minlength=256)
-        # A sum of millions of terms is off by far less than this.
+        # Rounding of a sum of millions of terms is far smaller than this.
         return max(0, int(counts @ self.shares - 1e-3))
 
 
 def read_bound(tokenizer: PreTrainedTokenizerBase, pieces: TokenPieces | None) -> TokenBound | None:
-    """The bound of a tokenizer whose `pieces` are known; None where it has none."""
+    """Returns the bound of a tokenizer whose `pieces` are known; None if it has none."""
     if pieces is None or not _encodes_by_backend(tokenizer):
         return None
     described = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -60,7 +61,7 @@ def read_bound(tokenizer: PreTrainedTokenizerBase, pieces: TokenPieces | None) -
         return None
     added = described["added_tokens"]
     shares = _shares([*pieces.pieces, *(token["content"].encode() for token in added)], single)
-    if any(token["lstrip"] or token["rstrip"] for token in added):  # which take any number of spaces around them
+    if any(token["lstrip"] or token["rstrip"] for token in added):  # these take any number of spaces around them
         shares[list(_SPACES)] = 0
         shares[128:] = 0
     return TokenBound(shares, ascii_only=not kinds.isdisjoint(_UNICODE_FORMS))
@@ -72,7 +73,7 @@ def _encodes_by_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _steps(described: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, sequences resolved."""
+    """Returns the steps of a normalizer or pre-tokenizer, sequences resolved."""
     if described is None:
         return []
     if described["type"] != "Sequence":
@@ -81,13 +82,13 @@ def _steps(described: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def _keeps(step: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer leaves nothing of the text out."""
+    """Returns whether a pre-tokenizer drops nothing of the text."""
     return step["type"] in _KEEPING or (step["type"] in ("Split", "Punctuation") and step["behavior"] != "Removed")
 
 
 def _marks_spaces(step: dict[str, Any]) -> bool:
-    """Whether a normalizer only puts sentencepiece's mark before the text or in the place of spaces, as pieces have
-    it."""
+    """Returns whether a normalizer only puts sentencepiece's mark before the text or in place of spaces, as in
+    pieces."""
     if step["type"] == "Prepend":
         return True
     is_replace = step["type"] == "Replace"
@@ -95,7 +96,7 @@ def _marks_spaces(step: dict[str, Any]) -> bool:
 
 
 def _shares(pieces: Iterable[bytes], single: set[int]) -> NDArray[np.float64]:
-    """A byte without a token of its own may be left out of the text, so it counts for nothing."""
+    """Returns the shares. A byte without a token of its own may be left out of the text, so it counts for nothing."""
     longest = np.zeros(256)
     for piece in pieces:
         for byte in set(piece):

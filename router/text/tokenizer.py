@@ -1,9 +1,9 @@
 """Text to token ids and back, for one model.
 
 Wraps a loaded `transformers` tokenizer, which is never changed after construction, so that threads may share it. Never
-loads anything, never truncates. All methods block: encoding takes time in proportion to the text, about a millisecond
-per `ENCODE_IN_THREAD_CHARACTERS`, so an event loop calls `encode` and `encode_chat` through `asyncio.to_thread` for
-more than that (the tokenizer releases the interpreter lock).
+loads anything, never truncates. All methods block. Encoding takes time in proportion to the text, about a millisecond
+per `ENCODE_IN_THREAD_CHARACTERS`; for longer text an event loop calls `encode` and `encode_chat` through
+`asyncio.to_thread`. The tokenizer releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from router.text.token_bound import read_bound
 
 ENCODE_IN_THREAD_CHARACTERS = 2048
 MAX_UTF8_BYTES = 4
-# Of a template's complaint; templates may quote whole messages.
+# Characters of a template's error; templates may quote whole messages.
 MAX_COMPLAINT_CHARACTERS = 300
 
 
 class TextModel:
-    """The text side of a model. `allow_special_tokens_in_chat` lets the texts of conversations hold control tokens."""
+    """The text side of a model. `allow_special_tokens_in_chat` lets the texts of conversations contain control
+    tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, allow_special_tokens_in_chat: bool = False) -> None:
         self._tokenizer = tokenizer
         self._special_token_ids = special_token_ids(tokenizer)
         self._pieces = read_pieces(tokenizer)
         self._bound = read_bound(tokenizer, self._pieces)
-        # A stored tokenizer may carry settings for truncation and padding. The first call resets them, which must
-        # not happen while another thread encodes.
+        # A stored tokenizer may have settings for truncation and padding. The first call resets them, which must not
+        # happen while another thread encodes.
         self.encode("")
         templates = _templates(tokenizer)
         self._roles = supported_roles(self._probe, templates) if templates else USUAL_ROLES
@@ -63,7 +64,7 @@ class TextModel:
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids whose text is left out where special tokens are skipped."""
+        """Ids whose text is left out if special tokens are skipped."""
         return self._special_token_ids
 
     @property
@@ -73,7 +74,7 @@ class TextModel:
 
     @property
     def unknown_token_id(self) -> int | None:
-        """Id of the token for text that no other token is for."""
+        """Id of the token for text without any other token."""
         unknown_id: int | None = self._tokenizer.unk_token_id
         return unknown_id
 
@@ -83,12 +84,12 @@ class TextModel:
         return self._roles
 
     def least_tokens(self, text: str) -> int:
-        """A number of tokens that the text has at least, without those that the tokenizer puts around a prompt. Cheap;
-        0 for a tokenizer that has no such bound."""
+        """Returns a lower bound on the tokens of the text, without those that the tokenizer puts around a prompt.
+        Cheap; 0 for a tokenizer without such a bound."""
         return 0 if self._bound is None else self._bound.least_tokens(text)
 
     def check_length(self, text: str, most_tokens: int, field: str) -> None:
-        """Raises `RequestError` naming `field` for a text that surely has more tokens."""
+        """Raises `RequestError` naming `field` for a text that certainly has more tokens."""
         if len(text) * MAX_UTF8_BYTES <= most_tokens:
             return
         least = self.least_tokens(text)
@@ -96,7 +97,7 @@ class TextModel:
             raise invalid(FieldViolation(field, f"has at least {least} tokens; at most {most_tokens} are allowed here"))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of text, with those that the tokenizer puts around a prompt by itself."""
+        """Returns the token ids of text, with those that the tokenizer puts around a prompt by itself."""
         # `verbose` would warn about text longer than the model's context, which is the validation's business.
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         ids: list[int] = encoded["input_ids"]
@@ -105,8 +106,8 @@ class TextModel:
     def encode_chat(
         self, chat: inference_pb2.Chat, *, field: str = "chat", most_tokens: int | None = None
     ) -> list[int]:
-        """The token ids of a conversation, ready for the assistant's answer. Raises `RequestError` naming `field`;
-        before it is tokenized where it surely has more than `most_tokens`."""
+        """Returns the token ids of a conversation, ready for the assistant's answer. Raises `RequestError` naming
+        `field`; for a conversation that certainly has more than `most_tokens`, before tokenizing it."""
         rendered = self._render(chat, field)
         if most_tokens is not None:
             self.check_length(rendered.text, most_tokens, field)
@@ -114,7 +115,8 @@ class TextModel:
         return self._encoder.encode(rendered, field)
 
     def render_chat(self, chat: inference_pb2.Chat, *, field: str = "chat") -> str:
-        """The prompt that the model's template makes of a conversation. Raises `RequestError` naming `field`."""
+        """Returns the prompt that the model's template makes of a conversation. Raises `RequestError` naming
+        `field`."""
         return self._render(chat, field).text
 
     def _render(self, chat: inference_pb2.Chat, field: str) -> MarkedText:
@@ -130,7 +132,7 @@ class TextModel:
         except ImportError:
             raise  # jinja2 is missing or too old: not the client's fault
         except Exception as error:
-            # The template is the model's program and the conversation its input: it can raise anything.
+            # The template is the model's program and the conversation its input: it may raise any exception.
             complaint = str(error)[:MAX_COMPLAINT_CHARACTERS] or type(error).__name__
             raise invalid(FieldViolation(field, f"the model's chat template refuses it: {complaint}")) from error
 
@@ -147,9 +149,9 @@ class TextModel:
         return rendered
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for by itself, a special one, too; nothing for an id without a token.
+        """Returns the bytes of a token by itself, special tokens included; none for an id without a token.
 
-        Where only `decode` is known, an incomplete character is U+FFFD.
+        If only `decode` is known, an incomplete character is U+FFFD.
         """
         if self._pieces is not None:
             pieces = self._pieces.pieces
@@ -159,21 +161,21 @@ class TextModel:
         return self._decode_whole([token_id], skip_special_tokens=False).encode()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids, the same as a stream of them gives. Incomplete characters become U+FFFD."""
+        """Returns the text of token ids, the same as a stream of them gives. Incomplete characters become U+FFFD."""
         if self._pieces is None:
             return self._decode_whole(list(token_ids), skip_special_tokens)
         detokenizer = PieceDetokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.flush()
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A detokenizer for one choice."""
+        """Returns a detokenizer for one choice."""
         if self._pieces is not None:
             return PieceDetokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
         skipped = self._special_token_ids if skip_special_tokens else frozenset()
         return WindowDetokenizer(lambda ids: self._decode_whole(ids, skip_special_tokens), skipped)
 
     def _decode_whole(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        # Cleaned-up spaces are for people who train on old corpora: code and quotations must come out as produced.
+        # Cleanup of spaces is for training on old corpora: code and quotations must be returned as produced.
         text = self._tokenizer.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -182,7 +184,7 @@ class TextModel:
 
 
 def _templates(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """All chat templates of a tokenizer, which may have one for tools besides."""
+    """Returns all chat templates of a tokenizer, which may have a second one for tools."""
     templates = tokenizer.chat_template
     if isinstance(templates, dict):
         return list(templates.values())

@@ -49,7 +49,7 @@ class ScriptedStatistics:
         self.error: Exception | None = None
 
     def show(self, message: inference_pb2.GetStatsResponse) -> None:
-        """Tells it to everybody who watches, and to who comes later."""
+        """Sends it to all present and later watchers."""
         self._messages.append(message)
         self._wake()
 

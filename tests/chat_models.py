@@ -141,7 +141,7 @@ def trusting_model(build: Callable[[], PreTrainedTokenizerBase]) -> TextModel:
 
 
 def control_ids(model: TextModel, ids: list[int]) -> list[int]:
-    """The control tokens of a prompt, in order, but for one that any unknown character becomes."""
+    """The control tokens of a prompt, in order, without the token of unknown characters."""
     unknown = set(model.encode("\U0001f999", add_special_tokens=False)) & {model.unknown_token_id}
     return [token_id for token_id in ids if token_id in model.control_token_ids - unknown]
 

@@ -67,7 +67,7 @@ def write_jwks(path: Path, *entries: dict[str, Any]) -> Path:
 
 @dataclass(slots=True)
 class Signer:
-    """Signs good tokens, but for the claims and headers that are given."""
+    """Signs valid tokens, with the given claims and headers replaced."""
 
     key: Any
     algorithm: str = "RS256"

@@ -28,7 +28,7 @@ class RunningGateway:
     app: GatewayApp
 
     def openai(self, api_key: str = ANY_KEY, **options: Any) -> openai.AsyncOpenAI:
-        """OpenAI's own client of it, as users have it but for its retries."""
+        """Returns OpenAI's own client of it, as users have it, without retries."""
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=api_key, **{"max_retries": 0, **options})
 
 

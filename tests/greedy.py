@@ -68,7 +68,7 @@ def generate_alone(network: Any, prompt: list[int], num_tokens: int) -> Referenc
 
 
 def assert_same(output_ids: list[int], reference: Reference) -> None:
-    """Equal, but for what follows a near tie of the reference."""
+    """Compares outputs up to the first near tie of the reference."""
     assert len(output_ids) == len(reference.output_ids)
     for ours, theirs, gap in zip(output_ids, reference.output_ids, reference.gaps, strict=True):
         if ours != theirs:

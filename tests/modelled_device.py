@@ -35,7 +35,7 @@ class ModelledStep:
         return (1,) * self.num_sampled
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """None: nobody asks for them here."""
+        """Returns None: no test asks for them here."""
         return NO_LOGPROBS
 
 

@@ -1,4 +1,4 @@
-"""A command at a terminal: a process whose standard streams are a pseudo-terminal, and somebody who types and reads."""
+"""A command at a terminal: a process whose standard streams are a pseudo-terminal, and a user who types and reads."""
 
 from __future__ import annotations
 

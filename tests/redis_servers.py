@@ -82,7 +82,7 @@ def start(folder: Path, port: int, lines: str, *flags: str) -> Server:
 
 
 def until(is_so: object) -> None:
-    """Waits for a condition of servers that nobody announces."""
+    """Polls for a condition of servers that they do not announce."""
     assert callable(is_so)
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:

@@ -20,7 +20,7 @@ class ScriptedEngine:
         if setup.variant == "absent":
             raise CannotRun("this machine has no such engine")
         if setup.variant == "noisy":
-            print("the engine greets everybody on stdout")
+            print("the engine greets its users on stdout")
             os.system("echo and so do its children")
         self._variant = setup.variant
         self._seats = setup.seats

@@ -16,7 +16,7 @@ from inflight.v1 import inference_pb2
 
 TEXT = (
     "the city bus never waits for its slowest passenger and a seat that is free is taken at the next stop while rain "
-    "falls on seven old bridges where nobody counts how many lanterns burn or why this river runs north in spring"
+    "falls on seven old bridges where none counts how many lanterns burn or why this river runs north in spring"
 )
 
 

@@ -17,7 +17,7 @@ MAX_SETTLED_PER_CALL = 256
 
 
 class LedgerWriter:
-    """Writes for one router. `on_superseded(executor, request, attempt)` drops what the ledger placed anew."""
+    """Writes for one router. `on_superseded(executor, request, attempt)` drops what the ledger placed again."""
 
     def __init__(
         self, ledger: Ledger, timeline: Timeline, process: Process, on_superseded: Callable[[str, str, int], None]

@@ -60,7 +60,7 @@ async def test_hung_executor_is_replaced_and_what_it_says_later_is_dropped(
     finally:
         hung.send(signal.SIGCONT)
     assert readings[0].observed.migrated_s
-    # Its late frames reach nobody, and what it ran on is over.
+    # Its late frames have no reader, and its placements are void.
     await system.whole()
     await system.finish(await system.read_running(FOUR))
 

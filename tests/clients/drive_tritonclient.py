@@ -99,7 +99,7 @@ def health(client: Any, model: str) -> Any:
         client.is_server_live(),
         client.is_server_ready(),
         client.is_model_ready(model),
-        client.is_model_ready("nobody"),
+        client.is_model_ready("unknown"),
         client.is_model_ready(model, "2"),
     ]
 
@@ -110,7 +110,7 @@ def metadata(client: Any, model: str) -> Any:
         "model": client.get_model_metadata(model, as_json=True),
         "config": client.get_model_config(model, as_json=True),
         "index": client.get_model_repository_index(as_json=True),
-        "unknown": refusal(lambda: client.get_model_metadata("nobody")),
+        "unknown": refusal(lambda: client.get_model_metadata("unknown")),
         "unserved": refusal(client.get_inference_statistics),
     }
 
@@ -160,7 +160,7 @@ def refusals(client: Any, model: str) -> Any:
         "batch": tensor("max_tokens", [1, 2], "INT32"),
     }
     refused = {name: refusal(partial(client.infer, model, [prompt, one])) for name, one in tensors.items()}
-    refused["model"] = refusal(lambda: client.infer("nobody", [prompt]))
+    refused["model"] = refusal(lambda: client.infer("unknown", [prompt]))
     refused["parameter"] = refusal(lambda: client.infer(model, [prompt], parameters={"colour": "blue"}))
     refused["sequence"] = refusal(lambda: client.infer(model, [prompt], sequence_id=3))
     return refused
@@ -216,7 +216,7 @@ def refused_on_a_stream(client: Any, model: str) -> Any:
 
 def refused_with_a_status(client: Any, model: str) -> Any:
     stream = Stream(client, headers={"triton_grpc_error": "true"})
-    stream.send(text_inputs(PROMPTS[0], 3, stream=True), "nobody", "wrong")
+    stream.send(text_inputs(PROMPTS[0], 3, stream=True), "unknown", "wrong")
     refused = stream.take()
     client.stop_stream(cancel_requests=True)
     return refused

@@ -1,7 +1,7 @@
-"""Stands in for grpc_health_probe, a Go program that is not everywhere to be had: the same bytes, the same exit codes.
+"""A stand-in for grpc_health_probe, a Go program that is not always installed: the same bytes, the same exit codes.
 
-Knows the protocol only as bytes, so that nothing of ours is on its side: field 1 of the request is the service's name,
-field 1 of the answer the status, of which 1 is SERVING.
+Knows the protocol only as bytes, so that no code is shared: field 1 of the request is the service's name, field 1 of
+the answer the status, of which 1 is SERVING.
 
     python -m tests.clients.health_probe ADDRESS [SERVICE]
 """

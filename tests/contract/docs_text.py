@@ -37,7 +37,7 @@ def name_of(path: Path) -> str:
 
 
 def code_spans(path: Path) -> Iterator[str]:
-    """Inline code, but for the columns that hold others' names."""
+    """Returns inline code, except columns with names of other projects."""
     column = 0
     for token in tokens_of(path):
         if token.type == "tr_open":
@@ -78,7 +78,7 @@ def commands(path: Path) -> Iterator[list[str]]:
 
 
 def links(path: Path) -> Iterator[str]:
-    """Where a page's links and pictures lead, but for those to elsewhere."""
+    """Returns the targets of a page's links and pictures, except external ones."""
     for token in tokens_of(path):
         for child in token.children or ():
             target = child.attrGet("href") if child.type == "link_open" else child.attrGet("src")

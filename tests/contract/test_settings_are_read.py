@@ -1,4 +1,4 @@
-"""Every setting of a process is read somewhere: one that nobody reads promises what it does not do."""
+"""A check that every setting of a process is read somewhere: an unused setting promises what it does not do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.contract.test_imports import parsed, sources
 
 
 def attributes_read_in(*packages: str) -> set[str]:
-    """Names of attributes that code reads, but for what a settings class checks about itself."""
+    """Returns names of attributes that code reads, outside the checks of the settings classes themselves."""
     return {
         node.attr
         for path in sources(*packages)

@@ -1,4 +1,4 @@
-"""A system of real processes that has seen some traffic, for whoever reads its metrics."""
+"""A system of real processes that has served some traffic, for tests of its metrics."""
 
 from __future__ import annotations
 

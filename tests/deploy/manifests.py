@@ -119,7 +119,7 @@ def _value(overlay: Overlay, variable: Object, defined: Mapping[str, str], field
 
 
 def expanded(text: str, defined: Mapping[str, str]) -> str:
-    """`$(NAME)` as Kubernetes reads it; a name that is not defined before is an error of ours."""
+    """`$(NAME)` as Kubernetes reads it; a name that is not defined before it is an error in our manifests."""
     return re.sub(r"\$\((\w+)\)", lambda found: defined[found[1]], text)
 
 

@@ -1,5 +1,5 @@
 """The PrometheusRule of the component `monitoring`, which is the alerts of deploy/dashboards in an operator's words:
-kustomize reads nothing above its own folder. `python -m tests.deploy.rules` writes it anew."""
+kustomize reads nothing above its own folder. `python -m tests.deploy.rules` writes it again."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ async def test_cpu_dev_scales_from_one_to_three_and_drains_under_load_without_a_
             load.stop()
             await running
             assert await asyncio.to_thread(complete_over_http) == MAX_TOKENS
-            # Then nobody has noticed
+            # Then no client has noticed
             assert not load.failed, load.failed[:3]
             assert load.num_done >= 45
         for pod in (gateway, routers[1], *executors[1:]):

@@ -58,7 +58,7 @@ def messages_of(message_class: type[M], hints: Hints | None = None) -> st.Search
 
 
 def bytes_of(message_class: type[M], hints: Hints | None = None) -> st.SearchStrategy[bytes]:
-    """Such messages as they travel, some with fields that nobody knows, with several of a oneof, cut short or not
+    """Such messages as they travel, some with unknown fields, with several of a oneof, cut short or not
     messages at all."""
     sound = messages_of(message_class, hints).map(lambda message: message.SerializeToString())
     return st.one_of(

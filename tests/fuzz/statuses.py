@@ -45,7 +45,7 @@ def status_of(error: grpc.aio.AioRpcError) -> tuple[str, str]:
 
 
 def check_documented(rpc: str, error: grpc.aio.AioRpcError, statuses: Statuses) -> None:
-    """The error is one that the RPC may end with, and no bug of ours."""
+    """Checks that the RPC may end with this error and that it is no bug."""
     status = status_of(error)
     assert status in statuses[COMMON] | statuses[rpc], f"{rpc}: {status} {error.details()}"
     assert status[0] not in ("INTERNAL", "UNKNOWN"), f"{rpc}: {status} {error.details()}"

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets an answer or a documented status, soon, and everybody else is served as before."""
+"""Arbitrary messages of a client: each gets an answer or a documented status soon, and other clients are unaffected."""
 
 from __future__ import annotations
 

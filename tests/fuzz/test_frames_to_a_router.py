@@ -174,7 +174,7 @@ HOSTILE_FRAMES: dict[str, tuple[Callable[[], executor_pb2.ServeResponse], str]] 
         ),
         "not offered",
     ),
-    "attachment that nobody asked for": (
+    "attachment that was not asked for": (
         lambda: executor_pb2.ServeResponse(
             generation=1, attached=[executor_pb2.SequenceAttached(request_id="r", attempt=1, slots=[1])]
         ),

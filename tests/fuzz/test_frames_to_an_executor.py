@@ -46,7 +46,7 @@ HINTS = {
     f"{P}StoppingParams.stop_token_ids": st.just([]),
     f"{P}CancelSequence.request_id": IDS,
     f"{P}CancelSequence.attempt": st.integers(0, 3).map(lambda attempt: attempt + 10),
-    f"{P}Attach.request_id": st.sampled_from(["x", "y", "nobody"]),
+    f"{P}Attach.request_id": st.sampled_from(["x", "y", "unknown"]),
     f"{P}Hello.router_id": st.sampled_from(["hostile", ""]),
     f"{P}Hello.protocol_version": st.just(1),
     f"{P}Hello.generation": st.just(1),

@@ -1,4 +1,4 @@
-"""Whatever a KServe client sends, it gets an answer or a documented status, and everybody else is served as before."""
+"""Arbitrary messages of a KServe client: each gets an answer or a documented status, and others are unaffected."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ async def test_request_too_large_for_what_is_free_waits_for_blocks(redis_url: st
 async def test_unknown_request_is_not_found(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool) as cluster:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await explain(cluster.routers[0], "nobody")
+            await explain(cluster.routers[0], "unknown")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -204,7 +204,7 @@ async def test_unknown_tenant_is_refused_and_known_after_the_file_says_so(
     settings = settings_with(path, 'unknown_tenants = "refuse"\n[tenants.acme]\n')
     async with run_cluster(redis_url, pool, settings=settings) as cluster:
         router = cluster.routers[0]
-        error = await refusal_of(router, token_request([1], 4, tenant="nobody"))
+        error = await refusal_of(router, token_request([1], 4, tenant="unknown"))
         assert error.code() is grpc.StatusCode.PERMISSION_DENIED
         assert ids_of(await collect(router, token_request([1], 4, tenant="acme"))) == expected_of("acme")
 

@@ -91,7 +91,7 @@ async def test_generate_is_held_against_the_callers_key(redis_url: str, pool: st
         assert await status_of(router, shown("all"), tenant="default") is denied
         # but by an operator
         assert await generate(router, shown("operator"), tenant="umbrella") == output_of("umbrella")
-        # Nobody asks for a class above the key's
+        # No caller gets a class above the key's
         assert await status_of(router, shown("standard"), priority=interactive) is denied
         assert await generate(router, shown("standard")) == expected
         # or for a model that is not the key's; no name is the only one
@@ -121,7 +121,7 @@ async def test_credential_is_verified_once_for_a_call(
         # The next call is verified by its own credential
         assert await generate(router, shown("all")) == output_of("acme")
         assert num_verified == 2
-        assert await status_of(router, shown("nobody")) is grpc.StatusCode.UNAUTHENTICATED
+        assert await status_of(router, shown("unknown")) is grpc.StatusCode.UNAUTHENTICATED
         assert num_verified == 3
 
 

@@ -107,7 +107,7 @@ async def seats_word(page: Page, bus: int = 0) -> str:
 
 
 async def picture(page: Page) -> bytes:
-    """The first bus as it is painted, once nobody moves."""
+    """Returns the first bus as it is painted, once nothing moves."""
     box = page.locator(".seats canvas").first
     before = b""
     while (now := await box.screenshot(animations="disabled")) != before:

@@ -43,7 +43,7 @@ def serving(cluster: Cluster, stream: aio.AsyncStream | sync.Stream) -> RunningR
 
 
 class Cut:
-    """A way to a router, by TCP, that can be cut; whoever takes it again gets through."""
+    """A TCP proxy to a router whose connections can be cut; a new connection gets through."""
 
     def __init__(self, address: str) -> None:
         self._host, _, self._port = address.rpartition(":")

@@ -46,7 +46,7 @@ async def test_engine_that_stands_still_hands_everything_back_and_comes_back_wit
             router.send(submits=[make_submit("a", [1], LENGTH), make_submit("b", [2], LENGTH)])
             executor.brake.permit(5)
             await router.until(lambda: router.of("a") and router.of("a")[0].is_started)
-            # Then both are handed back, and nobody is taken in
+            # Then both are handed back, and no request is accepted
             await router.until(lambda: router.of("a")[0].end and router.of("b")[0].end)
             await until_health_is(executor, NOT_SERVING)
             await router.until(lambda: router.reports[-1].draining and not router.reports[-1].held)

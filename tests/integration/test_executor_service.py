@@ -36,7 +36,7 @@ async def test_drain_lets_the_running_end_and_takes_nobody_new(redis_url: str, p
             assert ids_of(await rest(running)) == expected_ids([1], 6)
             assert ids_of(await later) == expected_ids([2], 5)
             assert (await stub.Drain(executor_pb2.DrainRequest(timeout_s=10))).num_held == 0
-        # The one that drains has boarded nobody since.
+        # The one that drains has boarded no request since.
         assert len(cluster.executors[0].device.boarded) == held
         assert len(cluster.executors[1].device.boarded) == 2 - held
 

@@ -286,7 +286,7 @@ async def test_keys_are_passed_on_as_they_are(redis_url: str, pool: str, tmp_pat
         async with gateway.openai(api_key("standard")) as client:
             with pytest.raises(openai.PermissionDeniedError):
                 await client.completions.create(model=pool, prompt="t1", extra_body={"priority": "interactive"})
-        # Nobody needs a key to ask whether a router serves
+        # A health check needs no key
         async with httpx2.AsyncClient() as http:
             assert (await http.get(f"{gateway.url}/ready")).status_code == 503
             await cluster.routers[0].server.set_serving(True)

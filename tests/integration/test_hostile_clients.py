@@ -1,4 +1,4 @@
-"""Clients that read slowly, not at all, vanish, or come by the thousand: they harm nobody but themselves."""
+"""Clients that read slowly, not at all, vanish, or come by the thousand: they harm only themselves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_write_that_is_read_in_time_is_left_alone() -> None:
 
 
 async def stalled(router: RunningRouter, channel: grpc.aio.Channel) -> Any:
-    """A stream that somebody has begun to read and then left; its text is more than a connection holds unread."""
+    """Returns a stream that a client has begun to read and then left, with more text than a connection holds unread."""
     request = token_request([3, 1], 40, metadata={}, session_id="stalled")
     stream: Any = channel.unary_stream(
         "/inflight.v1.InferenceService/Generate",
@@ -74,10 +74,10 @@ async def test_slow_reader_costs_no_steps_and_no_blocks(redis_url: str, pool: st
     ):
         router, executor = cluster.routers[0], cluster.executors[0]
         slow = await stalled(router, channel)
-        # When nobody reads the one, the other gets its tokens
+        # When the one is not read, the other gets its tokens
         assert ids_of(await collect(router, token_request([2], 30), HANG_S)) == expected_ids([2], 30)
         await until_empty(cluster)
-        # Then it took no more steps than one of them takes after the other, and the blocks are free though nobody read
+        # Then it took no more steps than one of them takes after the other, and the blocks are free without a reader
         assert executor.engine.num_steps <= 40 + 30 + 4
         assert executor.scheduler.pool.num_used == 0
         assert ids_of(await rest(slow)) == expected_ids([3, 1], 40)
@@ -107,7 +107,7 @@ async def test_one_connection_that_opens_5000_streams_keeps_nobody_out(redis_url
         # a moment, or with accepting calls, of which gRPC cancels those that have waited for 30 s.
         unavailable = {("UNAVAILABLE", reason) for reason in ("STORE_UNAVAILABLE", "NO_EXECUTOR")}
         assert refused <= {("RESOURCE_EXHAUSTED", "QUEUE_FULL"), *unavailable, ("CANCELLED", "–")}
-        # And when one of them has gone somebody else is served at once: fair shares go by tenant
+        # And when one of them has gone another tenant is served at once: fair shares go by tenant
         next(call for call, one in zip(reversed(calls), reversed(ended), strict=True) if not one.done()).cancel()
         async with asyncio.timeout(BUSY_S):
             while sum((await dispatcher_of(cluster).snapshot()).num_waiting) >= settings.max_queue_requests:

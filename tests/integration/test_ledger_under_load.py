@@ -156,7 +156,7 @@ async def test_requests_board_in_order_of_arrival_while_others_leave(
         executor.brake.release()
         await asyncio.gather(*tasks)
         # The ledger places them in this order, but its replies come on several connections and may overtake each other:
-        # nobody is passed by more than the executor holds
+        # no request is overtaken by more than the executor holds
         boarded = [int(request_id) for request_id in executor.device.boarded]
         assert sorted(boarded) == list(range(40))
         assert max(abs(place - number) for place, number in enumerate(boarded)) <= 8

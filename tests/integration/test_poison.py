@@ -1,4 +1,4 @@
-"""A request that kills or stops whatever runs it: tried twice, then refused, and nobody else is harmed."""
+"""A request that kills or stops every executor that runs it: tried twice, then refused, without harm to others."""
 
 from __future__ import annotations
 

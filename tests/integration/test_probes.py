@@ -37,10 +37,10 @@ async def test_probe_of_a_service_or_a_server_that_is_not_there_fails(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with run_router("alone", pool, redis_url, []) as router:
-        assert await probe(router.address, "nobody.Service") == health_probe.EXIT_RPC_FAILED
+        assert await probe(router.address, "unknown.Service") == health_probe.EXIT_RPC_FAILED
     monkeypatch.setattr(health_probe, "CONNECT_TIMEOUT_S", 0.2)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        taken.bind(("127.0.0.1", 0))  # without listening
         assert await probe(f"127.0.0.1:{taken.getsockname()[1]}") == health_probe.EXIT_NO_CONNECTION
     assert await probe() == health_probe.EXIT_BAD_ARGUMENTS
 

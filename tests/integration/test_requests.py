@@ -173,7 +173,7 @@ async def test_cancel_on_any_router_ends_a_running_request(redis_url: str, pool:
 async def test_cancel_of_an_unknown_request_is_not_found(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool) as cluster:
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await cluster.routers[0].stub.Cancel(inference_pb2.CancelRequest(request_id="nobody"))
+            await cluster.routers[0].stub.Cancel(inference_pb2.CancelRequest(request_id="unknown"))
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
     assert "request_id" in (error.value.details() or "")
 

@@ -79,7 +79,7 @@ def dying_router() -> Iterator[Dying]:
 
 @contextmanager
 def plain_stub(*addresses: str) -> Iterator[Any]:
-    """A channel as any gRPC client opens it, with the file and nothing else of ours."""
+    """A channel as any gRPC client opens it, with the file and no other setting of the client library."""
     options = [("grpc.service_config", SERVICE_CONFIG.read_text(encoding="utf-8")), ("grpc.enable_http_proxy", 0)]
     with grpc.insecure_channel("ipv4:" + ",".join(addresses), options) as channel:
         grpc.channel_ready_future(channel).result(WAIT_S)

@@ -82,7 +82,7 @@ async def test_router_that_does_not_read_its_rejections_holds_itself_up_alone(
                 await call.write(flood)
 
         writing = asyncio.create_task(write())
-        # When nobody reads, what may wait fills up, and then the connection; that others are served shows no end of it
+        # When the stream is not read, the buffers fill up, and then the connection; others are served all the same
         (session,) = await joined(executor)
         await until(lambda: session._num_answers >= 10)
         await is_served(executor)

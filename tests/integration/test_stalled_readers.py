@@ -1,4 +1,4 @@
-"""A client that stops reading: its call ends, its request goes on for a while, and nobody else notices."""
+"""A client that stops reading: its call ends, its request continues for a while, and other clients are unaffected."""
 
 from __future__ import annotations
 

@@ -149,11 +149,11 @@ async def test_only_a_router_of_the_authority_is_let_in_by_an_executor(tmp_path:
         mixed = grpc.ssl_channel_credentials(
             made.ca_file.read_bytes(), strange.key("router").read_bytes(), strange.certificate("router").read_bytes()
         )
-        nobody = grpc.ssl_channel_credentials(made.ca_file.read_bytes())
+        uncertified = grpc.ssl_channel_credentials(made.ca_file.read_bytes())
         options = [("grpc.ssl_target_name_override", EXECUTOR_NAME)]
         for channel in (
             grpc.aio.secure_channel(address, mixed, options=options),
-            grpc.aio.secure_channel(address, nobody, options=options),
+            grpc.aio.secure_channel(address, uncertified, options=options),
             grpc.aio.insecure_channel(address),
         ):
             async with channel:
@@ -208,7 +208,7 @@ async def test_rotation_shows_new_certificates_while_an_open_stream_goes_on(tmp_
         # When authority and certificates are replaced
         replace(made, make_certificates(tmp_path / "2"))
         door.look()
-        # Then who comes anew meets the new ones, on both sides
+        # Then who comes later meets the new ones, on both sides
         async with channel_as(made, "router", address) as new:
             assert await describe(new) is grpc.StatusCode.OK
         async with channel_as(old, "router", address) as refused:

@@ -20,7 +20,7 @@ from tests.cluster import ExecutorShape, run_router, start_executor, until_ready
 from tests.collector import CollectedSpan, Collector, run_collector
 
 SHAPE = ExecutorShape()
-# All that a span may say: numbers, names of the configuration, and words of ours.
+# All that a span may contain: numbers, names of the configuration, and words of the router's own.
 ATTRIBUTES = {
     *("db.operation.name", "db.stored_procedure.name", "db.system.name", "error.type"),
     *("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", "gen_ai.response.finish_reasons"),
@@ -136,9 +136,9 @@ async def test_refusal_is_an_error_with_its_reason_and_without_its_text(redis_ur
 
 
 async def test_collector_that_is_away_holds_up_nobody(redis_url: str, pool: str) -> None:
-    nobody = Collector("http://127.0.0.1:1")
+    unreachable = Collector("http://127.0.0.1:1")
     async with asyncio.timeout(60):
-        await Traced(redis_url, pool).run(nobody, ask_within_a_span())
+        await Traced(redis_url, pool).run(unreachable, ask_within_a_span())
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4317", "ftp://collector:4317", "http://"])

@@ -1,4 +1,4 @@
-"""The deliberate mutations: bugs that somebody could write, in what decides about requests, memory and access."""
+"""Deliberate mutations: plausible bugs in the code that decides about requests, memory and access."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ LEDGER = (
         LEDGER_TESTS,
     ),
     Mutation(
-        "leases lapse while nobody was there to hear a report",
+        "leases lapse while no router was there to take a report",
         "router/store/scripts/reap.lua",
         "if not last_ms or NOW - tonumber(last_ms) > MAX_GAP_MS then",
         "if not last_ms then",

@@ -201,7 +201,7 @@ class SimpleRouter:
                 self._give_away(demand.request_id)
 
     async def _attach(self, served: Served, placement: Placement) -> None:
-        """Goes on with what runs; what nobody has told the executor yet is submitted."""
+        """Continues what runs; submits what the executor has not received yet."""
         served.attempt, served.placement = placement.attempt, placement
         executor = self.executors[placement.executor_id]
         if not executor.attaches(placement, self.router_id) and not executor.accepts(

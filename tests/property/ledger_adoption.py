@@ -24,7 +24,7 @@ def adopt(pool: Pool, router_id: str, name: str) -> Adopted | LedgerState | None
 
 
 def take_over(pool: Pool, router_id: str, request: Request) -> None:
-    """The request is this router's; who had it is told, if somebody had."""
+    """Makes this router the owner; reports it to the earlier owner, if there was one."""
     if request.owner_id != router_id:
         if pool.lives(request.owner_id, router_id):
             pool.tell(request.owner_id, TakenOver(request.demand.request_id))
@@ -65,7 +65,7 @@ def _is_same(request: Request, demand: Demand) -> bool:
 
 
 def repeat_of_ended(end: End | None, demand: Demand) -> Adopted | Duplicate | int:
-    """What becomes of a repeat of what has ended; a number is the attempt behind which it starts anew."""
+    """What becomes of a repeat of what has ended; a number is the attempt after which it starts again."""
     is_same = bool(demand.digest or demand.is_served) and (end is None or end.digest in (demand.digest, None))
     if is_same and end and not end.was_cancelled:
         assert end.placement

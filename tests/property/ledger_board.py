@@ -1,8 +1,8 @@
-"""Who boards, in plain Python: fair order, those passed, executors kept for them, those who give way. Part of
+"""Boarding in plain Python: fair order, overtaken requests, executors kept for them, and preemption. Part of
 `ledger_model`.
 
-What stands at the head is looked at only while some executor has a seat that anybody may offer, is kept for somebody,
-or might be asked to give one up.
+The head of the queue is examined only while some executor has a seat to offer, is kept for a request, or may be asked
+to give a seat up.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ MARGIN = 1.2
 
 @dataclass(slots=True)
 class Estimates:
-    """What was measured: tokens placed per millisecond while somebody waited, how true estimates were, speeds."""
+    """What was measured: tokens placed per millisecond while a request waited, how true estimates were, speeds."""
 
     speed: float | None = None
     window_since: int | None = None
@@ -38,7 +38,7 @@ class Estimates:
         self.prefill_speed = _smoothed(self.prefill_speed, tokens_per_s / 1000, 0.05)
 
     def observe_placement(self, now_ms: int, tokens: int) -> None:
-        """Somebody who stood in line was placed."""
+        """Records that a waiting request was placed."""
         if self.window_since is None:
             self.window_since = now_ms
         self.window_tokens += tokens
@@ -56,7 +56,7 @@ class Estimates:
         self.correction += max(weight, 0.05) * (ratio - self.correction)
 
     def end_window(self) -> None:
-        """Nobody waits: how fast the line would move is not measured."""
+        """Stops measuring how fast the queue moves: it is empty."""
         self.window_since, self.window_tokens = None, 0
 
 

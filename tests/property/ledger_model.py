@@ -313,7 +313,7 @@ class Ledger:
         return ReportOutcome(taken=True, superseded=tuple(superseded))
 
     def _audit(self, report: ExecutorReport, caller_id: str) -> list[Attempt]:
-        """What the executor does not hold is lost; what nobody placed there is taken in, or named as superseded."""
+        """What the executor does not hold is lost; what was not placed there is adopted, or named as superseded."""
         pool, held = self.pool, {(one.request_id, one.attempt) for one in report.held}
         matched = set()
         for name in pool.placed_on(report.executor_id):
@@ -340,7 +340,7 @@ class Ledger:
         return superseded
 
     def _take_in(self, name: str, blocks: int) -> None:
-        """A request that only its executor knows of: of no tenant, and nobody's until somebody hands it back."""
+        """A request that only its executor knows: without a tenant, and ownerless until a router hands it back."""
         pool = self.pool
         demand = Demand(name, 2, blocks, tenant="", block_size=1)
         pool.requests[name] = Request(demand, NO_OBSERVERS, pool.num_arrivals, pool.now_ms, 0, 2, None, charge=0)

@@ -69,7 +69,7 @@ class Request:
     counted: int = 0
     """The last attempt whose loss needs no more counting."""
     is_adopted: bool = False
-    """Whether its placement was another router's, or nobody's."""
+    """Whether its placement had another owner, or none."""
     placement: Placement | None = None
     reserved: int | None = None
     placed_ms: int = 0
@@ -218,7 +218,7 @@ class Pool:
         }
 
     def update_active(self) -> None:
-        """After a change: who comes back has saved up nothing by being away; where nobody waits nothing is measured."""
+        """Runs after a change: a tenant that comes back has saved no credit, and an empty queue is not measured."""
         for name, tenant in self.tenants.items():
             is_active = bool(self.waiting(name)) and self.running(name) < tenant.max_running
             if is_active and not tenant.is_active:
@@ -258,7 +258,7 @@ class Pool:
         return {self.requests[name].claim or "": name for name in self.claims}
 
     def open_executors(self) -> list[str]:
-        """Those with a free sequence for everybody, by available blocks."""
+        """Returns those with a free sequence that any request may take, by available blocks."""
         free = [one for one in self.executors if self.takes_work(one) and self.free(one)[1] > 0]
         return sorted((one for one in free if one not in self.claimed()), key=lambda one: (-self.free(one)[0], one))
 

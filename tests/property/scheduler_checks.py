@@ -56,7 +56,7 @@ class OvercommittedChecks:
         back = [sequence for sequence in plan.boarded if sequence in standing.preempted]
         new = [sequence for sequence in plan.boarded if sequence in standing.arrivals]
         away = {s for s in (*standing.preempted, *plan.preempted) if s.seat is None}
-        assert [*back, *new] == list(plan.boarded), "somebody boards twice, or ahead of who was preempted"
+        assert [*back, *new] == list(plan.boarded), "a sequence boards twice, or ahead of a preempted one"
         assert not (new and any(s.host_copy or s.num_steps_away for s in away)), (
             "someone new boards before the preempted"
         )
@@ -67,7 +67,7 @@ class OvercommittedChecks:
 
 
 class ReservedChecks:
-    """guaranteed_no_evict: everybody has its blocks, so seats, tokens and the order of turn decide alone."""
+    """guaranteed_no_evict: every sequence has its blocks, so seats, tokens and the order of turn decide alone."""
 
     def __init__(self, limits: SchedulerLimits, block_size: int, max_prefill_tokens: int | None) -> None:
         self.limits = limits

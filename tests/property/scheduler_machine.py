@@ -216,7 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_preemptions <= most, "ping-pong"
 
     def teardown(self) -> None:
-        """Without further offers everyone ends: each step computes at least one token of somebody, none twice."""
+        """Runs to the end without further offers: each step computes at least one token, and no token twice."""
         if not hasattr(self, "scheduler"):
             return
         most_steps = sum(s.num_prompt_tokens + s.stopping.max_tokens for s in self.scheduler.held()) + 1

@@ -20,7 +20,7 @@ BATCHINGS = {
     SchedulerPolicy.MAX_UTILIZATION: (Batching.INFLIGHT,) * 9 + (Batching.STATIC,),
 }
 STOPS = (frozenset[int](), frozenset({0}), frozenset({1, 2}))
-# Whoever is preempted must first have got somewhere.
+# A sequence must have made progress before it is preempted.
 RARE_STOPS = (frozenset[int](),) * 4 + STOPS
 SALTS = (b"", b"", b"", b"other", None)
 

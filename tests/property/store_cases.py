@@ -57,7 +57,7 @@ whys = st.sampled_from(WHYS)
 
 
 def random_demand(rng: random.Random, request_id: str) -> Demand:
-    """Something that somebody might ask."""
+    """A question that a caller may ask."""
     tenant, sequences = rng.choice(sorted(TENANTS)), rng.choice((1, 1, 2))
     prompt_tokens, max_tokens = rng.randint(1, 60), rng.choice((1, 10, 16, 40, 64))
     return Demand(

@@ -71,8 +71,8 @@ def _check_reservations(records: Records, placed: dict[str, Any], budget_blocks:
 
 def _check_tenants(records: Records, waiting: dict[str, Any], placed: dict[str, Any]) -> None:
     tenants = records.of("tenants")
-    everybody = [*waiting.values(), *placed.values()]
-    assert {one["tenant"] for one in everybody} <= tenants.keys()
+    requests = [*waiting.values(), *placed.values()]
+    assert {one["tenant"] for one in requests} <= tenants.keys()
     for name, tenant in tenants.items():
         own = [one for one in waiting.values() if one["tenant"] == name]
         running = sum(one["sequences"] for one in placed.values() if one["tenant"] == name)

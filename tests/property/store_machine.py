@@ -202,7 +202,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(router_id=router_ids)
     def everybody_attends(self, router_id: str) -> None:
-        """Second by second, as a living router does, until whoever is silent is gone."""
+        """Advances second by second, as a living router does, until the silent peers are gone."""
         for _ in range(7):
             self.time_passes(1000)
             self.reap(router_id)

@@ -36,7 +36,7 @@ BREAKS = (
 
 @dataclass(frozen=True)
 class Break:
-    """How one call goes: what it brings before it breaks, and how. `is_lost`: nobody holds the output by then."""
+    """How one call goes: what it brings before it breaks, and how. `is_lost`: the output is lost by then."""
 
     num_events: int
     error: InflightError | None
@@ -134,7 +134,7 @@ def play(recovery: Recovery, router: ModelRouter, schedule: list[Break]) -> list
 
 @given(
     pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=12),
-    # As many as are over before a client gives up a request that nobody answers.
+    # As many as are over before a client gives up a request without an answer.
     schedule=st.lists(BREAK, max_size=8),
     wants_ids=st.booleans(),
     seed=st.integers(0, 2**32),

@@ -29,7 +29,7 @@ PRIORITY_OF_CLASS = {1: 1, 2: 0, 3: -1}
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a client asks for, and how long its answer will be, which nobody knows beforehand."""
+    """What a client asks for, and how long its answer will be, which is unknown beforehand."""
 
     request_id: str
     prompt_tokens: int
@@ -163,7 +163,7 @@ class ServedLine:
                 self._offer(event)
             elif isinstance(event, PreemptAsked):
                 ended = self.scheduler.cancel(event.request_id, event.attempt, FinishReason.PREEMPTED)
-                assert ended is not None, f"{event} concerns nobody"
+                assert ended is not None, f"{event} concerns no request"
                 self.paused.append(event.request_id)
                 await self._settle((ended,))
 

@@ -64,7 +64,7 @@ def test_preemptions_are_few_however_crowded_the_pool(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_nobody_new_boards_while_somebody_waits_to_come_back(seed: int) -> None:
-    """With two who wait for a seat, and a seat and blocks there where somebody has given up its own."""
+    """Starts with two that wait for a seat, where another has given up its seat and blocks."""
     scheduler, _ = crowd(8, num_blocks=20, seed=seed)
     num_tempted = 0
     while not scheduler.is_idle:

@@ -73,7 +73,7 @@ async def test_request_that_is_handed_back_stands_where_it_stood(store_pool: Sto
         assert await a.store.submit(Demand(request_id, 2, blocks=1)) == Queued(i)
     await store_pool.wait(1000)
 
-    # When its executor gives it back while it can take nobody
+    # When its executor gives it back while it can take no request
     await a.store.report(store_pool.next_report(sequences=0))
     assert await a.store.hand_back("early", 1, 3, preempted=True, output_tokens=5) == Queued(0)
     await a.store.report(store_pool.next_report(sequences=1))

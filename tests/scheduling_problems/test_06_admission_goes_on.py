@@ -48,7 +48,7 @@ def test_parked_ones_never_count_as_running() -> None:
 async def test_while_work_exists_every_step_computes_some(
     store_pool: StorePool, policy: SchedulerPolicy, batching: Batching
 ) -> None:
-    """Through ledger and scheduler: `run` fails at a step that computes nothing, and when not everybody is served."""
+    """Through ledger and scheduler: `run` fails at a step that computes nothing, and if a request is not served."""
     limits: SchedulerLimits = replace(CROWDED, policy=policy, batching=batching)
     line = await open_line(store_pool, make_scheduler(limits, num_blocks=20))
     numbers = random.Random(3)

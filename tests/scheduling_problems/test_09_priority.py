@@ -59,7 +59,7 @@ async def test_nobody_gives_way_to_its_own_class(store_pool: StorePool) -> None:
 
 
 def test_least_important_gives_its_blocks_up_first_on_the_executor() -> None:
-    """However much was computed for it, and whoever came last."""
+    """Whatever was computed for it, and in any order of arrival."""
     limits = replace(TWO_SEATS, max_num_sequences=3, policy=SchedulerPolicy.MAX_UTILIZATION)
     scheduler = make_scheduler(limits, num_blocks=8)
     for name, priority in (("batch", -1), ("standard", 0), ("interactive", 1)):

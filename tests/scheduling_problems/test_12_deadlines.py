@@ -21,7 +21,7 @@ ONE_SEAT = ExecutorShape(max_num_sequences=1)
 
 
 async def until_idle(scheduler: Scheduler) -> None:
-    """Waits until the executor holds nobody."""
+    """Waits until the executor holds no sequence."""
     async with asyncio.timeout(10):
         while not scheduler.is_idle:
             await asyncio.sleep(0.01)

@@ -97,7 +97,7 @@ def crowded(redis_url: str, pool: str) -> World:
 
 
 SCRIPTS = [
-    # A reservation that nobody returns is audited away 20 s later.
+    # The audit removes a lost reservation 20 s later.
     ("AUDIT_GRACE_MS = 2000", "AUDIT_GRACE_MS = 20000", FaultKind.ROUTER_CRASH, "for which it is reserved"),
     ("AUDIT_INTERVAL_MS = 1000", "AUDIT_INTERVAL_MS = 20000", FaultKind.ROUTER_CRASH, "for which it is reserved"),
     ("LEASE_MS = 5000 ", "LEASE_MS = 15000 ", FaultKind.EXECUTOR_HANG, "has no token|has a lease"),

@@ -1,4 +1,4 @@
-"""Order under load: nobody starves, higher classes take what lower ones hold where that is on, nobody is begun dead."""
+"""Order under load: no starvation, preemption by class where it is on, and no start after a deadline."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ async def test_processes_serve_on_with_full_disks_and_without_file_descriptors(
                 for _ in range(3):
                     assert await words(client, "The capital of France is") == said
                 assert num_open_files(router.pid) <= before + 4
-            # And when the others have gone, whoever comes is served again
+            # And when the others have gone, new requests are served again
             await until_closed(router.pid, before + 2)
         async with AsyncClient(stack.address) as client:
             assert await words(client, "The capital of France is") == said

@@ -63,7 +63,7 @@ async def test_stack_with_certificates_serves_through_a_change_of_authority(tmp_
                 tokens += len(response.event.delta.token_ids)
             assert tokens > 0
             assert await stream.code() is grpc.StatusCode.OK
-        # And nobody reaches an executor in the clear, nor a router
+        # And neither an executor nor a router can be reached in the clear
         for address in (stack.executors[0].address, stack.address):
             async with grpc.aio.insecure_channel(address) as channel:
                 describe: Any = executor_pb2_grpc.ExecutorServiceStub(channel)

@@ -133,7 +133,7 @@ def test_refusals(scenario: Any) -> None:
     assert "inputs[repetition_penalty]" in scenario["penalty"]["text"]
     assert "inputs[runtime_top_p]: is 2" in scenario["top_p"]["text"]
     assert "doesn't support models with decoupled transaction policy" in scenario["streamed"]["text"]
-    assert scenario["model"]["text"] == "model_name: there is no model 'nobody'; known: tiny"
+    assert scenario["model"]["text"] == "model_name: there is no model 'unknown'; known: tiny"
 
 
 def test_interleaved(scenario: Any) -> None:

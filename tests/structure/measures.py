@@ -22,7 +22,7 @@ LEFT_OUT = re.compile(r"protos/gen/|inflight/(v1|kserve)/|bench/reports/|.*__pyc
 
 
 def crowded_folders(tree: Tree) -> dict[str, int]:
-    """Folders with more modules than `MAX_MODULES`, but for those of commands, with their number."""
+    """Folders with more modules than `MAX_MODULES`, except those of commands, with their number."""
     sizes = tree.folders()
     return {folder: n for folder, n in sizes.items() if n > MAX_MODULES and folder not in COMMAND_FOLDERS}
 

@@ -95,7 +95,7 @@ async def test_executor_that_starts_again_with_its_clock_an_hour_ahead_is_used_a
 
 
 async def test_redis_clock_that_jumps_an_hour_loses_no_request(store_pool: StorePool) -> None:
-    """All leases start anew: nobody was there to hear anybody in between. What waits is served in its order."""
+    """All leases start again, because no router was there to take reports. Waiting requests keep their order."""
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(sequences=1))
     await a.place("running")

@@ -70,7 +70,7 @@ def test_missing_allocator_is_said_of_vllm_alone(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("path", DRIVERS, ids=lambda path: path.stem)
 def test_drivers_import_nothing_of_ours_but_the_protocol(path: Path) -> None:
-    """They run where nothing else of ours is installed."""
+    """They run where nothing else of the project is installed."""
     imported = {
         node.module
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -131,4 +131,4 @@ def test_one_peer_that_fails_stops_no_other(
     assert install.main([]) == 1
     assert tried == ["vllm", "openvino"]
     assert "vllm cannot be installed here: no matching distribution" in capsys.readouterr().err
-    assert install.main(["nobody"]) == 2
+    assert install.main(["unknown"]) == 2

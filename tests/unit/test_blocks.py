@@ -12,7 +12,7 @@ def _counts(pool: BlockPool) -> tuple[int, int, int]:
 
 
 def _cache(pool: BlockPool, hashes: list[bytes]) -> list[int]:
-    """Leaves published blocks that nobody refers to."""
+    """Leaves published blocks without references."""
     blocks = pool.allocate(len(hashes))
     assert blocks is not None
     for block, block_hash in zip(blocks, hashes, strict=True):

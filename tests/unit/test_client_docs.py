@@ -44,7 +44,7 @@ class Breaking:
         has = request.offsets[0]
         assert request.text_bytes[0] == len("".join(WORDS[:has]).encode())
         if has >= 4:
-            raise RequestError(Reason.OUTPUT_LOST, "nobody holds it")
+            raise RequestError(Reason.OUTPUT_LOST, "no executor holds it")
         yield from from_offset(has, 4)
         raise RequestError(Reason.DRAINING, "goes away, too")
 

@@ -30,7 +30,7 @@ def board(num_seats: int = 2) -> Board:
 
 
 def seats(here: Board) -> list[int | None]:
-    """The number of whoever sits in each seat."""
+    """Returns the number of the passenger in each seat."""
     return [None if rider is None else rider.number for rider in here.seated]
 
 

@@ -163,7 +163,7 @@ async def test_ledger_preempts_by_an_end_with_that_reason() -> None:
     async with router.running():
         await placed(router, stream)
         router.stores["m"].tell(PreemptAsked("r", 2))  # of another attempt
-        router.stores["m"].tell(PreemptAsked("nobody", 1))
+        router.stores["m"].tell(PreemptAsked("unknown", 1))
         router.stores["m"].tell(PreemptAsked("r", 1))
         (cancel,) = link._outbox.cancels
         assert (cancel.request_id, cancel.attempt, cancel.reason) == ("r", 1, PREEMPTED)
@@ -348,7 +348,7 @@ async def test_ending_says_what_was_used_and_whether_its_length_means_something(
 async def test_cancel_of_an_unknown_request_finds_nothing() -> None:
     router = ScriptedRouter("m")
     async with router.running():
-        assert await router.pools.find("m").dispatcher.cancel("nobody") is None
+        assert await router.pools.find("m").dispatcher.cancel("unknown") is None
         router.stores["m"].cancels["r"] = CancelOutcome(LedgerState.ENDED)
         assert await router.pools.find("m").dispatcher.cancel("r") is LedgerState.ENDED
 

@@ -49,7 +49,7 @@ class WatchedStep:
         return self.sampled_ids
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """None: nobody asks for them here."""
+        """Returns None: no test asks for them here."""
         return NO_LOGPROBS
 
 

@@ -69,7 +69,7 @@ def test_event_within_a_span_names_it() -> None:
 @pytest.mark.parametrize(("log_format", "beginning"), [("text", "2"), ("json", "{")])
 def test_process_logs_as_it_is_told(monkeypatch: pytest.MonkeyPatch, log_format: str, beginning: str) -> None:
     root, stderr = logging.getLogger(), io.StringIO()
-    monkeypatch.setattr(root, "handlers", [])  # but for what pytest hung there
+    monkeypatch.setattr(root, "handlers", [])  # without the handlers of pytest
     monkeypatch.setattr(root, "level", root.level)
     monkeypatch.setattr(sys, "stderr", stderr)
     start_logging("executor", "info", log_format)

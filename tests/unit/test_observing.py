@@ -1,4 +1,4 @@
-"""What listeners are told of a request: each fact once, whoever reads it and however often."""
+"""Events for observers of a request: each once, however many readers it has had."""
 
 from __future__ import annotations
 

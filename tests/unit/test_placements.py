@@ -159,7 +159,7 @@ def test_router_that_leaves_before_the_engine_answers_leaves_an_orphan(world: Wo
 
 
 def test_what_is_handed_back_has_ended_and_the_engine_speaks_to_nobody(world: World) -> None:
-    # Given one that runs, one that waits, one that nobody reads and one without an answer
+    # Given one that runs, one that waits, one without a reader and one without an answer
     reader, gone = router(), router()
     running, orphan = world.place(reader, "running"), world.place(gone, "orphan")
     waiting = world.offer(reader, "waiting")
@@ -183,7 +183,7 @@ def test_what_is_handed_back_has_ended_and_the_engine_speaks_to_nobody(world: Wo
     assert world.placements.num_held == 0
     assert {cancel[0] for cancel in world.cancels} == {"running", "waiting", "orphan", "offered"}
 
-    # And the engine, once it moves again, is heard by nobody and has its work until it says so
+    # And the engine, once it moves again, has no listener, and keeps its work until it reports the end
     held = [ReportedSequence(s.request_id, s.attempt, s.num_reserved_blocks) for s in (running, waiting, orphan)]
     assert world.placements.reported(held) == []
     assert world.placements.num_times_idle == 0

@@ -40,7 +40,7 @@ def modest(request_id: str, prompt: list[int], max_tokens: int = 12, **fields: o
 
 
 def run_until_preempted(scheduler: Scheduler) -> list[Sequence]:
-    """Steps until somebody gives up its seat; who it was."""
+    """Steps until a sequence gives up its seat; returns it."""
     while True:
         plan = scheduler.schedule()
         retire(scheduler, plan)
@@ -201,7 +201,7 @@ class TestPreempted:
     def test_in_flight_keeps_its_blocks_until_its_last_step_has_retired(self) -> None:
         scheduler, pausing, plans = paused_in_flight()
         assert pausing.block_table
-        assert len(plans) == 1, "the other needs a block as well, so there was nobody to plan for"
+        assert len(plans) == 1, "the other needs a block as well, so there was no sequence to plan for"
 
         retire(scheduler, plans[0])
         assert scheduler.schedule().preempted == (pausing,)

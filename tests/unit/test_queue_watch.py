@@ -1,4 +1,4 @@
-"""Who asked for it is told how it moves up in line, and nobody else is looked at."""
+"""Queue updates: requests that asked for them get their new places, and no others are looked up."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.unit.scripted_router import accepted, delta, ending, seconds, started
 
 Status = grpc.StatusCode
 GONE = InflightError(Status.UNAVAILABLE, "connection reset")
-LOST = InflightError(Status.DATA_LOSS, "nobody holds the output", Reason.OUTPUT_LOST.value)
+LOST = InflightError(Status.DATA_LOSS, "no executor holds the output", Reason.OUTPUT_LOST.value)
 
 
 class World:

@@ -126,7 +126,7 @@ async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
         await asyncio.wait_for(asyncio.gather(first.known(), second.known()), 10)
         token = first.make("acme", "m", "r")
         assert second.read(token, "r") == first.read(token, "r") is not None
-        # When Redis loses it, and somebody else is faster
+        # When Redis loses it, and another router is faster
         kept = await admin.get(KEY)
         await admin.set(KEY, (b"\1" * 32).hex())
         first.check_again()
@@ -135,7 +135,7 @@ async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
                 await asyncio.sleep(0.001)
         # Then what is out stays good
         assert first.read(token, "r") is not None
-        # And when nobody was, it is put back
+        # And when none was, it is put back
         await admin.delete(KEY)
         second.check_again()
         async with asyncio.timeout(10):

@@ -10,7 +10,7 @@ from tests.scheduling import LIMITS, STOP_ID, ends_of, make_scheduler, make_sequ
 
 
 def ride(standby: StandbyDepth, *, ends_per_s: float, refill_s: float, duration_s: float, since_s: float = 0.0) -> None:
-    """Somebody ends regularly, and each place is refilled so much later."""
+    """Sequences end regularly, and each place is refilled this much later."""
     for i in range(int(duration_s * ends_per_s)):
         standby.ended(1, since_s + i / ends_per_s)
         standby.refilled(since_s + i / ends_per_s + refill_s)
@@ -56,14 +56,14 @@ def test_place_that_nobody_wanted_for_long_says_nothing_of_the_time_to_refill() 
 
 
 def test_seat_freed_by_an_unforeseen_end_is_taken_at_the_very_next_step() -> None:
-    # Given full seats, one in line, and a step in flight beyond the one that ends somebody
+    # Given full seats, one in line, and a step in flight beyond the one that ends a sequence
     scheduler = make_scheduler(replace(LIMITS, max_num_sequences=2))
     for request_id in "abc":
         assert scheduler.offer(make_sequence(request_id, [1, 2, 3])) is None
     first = scheduler.schedule()
     scheduler.schedule()
 
-    # When everybody's token is a stop token
+    # When every token is a stop token
     ended = ends_of(retire(scheduler, first, STOP_ID))
 
     # Then the next plan has the one in line, whose blocks were reserved all along

@@ -108,7 +108,7 @@ def is_in_its_last_step(turns: Turns) -> Sequence:
 
 
 def is_swapped(turns: Turns) -> Sequence:
-    """Gave up its seat for want of blocks; its KV is in host memory."""
+    """Gave up its seat because blocks ran out; its KV is in host memory."""
     other = turns.submit(make_sequence("a", [1, 2], max_tokens=30, salt=None), Session("other", 1, 64))
     sequence = turns.submit(make_sequence("r", [3, 4], max_tokens=30, salt=None))
     other.num_reserved_blocks = sequence.num_reserved_blocks = 1

@@ -166,7 +166,7 @@ async def test_what_only_its_executor_knew_of_can_be_adopted(store_pool: StorePo
 
 
 async def test_request_of_a_dead_router_can_be_adopted_while_its_lease_lasts(store_pool: StorePool) -> None:
-    """It is placed in the dead router's name first: nobody tells the executor before the other comes."""
+    """It is placed in the dead router's name first: the executor is not told before the other comes."""
     dead, b = store_pool.router("dead"), store_pool.router("b")
     await b.store.report(store_pool.next_report(sequences=1))
     await b.place("running")
@@ -282,7 +282,7 @@ async def test_router_keeps_what_only_its_executor_remembers_of_it(store_pool: S
     assert await a.store.submit(dataclasses.replace(served, deadline_ms=None)) == Adopted(
         Placement("k", 1, "x", 1), ended=False
     )
-    if not digest:  # nobody else has it by its id alone
+    if not digest:  # the id alone proves no ownership
         assert await b.store.submit(dataclasses.replace(served, is_served=False)) == Duplicate(LedgerState.PLACED)
 
 
@@ -331,7 +331,7 @@ async def test_what_another_living_router_serves_cannot_be_cancelled_by_an_end(s
 
 
 async def test_claim_on_what_only_its_executor_knows_says_nothing_of_its_digest(store_pool: StorePool) -> None:
-    """Whoever attaches sees whether it is what was asked for; who has the right digest gets it all the same."""
+    """A router that attaches sees whether it is the request asked for; one with the right digest still gets it."""
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(held=(HeldSequence("k", 1, 1),)))
     other = dataclasses.replace(KEYED, digest="something else")

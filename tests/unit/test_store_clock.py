@@ -141,7 +141,7 @@ async def test_deadline_passes_as_if_the_clock_had_not_been_set_back(
 async def test_clock_that_was_forward_for_a_while_leaves_nothing_standing_still(
     a: RouterSide, store_pool: StorePool
 ) -> None:
-    await store_pool.wait(3_600_000)  # leases begin anew, as after any gap
+    await store_pool.wait(3_600_000)  # leases begin again, as after any gap
     await attend(store_pool, LEASE_MS + 1000, reporting=["x"])
     await a.place("r", 2)
     await store_pool.wait(-3_600_000)

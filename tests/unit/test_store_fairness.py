@@ -19,7 +19,7 @@ def asked(request_id: str, tenant: str, limits: TenantLimits = NO_LIMITS, class_
 
 
 async def serve(a: RouterSide, tenant: str, tokens: int, limits: TenantLimits = NO_LIMITS) -> None:
-    """A request that comes, runs and goes while nobody waits."""
+    """A request that comes, runs and goes while the queue is empty."""
     placement = await a.place_demand(asked(f"of {tenant} {tokens}", tenant, limits))
     await a.store.settle([Ending(placement.request_id, placement.attempt, tokens, 0)])
 

@@ -19,7 +19,7 @@ def asked(request_id: str, limits: TenantLimits, tokens: int = 0, tenant: str = 
 
 
 async def full_pool(pool: StorePool) -> RouterSide:
-    """A router of a pool in which everybody has to wait."""
+    """A router of a pool in which every request has to wait."""
     a = pool.router("a")
     await a.store.report(pool.next_report(accepting=False))
     return a

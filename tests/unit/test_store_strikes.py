@@ -19,7 +19,7 @@ RELAY_MS = 600  # a report may come so late
 
 
 async def lose(a: RouterSide, attempt: int, *, stood_still: bool = False, max_attempts: int = 2) -> object:
-    """A placement comes to nothing before its first token; nobody else has room then."""
+    """A placement comes to nothing before its first token; no other executor has room then."""
     return await a.store.hand_back("r", attempt, max_attempts, stood_still=stood_still)
 
 

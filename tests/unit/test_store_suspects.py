@@ -42,7 +42,7 @@ async def test_token_absolves_and_lets_the_next_suspect_board(store_pool: StoreP
     await a.store.absolve("r1", 2)
     await a.store.absolve("r1", 2)
     assert await a.placed() == ["r2"]
-    assert isinstance(await a.store.hand_back("r1", 2, max_attempts=2), Queued)  # losses count anew
+    assert isinstance(await a.store.hand_back("r1", 2, max_attempts=2), Queued)  # losses count from zero
 
 
 async def test_suspect_goes_where_no_other_is(store_pool: StorePool) -> None:

@@ -37,7 +37,7 @@ class DemoPrompt:
 
 _REPORT = (
     "Summarise in one sentence: The ferry leaves the harbour at six in the morning and calls at four islands before "
-    "noon. On market days it carries fish, bread and letters; in winter it carries almost nobody, and the captain "
+    "noon. On market days it carries fish, bread and letters; in winter it carries almost no one, and the captain "
     "talks to the gulls. Last spring the company wanted to close the line. The islanders bought the ship together, "
     "painted it green, and now it runs twice a day, at a small profit, with a school class on board on Thursdays."
 )

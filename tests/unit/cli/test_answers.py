@@ -133,7 +133,7 @@ def test_a_reader_that_goes_away_ends_generate_without_a_traceback(address: str)
 
 
 class Interrupted(io.StringIO):
-    """A terminal at which somebody presses Ctrl-C when the third piece of text appears."""
+    """A terminal whose user presses Ctrl-C when the third piece of text appears."""
 
     def write(self, text: str) -> int:
         written = super().write(text)

@@ -128,7 +128,7 @@ def test_steps_per_second_are_the_difference_between_two_messages() -> None:
     screen = Screen.of(message(executor("e0", num_steps=100), executor("e1", num_steps=100)))
     assert "steps/s" not in drawn(screen)
     again = screen.shows(message(executor("e0", num_steps=150), executor("e1", num_steps=3), timestamp_ms=3_000))
-    assert again.step_rates == {"e0": 25.0}, "e1 has started anew"
+    assert again.step_rates == {"e0": 25.0}, "e1 has started again"
     assert "25 steps/s" in drawn(again)
 
 
@@ -188,7 +188,7 @@ def test_top_once_shows_speeds(address: str, router: ScriptedRouter, capsys: pyt
     shown = capsys.readouterr().out
     assert "50 steps/s" in shown
     assert "■ ◧ □ □ □ □ □ □" in shown
-    assert "q leaves" not in shown, "nobody is asked for keys"
+    assert "q leaves" not in shown, "no keys are offered"
     assert asked(router) == [
         inference_pb2.GetStatsRequest(model="smol", interval_ms=500, want_iterations=True, want_sequences=True)
     ]

@@ -1,4 +1,4 @@
-"""No request ends as cancelled that nobody has cancelled: what a former placement or a former client leaves behind."""
+"""Spurious cancellations: a former placement or a former client must not end a request as cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way to the routers: targets, channel options, TLS and credentials. Shared by both clients and the command line.
+"""Access to the routers: targets, channel options, TLS and credentials. Shared by both clients and the command line.
 
 gRPC's own retries cover everything before the first event of a stream: the router sends no headers before a request has
 a seat, so a router that goes away or has no executor yet is retried transparently, on another router if there is one.
@@ -32,7 +32,7 @@ SERVICE_CONFIG = resources.files("inflight").joinpath("service_config.json")
 
 
 def client_options(targets: Sequence[str], *, retries: bool) -> list[tuple[str, int | str]]:
-    """Channel options for these targets."""
+    """Returns channel options for these targets."""
     options: list[tuple[str, int | str]] = [
         *channel_options(),
         ("grpc.enable_retries", int(retries)),
@@ -67,12 +67,12 @@ def channel_target(targets: Sequence[str]) -> str:
 
 
 def hosts_of(targets: Sequence[str]) -> set[str]:
-    """The hosts of addresses `host:port`."""
+    """Returns the hosts of addresses `host:port`."""
     return {_split(target)[0] for target in targets}
 
 
 def is_this_machine(target: str) -> bool:
-    """Whether the target is on this machine."""
+    """Returns whether the target is on this machine."""
     return target.startswith("unix:") or is_loopback(target.removeprefix("dns:///"))
 
 
@@ -124,7 +124,7 @@ class Access:
     token: Callable[[], str] | None
 
     def metadata(self) -> Metadata:
-        """The metadata of a call that is made now, with the caller's trace context where there is one."""
+        """Returns the metadata of a call that is made now, with the caller's trace context where there is one."""
         metadata = (*self.fixed_metadata, *_trace_metadata())
         if self.token is None:
             return metadata
@@ -161,7 +161,7 @@ def open_access(
 
 
 def _trace_metadata() -> Metadata:
-    """The current trace context. A program that has not loaded OpenTelemetry's API has none."""
+    """Returns the current trace context; empty if the program has not loaded OpenTelemetry's API."""
     if "opentelemetry.trace" not in sys.modules:
         return ()
     from common.telemetry.trace_context import trace_metadata
@@ -183,7 +183,7 @@ def _token(options: AccessOptions) -> Callable[[], str] | None:
 
 
 def _common_name(targets: Sequence[str]) -> str | None:
-    """The name to expect of several routers, whose addresses gRPC gets as numbers."""
+    """Returns the name to expect of several routers, whose addresses gRPC gets as numbers."""
     if len(targets) == 1:
         return None
     hosts = hosts_of(targets)

@@ -178,7 +178,7 @@ class AsyncClient:
         tenant: str = "",
         timeout: float = UNARY_TIMEOUT_S,
     ) -> RequestStanding:
-        """The state of a request and, while it waits, what it waits for. Any router of the model knows it.
+        """Returns the state of a request and, while it waits, what it waits for. Any router of the model knows it.
 
         `resume_token` as for `cancel`.
         """
@@ -195,7 +195,7 @@ class AsyncClient:
         model: str | None = None,
         timeout: float = UNARY_TIMEOUT_S,
     ) -> tuple[int, ...]:
-        """The token ids of a text or of a conversation."""
+        """Returns the token ids of a text or of a conversation."""
         request = requests.tokenize_request(text, chat=chat, model=model)
         answer = await self._unary("Tokenize", request, timeout)
         return tuple(answer.token_ids)
@@ -203,7 +203,7 @@ class AsyncClient:
     async def detokenize(
         self, token_ids: Sequence[int], *, model: str | None = None, timeout: float = UNARY_TIMEOUT_S
     ) -> str:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         request = requests.detokenize_request(token_ids, model=model)
         answer = await self._unary("Detokenize", request, timeout)
         return str(answer.text)
@@ -211,11 +211,11 @@ class AsyncClient:
     async def list_models(
         self, *, timeout: float = UNARY_TIMEOUT_S, metadata: Mapping[str, str] | None = None
     ) -> tuple[Model, ...]:
-        """The models that the routers serve."""
+        """Returns the models that the routers serve."""
         return decode_models(await self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout, metadata))
 
     async def is_serving(self, *, timeout: float = UNARY_TIMEOUT_S) -> bool:
-        """Whether the router that answers has an executor."""
+        """Returns whether the router that answers has an executor."""
         try:
             answer = await self._connection.health_stub().Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError:
@@ -223,7 +223,7 @@ class AsyncClient:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def capacity(self, *, model: str = "", timeout: float = UNARY_TIMEOUT_S) -> Capacity:
-        """The use of every executor, and the queues."""
+        """Returns the use of every executor, and the queues."""
         return decode_capacity(await self._unary("GetCapacity", inference_pb2.GetCapacityRequest(model=model), timeout))
 
     async def stats(

@@ -21,12 +21,12 @@ from inflight.errors import InflightError, client_closed, from_rpc_error
 from inflight.recovery import Call
 from inflight.v1 import inference_pb2_grpc
 
-# How a call ends that fails. gRPC raises `CancelledError` where its channel is closed or the call is cancelled.
+# The exceptions of a call that fails. gRPC raises `CancelledError` if its channel is closed or the call is cancelled.
 CALL_FAILURES = (grpc.RpcError, asyncio.CancelledError)
 
 
 def error_of(failure: BaseException) -> InflightError:
-    """Returns the error that one of `CALL_FAILURES` stands for; raises it again where the task itself is cancelled."""
+    """Returns the error that one of `CALL_FAILURES` stands for; raises it again if the task itself is cancelled."""
     if isinstance(failure, grpc.RpcError):
         return from_rpc_error(failure)
     if task_is_cancelled():
@@ -50,7 +50,7 @@ class AsyncConnection:
             await channel.close(None)
 
     def stub(self) -> Any:
-        """The stub of `InferenceService`.
+        """Returns the stub of `InferenceService`.
 
         Raises:
             RuntimeError: no event loop runs, or another one than that of the channel.
@@ -70,12 +70,12 @@ class AsyncConnection:
         return self.opened
 
     def health_stub(self) -> Any:
-        """The stub of gRPC's health service."""
+        """Returns the stub of gRPC's health service."""
         self.stub()
         return health_pb2_grpc.HealthStub(self._channel)
 
     def metadata(self, of_call: Mapping[str, str] | None = None) -> Metadata:
-        """The metadata of a call that is made now."""
+        """Returns the metadata of a call that is made now."""
         return (*self._access.metadata(), *(of_call or {}).items())
 
 
@@ -88,7 +88,7 @@ class AsyncStreamCalls:
         self._stub = connection.stub()
 
     def check_open(self) -> None:
-        """Raises `InflightError` where the channel was closed."""
+        """Raises `InflightError` if the channel was closed."""
         if self._connection.opened is not self._stub:
             raise client_closed()
 
@@ -107,7 +107,7 @@ class AsyncCancelFlag:
         self.lock = nullcontext()
 
     def is_set(self) -> bool:
-        """Whether the stream was cancelled."""
+        """Returns whether the stream was cancelled."""
         return self._event.is_set()
 
     def set(self) -> None:
@@ -115,7 +115,7 @@ class AsyncCancelFlag:
         self._event.set()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Waits at most so long; true where the stream is cancelled then."""
+        """Waits for at most `timeout_s` seconds. Returns whether the stream is cancelled then."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()

@@ -43,7 +43,7 @@ class AsyncStream:
         self.cancel()
 
     async def events(self) -> AsyncGenerator[Event]:
-        """Every event, in order, and `Resumed` where the stream continues after a broken connection.
+        """Yields every event, in order, and `Resumed` if the stream continues after a broken connection.
 
         Raises:
             InflightError: the request was refused, or failed and could not be continued.

@@ -162,7 +162,7 @@ class Capacity:
 
 
 def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
-    """The models of an answer."""
+    """Returns the models of an answer."""
     return tuple(
         Model(
             name=model.name,
@@ -177,7 +177,7 @@ def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ..
 
 
 def decode_capacity(response: inference_pb2.GetCapacityResponse) -> Capacity:
-    """The capacity in an answer."""
+    """Returns the capacity in an answer."""
     executors = tuple(decode_executor(executor) for executor in response.executors)
     queues = tuple(
         QueueDepth(
@@ -192,7 +192,7 @@ def decode_capacity(response: inference_pb2.GetCapacityResponse) -> Capacity:
 
 
 def decode_standing(response: inference_pb2.GetRequestResponse) -> RequestStanding:
-    """The state of a request, from an answer."""
+    """Returns the state of a request, from an answer."""
     wait_s = response.estimated_wait.ToNanoseconds() / 1e9 if response.HasField("estimated_wait") else None
     return RequestStanding(
         request_id=response.request_id,
@@ -213,13 +213,13 @@ def decode_standing(response: inference_pb2.GetRequestResponse) -> RequestStandi
 
 
 def decode_state(state: inference_pb2.RequestState) -> RequestState:
-    """The state; `UNKNOWN` for one that this version does not know."""
+    """Returns the state; `UNKNOWN` for a state that this version does not know."""
     name = enum_name(inference_pb2.RequestState, state, "REQUEST_STATE_")
     return RequestState(name) if name in {known.value for known in RequestState} else RequestState.UNKNOWN
 
 
 def decode_executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
-    """The plain form of one executor."""
+    """Returns the plain form of one executor."""
     return ExecutorCapacity(
         executor_id=wire.executor_id,
         model=wire.model,
@@ -272,7 +272,7 @@ def _variant(wire: inference_pb2.VariantCapacity) -> VariantCapacity:
 
 
 def _measured(wire: inference_pb2.ExecutorCapacity | inference_pb2.VariantCapacity, field_name: str) -> float | None:
-    """A value that may not have been measured."""
+    """Returns a value, or None if it was not measured."""
     return float(getattr(wire, field_name)) if wire.HasField(field_name) else None
 
 
@@ -289,6 +289,6 @@ def enum_name(
     value: int,
     prefix: str,
 ) -> str:
-    """The last part of a value's name in lower case; its number if this version does not know it."""
+    """Returns the last part of a value's name in lower case; its number if this version does not know it."""
     known: dict[int, str] = {number: name for name, number in enum.items()}
     return known[value].removeprefix(prefix).lower() if value in known else str(value)

@@ -43,7 +43,7 @@ class InflightError(Exception):
 
     @property
     def hint(self) -> str:
-        """What the caller can do; may be empty."""
+        """Advice for the caller; may be empty."""
         description = self.description.lower()
         if self.code is grpc.StatusCode.UNAUTHENTICATED:
             return "set api_key or token of the client, INFLIGHT_API_KEY or --api-key-file on the command line"
@@ -60,12 +60,12 @@ class InflightError(Exception):
 
 
 def client_closed() -> InflightError:
-    """The error of a stream whose client was closed."""
+    """Returns the error of a stream whose client was closed."""
     return InflightError(grpc.StatusCode.CANCELLED, "the client was closed")
 
 
 def from_rpc_error(error: grpc.RpcError) -> InflightError:
-    """The error of a gRPC error, with its status details."""
+    """Returns the error of a gRPC error, with its status details."""
     result = InflightError(error.code(), error.details() or error.code().name)
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:

@@ -254,7 +254,7 @@ class Transcript:
             choice.finish_reason = choice.finish_reason or FinishReason.CANCELLED
 
     def result(self) -> Completion:
-        """The whole result of a stream that has ended.
+        """Returns the whole result of a stream that has ended.
 
         Raises:
             InflightError: its last event is missing.
@@ -272,7 +272,7 @@ class Transcript:
 
 
 def decode_event(wire: inference_pb2.StreamEvent) -> Event | None:
-    """The plain form of an event; `None` for a kind that this version does not know."""
+    """Returns the plain form of an event; `None` for a kind that this version does not know."""
     match wire.WhichOneof("event"):
         case "accepted":
             accepted = wire.accepted
@@ -320,7 +320,7 @@ def _finished(wire: inference_pb2.Finished) -> Finished:
 
 
 def finish_reason(wire: int) -> FinishReason:
-    """The plain form; `UNKNOWN` for one that this version does not know."""
+    """Returns the plain form; `UNKNOWN` for a reason that this version does not know."""
     names = {number: name.removeprefix("FINISH_REASON_") for name, number in types_pb2.FinishReason.items()}
     name = names.get(types_pb2.FinishReason.ValueType(wire), "")
     return FinishReason[name] if name in FinishReason.__members__ else FinishReason.UNKNOWN

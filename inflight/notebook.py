@@ -13,12 +13,12 @@ _NOTE = "<small>{}</small>"
 
 
 def answer(texts: Sequence[str], note: str) -> str:
-    """The text of each choice with its line breaks, and a line in small print."""
+    """Returns the text of each choice with its line breaks, and a line in small print."""
     return "".join(_ANSWER.format(escape(text)) for text in texts) + _NOTE.format(escape(note))
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]], note: str = "") -> str:
-    """A table, and a line in small print."""
+    """Returns a table and a line in small print."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     small = _NOTE.format(escape(note)) if note else ""

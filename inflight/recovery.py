@@ -103,7 +103,7 @@ _BROKEN_UNLESS_OURS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNO
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPolicy:
-    """What a client does by itself. `repeats_submit`: also repeat a call that received nothing."""
+    """Recovery that a client does by itself. `repeats_submit`: also repeat a call that received nothing."""
 
     resume: bool = True
     repeats_submit: bool = True
@@ -121,13 +121,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Make another call after a wait."""
+    """A decision to make another call after a wait."""
 
     delay_s: float
 
 
 def new_idempotency_key() -> str:
-    """A random key."""
+    """Returns a random key."""
     return secrets.token_urlsafe(16)
 
 
@@ -173,7 +173,7 @@ class Recovery:
         random: Random,
         new_key: Callable[[], str],
     ) -> Recovery:
-        """For a request that is to be sent."""
+        """Starts a stream for a request that is to be sent."""
         recovery = cls(policy, timeout_s, now_s, random)
         recovery._request = sent = inference_pb2.GenerateRequest()
         sent.CopyFrom(request)
@@ -198,7 +198,7 @@ class Recovery:
         now_s: float,
         random: Random,
     ) -> Recovery:
-        """For a request that runs or ended recently, of which the caller has the beginning."""
+        """Starts a stream for a request that runs or ended recently, of which the caller has the beginning."""
         recovery = cls(policy, timeout_s, now_s, random)
         recovery._token = (request.request_id, request.resume_token)
         offset = request.offsets[0] if request.offsets else 0
@@ -299,7 +299,7 @@ class Recovery:
                 return code in _BROKEN_UNLESS_OURS and not error.reason
 
     def _may_retake(self, now_s: float) -> bool:
-        """Whether the reader that took the stream over may be an earlier call of this client.
+        """Returns whether the reader that took the stream over may be an earlier call of this client.
 
         At most once: two clients of a request must not take it from each other forever.
         """
@@ -311,7 +311,7 @@ class Recovery:
         return may
 
     def _says_lost(self, error: InflightError) -> bool:
-        """Whether the server has lost the output."""
+        """Returns whether the server has lost the output."""
         if self._is_lost:
             return True
         if self._method == "Generate":
@@ -321,13 +321,14 @@ class Recovery:
         return error.code in _OUTPUT_LOST or is_behind
 
     def _told(self, error: InflightError) -> InflightError:
-        """The error for the user: what broke says more than a server without `Resume`."""
+        """Returns the error for the user: the cause of the break is more useful than a router that does not implement
+        `Resume`."""
         if error.code is grpc.StatusCode.UNIMPLEMENTED and self._first_error is not None:
             return self._first_error
         return error
 
     def _can_submit_again(self) -> bool:
-        """Whether a new Generate can continue: `prior_output` holds one choice only."""
+        """Returns whether a new Generate can continue: `prior_output` holds one choice only."""
         others = any(received.num_tokens for received in self._received[1:])
         return self._request is not None and self._received[0].has_all_ids and not others
 
@@ -346,7 +347,7 @@ class Recovery:
         self._is_lost = False
 
     def _drop_key(self) -> None:
-        """For a router of an earlier version, which does not know the key."""
+        """Removes the key for a router of an earlier version, which does not know it."""
         assert self._request is not None
         self._request.idempotency_key = ""
         self._new_key = None
@@ -376,7 +377,7 @@ class Recovery:
         return request
 
     def _new_of(self, wire: inference_pb2.StreamEvent, now_s: float) -> inference_pb2.StreamEvent | None:
-        """The part of an event that was not received before; None if nothing is new."""
+        """Returns the part of an event that was not received before; None if nothing is new."""
         match wire.WhichOneof("event"):
             case "accepted":
                 return self._new_accepted(wire)
@@ -426,7 +427,7 @@ class Recovery:
         return wire
 
     def _was_cancelled_for_us(self, now_s: float) -> bool:
-        """Whether the request was cancelled because the earlier connection broke."""
+        """Returns whether the request was cancelled because the earlier connection broke."""
         assert self._answered_s is not None
         return self._is_repeat and now_s - self._answered_s < VANISHED_S and self._can_submit_again()
 

@@ -131,7 +131,7 @@ def generate_request(
     token_ids: Sequence[int] | None,
     options: Mapping[str, Any],
 ) -> inference_pb2.GenerateRequest:
-    """The request for one prompt, given as text, as chat or as token ids.
+    """Returns the request for one prompt, given as text, as chat or as token ids.
 
     Raises:
         TypeError: not exactly one prompt, or an unknown keyword.
@@ -155,7 +155,7 @@ def generate_request(
 
 
 def chat_prompt(chat: Chat) -> inference_pb2.Chat:
-    """A conversation. A plain text is one user message."""
+    """Returns a conversation. A plain text is one user message."""
     turns: Sequence[ChatMessage] = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     result = inference_pb2.Chat()
     for turn in turns:
@@ -172,7 +172,7 @@ def chat_prompt(chat: Chat) -> inference_pb2.Chat:
 
 
 def tokenize_request(text: str | None, *, chat: Chat | None, model: str | None) -> inference_pb2.TokenizeRequest:
-    """The request for the token ids of a text or of a conversation."""
+    """Returns the request for the token ids of a text or of a conversation."""
     if (text is None) == (chat is None):
         raise TypeError("give exactly one of text and chat")
     request = inference_pb2.TokenizeRequest(model=model or "")
@@ -184,7 +184,7 @@ def tokenize_request(text: str | None, *, chat: Chat | None, model: str | None) 
 
 
 def detokenize_request(token_ids: Sequence[int], *, model: str | None) -> inference_pb2.DetokenizeRequest:
-    """The request for the text of token ids."""
+    """Returns the request for the text of token ids."""
     request = inference_pb2.DetokenizeRequest(model=model or "")
     _assign(request, "token_ids", token_ids, keyword="token_ids")
     return request
@@ -193,7 +193,7 @@ def detokenize_request(token_ids: Sequence[int], *, model: str | None) -> infere
 def resume_request(
     request_id: str, resume_token: str, *, offset: int, text_bytes: int | None
 ) -> inference_pb2.ResumeRequest:
-    """The request for the rest of a stream after so many tokens and bytes of text."""
+    """Returns the request for the rest of a stream after this many tokens and bytes of text."""
     request = inference_pb2.ResumeRequest()
     _assign(request, "request_id", request_id, keyword="request_id")
     _assign(request, "resume_token", resume_token, keyword="resume_token")

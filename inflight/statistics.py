@@ -117,7 +117,7 @@ class Statistics:
         return sum(queue.num_requests for queue in self.queues)
 
     def as_json(self) -> str:
-        """One line of JSON with TensorRT-LLM's names where it has the same figure."""
+        """Returns one line of JSON with TensorRT-LLM's names for the figures that it has too."""
         return stats_json(self.wire)
 
     def _repr_html_(self) -> str:
@@ -132,14 +132,14 @@ class Statistics:
 
 
 def stats_json(wire: inference_pb2.GetStatsResponse) -> str:
-    """One line of JSON, with zeros, so that every line has the same names."""
+    """Returns one line of JSON, with zeros, so that every line has the same names."""
     return json_format.MessageToJson(wire, indent=None, always_print_fields_with_no_presence=True)
 
 
 def stats_request(
     model: str, interval_s: float, *, want_iterations: bool, want_sequences: bool
 ) -> inference_pb2.GetStatsRequest:
-    """The request for statistics every so many seconds.
+    """Returns the request for statistics every `interval` seconds.
 
     Raises:
         ValueError: the interval is out of range.
@@ -155,7 +155,7 @@ def stats_request(
 
 
 def decode_stats(wire: inference_pb2.GetStatsResponse) -> Statistics:
-    """The plain form of a message."""
+    """Returns the plain form of a message."""
     return Statistics(
         router_id=wire.router_id,
         time=_time(wire.timestamp_ms),

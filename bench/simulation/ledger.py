@@ -189,7 +189,7 @@ class Ledger:
         then()
 
     def _answered(self, operation: _Operation, raw: Any) -> None:
-        """Returns the script's own reply; repeats it if the script says so, then boards until no request is left to."""
+        """Handles the script's own reply: repeats it if the script says so, then boards until no request is left to."""
         reply = self._received(operation, operation.name, raw)
         if reply.status == "AGAIN":
             operation.num_rounds += 1

@@ -10,7 +10,7 @@ from inflight.cli.flags import RESUME_TOKEN_VARIABLE
 from inflight.events import Accepted, Delta, Resumed
 from inflight.sync_stream import Stream
 
-# Of ANSI's terminals.
+# ANSI escape codes of terminals.
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 # Output of a model must not control the terminal: control characters are replaced by their symbols (␛).
 VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -43,7 +43,7 @@ def print_answer(stream: Stream, out: TextIO, notes: TextIO, *, shows_token: boo
 
 
 def _quoted(request_id: str) -> str:
-    """As an argument for a shell."""
+    """Returns the id as an argument for a shell."""
     return f"{'-- ' if request_id.startswith('-') else ''}{shlex.quote(request_id)}"
 
 
@@ -54,7 +54,7 @@ def write_note(notes: TextIO, text: str) -> None:
 
 
 def describe_answer(stream: Stream, first_s: float | None, total_s: float) -> str:
-    """One line: tokens, time to the first token, tokens per second after it, finish reason."""
+    """Returns one line: tokens, time to the first token, tokens per second after it, finish reason."""
     num_tokens = stream.transcript.choices[0].num_tokens
     parts = [f"{num_tokens} tokens in {total_s:.2f} s"]
     if first_s is not None:

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _settings(made: CertificateFolder, days: int) -> str:
-    """The settings that use the certificates."""
+    """Returns the settings that use the certificates."""
     return "\n".join(
         (
             f"Created an authority and certificates for {days} days in {made.folder}.",

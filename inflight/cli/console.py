@@ -103,7 +103,6 @@ class TrimmedLines:
         return len(text)
 
     def flush(self) -> None:
-        """See `io.TextIOBase`."""
         sys.stdout.flush()
 
     def isatty(self) -> bool:
@@ -111,7 +110,6 @@ class TrimmedLines:
         return False
 
     def fileno(self) -> int:
-        """See `io.TextIOBase`."""
         return sys.stdout.fileno()
 
     @property

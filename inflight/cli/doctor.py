@@ -76,13 +76,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examinations(model: str) -> tuple[Callable[[], Finding], ...]:
-    """The checks, in order."""
+    """Returns the checks, in order."""
     return (python, cores, memory, processor, gpu, compiler, *(package(name) for name in PACKAGES), redis_server,
             lambda: model_on_disk(model), backend)  # fmt: skip
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """A row per finding."""
+    """Returns a row per finding."""
     table = Table(box=None, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -94,17 +94,17 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 
 def python() -> Finding:
-    """The interpreter."""
+    """Checks the interpreter."""
     return Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def cores() -> Finding:
-    """Cores that this process may use, of those that the machine has."""
+    """Counts the cores that this process may use, of those that the machine has."""
     return Finding("cores", f"{num_usable_cores()} usable of {os.cpu_count()}")
 
 
 def memory() -> Finding:
-    """Free memory."""
+    """Checks free memory."""
     available = num_available_memory_bytes()
     if available is None:
         return Finding("memory", "the system does not report free memory")
@@ -115,7 +115,7 @@ def memory() -> Finding:
 
 
 def processor(cpuinfo: Path = CPUINFO) -> Finding:
-    """The processor, and the instruction sets that the kernels can use."""
+    """Checks the processor, and the instruction sets that the kernels can use."""
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     values = {key.strip().lower(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = (values.get("flags") or values.get("features") or "").split()
@@ -124,7 +124,7 @@ def processor(cpuinfo: Path = CPUINFO) -> Finding:
 
 
 def gpu() -> Finding:
-    """The GPUs that the driver lists."""
+    """Lists the GPUs that the driver reports."""
     program = shutil.which("nvidia-smi")
     listed = (
         None if program is None else _first_line([program, "--query-gpu=name,memory.total", "--format=csv,noheader"])
@@ -133,7 +133,7 @@ def gpu() -> Finding:
 
 
 def compiler() -> Finding:
-    """The C++ compiler that builds the attention op."""
+    """Checks for the C++ compiler that builds the attention op."""
     names = (os.environ.get("CXX"), "g++", "c++", "clang++")
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
@@ -143,7 +143,7 @@ def compiler() -> Finding:
 
 
 def package(name: str) -> Callable[[], Finding]:
-    """The check of a package."""
+    """Returns the check of a package."""
 
     def examine() -> Finding:
         try:
@@ -155,7 +155,7 @@ def package(name: str) -> Callable[[], Finding]:
 
 
 def redis_server() -> Finding:
-    """The Redis that a local stack would start."""
+    """Checks for the Redis that a local stack would start."""
     try:
         return Finding("redis-server", str(find_redis_binary()))
     except RedisStartError as error:
@@ -163,7 +163,7 @@ def redis_server() -> Finding:
 
 
 def model_on_disk(model: str) -> Finding:
-    """The model that would be loaded."""
+    """Checks for the model that would be loaded."""
     try:
         source = resolve_model(model)
     except ModelError as error:
@@ -172,7 +172,7 @@ def model_on_disk(model: str) -> Finding:
 
 
 def backend() -> Finding:
-    """The attention backend that an executor would choose here, and for which instructions it is built.
+    """Finds the attention backend that an executor would choose here, and for which instructions it is built.
 
     Builds its kernels, as an executor would.
     """
@@ -187,7 +187,7 @@ def backend() -> Finding:
 
 
 def _first_line(command: Sequence[str]) -> str | None:
-    """The first line that a program prints; `None` where it fails."""
+    """Returns the first line that a program prints; `None` where it fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):

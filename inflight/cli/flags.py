@@ -43,7 +43,7 @@ def add_run_dir_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve_addresses(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The routers to use: the flag, else the environment, else the running local stack, else the default."""
+    """Returns the routers to use: the flag, else the environment, else the running local stack, else the default."""
     given = options.address or environment.get(ADDRESS_VARIABLE)
     if given:
         return tuple(str(given).split(","))
@@ -55,14 +55,14 @@ def resolve_addresses(options: argparse.Namespace, environment: Mapping[str, str
 
 
 def stack_in_use(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> StackState | None:
-    """The local stack, if its routers are to be used."""
+    """Returns the local stack, if its routers are to be used."""
     if options.address or environment.get(ADDRESS_VARIABLE):
         return None
     return read_state(resolve_run_dir(options, environment))
 
 
 def resolve_run_dir(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Path:
-    """The run directory: the flag, else the environment, else the default."""
+    """Returns the run directory: the flag, else the environment, else the default."""
     return Path(options.run_dir or environment.get(RUN_DIR_VARIABLE) or DEFAULT_RUN_DIR)
 
 
@@ -105,7 +105,7 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def connected(flags: argparse.Namespace) -> Iterator[Client]:
-    """A client of the routers that flags and environment name. Errors of its calls become `CommandError`."""
+    """Opens a client of the routers that flags and environment name. Errors of its calls become `CommandError`."""
     addresses = resolve_addresses(flags)
     with (
         errors_in_words(", ".join(addresses), is_verbose=flags.verbose),
@@ -115,7 +115,7 @@ def connected(flags: argparse.Namespace) -> Iterator[Client]:
 
 
 def access_of(flags: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> AccessOptions:
-    """The client's keywords for credentials and TLS. A flag overrides its variable."""
+    """Returns the client's keywords for credentials and TLS. A flag overrides its variable."""
     stack = stack_in_use(flags, environment)
     access = access_of_environment(environment)
     if stack is not None and stack.ca_file:
@@ -134,7 +134,7 @@ def access_of(flags: argparse.Namespace, environment: Mapping[str, str] = os.env
 
 
 def access_of_environment(environment: Mapping[str, str] = os.environ) -> AccessOptions:
-    """The client's keywords that the variables set."""
+    """Returns the client's keywords that the variables set."""
     access: AccessOptions = {}
     if key := environment.get(API_KEY_VARIABLE):
         access["api_key"] = key
@@ -176,7 +176,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def resume_token_of(flags: argparse.Namespace, environment: Mapping[str, str]) -> str:
-    """The token: the flag, else the environment, else empty."""
+    """The token: Returns the flag, else the environment, else empty."""
     return str(flags.resume_token or environment.get(RESUME_TOKEN_VARIABLE, ""))
 
 
@@ -204,7 +204,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def request_options(flags: argparse.Namespace) -> GenerateOptions:
-    """The keywords of `Client.generate` that the flags set."""
+    """Returns the keywords of `Client.generate` that the flags set."""
     options: GenerateOptions = {}
     if flags.model is not None:
         options["model"] = flags.model

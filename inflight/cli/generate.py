@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def as_json(result: Completion, resume_token: str | None = None) -> str:
-    """The whole result as one line of JSON, with the request's token if it is given."""
+    """Returns the whole result as one line of JSON, with the request's token if it is given."""
     reason = result.finish_reason
     shown = {} if resume_token is None else {"resume_token": resume_token}
     return json.dumps(
@@ -66,7 +66,7 @@ def _send(client: Client, prompt: str, flags: argparse.Namespace) -> Stream:
 
 
 def _has_chat_template(client: Client, name: str | None) -> bool:
-    """Whether the model has one. An unknown name is left for `Generate` to refuse."""
+    """Returns whether the model has a chat template. An unknown name is left for `Generate` to refuse."""
     models = [model for model in client.list_models() if name in (None, model.name)]
     return bool(models) and all(model.has_chat_template for model in models)
 

@@ -45,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def address_to_ask(given: str | None, environment: Mapping[str, str]) -> str | None:
-    """The address of the flag, else the health port of this container's process on loopback; None without both."""
+    """Returns the address of the flag, else the health port of this container's process on loopback; None without
+    both."""
     if given:
         return given
     listen = environment.get(HEALTH_LISTEN_VARIABLE)
@@ -76,7 +77,7 @@ def _channel(address: str, ca_file: str) -> grpc.Channel:
 
 
 def _ask_grpc(address: str, service: str, timeout_s: float, ca_file: str = "") -> str | None:
-    """The problem; None if the service is SERVING."""
+    """Returns the problem; None if the service is SERVING."""
     with _channel(address, ca_file) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
@@ -89,7 +90,7 @@ def _ask_grpc(address: str, service: str, timeout_s: float, ca_file: str = "") -
 
 
 def _ask_http(address: str, timeout_s: float) -> str | None:
-    """The problem; None if the status is a success."""
+    """Returns the problem; None if the status is a success."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(address, timeout=timeout_s):

@@ -76,7 +76,7 @@ def _warn_of_unserved_models(flags: argparse.Namespace) -> None:
 
 
 def entry(key: str, flags: argparse.Namespace) -> str:
-    """The TOML of a key."""
+    """Returns the TOML of a key."""
     lines = [
         "[[key]]",
         f"id = {_quoted(flags.id or f'{flags.tenant}-{secrets.token_hex(3)}')}",

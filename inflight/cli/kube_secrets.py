@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def router_names(namespace: str) -> tuple[str, ...]:
-    """The names by which clients in the cluster find the routers."""
+    """Returns the names by which clients in the cluster find the routers."""
     service = f"{ROUTER_SERVICE}.{namespace}"
     return (f"{service}.svc", service, f"{service}.svc.cluster.local")
 

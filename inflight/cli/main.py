@@ -26,7 +26,7 @@ SERVE, GATEWAY = "serve", "gateway"
 class Command:
     """A subcommand. `run` names its `function(argv) -> exit code` as `module:function`.
 
-    `extra` is the extra of the distribution whose packages the command needs; empty where the base installation does.
+    `extra` is the extra of the distribution whose packages the command needs; empty if the base installation has them.
     """
 
     name: str
@@ -93,7 +93,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def usage() -> str:
-    """The text of `inflight --help`."""
+    """Returns the text of `inflight --help`."""
     width = max(len(command.name) for command in COMMANDS)
 
     def lines(extras: Sequence[str]) -> list[str]:

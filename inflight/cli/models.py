@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def models_table(models: Sequence[Model]) -> Table:
-    """A row per model."""
+    """Returns a row per model."""
     table = Table("model", "executors", "context", "vocabulary", "chat", box=None, header_style="bold")
     for model in models:
         chat = "yes" if model.has_chat_template else "no"

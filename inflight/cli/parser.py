@@ -14,19 +14,18 @@ class CommandParser(argparse.ArgumentParser):
     """argparse whose errors are short and name the nearest flag."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """See `argparse.ArgumentParser`."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(_about_unknown(unknown, _flags(self)))
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Ends the command as a wrong use."""
+        """Ends the command with a usage error."""
         self.exit(EXIT_USAGE, f"error: {message}\n{self.prog} --help lists its flags\n")
 
 
 def nearest(name: str, known: Iterable[str], mark: str = "") -> str:
-    """`; did you mean …?` where one of the known names is close, else nothing."""
+    """Returns `; did you mean …?` if one of the known names is close, else nothing."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {mark}{close[0]}{mark}?" if close else ""
 
@@ -37,7 +36,8 @@ def _about_unknown(unknown: Sequence[str], flags: Sequence[str]) -> str:
 
 
 def _flags(parser: argparse.ArgumentParser) -> list[str]:
-    """Of the parser, and of the commands below it: argparse leaves what those do not know to the first one."""
+    """Returns the flags of the parser and of the commands below it: argparse leaves what those do not know to the first
+    one."""
     below = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return [*parser._option_string_actions, *(flag for action in below for flag in _flags_of_choices(action.choices))]
 

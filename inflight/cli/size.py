@@ -34,7 +34,8 @@ from inflight.tools.sizing.report import Row, Sizing, as_values, better_policy, 
 
 STYLES = {"exact": "green", "measured": "green", "computed": "cyan", "estimated": "yellow"}
 GPU_FRACTION, CPU_FRACTION = 0.9, 0.2
-# Of an executor on a GPU: CUDA's own and the largest step's. It is measured at start, and differs with the model.
+# Of an executor on a GPU: CUDA's own memory and that of the largest step. It is measured at start, and differs by
+# model.
 GPU_WORKING_GIB = 2.0
 
 
@@ -112,7 +113,7 @@ def _capacity(flags: argparse.Namespace) -> Capacity:
 
 
 def _pool(flags: argparse.Namespace, shape: ModelShape, capacity: Capacity | None) -> tuple[Pool, Machine | None]:
-    """The pool of the smallest running executor, else the pool that would fit."""
+    """Returns the pool of the smallest running executor, else the pool that would fit."""
     is_gpu = flags.memory_gib is None
     fraction = flags.fraction or (GPU_FRACTION if is_gpu else CPU_FRACTION)
     memory = GPUS_MIB[flags.gpu] << 20 if is_gpu else round(flags.memory_gib * GIBIBYTE)

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def capacity_view(capacity: Capacity) -> Group:
-    """A table per model with a row per executor, and a line with the queues."""
+    """Returns a table per model with a row per executor, and a line with the queues."""
     models = sorted({executor.model for executor in capacity.executors})
     tables: list[Table | Text] = [
         _table(model, [e for e in capacity.executors if e.model == model]) for model in models
@@ -83,7 +83,7 @@ def _row(executor: ExecutorCapacity) -> tuple[str, ...]:
 
 
 def _reserves(executor: ExecutorCapacity) -> str:
-    """The part of a request's possible output for which blocks are reserved."""
+    """Returns the part of a request's possible output for which blocks are reserved."""
     if executor.scheduler_policy != "max_utilization":
         return "all"
     return "likely" if executor.reserve_quantile is None else f"p{executor.reserve_quantile * 100:.3g}"

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def stack_options(flags: argparse.Namespace) -> StackOptions:
-    """The stack that the flags ask for."""
+    """Returns the stack that the flags ask for."""
     try:
         return StackOptions(
             executors=flags.executors,
@@ -66,14 +66,14 @@ def stack_options(flags: argparse.Namespace) -> StackOptions:
 
 
 def _gateway_port(flags: argparse.Namespace) -> int | None:
-    """The gateway's port; None for a free one."""
+    """Returns the gateway's port; None for a free one."""
     if flags.gateway_port is None:
         return DEFAULT_GATEWAY_PORT if flags.gateway else None
     return int(flags.gateway_port) or None
 
 
 def _given(flags: argparse.Namespace, names: Iterable[str]) -> Iterator[str]:
-    """The flags of this list that were given, with their values."""
+    """Yields the flags of this list that were given, with their values."""
     for name in names:
         value = getattr(flags, name.strip("-").replace("-", "_"))
         if value is not None:

@@ -24,7 +24,7 @@ EXECUTOR_NAME = "inflight-executor"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 DEFAULT_DAYS = 90
 
-# Clocks differ.
+# Clocks of machines differ.
 BACKDATED = timedelta(minutes=5)
 
 
@@ -40,7 +40,7 @@ class CertificateFolder:
         return self.certificate("ca")
 
     def certificate(self, role: str) -> Path:
-        """The certificate of `ca`, `router` or `executor`."""
+        """Returns the certificate of `ca`, `router` or `executor`."""
         return self.folder / f"{role}.pem"
 
     def key(self, role: str) -> Path:
@@ -48,7 +48,7 @@ class CertificateFolder:
         return self.folder / f"{role}.key"
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """The credentials of a router for mutual TLS."""
+        """Returns the credentials of a router for mutual TLS."""
         key, certificate = self.key("router").read_bytes(), self.certificate("router").read_bytes()
         return grpc.ssl_channel_credentials(self.ca_file.read_bytes(), key, certificate)
 
@@ -123,7 +123,8 @@ class _Authority:
         return cls(builder.sign(key, hashes.SHA256()), key, validity)
 
     def sign(self, name: str, key: ec.EllipticCurvePrivateKey, names: Sequence[x509.GeneralName]) -> x509.Certificate:
-        """A certificate for both ends of a connection: a router is a server to clients and a client of executors."""
+        """Issues a certificate for both ends of a connection: a router is a server to clients and a client of
+        executors."""
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         authority_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         builder = (
@@ -172,7 +173,7 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _general_name(name: str) -> x509.GeneralName:
-    """A URI (`spiffe://…`), an address, or else a host's name."""
+    """Returns a URI (`spiffe://…`), an address, or else a host's name."""
     if "://" in name:
         return x509.UniformResourceIdentifier(name)
     try:

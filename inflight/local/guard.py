@@ -23,7 +23,7 @@ HAS_KERNEL_GUARD = sys.platform == "linux"
 
 
 def guarded(command: Sequence[str], *, by_kernel: bool = HAS_KERNEL_GUARD) -> list[str]:
-    """The command to start instead of `command`. Without the kernel's guard its stdin must be a pipe."""
+    """Returns the command to start instead of `command`. Without the kernel's guard its stdin must be a pipe."""
     mode = "kernel" if by_kernel else "pipe"
     return [sys.executable, "-S", "-E", __file__, mode, str(os.getpid()), *command]
 

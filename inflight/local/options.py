@@ -15,7 +15,7 @@ from inflight.local.state import DEFAULT_RUN_DIR
 DRAIN_TIMEOUT_S = 5.0
 STOP_GRACE_S = 10.0
 
-# For executors, which only the routers of the stack use, and for HTTP, which has no TLS.
+# Flags of executors, which only the routers of the stack use, and of HTTP, which has no TLS.
 LOOPBACK_HOST = "127.0.0.1"
 
 
@@ -72,7 +72,7 @@ class StackOptions:
 
 
 def executor_command(options: StackOptions, name: str, address: str, http_address: str = "") -> list[str]:
-    """The command line of one executor."""
+    """Returns the command line of one executor."""
     model = [] if options.model is None else ["--model", options.model]
     common = ["--listen", address, "--executor-id", name, "--drain-timeout-s", str(DRAIN_TIMEOUT_S)]
     # Executors that share a machine also share its cores: otherwise their threads would wait for one another at every
@@ -87,7 +87,7 @@ def executor_command(options: StackOptions, name: str, address: str, http_addres
 def router_command(
     options: StackOptions, name: str, address: str, executors: tuple[str, ...], http_address: str = ""
 ) -> list[str]:
-    """The command line of one router. The URL of Redis is in its environment, because it holds a password."""
+    """Returns the command line of one router. The URL of Redis is in its environment, because it holds a password."""
     model = [] if options.model is None else ["--model", options.model]
     common = ["--listen", address, "--router-id", name, "--drain-timeout-s", str(DRAIN_TIMEOUT_S)]
     links = ["--executors", ",".join(executors)]
@@ -98,7 +98,7 @@ def router_command(
 
 
 def gateway_command(options: StackOptions, address: str, routers: tuple[str, ...]) -> list[str]:
-    """The command line of one gateway."""
+    """Returns the command line of one gateway."""
     common = ["--listen", address, "--routers", ",".join(routers), "--drain-timeout-s", str(DRAIN_TIMEOUT_S)]
     certificates = options.certificates
     tls = [] if certificates is None else _flags(certificates.gateway_settings())

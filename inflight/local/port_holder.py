@@ -22,7 +22,7 @@ class PortHolder:
 
 
 def holder_of(port: int) -> PortHolder | None:
-    """The process that listens on a TCP port; None if there is none or it cannot be seen."""
+    """Returns the process that listens on a TCP port; None if there is none or it cannot be seen."""
     sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     if not sockets:
         return None
@@ -33,7 +33,8 @@ def holder_of(port: int) -> PortHolder | None:
 
 
 def _listening_inodes(port: int) -> set[str]:
-    """Of /proc/net/tcp: local address `hex:hex port`, state in the fourth column, inode in the tenth."""
+    """Returns the inodes in /proc/net/tcp: local address `hex:hex port`, state in the fourth column, inode in the
+    tenth."""
     inodes = set()
     for table in TABLES:
         try:
@@ -54,7 +55,7 @@ def _holds(process: Path, sockets: set[str]) -> bool:
 
 
 def _command(process: Path) -> str:
-    """`inflight router` for a process of this project, otherwise its command line."""
+    """Returns `inflight router` for a process of this project, otherwise its command line."""
     try:
         words = (process / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
     except OSError:

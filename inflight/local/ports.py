@@ -6,7 +6,7 @@ import socket
 
 
 def free_ports(host: str, num_ports: int) -> list[int]:
-    """Different ports that are free now."""
+    """Returns different ports that are free now."""
     sockets = [socket.socket() for _ in range(num_ports)]
     try:
         for taken in sockets:

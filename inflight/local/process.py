@@ -110,6 +110,6 @@ class ChildProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def log_tail(self, num_lines: int = 12) -> list[str]:
-        """The last lines of its log."""
+        """Returns the last lines of its log."""
         with self.log_file.open(encoding="utf-8", errors="replace") as log:
             return [line.rstrip() for line in deque(log, maxlen=num_lines)]

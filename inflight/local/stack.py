@@ -99,7 +99,7 @@ class LocalStack:
 
     @property
     def redis_admin_url(self) -> str:
-        """Redis for who may do more than a router; of one that is not ours, as it was given."""
+        """Redis with all rights; for an external Redis, the URL as given."""
         return self.redis_url if self._redis is None else self._redis.admin_url
 
     @property
@@ -169,7 +169,7 @@ class LocalStack:
         return child
 
     def _check_chosen_ports(self) -> None:
-        """Checks that the ports are free: a process that has one would be mistaken for ours."""
+        """Checks that the ports are free: a process that holds one would be mistaken for a process of the stack."""
         options = self.options
         chosen = (
             ("--port", options.host, options.port),
@@ -327,7 +327,7 @@ class LocalStack:
 
 
 def describe_exit(child: ChildProcess) -> str:
-    """How a child ended, as text."""
+    """Returns how a child ended, as text."""
     code = child.exit_code
     if code is not None and code < 0:
         return f"{child.name} was killed by signal {-code}"
@@ -335,7 +335,7 @@ def describe_exit(child: ChildProcess) -> str:
 
 
 def describe_log(child: ChildProcess) -> str:
-    """The path of a child's log, and its last lines."""
+    """Returns the path of a child's log, and its last lines."""
     tail = "\n".join(f"    {line}" for line in child.log_tail())
     return f"  the end of {child.log_file}:\n{tail}" if tail else f"  {child.log_file} is empty"
 

@@ -83,7 +83,7 @@ def remove_state(run_dir: Path) -> None:
 
 
 def read_state(run_dir: Path) -> StackState | None:
-    """The stack that runs in this directory; `None` if there is none or its process has ended."""
+    """Returns the stack that runs in this directory; `None` if there is none or its process has ended."""
     try:
         values: dict[str, Any] = json.loads((run_dir / STATE_FILE).read_text(encoding="utf-8"))
         processes = tuple(ProcessState(**process) for process in values.pop("processes"))

@@ -66,7 +66,7 @@ class Arrival:
 
     @property
     def is_refused(self) -> bool:
-        """Returns whether an error now is a refusal: the ledger never had the request."""
+        """Whether an error now is a refusal: the ledger never had the request."""
         return self.stream is None or not self.stream.record.is_admitted
 
 

@@ -227,7 +227,7 @@ def _size_violations(field: str, num_bytes: int, limits: ModelLimits) -> Violati
 
 
 def _count_violations(field: str, num_ids: int, limits: ModelLimits) -> Violations:
-    """A text of the allowed size never has more tokens than bytes."""
+    """Returns a violation for more ids than the allowed text has bytes: no text has more tokens than bytes."""
     most = min(limits.max_prompt_bytes, MAX_TOKEN_IDS)
     if num_ids > most:
         yield FieldViolation(field, f"has {num_ids} ids; at most {most} are allowed")
@@ -348,7 +348,7 @@ def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
 def _resolve_sampling(
     asked: types_pb2.SamplingParams, defaults: types_pb2.SamplingParams, choose_seed: Callable[[], int]
 ) -> ResolvedSampling:
-    """The request, else the model's generation config, else the protocol's defaults."""
+    """Returns the request's values, else the model's generation config, else the protocol's defaults."""
     given = types_pb2.SamplingParams(temperature=1.0, top_k=0, top_p=1.0)
     for source in (defaults, asked):
         if source.HasField("temperature"):

@@ -107,7 +107,7 @@ class Authentication:
 
 
 def _warn_of_unserved_models(keys: Sequence[ApiKey], served: Collection[str]) -> None:
-    """A key that names no model that is served sees none, and its user is told nothing more than that."""
+    """Warns of keys that name no served model. Such a key sees no model, and its user is told nothing more."""
     for key in keys:
         for name in sorted((key.caller.models or frozenset()) - frozenset(served)):
             log.warning(
@@ -119,7 +119,7 @@ def _warn_of_unserved_models(keys: Sequence[ApiKey], served: Collection[str]) ->
 
 
 def _credential(metadata: Metadata) -> str:
-    """The one credential that is shown."""
+    """Returns the one credential that the caller shows."""
     shown = [(key, value) for key, value in metadata if key in (AUTHORIZATION, API_KEY)]
     if len(shown) != 1:
         raise _refused("no credential" if not shown else "several credentials")

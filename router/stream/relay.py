@@ -50,7 +50,7 @@ class Relay:
 
     @property
     def summary(self) -> str:
-        """Returns counts, times and the end of the request for the log; no text."""
+        """Counts, times and the end of the request for the log; no text."""
         clock = self._stream.clock
         first_token_ms = "-" if clock.first_token is None else f"{(clock.first_token - clock.arrived) * 1000:.0f} ms"
         return (

@@ -37,7 +37,7 @@ class Conversation:
         self.turns = []
 
     def asking(self, text: str) -> list[ChatMessage]:
-        """The conversation with the user's next message, which is not added yet."""
+        """Returns the conversation with the user's next message, which is not added yet."""
         return [*self.messages, {"role": USER, "content": text}]
 
     def answered(self, text: str, answer: str) -> None:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _model_in_words(state: ChatState, names: Sequence[str]) -> str:
-    """The model that answers, or those to choose from."""
+    """Returns the model that answers, or those to choose from."""
     chosen = state.options.get("model")
     if chosen or len(names) == 1:
         return chosen or names[0]

@@ -19,7 +19,7 @@ LEAVING = "\n(press Ctrl-C again or Ctrl-D to exit)"
 
 
 def default_history_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """The state directory of the XDG base directory specification."""
+    """Returns the history file, in the state directory of the XDG base directory specification."""
     folder = environment.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(folder).expanduser() / "inflight" / "chat_history"
 
@@ -32,7 +32,7 @@ class Prompt:
         self._read_line = read_line
 
     def read(self) -> str | None:
-        """The user's next message; None at the end of the input or after two interrupts in a row."""
+        """Returns the user's next message; None at the end of the input or after two interrupts in a row."""
         was_interrupted = False
         while True:
             try:

@@ -77,7 +77,7 @@ class PlainDisplay:
 
 
 def totals_line(board: Board, capacity: Capacity, now_s: float) -> Text:
-    """The seats one by one, then the figures of all executors together."""
+    """Returns the seats one by one, then the figures of all executors together."""
     seats = " ".join(f"▣ #{rider.number:<2}" if rider else "▢ ·  " for rider in board.seated)
     speed = board.num_tokens / now_s if now_s > 0 else 0.0
     figures = f"{_seats_and_blocks(capacity)} · {board.num_tokens} tokens · {speed:.0f} tokens/s"

@@ -12,7 +12,7 @@ from inflight.cli.demo.round import Round
 
 
 def answers_table(finished: Round) -> Table:
-    """Every prompt with the beginning of its answer."""
+    """Returns every prompt with the beginning of its answer."""
     table = Table(box=None, header_style="bold")
     table.add_column("#", justify="right", min_width=2)
     table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=32)
@@ -45,13 +45,13 @@ def comparison_table(inflight: Round, static: Round) -> Table:
 
 
 def names_the_capital(finished: Round) -> bool:
-    """Whether the checked question was answered correctly."""
+    """Returns whether the checked question was answered correctly."""
     answers = [rider.text for rider in finished.riders if rider.prompt.text == CHECKED_PROMPT]
     return bool(answers) and all(CHECKED_WORD in answer.lower() for answer in answers)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The nearest-rank quantile of values in ascending order; NaN of none."""
+    """Returns the nearest-rank quantile of values in ascending order; NaN of none."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 

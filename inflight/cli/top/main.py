@@ -100,7 +100,7 @@ async def _show_once(client: AsyncClient, flags: argparse.Namespace) -> None:
 
 
 async def _settled(client: AsyncClient, flags: argparse.Namespace) -> Screen:
-    """The screen of the second message: rates are differences, and the first message has no steps."""
+    """Returns the screen of the second message: rates are differences, and the first message has no steps."""
     screen: Screen | None = None
     async with aclosing(_messages(client, flags)) as messages:
         async for message in messages:
@@ -120,7 +120,7 @@ def _write(path: Path, picture: str) -> None:
 
 
 def as_svg(screen: Screen) -> str:
-    """A picture with a description and without fonts of another site."""
+    """Returns a picture with a description and without external fonts."""
     console = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), markup=False, highlight=False)
     console.print(render(screen, PICTURE_WIDTH))
     drawn = FONT_FACES.sub("", console.export_svg(title="inflight top", unique_id="top"))

@@ -46,7 +46,7 @@ USED, RESERVED, CACHED, FREE = ("█", "green"), ("▓", "yellow"), ("▒", "cya
 
 
 def render(screen: Screen, width: int, *, has_keys: bool = True) -> RenderableType:
-    """The whole screen, for a terminal so many columns wide. `has_keys` shows the keys."""
+    """Returns the whole screen, for a terminal so many columns wide. `has_keys` shows the keys."""
     parts: list[RenderableType] = [_heading(screen, has_keys), _latencies(screen.now.latencies), Text()]
     for executor in screen.executors:
         parts += _executor(executor, screen, width)
@@ -126,7 +126,8 @@ def _executor_line(
 
 
 def _step_rate(capacity: inference_pb2.ExecutorCapacity, screen: Screen) -> float | None:
-    """Over the same ten seconds as its tokens; for an executor that does not report it, since the last message."""
+    """Returns steps per second: over the same ten seconds as the tokens, or since the last message if the executor does
+    not report it."""
     if capacity.HasField("steps_per_s"):
         return capacity.steps_per_s
     return screen.step_rates.get(capacity.executor_id)
@@ -170,7 +171,7 @@ def _blocks_in_words(capacity: inference_pb2.ExecutorCapacity) -> Text:
 
 
 def _bar(parts: Sequence[tuple[int, tuple[str, str]]], total: int, rest: tuple[str, str], bar_width: int) -> Text:
-    """Every part that is not empty takes at least one cell, as long as there are cells."""
+    """Draws a bar: every part that is not empty takes at least one cell, as long as there are cells."""
     text, num_left, drawn, counted = Text(), bar_width, 0, 0
     for amount, (sign, style) in parts:
         counted = min(total, counted + amount)
@@ -262,5 +263,5 @@ def _clock(timestamp_ms: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text without control characters."""
+    """Returns the text without control characters."""
     return "".join(character if character.isprintable() else "�" for character in text)

@@ -17,13 +17,13 @@ STEPS_OF_A_POOL = 20
 
 
 def deletion_cost(executor: ExecutorCapacity) -> int:
-    """Live blocks, rounded up; 0 only where there are none."""
+    """Returns the live blocks, rounded up; 0 only without any."""
     step = max(1, executor.blocks_total // STEPS_OF_A_POOL)
     return -(-executor.blocks_used // step) * step
 
 
 def changed_costs(executors: Iterable[ExecutorCapacity], annotated: Mapping[str, int | None]) -> dict[str, int]:
-    """The costs to write, by pod. `annotated` has the current ones; an executor's id is the name of its pod.
+    """Returns the costs to write, by pod. `annotated` has the current ones; an executor's id is the name of its pod.
 
     A pod whose executor is unknown is left unchanged: it is starting, or no router reaches it.
     """

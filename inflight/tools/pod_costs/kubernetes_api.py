@@ -40,7 +40,7 @@ class KubernetesApi:
 
     @classmethod
     def of_pod(cls, environment: Mapping[str, str] = os.environ, account: Path = SERVICE_ACCOUNT) -> KubernetesApi:
-        """The API as a pod finds it. Raises `KubernetesError` outside of one."""
+        """Returns the API as a pod finds it. Raises `KubernetesError` outside of a pod."""
         host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise KubernetesError("not in a pod: KUBERNETES_SERVICE_HOST is not set")
@@ -52,7 +52,7 @@ class KubernetesApi:
         return cls(f"https://{address}:{port}", namespace, account / "token", account / "ca.crt")
 
     def costs(self, selector: str) -> dict[str, int | None]:
-        """The deletion cost of each pod of the selector; None if it has none that can be read."""
+        """Returns the deletion cost of each pod of the selector; None if it has none that can be read."""
         query = urlencode({"labelSelector": selector, "limit": MAX_PODS})
         pods = self._call("GET", f"pods?{query}")["items"]
         return {pod["metadata"]["name"]: _cost(pod["metadata"].get("annotations") or {}) for pod in pods}
@@ -84,7 +84,8 @@ class KubernetesApi:
             raise KubernetesError(f"{method} {path.partition('?')[0]}: {error}") from None
 
     def _opener(self) -> urllib.request.OpenerDirector:
-        """Without a proxy: the API server is in the cluster. Its authority is read each time, as it may be renewed."""
+        """Opens the API without a proxy: the server is in the cluster. Its authority is read each time, as it may be
+        renewed."""
         openers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if self.ca_file is not None:
             context = ssl.create_default_context(cafile=str(self.ca_file))

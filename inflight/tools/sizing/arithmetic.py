@@ -35,7 +35,7 @@ ADMITTED_PER_S = 2_110
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where an executor runs. `working_bytes` is what steps take beside weights and KV."""
+    """The place of an executor. `working_bytes` is the memory of steps besides weights and KV."""
 
     memory_bytes: int
     is_gpu: bool
@@ -45,7 +45,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What an executor's memory holds."""
+    """The capacity of an executor's memory."""
 
     weight_bytes: int
     bytes_per_token: int
@@ -56,7 +56,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What comes. `max_tokens` is what requests ask for, which is reserved where nothing may be evicted."""
+    """The traffic. `max_tokens` is what requests ask for, which is reserved if sequences are never preempted."""
 
     requests_per_s: float | None
     prompt_tokens: int
@@ -68,7 +68,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class SeatsHeld:
-    """Requests that the blocks carry at once, were all of them as long as the mean, or as long as the longest 5 %."""
+    """The requests that fit the blocks at once, if all had the mean length, or that of the longest 5 %."""
 
     blocks_mean: int
     seats_mean: int
@@ -78,7 +78,7 @@ class SeatsHeld:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast steps are, and where that was learnt."""
+    """The speed of steps, and the source of the figure."""
 
     step_ms: float
     max_num_tokens: int
@@ -86,7 +86,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the traffic needs by Little's law. `ttft_ms` is without waiting."""
+    """The demand of the traffic by Little's law. `ttft_ms` excludes waiting."""
 
     seat_time_s: float
     seats_busy: float
@@ -100,7 +100,7 @@ class Demand:
 def pool_of(
     shape: ModelShape, machine: Machine, dtype: str, tokens_per_block: int, max_tokens_in_pool: int = 0
 ) -> Pool:
-    """What fits beside the weights.
+    """Returns what fits beside the weights.
 
     Raises:
         SettingError: not one block does, or not what is asked for.
@@ -117,14 +117,15 @@ def pool_of(
 
 
 def seats_without_eviction(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:
-    """`guaranteed_no_evict` reserves the prompt and all of `max_tokens`."""
+    """Returns the seats of `guaranteed_no_evict`, which reserves the prompt and all of `max_tokens`."""
     mean = blocks_for(traffic.prompt_tokens + traffic.max_tokens, tokens_per_block)
     p95 = blocks_for(traffic.prompt_tokens_p95 + traffic.max_tokens, tokens_per_block)
     return SeatsHeld(mean, num_blocks // mean, p95, num_blocks // p95)
 
 
 def seats_at_max_utilization(num_blocks: int, tokens_per_block: int, traffic: Traffic) -> SeatsHeld:
-    """`max_utilization` reserves the prompt and what output is likely to come to: here its 95th percentile."""
+    """Returns the seats of `max_utilization`, which reserves the prompt and the likely output: here its 95th
+    percentile."""
     output = min(traffic.max_tokens, traffic.output_tokens_p95)
     mean = blocks_for(traffic.prompt_tokens + output, tokens_per_block)
     p95 = blocks_for(traffic.prompt_tokens_p95 + output, tokens_per_block)
@@ -132,7 +133,7 @@ def seats_at_max_utilization(num_blocks: int, tokens_per_block: int, traffic: Tr
 
 
 def demand_of(traffic: Traffic, speed: Speed, seats_per_replica: int) -> Demand | None:
-    """What the traffic needs; None where its rate is not known.
+    """Returns what the traffic needs; None if its rate is unknown.
 
     Little's law: seats busy = arrivals per second × seconds on a seat. Arrivals at random (Poisson) make the number of
     busy seats vary by its square root; so many are needed that 95 % of arrivals find one free.

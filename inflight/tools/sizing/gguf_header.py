@@ -32,7 +32,7 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Reads it.
+    """Reads the header.
 
     Raises:
         ModelError: the file is none, or broken off.
@@ -47,7 +47,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _BrokenError(Exception):
-    """The bytes make no sense."""
+    """The bytes are not a valid header."""
 
 
 def _read(file: BinaryIO) -> GgufHeader:
@@ -75,7 +75,7 @@ def _tensor_size(file: BinaryIO) -> int:
 
 
 def _value(file: BinaryIO, kind: int) -> Value | None:
-    """None for an array."""
+    """Reads a value. Returns None for an array."""
     if kind == _TEXT:
         return _text(file)
     if kind != _ARRAY:

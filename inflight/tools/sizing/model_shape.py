@@ -1,4 +1,4 @@
-"""What of a model decides its memory, read from its configuration; weights and torch are not needed.
+"""The properties of a model that decide its memory, read from its configuration without weights or torch.
 
 The number of weights is exact where the files of the weights are there (their headers are read), and else follows from
 the configuration as for a decoder of the Llama kind, which is within a few percent for those that executors run.
@@ -33,7 +33,7 @@ class ModelShape:
 
 
 def read_model_shape(model: str) -> ModelShape:
-    """The shape of a model: a folder, a config.json, a GGUF file, a hub name; `""` is the default model.
+    """Reads the shape of a model: a folder, a config.json, a GGUF file, a hub name; `""` is the default model.
 
     Raises:
         ModelError: there is no such model, or its configuration does not say enough.
@@ -55,7 +55,7 @@ def read_model_shape(model: str) -> ModelShape:
 
 
 def _hub_folder(name: str) -> Path:
-    """The configuration alone: weights are large, and are counted only where they are here already."""
+    """Downloads the configuration alone: weights are large, and are counted only if they are on disk already."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -112,7 +112,8 @@ def _with_parameters(shape: ModelShape, num_parameters: int) -> ModelShape:
 
 
 def _computed_parameters(config: dict[str, Any], shape: ModelShape, hidden_size: int, num_heads: int) -> int:
-    """Embeddings, and for each layer attention, a gated feed-forward (each expert's) and two norms."""
+    """Returns the parameters: embeddings, and for each layer attention, a gated feed-forward (of each expert) and two
+    norms."""
     num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
     inner = config.get("moe_intermediate_size") if num_experts > 1 else None
     inner_size = int(inner or _number(config, "intermediate_size", "n_inner"))
@@ -123,7 +124,7 @@ def _computed_parameters(config: dict[str, Any], shape: ModelShape, hidden_size:
 
 
 def _count_weights(folder: Path) -> int | None:
-    """Of the safetensors files' headers; None where there are none, or not all."""
+    """Returns the parameters by the headers of the safetensors files; None if one or all are missing."""
     index = read_json(folder / "model.safetensors.index.json")
     names = sorted(set(index.get("weight_map", {}).values())) or [path.name for path in folder.glob("*.safetensors")]
     if not names or not all((folder / name).is_file() for name in names):
@@ -132,7 +133,7 @@ def _count_weights(folder: Path) -> int | None:
 
 
 def _count_file(path: Path) -> int:
-    """Format: length of the header (8 bytes, little endian), header (JSON), tensors."""
+    """Reads a safetensors header: its length (8 bytes, little endian), the header (JSON); tensors follow."""
     try:
         with path.open("rb") as file:
             num_bytes = struct.unpack("<Q", file.read(8))[0]

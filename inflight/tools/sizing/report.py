@@ -59,14 +59,14 @@ def better_policy(without_eviction: SeatsHeld, at_max_utilization: SeatsHeld, wa
 
 
 def rows(sizing: Sizing) -> Iterator[Row]:
-    """All figures, each after those that it depends on."""
+    """Yields all figures, each after those that it depends on."""
     yield from _memory_rows(sizing)
     yield from _seat_rows(sizing)
     yield from _demand_rows(sizing)
 
 
 def start_flags(sizing: Sizing) -> list[str]:
-    """Flags of `inflight executor`."""
+    """Returns flags of `inflight executor`."""
     num_sequences = max(1, sizing.seats_per_replica)
     if sizing.demand is not None:
         num_sequences = max(1, min(num_sequences, math.ceil(sizing.demand.seats_needed / sizing.demand.replicas)))
@@ -78,7 +78,7 @@ def start_flags(sizing: Sizing) -> list[str]:
 
 
 def as_values(sizing: Sizing) -> dict[str, Any]:
-    """For a program."""
+    """Returns the figures as plain values for programs."""
     return {**asdict(sizing), "executor_flags": start_flags(sizing)}
 
 

@@ -66,7 +66,7 @@ def costly_requests() -> list[Costly]:
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """A field that holds bytes, text or a message."""
+    """Returns a field that holds bytes, text or a message."""
     return bytes([number << 3 | 2]) + _varint(len(content)) + content
 
 

@@ -34,7 +34,7 @@ SOAK_FOLDER = Path("run/bench-soak")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark and returns the exit code: 0 where every request went well."""
+    """Runs the benchmark and returns the exit code: 0 if every request went well."""
     options = parse_options(argv)
     command = _compare if options.num_soak_requests is None else _soak
     return run_in_foreground(lambda: with_command_errors(command(options), options.address))

@@ -82,13 +82,13 @@ def _benchmarks_of(report: Path) -> list[dict[str, Any]]:
 
 
 def write_tokenizer(model: str, folder: Path) -> Path:
-    """The model's tokenizer as a folder, which is how others load one."""
+    """Returns the model's tokenizer as a folder, which is how others load one."""
     load_tokenizer(resolve_model(model)).save_pretrained(str(folder))
     return folder
 
 
 def row(streams: int, benchmark: Mapping[str, Any]) -> list[str]:
-    """The figures of one run of GuideLLM."""
+    """Returns the figures of one run of GuideLLM."""
     metrics = benchmark["metrics"]
     totals = metrics["request_totals"]
 
@@ -108,7 +108,7 @@ def row(streams: int, benchmark: Mapping[str, Any]) -> list[str]:
 
 
 def page(load: GuideLlmLoad, benchmarks: Sequence[Mapping[str, Any]], command: str, load_average: float) -> Page:
-    """The report. `load_average` is the machine's before the run, which shows how much other load it had."""
+    """Returns the report. `load_average` is the machine's before the run, which shows how much other load it had."""
     rows = [row(streams, benchmark) for streams, benchmark in zip(load.streams, benchmarks, strict=True)]
     circumstances = {
         "command": command,

@@ -36,7 +36,7 @@ class ExecutorCapacity:
     """Use and speed of one executor. `batching` is `inflight`, `static` or `unspecified`.
 
     `output_tokens_per_s` and `steps_per_s` are means over the last ten seconds, `step_ms` over about the last 20 steps.
-    `device_busy_s` of the `elapsed_s` in which there was work are totals since its start; None where not measured.
+    `device_busy_s` of the `elapsed_s` in which there was work are totals since its start; None if not measured.
     `scheduler_policy` is `guaranteed_no_evict` or `max_utilization`, which reserves the `reserve_quantile` of the
     likely output. `constraint` is what keeps waiting requests from it now, and `bounds` counts its steps by what bound
     them: `no_work`, `seats`, `blocks`, `tokens`, `pace`, `static_batch` or `twin`.

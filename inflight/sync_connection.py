@@ -68,7 +68,7 @@ class StreamCalls:
         self.check_open()
 
     def check_open(self) -> None:
-        """Raises `InflightError` where the channel was closed."""
+        """Raises `InflightError` if the channel was closed."""
         self._connection.stub()
 
     def start(self, call: Call) -> Any:

@@ -46,12 +46,12 @@ class Gaps:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the bound was kept; None where there is no bound, or nothing to hold against it."""
+        """Whether the bound was kept; None if there is no bound, or nothing to hold against it."""
         return None if self.bound_s is None or self.max_s is None else self.max_s <= self.bound_s
 
 
 def bound_s(fault: Fault) -> float | None:
-    """Longest pause that DESIGN §6 allows; None where it says nothing of running streams."""
+    """Longest pause that DESIGN §6 allows; None if it says nothing of running streams."""
     match fault.kind:
         case FaultKind.EXECUTOR_KILL | FaultKind.EXECUTOR_HANG | FaultKind.LINK_CUT | FaultKind.LINK_BLACK_HOLE:
             return LEASE_S + PREFILL_S
@@ -68,7 +68,8 @@ def bound_s(fault: Fault) -> float | None:
 
 
 def gap_s(observed: Observed, began_s: float, until_s: float) -> float | None:
-    """The stream's longest pause that overlaps [began_s, until_s); None where it did not run when that began."""
+    """Returns the stream's longest pause that overlaps [began_s, until_s); None if it did not run when that
+    began."""
     times = observed.arrivals_s
     if not times or times[0] >= began_s or observed.ended_s <= began_s:
         return None
@@ -77,7 +78,7 @@ def gap_s(observed: Observed, began_s: float, until_s: float) -> float | None:
 
 
 def gaps_by_kind(windows: Sequence[Window], streams: Sequence[Observed]) -> list[Gaps]:
-    """A row for each kind that happened, in order of kind; the first is of the times in between."""
+    """Returns a row for each kind that happened, in order of kind; the first is of the times in between."""
     kinds = [kind for kind in FaultKind if any(window.fault.kind is kind for window in windows)]
     return [_calm(windows, streams)] + [
         _of_kind(kind, [window for window in windows if window.fault.kind is kind], streams) for kind in kinds
@@ -129,6 +130,6 @@ def _calm(windows: Sequence[Window], streams: Sequence[Observed]) -> Gaps:
 
 
 def quantile(values: Iterable[float], share: float) -> float | None:
-    """The smallest value that so large a share is at most; None of nothing."""
+    """Returns the smallest value that so large a share is at most; None of nothing."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None

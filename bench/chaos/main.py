@@ -1,4 +1,4 @@
-"""`python -m bench.chaos`: a system, its load, its faults, and what came of it.
+"""`python -m bench.chaos`: a system, its load, its faults, and its result.
 
 Start → reference → load with faults → wait until the load has ended → look for leaks → report. Ctrl-C ends the faults
 and the load where they are and reports what there is.
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def chaos(options: ChaosOptions, console: Console) -> int:
-    """One run; 0 where every promise was kept."""
+    """One run; 0 if every promise was kept."""
     with setting_of(options) as setting:
         run = ChaosRun(options, setting, console)
         result = await _run(run)

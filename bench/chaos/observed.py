@@ -1,4 +1,4 @@
-"""One stream as its client saw it, and whether it is what it should be. Pure.
+"""One stream as its client saw it, and the checks of what it should be. Pure.
 
 Exactly once means: every token at its offset, none missing, none twice, and the text of just these tokens. A stream
 that its client left early must be the beginning of that.

@@ -37,7 +37,8 @@ class Reference:
 
 
 async def load_or_make(client: AsyncClient, wanted: Sequence[SampleRequest], system: str) -> Reference:
-    """The reference of these samples and one with a stop text for each third; `system` names model and arithmetic."""
+    """Returns the reference of these samples and one with a stop text for each third; `system` names model and
+    arithmetic."""
     described = json.dumps([system, *(asdict(sample) for sample in wanted)], default=str)
     path = cache_folder() / "chaos-samples" / f"{hashlib.sha256(described.encode()).hexdigest()[:24]}.json"
     kept = _read(path)

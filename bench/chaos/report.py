@@ -45,7 +45,7 @@ def values_of(tally: Tally, windows: Sequence[Window], began_s: float) -> dict[s
 
 
 def page_of(values: Mapping[str, Any]) -> Page:
-    """The page of a report that is given as values."""
+    """Returns the page of a report that is given as values."""
     return page(TypeAdapter(Tally).validate_python(values))
 
 
@@ -70,7 +70,7 @@ def gap_table(all_gaps: Sequence[Gaps]) -> Table:
 
 
 def fill(page: Path, tally: Tally) -> None:
-    """Puts the measured gaps between the marks of a page. Raises `ValueError` where the page has none."""
+    """Puts the measured gaps between the marks of a page. Raises `ValueError` if the page has none."""
     text = page.read_text(encoding="utf-8")
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)

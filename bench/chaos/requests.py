@@ -1,4 +1,4 @@
-"""The requests that the load is made of, and what each must bring. Pure.
+"""The requests of the load, and the expected output of each. Pure.
 
 There are few different ones, so that each can be generated undisturbed before; the load sends them again and again.
 """
@@ -99,7 +99,7 @@ def sample_requests(number: int, lengths: LengthRanges, vocabulary_size: int) ->
 
 
 def with_stop(sample: SampleRequest, expected: Expected) -> SampleRequest | None:
-    """The same request with a stop text that its output holds, well behind its beginning; None where there is none.
+    """Returns the same request with a stop text from its output, well after its beginning; None if there is none.
 
     The text may not hold a character that stands for broken ones: what follows might complete it.
     """
@@ -120,7 +120,7 @@ def with_stop(sample: SampleRequest, expected: Expected) -> SampleRequest | None
 
 
 def continued(sample: SampleRequest, expected: Expected, num_tokens: int) -> SampleRequest:
-    """The rest of a greedy request as a request of its own: its beginning is computed as a prompt."""
+    """Returns the rest of a greedy request as a request of its own: its beginning is computed as a prompt."""
     assert sample.prompt_ids is not None
     return SampleRequest(
         f"{sample.name} behind {num_tokens}",

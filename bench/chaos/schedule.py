@@ -95,7 +95,7 @@ class Fault:
 
 
 def faults(seed: int, kinds: Sequence[FaultKind], num_routers: int, num_executors: int) -> Iterator[Fault]:
-    """The faults of a seed, without end."""
+    """Yields the faults of a seed, without end."""
     rng = random.Random(f"faults/{seed}")
     number = 0
     while True:

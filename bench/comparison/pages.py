@@ -40,7 +40,7 @@ BARS = {
 
 
 def values_of(report: Report) -> dict[str, Any]:
-    """The report as plain values, with what follows from the runs."""
+    """Returns the report as plain values, with what follows from the runs."""
     return {
         "report": KIND,
         "circumstances": dict(report.circumstances),
@@ -51,7 +51,7 @@ def values_of(report: Report) -> dict[str, Any]:
 
 
 def page_of(values: Mapping[str, Any]) -> Page:
-    """The page of a report that is given as values."""
+    """Returns the page of a report that is given as values."""
     return page(read_report(values))
 
 
@@ -62,7 +62,7 @@ def page(report: Report) -> Page:
 
 
 def terminal_lines(report: Report) -> list[str]:
-    """A table and the conclusions for each workload."""
+    """Returns a table and the conclusions for each workload."""
     lines = []
     for section in report.workloads:
         known = [figure for figure in figures(report, section) if figure.title in SHORT_TITLES]
@@ -73,7 +73,7 @@ def terminal_lines(report: Report) -> list[str]:
 
 
 def sentences(section: Section) -> list[str]:
-    """The subject against each other mode, and the cost of the stack."""
+    """Returns the subject against each other mode, and the cost of the stack."""
     subject = section.subject
     said = [
         f"**{subject} gives {value:.2f} times the output tokens/s of {mode}** (median over the rounds)."
@@ -164,7 +164,7 @@ def _described(section: Section) -> str:
 
 
 def _short(figure: Figure, section: Section, mode: str) -> str:
-    """The range of the speed, the median of the rest."""
+    """Returns the range of the speed, the median of the rest."""
     text = figure.show_spread(section, mode)
     return text if figure.title == SPEED else text.partition(" ")[0]
 

@@ -52,7 +52,7 @@ class Section:
         return {mode: value for mode, value in pairs if value is not None}
 
     def all_tokens_per_s(self, measures: Measures) -> float | None:
-        """Prompt and output tokens per second; None where not all of them were computed."""
+        """Prompt and output tokens per second; None if not all of them were computed."""
         if measures.num_failed or not measures.total_s:
             return None
         return (self.prompt_tokens + measures.output_tokens) / measures.total_s
@@ -101,7 +101,7 @@ def section_of(workload: Workload, runs: Sequence[Run]) -> Section:
 
 
 def stack_cost(section: Section) -> StackCost | None:
-    """The cost of the stack, where both modes were measured in the same rounds."""
+    """Returns the cost of the stack, where both modes were measured in the same rounds."""
     speed = ratio(section.runs, STACK_MODE, BARE_MODE)
     if speed is None:
         return None
@@ -113,12 +113,12 @@ def stack_cost(section: Section) -> StackCost | None:
 
 
 def values_of_run(run: Run) -> dict[str, Any]:
-    """A run as plain values, its samples as columns, which are much smaller than objects."""
+    """Returns a run as plain values, its samples as columns, which are much smaller than objects."""
     return asdict(run) | {"samples": _columns(run.samples)}
 
 
 def read_report(values: Mapping[str, Any]) -> Report:
-    """The report that was written as these values."""
+    """Returns the report that was written as these values."""
     workloads = [
         section | {"runs": [run | {"samples": _samples(run["samples"])} for run in section["runs"]]}
         for section in values["workloads"]
@@ -134,7 +134,7 @@ def _added(section: Section, figure: Callable[[Measures], float | None]) -> floa
 
 
 def _columns(samples: Sequence[SeatSample]) -> dict[str, float | list[float]]:
-    """A list for each field, or one number where it never changes."""
+    """Returns a list for each field, or one number where it never changes."""
     columns = {
         field.name: [round(getattr(sample, field.name), 3) for sample in samples] for field in fields(SeatSample)
     }

@@ -27,7 +27,7 @@ RUN_FOLDER = Path("run")
 
 
 def stack_options(options: BenchOptions, mode: str) -> StackOptions:
-    """The stack of one mode. Everything but the mode is the same, the size of the KV pool included."""
+    """Returns the stack of one mode. Everything but the mode is the same, the size of the KV pool included."""
     return StackOptions(
         executors=options.executors,
         model=options.model,
@@ -63,14 +63,14 @@ def peer_driver(options: BenchOptions, peer: PeerChoice, model_folder: Path) -> 
 
 
 def usable_cores() -> Sequence[int]:
-    """The numbers of the cores that this process may use."""
+    """Returns the numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))[: num_usable_cores()]
     return range(num_usable_cores())
 
 
 def planned_workload(options: BenchOptions, name: str, vocabulary_size: int, variant: int = 0) -> Workload:
-    """A workload as the options want it."""
+    """Returns a workload as the options want it."""
     return build_workload(
         name,
         vocabulary_size=vocabulary_size,

@@ -1,4 +1,4 @@
-"""The start of everything that a comparison measures. A peer that cannot run here is left out with the reason."""
+"""The start of all targets of a comparison. A peer that cannot run here is left out with the reason."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def start_field(options: BenchOptions, opened: AsyncExitStack, progress: P
 
 
 async def _field_elsewhere(options: BenchOptions, address: str, opened: AsyncExitStack) -> Field:
-    """A router that runs already, under the name of the batching that its executors do."""
+    """Returns a router that runs already, under the name of the batching that its executors do."""
     client = await opened.enter_async_context(AsyncClient(address, **access_of_environment()))
     model = await _only_model(client)
     executors = (await client.capacity()).executors

@@ -1,4 +1,4 @@
-"""What the benchmarks of a model's steps share: their sequences and their flags."""
+"""Common parts of the benchmarks of a model's steps: their sequences and their flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_SIZE = 16
 
 
 def greedy_sequence(token_ids: Sequence[int], block_table: list[int]) -> TokenSequence:
-    """A sequence whose prompt is all of these tokens."""
+    """Returns a sequence whose prompt is all of these tokens."""
     greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
     prompt, stopping = list(token_ids), Stopping(1, 0, frozenset())
     return TokenSequence("bench", 1, prompt, len(prompt), greedy, stopping, 0, None, block_table=block_table)
@@ -24,7 +24,7 @@ def made_up_ids(num_tokens: int) -> list[int]:
 
 
 def model_parser(doc: str | None, dtypes: Sequence[str], rounds: int) -> argparse.ArgumentParser:
-    """The flags that choose the model and its arithmetic. The first dtype is the default."""
+    """Returns the flags that choose the model and its arithmetic. The first dtype is the default."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct")

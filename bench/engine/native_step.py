@@ -70,7 +70,7 @@ SHAPES = (StepShape(1, 1, 300), StepShape(8, 1, 300), StepShape(32, 1, 300), Ste
 
 
 def part_works(shape: DecoderShape, step: StepShape, num_weight_bytes: int, num_kv_bytes: int) -> dict[str, Work]:
-    """The least work of the parts that have any to speak of; weights and KV take so many bytes a number."""
+    """Returns the least work of the parts that have any to speak of; weights and KV take so many bytes a number."""
     num_tokens = step.num_sequences * step.num_new
     width, heads, inner = shape.hidden_size, shape.num_heads * shape.head_dim, shape.intermediate_size
     kv_width = shape.num_kv_heads * shape.head_dim
@@ -127,7 +127,7 @@ def measure_steps(model: PagedModel, shapes: Sequence[StepShape], rounds: int) -
 
 
 def table_of(measured: dict[str, float], works: dict[str, Work], limits: MachineLimits) -> Table:
-    """The parts of one shape, and the whole step."""
+    """Returns the parts of one shape, and the whole step."""
     rows = [_row(part, measured[part], works[part].least_s(limits) if part in works else None) for part in PARTS]
     whole = _row("**step**", measured["step"], sum(work.least_s(limits) for work in works.values()))
     return Table(["part", "measured ms", "limit ms", "measured / limit"], [*rows, whole])

@@ -101,7 +101,7 @@ class QualityReport:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures and writes the report; 1 where the model cannot be loaded."""
+    """Measures and writes the report; 1 if the model cannot be loaded."""
     options = _parser().parse_args(argv)
     try:
         report = _measure(resolve_model(options.model), options.text, options.prompts, options.variants)
@@ -176,7 +176,7 @@ def _results(
 
 
 def values_of(report: QualityReport) -> dict[str, Any]:
-    """The report as plain values."""
+    """Returns the report as plain values."""
     results = [
         {"variant": result.variant, "path": result.path, **asdict(result.agreement)} for result in report.results
     ]
@@ -184,7 +184,7 @@ def values_of(report: QualityReport) -> dict[str, Any]:
 
 
 def page_of(values: Mapping[str, Any]) -> Page:
-    """The page of a report that is given as values."""
+    """Returns the page of a report that is given as values."""
     reference = values["reference_perplexity"]
     circumstances = {**values["circumstances"], "perplexity of the reference": f"{reference:.4f}"}
     table = Table(COLUMNS, [_row(result, reference) for result in values["results"]])
@@ -237,7 +237,7 @@ def agreement(
 
 
 def cut(token_ids: Sequence[int], num_prompts: int) -> list[list[int]]:
-    """The text as prompts of one length, without overlap; what is left over at the end is dropped."""
+    """Returns the text as prompts of one length, without overlap; what is left over at the end is dropped."""
     length = len(token_ids) // num_prompts
     assert length >= 2, "a prompt needs a token and one that follows it"
     return [list(token_ids[i * length : (i + 1) * length]) for i in range(num_prompts)]

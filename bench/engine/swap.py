@@ -80,7 +80,7 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def _batches(num_tokens: int, max_num_tokens: int, block_table: list[int]) -> list[StepBatch]:
-    """The chunks in which a prompt of so many tokens is computed. Only the last asks for logits."""
+    """Returns the chunks in which a prompt of so many tokens is computed. Only the last asks for logits."""
     sequence = greedy_sequence(made_up_ids(num_tokens), block_table)
     ends = [min(start + max_num_tokens, num_tokens) for start in range(0, num_tokens, max_num_tokens)]
     rows = [

@@ -70,7 +70,7 @@ def paged_predictions(model: PagedModel, prompts: Sequence[Sequence[int]], chunk
 
 
 def _forced(model: PagedModel, sequences: Sequence[TokenSequence], chunk_tokens: int) -> list[Predictions]:
-    """The predictions of each sequence."""
+    """Returns the predictions of each sequence."""
     parts: list[list[Predictions]] = [[] for _ in sequences]
     for start in range(0, max(sequence.num_tokens for sequence in sequences) - 1, chunk_tokens):
         going = [(i, some) for i, some in enumerate(sequences) if start < some.num_tokens - 1]

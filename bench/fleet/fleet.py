@@ -112,7 +112,7 @@ class Fleet:
                     group.create_task(wait_until_serving(member.address, service, 2 * timeout_s))
 
     async def supervise(self) -> None:
-        """Starts again what ends, until cancelled. Raises `StackError` where a process keeps ending."""
+        """Starts again what ends, until cancelled. Raises `StackError` if a process keeps ending."""
         async with asyncio.TaskGroup() as group:
             for member in self.members:
                 group.create_task(self._keep(member), name=f"keep {member.name}")
@@ -156,7 +156,7 @@ async def running_fleet(options: StackOptions, fork_server: ForkServer | None = 
 
 
 async def _up(fleet: Fleet, supervisor: asyncio.Task[None], timeout_s: float) -> None:
-    """Returns when all members serve. Raises `StackError` where one keeps ending, or it takes too long."""
+    """Returns when all members serve. Raises `StackError` if one keeps ending, or it takes too long."""
     ready = asyncio.create_task(fleet.wait_until_serving(timeout_s))
     try:
         await asyncio.wait({ready, supervisor}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,7 +178,7 @@ def _words_of(error: BaseException | None) -> str:
 
 
 def _laid_out(options: StackOptions, begin: Begin) -> Fleet:
-    """Every member and every way, not started yet."""
+    """Returns every member and every way, not started yet."""
     num_ports = 1 + options.executors + options.routers * (2 + options.executors)
     ports = iter(free_ports(HOST, num_ports))
 

@@ -40,7 +40,7 @@ class Copy:
         self.ended = asyncio.Event()
 
     def terminate(self) -> None:
-        """Asks it to end. Raises `ProcessLookupError` where it has."""
+        """Asks it to end. Raises `ProcessLookupError` if it has."""
         if self.returncode is not None:
             raise ProcessLookupError
         os.kill(self.pid, signal.SIGTERM)
@@ -87,7 +87,7 @@ class ForkServer:
         await self._process.wait()
 
     async def start(self, command: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> Copy:
-        """A copy that runs `python -m MODULE …`, its output going to `log_file`."""
+        """Returns a copy that runs `python -m MODULE …`, its output going to `log_file`."""
         interpreter, option, module, *arguments = command
         assert (interpreter, option) == (sys.executable, "-m")
         number, copy = next(self._numbers), Copy()

@@ -1,4 +1,5 @@
-"""Runs `inflight` with executors whose steps take a while: `python -m bench.fleet.paced 12 executor --listen …`.
+"""The `inflight` command with executors whose steps take a set time: `python -m bench.fleet.paced 12 executor --listen
+…`.
 
 The tiny model computes a step in half a millisecond; its streams would be over before anything can go wrong with them.
 The first argument is how many milliseconds the engine waits before each step, the rest is `inflight`'s command line.
@@ -28,12 +29,10 @@ class PacedRunner:
         self._pause_s = pause_s
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         time.sleep(self._pause_s)
         return self._runner.launch(plan)
 
     def close(self) -> None:
-        """See `StepRunner`."""
         self._runner.close()
 
 

@@ -111,7 +111,7 @@ def _served_run(engine: str, workload: str, served: Served) -> ServedRun:
 
 
 def attempt(figures: GpuFigures, what: str, work: Callable[[], Found]) -> Found | None:
-    """The result, or None with the reason noted where this machine cannot do it."""
+    """Returns the result, or None with the reason noted where this machine cannot do it."""
     print(f"==> {figures.model}: {what}", flush=True)
     try:
         return work()

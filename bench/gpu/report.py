@@ -26,13 +26,13 @@ def values_of(figures: GpuFigures) -> dict[str, Any]:
 
 
 def page_of(values: Mapping[str, Any]) -> Page:
-    """The page of a report that is given as values."""
+    """Returns the page of a report that is given as values."""
     figures = TypeAdapter(GpuFigures).validate_python(values)
     return page(figures, next(shape for shape in SHAPES.values() if shape.name == figures.model))
 
 
 def page(figures: GpuFigures, shape: ModelShape) -> Page:
-    """The page of a run. A table without rows is left out."""
+    """Returns the page of a run. A table without rows is left out."""
     limits = Limits(figures.copy_bytes_per_s, figures.matrix_operations_per_s)
     note = (
         f"Random weights, bfloat16, {shape.num_parameters / 1e9:.2f} billion parameters. Limits, measured in the same "

@@ -80,9 +80,9 @@ class Limits:
     matrix_operations_per_s: float
 
     def decode_s(self, shape: ModelShape, num_sequences: int, context: int) -> float:
-        """The memory limit of a decode step."""
+        """Returns the memory limit of a decode step."""
         return decode_bytes(shape, num_sequences, context) / self.copy_bytes_per_s
 
     def prefill_s(self, shape: ModelShape, num_tokens: int) -> float:
-        """The matrix limit of a prompt."""
+        """Returns the matrix limit of a prompt."""
         return prefill_operations(shape, num_tokens) / self.matrix_operations_per_s

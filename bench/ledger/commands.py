@@ -61,7 +61,7 @@ class Recorder:
         raise NotSentError("recorded")
 
     async def record(self, call: Callable[[], Awaitable[object]]) -> tuple[Any, ...]:
-        """The command that the call would have sent."""
+        """Returns the command that the call would have sent."""
         self._recorded.clear()
         self._is_recording = True
         with suppress(RequestError):
@@ -123,7 +123,7 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
 
 
 async def take_snapshot(url: str, pool: str) -> Snapshot:
-    """The store's snapshot of the pool."""
+    """Returns the store's snapshot of the pool."""
     settings = StoreSettings()
     redis = connect(url, settings)
     try:

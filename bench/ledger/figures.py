@@ -22,7 +22,7 @@ EXPLAIN = "explain"
 
 
 def refilled(num_ends: int) -> str:
-    """The name of settling so many at once while others wait for their seats."""
+    """Returns the name of settling so many at once while others wait for their seats."""
     return f"settle of {num_ends}, refilled"
 
 

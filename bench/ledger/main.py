@@ -43,7 +43,7 @@ CELL = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints; 1 where there is no Redis or it does not do what it should."""
+    """Measures and prints; 1 if there is no Redis or it does not do what it should."""
     options = _parser().parse_args(argv)
     chosen = options.matrix or ((options.executors, options.queued),)
 
@@ -88,7 +88,7 @@ def measure_alone(scale: PoolScale, url: str | None, seconds: float, seed: int) 
 
 
 def point_text(point: Point) -> str:
-    """The figures in lines."""
+    """Returns the figures in lines."""
     saturation, latency = point.saturation, point.latency
     lines = [
         f"Redis {point.redis_version}, {point.memory_bytes / 1e6:,.1f} MB, "
@@ -114,7 +114,7 @@ def point_text(point: Point) -> str:
 
 
 def _circumstances(points: Sequence[Point], seconds: float, seed: int) -> Mapping[str, str]:
-    """The machine, Redis and pool of a run, in words."""
+    """Returns the machine, Redis and pool of a run, in words."""
     scale = points[0].scale
     return {
         "machine": f"{num_usable_cores()} cores, {platform.machine()}, Python {platform.python_version()}; "

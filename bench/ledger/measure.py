@@ -1,4 +1,4 @@
-"""Measures one pool: fills it, then what each script costs Redis, how much gets through, and how long it takes."""
+"""Measurements of one pool: fills it, then measures what each script costs Redis, the throughput and the latency."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ class _Frames:
         return self._due[0][0]
 
     def next_call(self, now_s: float) -> Call | None:
-        """The next call where it is due."""
+        """Returns the next call if it is due."""
         while self._due[0][0] <= now_s:
             due_s, is_frame = heapq.heappop(self._due)
             if not is_frame:

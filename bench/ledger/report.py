@@ -57,7 +57,7 @@ def values_of(points: Sequence[Point], circumstances: Mapping[str, str]) -> dict
 
 
 def page_of(values: Mapping[str, Any]) -> Page:
-    """The page of a report that is given as values."""
+    """Returns the page of a report that is given as values."""
     points = TypeAdapter(list[Point]).validate_python(values["cells"])
     parts = [
         Part("Microseconds of Redis for a script call", SCRIPTS_NOTE, table=_table(points, _script_columns(points))),
@@ -140,7 +140,7 @@ def _us(call: str, point: Point) -> float:
 
 
 def _chart(points: Sequence[Point], title: str, note: str, value: Callable[[Point], float]) -> str:
-    """A figure against the length of the queue, with a curve for each number of executors."""
+    """Returns a figure against the length of the queue, with a curve for each number of executors."""
     executors = sorted({point.scale.executors for point in points})
     lines = [
         Line(

@@ -25,7 +25,7 @@ class PoolScale:
 
 
 def request_id(number: int) -> bytes:
-    """The id of a request; no two numbers share one."""
+    """Returns the id of a request; no two numbers share one."""
     return b"%032x" % (number * ID_FACTOR % (1 << ID_BITS))
 
 
@@ -34,5 +34,5 @@ def executor_id(number: int) -> bytes:
 
 
 def router_id(number: int) -> str:
-    """The id of a router: host, port and what makes this start of it its own."""
+    """Returns the id of a router: host, port and what makes this start of it its own."""
     return f"router-{number:05d}:50051:{number * ID_FACTOR % (1 << 32):08x}"

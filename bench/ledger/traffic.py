@@ -1,4 +1,4 @@
-"""The steady state: who waits, who is seated, and which calls keep it so.
+"""The steady state: the waiting and seated requests, and the calls that maintain it.
 
 Every end frees a seat that a waiting request takes, and for every placed request a new one arrives: the queue keeps its
 length. Knows the calls and what their replies mean; sends nothing.
@@ -29,7 +29,7 @@ SETTLED_OUTCOME = re.compile(rb"\$7\r\nSETTLED\r\n:(\d+)\r\n")
 
 
 class TrafficError(Exception):
-    """The pool did not do what it does in a steady state; the text says what it said instead."""
+    """The pool did not behave as in a steady state. The text contains its reply."""
 
 
 class CallKind(Enum):
@@ -85,7 +85,7 @@ class Traffic:
         return bool(self._commands.explains)
 
     def can_settle(self, count: int) -> bool:
-        """Whether an executor has so many seated; then the next settle is of that one."""
+        """Returns whether an executor has this many seated; then the next settle is of that one."""
         for _ in range(len(self._turns)):
             if len(self._ending[self._turns[0]]) >= count:
                 return True
@@ -98,7 +98,7 @@ class Traffic:
 
     @property
     def expected_waiting(self) -> int:
-        """Who waits once everything sent is done, where the seats are full."""
+        """The requests that wait once everything sent is done, with full seats."""
         return self.num_waiting + self._num_submitting - self._num_free
 
     def submit(self, due_s: float = 0.0, *, ages_at_once: bool = False) -> Call:
@@ -112,7 +112,8 @@ class Traffic:
         return Call(CallKind.SUBMIT, encoded, (new_id,), due_s)
 
     def settle(self, count: int, due_s: float = 0.0) -> Call:
-        """The end of those seated longest on one executor, as in its step frame; `count` as in `Commands.settles`."""
+        """Returns the end of those seated longest on one executor, as in its step frame; `count` as in
+        `Commands.settles`."""
         if not self.can_settle(count):
             raise TrafficError(f"no executor has {count} requests seated")
         executor = self._turns[0]
@@ -168,7 +169,7 @@ class Traffic:
         return self._upkeep[0][0]
 
     def upkeep(self) -> Call:
-        """The call of upkeep that is due first."""
+        """Returns the call of upkeep that is due first."""
         due_s, number, made = self._upkeep[0]
         heapq.heapreplace(self._upkeep, (due_s + self._intervals_s[number], number, made))
         return replace(made(), due_s=due_s)

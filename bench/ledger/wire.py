@@ -26,7 +26,7 @@ class Template:
         )
 
     def fill(self, values: Mapping[bytes, bytes]) -> bytes:
-        """The command with a value, by marker, in place of each."""
+        """Returns the command with a value, by marker, in place of each."""
         return self._format % values
 
 
@@ -49,7 +49,8 @@ class Connection:
         self._socket.sendall(encoded)
 
     def receive(self) -> bytes | None:
-        """What has come, where that is a whole reply. Waits for something to come, unless a reply is there."""
+        """Returns the received bytes if they are a whole reply. Waits for something to come, unless a reply is
+        there."""
         reply = self._framing.take() if self._framing.received else None
         if reply is None:
             piece = self._socket.recv(RECEIVE_BYTES)
@@ -75,5 +76,5 @@ class Connection:
 
 
 def bulk_text(reply: bytes) -> str:
-    """The text of a reply that is one string."""
+    """Returns the text of a reply that is one string."""
     return reply.partition(b"\r\n")[2].decode()

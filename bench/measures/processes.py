@@ -51,7 +51,7 @@ class CoreMeter:
 
 
 def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
-    """Memory that a process holds; None where it is gone or the system does not say."""
+    """Memory that a process holds; None if it is gone or the system does not say."""
     try:
         pages = int((proc / str(pid) / "statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):

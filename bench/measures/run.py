@@ -101,7 +101,7 @@ class Run:
 
 
 def percentile(values: Sequence[float], fraction: float) -> float | None:
-    """The smallest of the values that at least this fraction of them do not exceed (nearest rank)."""
+    """Returns the smallest of the values that at least this fraction of them do not exceed (nearest rank)."""
     if not values:
         return None
     rank = math.ceil(fraction * len(values))
@@ -111,7 +111,7 @@ def percentile(values: Sequence[float], fraction: float) -> float | None:
 def measure(
     outcomes: Sequence[Outcome], samples: Sequence[SeatSample], num_steps: int | None, slo: Slo = NO_SLO
 ) -> Measures:
-    """The figures of a run. `num_steps` are the executors' steps during it."""
+    """Returns the figures of a run. `num_steps` are the executors' steps during it."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     kept = [outcome for outcome in good if keeps(outcome, slo)] if slo.is_set else None
     total_s = max((outcome.ended_s for outcome in outcomes), default=0.0) - min(
@@ -138,7 +138,7 @@ def measure(
 
 
 def keeps(outcome: Outcome, slo: Slo) -> bool:
-    """Whether a request kept the objectives; one that never began kept none."""
+    """Returns whether a request kept the objectives; one that never began kept none."""
     if outcome.first_token_s is None:
         return False
     ttft_ms = (outcome.first_token_s - outcome.sent_s) * 1e3
@@ -165,7 +165,7 @@ def distributions(outcomes: Sequence[Outcome]) -> Distributions:
 
 
 def quantiles(values: Sequence[float]) -> tuple[float, ...]:
-    """Every percentile from 0 to 100 (nearest rank)."""
+    """Returns every percentile from 0 to 100 (nearest rank)."""
     if not values:
         return ()
     ordered = sorted(values)
@@ -174,7 +174,7 @@ def quantiles(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def cost_per_million(price_per_hour: float, output_tokens_per_s: float) -> float | None:
-    """What a million output tokens cost on a machine of this price; None where none came."""
+    """What a million output tokens cost on a machine of this price; None if none came."""
     return price_per_hour / (output_tokens_per_s * 3600) * 1e6 if output_tokens_per_s else None
 
 
@@ -235,7 +235,7 @@ class TokenTimes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """Totals since an engine's start; None where it does not measure them. `elapsed_s` is time with work to do."""
+    """Totals since an engine's start; None if it does not measure them. `elapsed_s` is time with work to do."""
 
     num_steps: int = 0
     busy_s: float | None = None
@@ -243,7 +243,7 @@ class DeviceTimes:
 
 
 def added_up(times: Sequence[DeviceTimes]) -> DeviceTimes:
-    """The totals of several engines."""
+    """Returns the totals of several engines."""
     busy_s = [one.busy_s for one in times if one.busy_s is not None]
     elapsed_s = [one.elapsed_s for one in times if one.elapsed_s is not None]
     complete = bool(times) and len(busy_s) == len(elapsed_s) == len(times)
@@ -253,7 +253,8 @@ def added_up(times: Sequence[DeviceTimes]) -> DeviceTimes:
 
 
 def device_figures(before: DeviceTimes, after: DeviceTimes) -> dict[str, float]:
-    """The device's share of the time, and how long it waited for the host at each step; nothing where not measured."""
+    """Returns the device's share of the time, and how long it waited for the host at each step; nothing where not
+    measured."""
     if before.busy_s is None or before.elapsed_s is None or after.busy_s is None or after.elapsed_s is None:
         return {}
     num_steps, elapsed_s = after.num_steps - before.num_steps, after.elapsed_s - before.elapsed_s

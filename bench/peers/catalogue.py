@@ -1,4 +1,4 @@
-"""The peers that a benchmark can put beside us: where they are installed, how their drivers are started.
+"""The peers of a benchmark: where they are installed, and how their drivers are started.
 
 Starts nothing.
 """
@@ -88,7 +88,8 @@ def parse_peer(text: str) -> tuple[PeerChoice, ...]:
 
 
 def peer_environment(peer: PeerChoice, base: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:
-    """The environment variables of a peer's driver: ours without our own packages, the cores, and its settings."""
+    """Returns the environment of a peer's driver: that of this process without the project's packages, with the cores
+    and its settings."""
     kept = {name: value for name, value in base.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "INFLIGHT_"))}
     common = {
         "PYTHONPATH": str(SOURCES),
@@ -111,7 +112,7 @@ def _vllm_environment(peer: PeerChoice, cores: Sequence[int]) -> dict[str, str]:
 
 
 def preloads(environment_folder: Path | None, library_folders: Sequence[Path] = LIBRARY_FOLDERS) -> list[Path]:
-    """The allocator and the OpenMP library that vLLM wants loaded first, as far as this machine has them."""
+    """Returns the allocator and the OpenMP library that vLLM wants loaded first, as far as this machine has them."""
     wanted = [folder / TCMALLOC for folder in library_folders]
     if environment_folder is not None:
         wanted.append(environment_folder / "lib" / "libiomp5.so")

@@ -96,13 +96,13 @@ class _Run:
     owed: dict[int, int] = field(default_factory=dict)
 
     def next_to_send(self, now_s: float) -> Request | None:
-        """A request that is due: its time has come, and a place is free where their number is bounded."""
+        """Returns a request that is due: its time has come, and a place is free where their number is bounded."""
         if not self.waiting or (self.concurrency is not None and len(self.owed) >= self.concurrency):
             return None
         return self.waiting.popleft() if self.waiting[0].arrival_s <= now_s else None
 
     def wait_s(self, now_s: float) -> float | None:
-        """Until the next arrival; None where only an answer can bring one."""
+        """Until the next arrival; None if only an answer can bring one."""
         if not self.waiting or (self.concurrency is not None and len(self.owed) >= self.concurrency):
             return None
         return max(0.0, self.waiting[0].arrival_s - now_s)

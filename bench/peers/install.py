@@ -102,7 +102,7 @@ def pip(python: Path, *arguments: str) -> None:
 
 
 def last_error(text: str) -> str:
-    """The last line that names an error, or the last line."""
+    """Returns the last line that names an error, or the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
     return (errors or lines or ["no reason given"])[-1]
@@ -128,7 +128,7 @@ def install(peer: Peer) -> None:
 
 
 def main(names: Sequence[str]) -> int:
-    """Installs the named peers, or all; 1 where one could not be."""
+    """Installs the named peers, or all; 1 if one could not be."""
     unknown = set(names) - {peer.name for peer in PEERS}
     if unknown:
         print(f"error: no such peer: {', '.join(sorted(unknown))}", file=sys.stderr)

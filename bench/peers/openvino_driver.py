@@ -1,4 +1,4 @@
-"""Drives OpenVINO GenAI's continuous batching step by step. Runs in its own environment.
+"""A driver of OpenVINO GenAI's continuous batching, step by step. Runs in its own environment.
 
 The model is exported once into the cache folder. `max_num_seqs` does not bound how many sequences run when prompts are
 split (`dynamic_split_fuse`), so the seats are counted here.
@@ -92,7 +92,7 @@ class OpenVinoEngine:
 
 
 def exported(setup: Setup) -> Path:
-    """The model in OpenVINO's format, made by `optimum-intel` if it is not there."""
+    """Returns the model in OpenVINO's format, made by `optimum-intel` if it is not there."""
     source = Path(setup.model)
     folder = Path(setup.cache_folder) / "openvino" / f"{source.parent.name}-{source.name}-{setup.variant}"
     if (folder / "openvino_model.xml").exists() and (folder / "openvino_tokenizer.xml").exists():

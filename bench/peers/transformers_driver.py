@@ -1,4 +1,4 @@
-"""Drives `transformers` on its own: static batches with `generate`, or its continuous batching.
+"""A driver of `transformers` on its own: static batches with `generate`, or its continuous batching.
 
 It runs in our own environment, which has the library anyway.
 """
@@ -135,7 +135,7 @@ class ContinuousEngine:
 
 
 def make_engine(setup: Setup) -> DrivenEngine:
-    """The engine of a variant."""
+    """Returns the engine of a variant."""
     model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=setup.dtype, attn_implementation="sdpa").eval()
     model.generation_config = GenerationConfig()
     if setup.variant == CONTINUOUS:

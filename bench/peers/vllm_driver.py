@@ -1,4 +1,4 @@
-"""Drives vLLM step by step: compiled, greedy, prefix caching as it comes. Runs in vLLM's own environment."""
+"""A driver of vLLM, step by step: compiled, greedy, prefix caching at its default. Runs in vLLM's own environment."""
 
 from __future__ import annotations
 

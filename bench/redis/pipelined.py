@@ -63,7 +63,7 @@ class RedisWire:
         return self.read()
 
     def read(self, kind: str = "") -> Any:
-        """The next reply. Equal replies of one `kind` are one object: change none."""
+        """Returns the next reply. Equal replies of one `kind` are one object: change none."""
         while True:
             reply = self._framing.take()
             if reply is None:

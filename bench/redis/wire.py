@@ -50,7 +50,7 @@ class Framing:
         self._num_open = 1
 
     def take(self) -> bytes | None:
-        """The next reply; None while there is no whole one. Raises `WireError` where it is an error."""
+        """Returns the next reply; None while there is no whole one. Raises `WireError` if it is an error."""
         received, position, num_open = self.received, self._position, self._num_open
         while num_open:
             end = received.find(b"\r\n", position)
@@ -78,12 +78,13 @@ class Framing:
 
 
 def parse(reply: bytes) -> Any:
-    """The value of a whole reply: lists, texts, numbers and None. A map is a list of keys and values in turn."""
+    """Returns the value of a whole reply: lists, texts, numbers and None. A map is a list of keys and values in
+    turn."""
     return _parse(reply, 0)[0]
 
 
 def connect(url: str) -> tuple[socket.socket, list[str], str]:
-    """A socket, credentials for AUTH and the number of the database, from `redis://` or `unix://`."""
+    """Returns a socket, credentials for AUTH and the number of the database, from `redis://` or `unix://`."""
     parts = urlsplit(url)
     credentials = [unquote(part) for part in (parts.username, parts.password) if part]
     try:
@@ -102,7 +103,7 @@ def connect(url: str) -> tuple[socket.socket, list[str], str]:
 
 
 def _parse(reply: bytes, at: int) -> tuple[Any, int]:
-    """The value that begins there, and where the next one does."""
+    """Returns the value that begins there, and where the next one does."""
     end = reply.index(b"\r\n", at)
     kind, line, at = reply[at], reply[at + 1 : end], end + 2
     if kind in (BULK, VERBATIM):

@@ -40,7 +40,7 @@ class Line:
 
 
 def figure(title: str, note: str, body: str, *, is_wide: bool = False) -> str:
-    """A chart with its title and a note of what it shows."""
+    """Returns a chart with its title and a note of what it shows."""
     caption = f'<b>{escape(title)}</b><span class="note">{escape(note)}</span>'
     return f"<figure{' class=wide' if is_wide else ''}><figcaption>{caption}</figcaption>{body}</figure>"
 
@@ -71,7 +71,7 @@ def curves(lines: Sequence[Line], x: Scale, y: Scale, unit: str) -> str:
 
 
 def percentile_curves(title: str, percentiles: Sequence[Line]) -> str:
-    """The share of the times that is at most so long. Points of the lines are (percent, milliseconds)."""
+    """Returns the share of the times that is at most so long. Points of the lines are (percent, milliseconds)."""
     lines = [
         Line(line.name, line.colour, [(max(ms, LEAST_MS), percent) for percent, ms in line.points])
         for line in percentiles
@@ -102,12 +102,12 @@ def area(line: Line, x: Scale, y: Scale, caption: str) -> str:
 
 
 def x_axis(x: Scale, unit: str) -> str:
-    """The labels below a column of areas."""
+    """Returns the labels below a column of areas."""
     return _x_labels(x, unit)
 
 
 def legend(names: Sequence[tuple[str, int]]) -> str:
-    """The colour of each name."""
+    """Returns the colour of each name."""
     entries = "".join(
         f'<span><i class="swatch" style="background:var(--c{colour % NUM_COLOURS})"></i>{escape(name)}</span>'
         for name, colour in names
@@ -129,7 +129,7 @@ def _curve(line: Line, x: Scale, y: Scale) -> str:
 
 
 def _steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The corners of a curve that holds each value until the next one."""
+    """Returns the corners of a curve that holds each value until the next one."""
     corners: list[tuple[float, float]] = []
     for at, value in points:
         if corners and corners[-1][1] != value:

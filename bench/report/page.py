@@ -72,7 +72,7 @@ class Page:
 
 
 def facts(circumstances: Mapping[str, str]) -> str:
-    """The circumstances as a Markdown list."""
+    """Returns the circumstances as a Markdown list."""
     return "\n".join(f"- {name}: {plain(text)}" for name, text in circumstances.items())
 
 

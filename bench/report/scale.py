@@ -35,14 +35,14 @@ class Scale:
 
 
 def log_scale(values: Iterable[float], least: float) -> Scale:
-    """An axis by powers of ten around positive values; what is below `least` sits on the edge."""
+    """Returns an axis by powers of ten around positive values; what is below `least` sits on the edge."""
     positive = [max(value, least) for value in values]
     low, high = (min(positive), max(positive)) if positive else (least, least)
     return Scale(low / 1.1, high * 1.1, is_log=True)
 
 
 def even_scale(high: float) -> Scale:
-    """An axis from 0."""
+    """Returns an axis from 0."""
     return Scale(0.0, high if high > 0 else 1.0)
 
 

@@ -43,7 +43,7 @@ class Table:
 
 
 def count_table(what: str, counts: Mapping[str, int]) -> Table:
-    """A row for each count, in the order given."""
+    """Returns a row for each count, in the order given."""
     return Table([what, "number"], [[name, str(number)] for name, number in counts.items()])
 
 
@@ -68,7 +68,7 @@ def spread_of(values: Iterable[float | None]) -> Spread | None:
 
 
 def shown(value: float | None, form: str) -> str:
-    """A figure in a format, or a dash."""
+    """Returns a figure in a format, or a dash."""
     return UNKNOWN if value is None else format(value, form)
 
 

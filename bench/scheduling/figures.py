@@ -29,7 +29,7 @@ class Figures:
 
 
 def measured(world: World, counts: Callable[[Record], bool] = lambda record: True) -> Figures:
-    """The figures of a run, over the requests that count."""
+    """Returns the figures of a run, over the requests that count."""
     duration_us = round(world.settings.duration_s * US_PER_S)
     begin_us, end_us = world.begin_us + round(WARM_FRACTION * duration_us), world.begin_us + duration_us
     records = [one for one in world.checker.records.values() if one.arrived_us >= begin_us and counts(one)]
@@ -55,7 +55,7 @@ def ttft_ms(record: Record, end_us: int) -> float | None:
 
 
 def wait_figures(world: World, records: Iterable[Record]) -> dict[str, float]:
-    """Where first tokens were waited for: in the ledger's line, in standby on the executor, for the prompt."""
+    """The waits before first tokens: in the ledger's queue, in standby on the executor, for the prompt."""
     begin_us = world.begin_us + round(WARM_FRACTION * world.settings.duration_s * US_PER_S)
     waits_us = [
         (one.placed_us - one.arrived_us, one.boarded_us - one.placed_us, one.first_token_us - one.boarded_us)

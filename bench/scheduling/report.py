@@ -33,7 +33,7 @@ def values_of(comparisons: Sequence[Comparison], circumstances: Mapping[str, str
 
 
 def page_of(values: Mapping[str, Any]) -> Page:
-    """The page of a report that is given as values."""
+    """Returns the page of a report that is given as values."""
     comparisons = TypeAdapter(list[Comparison]).validate_python(values["comparisons"])
     return Page("Scheduling", values["circumstances"], [_part(comparison) for comparison in comparisons], NOTE)
 

@@ -39,7 +39,7 @@ class ReserveTrace:
 
 
 def reserve_traces() -> Sequence[ReserveTrace]:
-    """The traces, in the order of the report."""
+    """Returns the traces, in the order of the report."""
     return (
         ReserveTrace("heavy-tailed, outputs far below max_tokens", heavy_tailed(), 110.0, generous=True),
         ReserveTrace("mixed, max_tokens three times the longest output", published("mixed", 3.0), 30.0, generous=True),

@@ -24,7 +24,7 @@ PROGRESS_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a simulation; 0 where everything held."""
+    """Runs a simulation; 0 if everything held."""
     options = _parser().parse_args(argv)
     duration_s = options.hours * 3600
     settings = WorldSettings(
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(world: World, simulated_s: float, took_s: float) -> str:
-    """The run in one line."""
+    """Returns the run in one line."""
     checker, settings = world.checker, world.settings
     outcomes = " ".join(f"{outcome.value}={checker.outcomes[outcome]}" for outcome in RequestOutcome)
     waits = max(checker.longest_wait_us.values(), default=0) / 1e6

@@ -101,7 +101,7 @@ class Calm:
         self._until_us[part] = max(until_us, self._until_us.get(part, 0))
 
     def since_us(self, *parts: Part) -> int:
-        """The time since when all of them are healthy."""
+        """Returns the time since when all of them are healthy."""
         return max((self._until_us.get(part, 0) for part in parts), default=0)
 
     def all_since_us(self, kind: str) -> int:
@@ -195,7 +195,7 @@ class Bounds:
     # What happens.
 
     def changed(self, *, router: RouterEnd | None = None, executor: SimExecutor | None = None) -> None:
-        """A process starts or dies, or a link between two begins."""
+        """Records that a process starts or dies, or that a link between two begins."""
         now_us = self._timeline.now_us
         if router is not None:
             self._calm.disturb(_router(router.router_id), now_us)
@@ -203,7 +203,7 @@ class Bounds:
             self._calm.disturb(_executor(executor.executor_id), now_us)
 
     def broken(self, fault: Fault, router: RouterEnd, executor: SimExecutor) -> None:
-        """A fault of the schedule befalls one of these, or Redis."""
+        """Records a fault of the schedule that affects one of these, or Redis."""
         now_us = self._timeline.now_us
         until_us = now_us + fault.duration_us
         if fault.kind is FaultKind.ROUTER_HANG:
@@ -218,7 +218,7 @@ class Bounds:
             self._calm.disturb(STORE, now_us)
 
     def lost(self, executor: SimExecutor, router: RouterEnd | None = None) -> None:
-        """An executor dies, or its link to a router breaks."""
+        """Records that an executor dies, or that its link to a router breaks."""
         now_us = self._timeline.now_us
         self.changed(router=router, executor=executor)
         streams = _on(executor) if router is None else [one for one in _on(executor) if one in router.streams]
@@ -237,7 +237,7 @@ class Bounds:
         executors: Iterable[SimExecutor],
         records: Mapping[str, Record],
     ) -> None:
-        """Checks all bounds as the whole is now. Raises `BoundExceeded`."""
+        """Checks all bounds in the current state. Raises `BoundExceeded`."""
         look = _Look(
             self._timeline.now_us,
             Ledger.read(link),
@@ -282,7 +282,7 @@ class Bounds:
         return max(self._calm.since_us(STORE, _executor(executor_id)), self._calm.all_since_us("router"))
 
     def _within(self, key: Hashable, now_us: int, *parts: Part) -> bool:
-        """Whether these parts were well when the state began, and all the time that a call may take before."""
+        """Returns whether these parts were well when the state began, and all the time that a call may take before."""
         began_us = self._first_seen_us.get(key, now_us)
         return self._calm.since_us(*parts) + CALL_FAILS_US + US_PER_S < began_us
 
@@ -313,7 +313,7 @@ class Bounds:
                 yield ("unreserved", *placement), Lasting(what, since_us, AUDIT_US + steps_us + AT_ONCE_US)
 
     def _unwanted(self, look: _Look) -> Iterable[tuple[Hashable, Lasting]]:
-        """Sequences whose client has left, or was told their end, and whose router could say so."""
+        """Returns sequences whose client has left or knows their end, and whose router could have reported it."""
         for executor_id, request_id, attempt in look.held:
             record = look.records.get(request_id)
             if record is None or record.outcome is None or executor_id in self._down_us:
@@ -325,7 +325,7 @@ class Bounds:
             yield key, Lasting(what, 0, MAX_STEPS * self._longest_step_us() + AT_ONCE_US if could_say else None)
 
     def _unserved(self, look: _Look) -> Iterable[tuple[Hashable, Lasting]]:
-        """Places in line of requests that have ended or whose router is gone."""
+        """Returns queue entries of requests that have ended or whose router is gone."""
         for request_id in look.ledger.waiting:
             record = look.records.get(request_id)
             if record is None or record.outcome is None:
@@ -397,7 +397,7 @@ class Bounds:
             _require_by(look.now_us, since_us, self.next_token_us(), what)
 
     def next_token_us(self) -> int:
-        """The longest time until a token of a stream that has a seat: the whole context of every seat is
+        """Returns the longest time until a token of a stream that has a seat: the whole context of every seat is
         computed first, and two more steps follow."""
         limits = self._shape.limits()
         num_steps = -(-limits.max_num_sequences * limits.context_length // limits.max_num_tokens) + MAX_STEPS

@@ -22,17 +22,14 @@ class SimClient:
 
     @property
     def has_progressed(self) -> bool:
-        """See `Output`."""
         return self.stream.has_progressed
 
     @property
     def is_complete(self) -> bool:
-        """See `Output`."""
         return self.stream.is_complete
 
     @property
     def has_been_accepted(self) -> bool:
-        """See `Output`."""
         return self.stream.has_been_accepted
 
     @property
@@ -46,12 +43,12 @@ class SimClient:
         return self.stream.life.placement
 
     def is_current(self, attempt: int) -> bool:
-        """Whether this is the placement that counts."""
+        """Returns whether this is the placement that counts."""
         return self.stream.life.is_current(attempt)
 
 
 def client_of(life: Lifecycle) -> SimClient:
-    """The client of a request of a modelled router."""
+    """Returns the client of a request of a modelled router."""
     assert isinstance(life.output, SimClient)
     return life.output
 

@@ -23,7 +23,7 @@ class StepCost:
     block_copy_s: float
 
     def of(self, plan: StepPlan) -> float:
-        """The duration of a plan."""
+        """Returns the duration of a plan."""
         load = StepLoad.of(plan)
         return (
             self.step_s
@@ -53,7 +53,6 @@ class _Step:
     device: ModelledDevice
 
     def result(self) -> tuple[int, ...]:
-        """See `PendingStep`."""
         self.device.read_us = round(self.ended_s * US_PER_S)
         return self.sampled_ids
 
@@ -76,7 +75,6 @@ class ModelledDevice:
         self.num_launched = 0
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         self.num_launched += 1
         began_s = max(self.now_s, self._free_s)
         self._free_s = began_s + self._cost.of(plan)

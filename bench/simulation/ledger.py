@@ -103,8 +103,6 @@ class Ledger:
     # Operations ------------------------------------------------------------------------------------------------
 
     def submit(self, demand: Demand, on_result: Callable[[SubmitOutcome], None], on_failure: OnFailure) -> None:
-        """See `AdmissionStore.submit`."""
-
         def answer(reply: Reply, own: OwnEvent | None) -> None:
             on_result(own or parse_submit(demand.request_id, reply))
 
@@ -112,13 +110,11 @@ class Ledger:
         self._operate("submit", args, answer, on_failure, own_id=demand.request_id)
 
     def settle(self, endings: Sequence[Ending], on_result: Callable[[int], None], on_failure: OnFailure) -> None:
-        """See `AdmissionStore.settle`."""
         self._operate("settle", settle_args(endings), lambda reply, _: on_result(reply.values[0]), on_failure)
 
     def cancel(
         self, request_id: str, is_own: bool, on_result: Callable[[CancelOutcome], None], on_failure: OnFailure
     ) -> None:
-        """See `AdmissionStore.cancel`."""
         args: list[Argument] = [request_id, int(is_own)]
         self._operate("cancel", args, lambda reply, _: on_result(parse_cancel(request_id, reply)), on_failure)
 
@@ -151,11 +147,9 @@ class Ledger:
         self._operate("verify", verify_args(waiting), lambda reply, _: on_result(frozenset(reply.values[0])), _ignore)
 
     def renew(self) -> None:
-        """See `AdmissionStore.renew`."""
         self._operate("renew", [], self._renewed, _ignore)
 
     def reap(self) -> None:
-        """See `AdmissionStore.reap`."""
         self._operate("reap", [], lambda reply, own: None, _ignore)
 
     # How a script is called ------------------------------------------------------------------------------------

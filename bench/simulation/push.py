@@ -1,4 +1,4 @@
-"""Placing on arrival, to compare with: each executor has a line of its own, and who stands in it stays there.
+"""Placement on arrival, as a baseline: each executor has its own queue, and requests do not move between queues.
 
 Only for runs in which nothing breaks. One object stands for all routers, and where they know all lines they know them
 exactly: real ones know them late.
@@ -80,7 +80,7 @@ class PushRouter:
         """Ignores reports: the queues are known without them."""
 
     def arrive(self, request: SimRequest) -> None:
-        """A client's request joins a line for good."""
+        """Puts a client's request into a queue, where it stays."""
         record = self._checker.submitted(request, "push", self._timeline.now_us)
         stream = SimClient(request, record, self._shape.block_size)
         line = self._choose(_router_of(request))
@@ -118,7 +118,7 @@ class PushRouter:
         return min(lines, key=lambda line: (line.num_requests, line.session.executor.executor_id))
 
     def _send(self, line: _Line) -> None:
-        """Sends the first in line while they fit; standby hides the way there."""
+        """Sends the first in the queue while they fit; standby hides the transfer time."""
         shape = line.session.executor.shape
         while line.waiting and line.num_inside < shape.num_seats + shape.num_standby:
             stream = line.waiting[0]

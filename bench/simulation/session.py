@@ -1,4 +1,4 @@
-"""The stream between a router and one start of an executor: what is said reaches the other side later, in order.
+"""The stream between a router and one start of an executor: messages reach the other side later, in order.
 
 A stream that breaks takes everything with it that is under way.
 """

@@ -149,7 +149,7 @@ class SimExecutor:
         self._wake()
 
     def told(self) -> Iterator[Sequence]:
-        """The placements that its routers have been told of no end."""
+        """Yields the placements that its routers have been told of no end."""
         return chain(self.session_of, self._offered)
 
     def join(self, session: Session) -> None:
@@ -196,7 +196,6 @@ class SimExecutor:
             self._timeline.at(when_us, self.process.run, self._on_output, output)
 
     def _on_output(self, output: EngineOutput) -> None:
-        """See `ExecutorService.on_output`."""
         for sequence in output.accepted:
             session = self.session_of[sequence] = self._offered.pop(sequence)
             self._checker.taken(sequence.request_id, sequence.attempt, self.executor_id, self.generation)

@@ -1,4 +1,4 @@
-"""Redis as the whole simulation sees it: one connection, one pool, and a clock that the timeline sets.
+"""The Redis of a simulation: one connection, one pool, and a clock that the timeline sets.
 
 A call takes effect when it is made; its reply comes one round trip later. While Redis is away calls fail; whether they
 take effect all the same is drawn.
@@ -86,7 +86,7 @@ class StoreLink:
         return parse_snapshot(parse_reply(self._wire.call(b"*%d\r\n%b" % (num_args, payload))))
 
     def query(self, *words: str | int) -> Any:
-        """The reply to a command that only reads, as the pool is now."""
+        """Returns the reply to a command that only reads, as the pool is now."""
         self.wait_for_calls()
         return self._wire.call(command(*words))
 
@@ -114,7 +114,7 @@ class StoreLink:
         self._clock_ms = -1
 
     def set_clock_back(self, step_ms: int) -> None:
-        """Redis' clock is set back by so much, for good."""
+        """Sets Redis' clock back permanently."""
         self._behind_ms += step_ms
 
     def listen(self, mailbox: str, reader: Callable[[], None]) -> None:
@@ -126,7 +126,7 @@ class StoreLink:
         self._readers.pop(mailbox, None)
 
     def beginning(self, name: str, router_ids: tuple[str, ...], router_id: str) -> tuple[int, bytes]:
-        """A script's call up to its own arguments: their number so far, and the encoded bytes."""
+        """Returns a script's call up to its own arguments: their number so far, and the encoded bytes."""
         keys = self.keys.for_script(router_ids)
         args = ["EVALSHA", self._shas[name], str(len(keys)), *keys, router_id]
         return len(args), encode(args)
@@ -144,7 +144,7 @@ class StoreLink:
         self._post(kind, payload, on_reply)
 
     def parsed(self, kind: str, raw: Any) -> Reply:
-        """A script's reply. The wire gives equal ones as one object, and they need parsing once."""
+        """Returns a script's reply. The wire returns equal replies as one object, so they are parsed once."""
         newest = self._newest.get(kind)
         if newest is not None and newest[0] is raw:
             return newest[1]

@@ -193,7 +193,7 @@ class VirtualRouter:
         self.offered[session] = {}
 
     def on_unlinked(self, session: Session) -> None:
-        """A stream broke: its requests go back to the queue, with their output so far."""
+        """Returns the requests of a broken stream to the queue, with their output so far."""
         if self.links.get(session.executor.executor_id) is session:
             del self.links[session.executor.executor_id]
         for (_, attempt), client in self.offered.pop(session, {}).items():
@@ -206,7 +206,7 @@ class VirtualRouter:
             self._execute(self.requests.no_executor(no_executor("no executor has been reachable")))
 
     def on_report(self, session: Session, report: ExecutorReport) -> None:
-        """An executor says how it stands."""
+        """Passes on an executor's report."""
         self.writer.report(report)
 
     def on_frame(self, session: Session, frame: Frame) -> None:
@@ -400,7 +400,7 @@ class VirtualRouter:
             session.cancel(effect.request_id, effect.attempt, TO_EXECUTOR[effect.reason])
 
     def _tell_end(self, client: SimClient) -> None:
-        """What the client is told, unless it has left."""
+        """Returns what the client receives, unless it has left."""
         life = client.stream.life
         if client.has_ended and life.is_abandoned:
             return

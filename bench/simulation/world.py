@@ -1,4 +1,4 @@
-"""A whole deployment in virtual time: routers, executors, their links, clients, and what befalls them.
+"""A whole deployment in virtual time: routers, executors, their links, clients, and their faults.
 
 The scripts run on a real Redis, the scheduler is the real one; the rest is modelled. Everything follows from the seed:
 the same settings give the same run, step by step.

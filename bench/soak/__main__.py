@@ -14,7 +14,7 @@ from inflight.cli.console import CommandError, run_in_foreground
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs it and returns the exit code: 0 where nothing failed and nothing grows."""
+    """Runs it and returns the exit code: 0 if nothing failed and nothing grows."""
     options = parse_options(argv)
     return run_in_foreground(lambda: with_command_errors(soak(options)))
 

@@ -39,7 +39,7 @@ class Readings:
         await self._redis.aclose()
 
     async def read(self, at_s: float) -> None:
-        """One reading of everything. Raises `TargetError` where a process is gone."""
+        """One reading of everything. Raises `TargetError` if a process is gone."""
         self.at_s.append(at_s)
         for name, pid in self._pids.items():
             self._read_process(name, pid)

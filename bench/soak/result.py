@@ -75,7 +75,7 @@ class SoakResult:
 
     @property
     def is_flat(self) -> bool | None:
-        """Whether nothing grows and nothing is left; None where there are too few readings for a verdict."""
+        """Whether nothing grows and nothing is left; None if there are too few readings for a verdict."""
         if any(self.left.values()):
             return False
         return all(one.is_flat for one in self.trends) if self.trends else None
@@ -88,7 +88,7 @@ class SoakResult:
 
 
 def trend(process: str, figure: str, readings: Sequence[float]) -> Trend | None:
-    """The verdict on readings at even intervals; None where there are too few."""
+    """Returns the verdict on readings at even intervals; None if there are too few."""
     later = readings[int(WARM_UP_SHARE * len(readings)) :]
     if len(later) < MIN_READINGS:
         return None
@@ -100,7 +100,7 @@ def trend(process: str, figure: str, readings: Sequence[float]) -> Trend | None:
 
 
 def trends_of(series: Series) -> tuple[list[Trend], list[str]]:
-    """A trend for each process and figure, and the names of those with too few readings for one."""
+    """Returns a trend for each process and figure, and the names of those with too few readings for one."""
     trends, too_few = [], []
     for (process, figure), readings in series.items():
         found = trend(process, figure, readings)
@@ -119,7 +119,7 @@ def values_of(outcome: SoakResult, at_s: Sequence[float], series: Series) -> dic
 
 
 def page_of(values: Mapping[str, Any]) -> Page:
-    """The page of a report that is given as values."""
+    """Returns the page of a report that is given as values."""
     return page(TypeAdapter(SoakResult).validate_python(values))
 
 

@@ -68,7 +68,7 @@ class SoakOptions:
 
 
 async def soak(options: SoakOptions) -> int:
-    """Runs one soak and returns the exit code: 0 where nothing failed and nothing grows."""
+    """Runs one soak and returns the exit code: 0 if nothing failed and nothing grows."""
     console = Console()
     with tempfile.TemporaryDirectory(prefix="inflight-soak-") as folder:
         model = str(write_tiny_model(Path(folder))) if options.model == TINY else options.model
@@ -154,7 +154,7 @@ def _show_progress(console: Console, elapsed_s: float, load: SoakLoad, readings:
 
 
 def _pids(stack: LocalStack) -> dict[str, int]:
-    """The processes of a stack, and this one, which holds the client library."""
+    """Returns the processes of a stack, and this one, which holds the client library."""
     state = read_state(stack.options.run_dir)
     assert state is not None
     return {process.name: process.pid for process in state.processes} | {SOAK: os.getpid()}

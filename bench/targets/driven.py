@@ -1,4 +1,4 @@
-"""An engine behind its driver as a target: a process of its own that speaks the protocol of `bench/peers/driver.py`."""
+"""An engine behind its driver as a target: a separate process that speaks the protocol of `bench/peers/driver.py`."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class DrivenTarget:
 
 
 def last_words(log_file: Path) -> str:
-    """The last line that an engine wrote before it ended."""
+    """Returns the last line that an engine wrote before it ended."""
     try:
         lines = log_file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Drives our own engine alone: scheduler, loop and model in one process, no gRPC and no Redis.
+"""A driver of the engine alone: scheduler, loop and model in one process, no gRPC and no Redis.
 
 The difference to a whole stack is what the stack costs. Speaks the drivers' protocol, so that its times compare with
 those of other engines. What the router's ledger does for a stack, `_Admission` does here: who has no room waits.
@@ -53,7 +53,7 @@ class _Admission:
         )
 
     def next(self) -> Sequence | None:
-        """The head of the queue if it fits."""
+        """Returns the head of the queue if it fits."""
         if not self._waiting or self._free_places == 0:
             return None
         if self._waiting[0].num_reserved_blocks > self._free_blocks:

@@ -107,7 +107,7 @@ async def sample_seats(client: AsyncClient, at_s: float) -> SeatSample:
 
 
 async def _device_times(client: AsyncClient) -> DeviceTimes:
-    """The totals of all executors."""
+    """Returns the totals of all executors."""
     executors = (await client.capacity()).executors
     return added_up([DeviceTimes(one.num_steps, one.device_busy_s, one.elapsed_s) for one in executors])
 

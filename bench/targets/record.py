@@ -37,7 +37,7 @@ class DriverRecord:
         return outcomes
 
     def samples(self, until_s: float, seats: int) -> list[SeatSample]:
-        """The seats over time. A driver sees tokens: from its first to its last one a request holds a seat."""
+        """Returns the seats over time. A driver sees tokens: from its first to its last one a request holds a seat."""
         outcomes = self.outcomes()
         num_samples = int(until_s / SAMPLE_INTERVAL_S) + 1
         return [self._sample(index * SAMPLE_INTERVAL_S, outcomes, seats) for index in range(num_samples)]

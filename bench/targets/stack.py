@@ -44,5 +44,5 @@ class StackTarget:
 
 
 def sessions_of(stack: LocalStack) -> dict[str, int]:
-    """The sessions of a local stack's processes, each of which has one of its own."""
+    """Returns the sessions of a local stack's processes, each of which has one of its own."""
     return {child.name: os.getsid(child.pid) for child in [*stack.routers, *stack.executors]}

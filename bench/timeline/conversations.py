@@ -25,7 +25,7 @@ class Conversations:
     block_size: int = 16
 
     def requests(self, seed: int, duration_s: float, *, names_prefixes: bool) -> list[SimRequest]:
-        """All turns that begin within so long, by arrival."""
+        """Returns all turns that begin within so long, by arrival."""
         turns = heapq.merge(
             *(self._turns(number, begin_us, seed) for number, begin_us in self._begins(seed, duration_s)),
             key=lambda turn: turn[0],

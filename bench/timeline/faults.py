@@ -64,7 +64,7 @@ class FaultRates:
         return cls(**dict.fromkeys(chosen, per_minute))
 
     def schedule(self, seed: int, until_us: int) -> list[Fault]:
-        """All faults of a run, by time."""
+        """Returns all faults of a run, by time."""
         faults = [fault for kind in FaultKind for fault in self._of_kind(kind, seed, until_us)]
         return sorted(faults, key=lambda fault: (fault.at_us, fault.kind.value))
 
@@ -90,7 +90,7 @@ class SpacedFaults:
     duration_s: float
 
     def schedule(self, seed: int, until_us: int) -> list[Fault]:
-        """All faults of a run, by time."""
+        """Returns all faults of a run, by time."""
         rng = random.Random(f"{seed}/faults/{self.kind.value}")
         every_us, duration_us = round(self.every_s * US_PER_S), round(self.duration_s * US_PER_S)
         return [

@@ -1,4 +1,5 @@
-"""A population of clients: tenants of different weights and limits, all classes, some in a hurry, some who leave."""
+"""A population of clients: tenants of different weights and limits, all classes, some with deadlines, some that
+leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual time: events in order of their time, equal times in order of being set. Nothing here looks at a clock.
+"""Virtual time: events in order of their time, equal times in order of being set. Reads no clock.
 
 A `Process` is what can die or hang: what reaches a dead one is lost, what reaches a hung one happens when it comes
 back, in the order in which it came.

@@ -50,7 +50,7 @@ class SimRequest:
         return min(self.output_tokens, self.max_tokens)
 
     def num_blocks(self, block_size: int) -> int:
-        """The KV blocks that it can need."""
+        """Returns the KV blocks that it can need."""
         return -(-(len(self.prompt) + self.max_tokens) // block_size)
 
     def token(self, offset: int) -> int:
@@ -70,7 +70,7 @@ class Lengths:
 
 
 def published(name: str, headroom: float = 1.0) -> Lengths:
-    """A published shape. `headroom` is how many times its output's upper end clients ask for."""
+    """Returns a published shape. `headroom` is how many times its output's upper end clients ask for."""
     shape = SHAPES[name]
 
     def draw(rng: random.Random) -> tuple[int, int, int]:
@@ -106,14 +106,14 @@ def poisson_us(rate_per_s: float, rng: random.Random) -> Iterator[int]:
 
 
 def prompt_of(number: int, num_tokens: int) -> tuple[int, ...]:
-    """A prompt that shares nothing with another request's: its first token is its number."""
+    """Returns a prompt that shares nothing with another request's: its first token is its number."""
     return (number % (VOCABULARY_SIZE - 1) + 1, number // (VOCABULARY_SIZE - 1), *range(1, num_tokens - 1))[:num_tokens]
 
 
 def one_by_one(
     lengths: Lengths, arrivals_us: Sequence[int], rng: random.Random, prefix: str = "q", **same: object
 ) -> list[SimRequest]:
-    """A request for each arrival; `same` is what all of them have in common."""
+    """Returns a request for each arrival; `same` is what all of them have in common."""
     requests = []
     for number, arrival_us in enumerate(arrivals_us):
         num_prompt, output, limit = lengths.draw(rng)

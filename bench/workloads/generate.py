@@ -45,7 +45,7 @@ def build_workload(
     variant: int = 0,
     arrivals: Arrivals = AS_PLANNED,
 ) -> Workload:
-    """The requests of a workload. `scale` shrinks prompts and outputs alike; `num_requests` replaces the workload's.
+    """Returns the requests of a workload. `scale` shrinks prompts and outputs; `num_requests` replaces the workload's.
 
     Variants differ in the token ids alone, so that a run cannot find the KV of an earlier one in the prefix cache.
     """
@@ -72,7 +72,7 @@ def shaped_requests(
     seed: int = DEFAULT_SEED,
     variant: int = 0,
 ) -> list[PlannedRequest]:
-    """The requests of a shape. `name` seeds them together with seed and variant."""
+    """Returns the requests of a shape. `name` seeds them together with seed and variant."""
     # One source each, so that no length depends on how many ids came before it.
     lengths, ids, times = (random.Random(f"{name}/{seed}/{use}") for use in ("lengths", f"ids/{variant}", "times"))
     arrivals = _poisson(shape.arrivals_per_s, times)
@@ -89,7 +89,7 @@ def shaped_requests(
 
 
 def _arriving(workload: Workload, arrivals: Arrivals, times: random.Random) -> Workload:
-    """The same requests at other times."""
+    """Returns the same requests at other times."""
     if arrivals.concurrency is not None:
         return replace(workload, requests=tuple(replace(request, arrival_s=0.0) for request in workload.requests))
     if arrivals.rate_per_s is not None:

@@ -1,4 +1,4 @@
-"""Replays a recorded trace: one JSON object per line and request. The README of this folder has the fields."""
+"""A recorded trace as a workload: one JSON object per line and request. The README of this folder has the fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ FIELDS = frozenset({"arrival_s", "prompt_ids", "prompt_tokens", "output_tokens"}
 
 
 def read_trace(path: Path, make_ids: Callable[[int], tuple[int, ...]], scale: float) -> list[PlannedRequest]:
-    """The requests of a trace by arrival. `make_ids` makes so many ids where the trace has only their number."""
+    """Returns the requests of a trace by arrival. `make_ids` makes so many ids where the trace has only their
+    number."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -45,7 +46,7 @@ def _request(where: str, line: str, make_ids: Callable[[int], tuple[int, ...]], 
 def _prompt(
     where: str, values: dict[str, Any], make_ids: Callable[[int], tuple[int, ...]], scale: float
 ) -> tuple[int, ...]:
-    """The recorded ids, cut to scale, or as many new ones as were recorded."""
+    """Returns the recorded ids, cut to scale, or as many new ones as were recorded."""
     ids = values.get("prompt_ids")
     if ids is None:
         return make_ids(max(1, round(_count(where, "prompt_tokens", values.get("prompt_tokens")) * scale)))

@@ -1,4 +1,4 @@
-"""Draws the panels of the dashboard from a live Prometheus into one picture, for use without Grafana.
+"""A renderer of the dashboard: draws its panels from a live Prometheus into one picture, for use without Grafana.
 
 python deploy/dashboards/render.py --prometheus http://127.0.0.1:9090 --minutes 10 --output dashboard.png
 """
@@ -39,7 +39,7 @@ class Series:
 
 
 def main() -> int:
-    """Draws; returns 1 where Prometheus has nothing for any panel."""
+    """Draws; returns 1 if Prometheus has nothing for any panel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="where Prometheus answers")
     parser.add_argument("--minutes", type=float, default=10.0, help="how far back")

@@ -1,4 +1,4 @@
-"""Our engine alone serving requests: scheduler, loop and runner in one process, no gRPC and no Redis."""
+"""The engine alone serving requests: scheduler, loop and runner in one process, without gRPC and Redis."""
 
 from __future__ import annotations
 

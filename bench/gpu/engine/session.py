@@ -1,4 +1,4 @@
-"""One model on one GPU, measured: what `make bench-gpu` asks for, one call each.
+"""Measurements of one model on one GPU: one call for each that `make bench-gpu` asks for.
 
 Each call raises `RuntimeError` where the GPU cannot do it, out of memory included; the session can be used on.
 """

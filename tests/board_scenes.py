@@ -1,4 +1,4 @@
-"""Scenes for the live board: statistics as routers tell them, made up, and the same at every run.
+"""Scenes for the live board: invented statistics as routers send them, the same in every run.
 
 A `Scene` is a small model of executors under load: requests come by a fixed pattern, board, are read and answered, and
 leave. `ScriptedStatistics` shows messages to watchers when a test says so.

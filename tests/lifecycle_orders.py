@@ -1,4 +1,4 @@
-"""Every order of events that one request can meet: whatever is under way is answered in each way, at any time.
+"""All orders of events of one request: every open call is answered in each possible way, at any time.
 
 More orders than can happen, because neither the ledger nor the executor has a memory here. Requests have at most two
 attempts.

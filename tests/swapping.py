@@ -1,4 +1,4 @@
-"""Plans made by hand in which a sequence loses its blocks half-way and gets its KV back in others."""
+"""Hand-made plans in which a sequence loses its blocks half-way and gets its KV back in others."""
 
 from __future__ import annotations
 

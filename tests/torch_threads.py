@@ -1,4 +1,4 @@
-"""How many threads torch and our kernels use in a test.
+"""The number of threads that torch and our kernels use in a test.
 
 OpenMP threads wait for each other by spinning: where other processes want the cores too, tests take ten times as long.
 """

@@ -1,7 +1,7 @@
-"""What happens to a request: its state, and the events that change it. Plain data.
+"""The states of a request and the events that change them. Plain data.
 
-Words of the ledger that come without being asked are events as they are (`router.store.types`); answers to calls, what
-executors send, and what clients and timers do are defined here.
+Events that the ledger sends unasked are defined in `router.store.types`. Answers to calls, events of executors, clients
+and timers are defined here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HandBackOutcome = Placement | Queued | Dropped | HandBackRefusal
 
 
 class RequestState(Enum):
-    """Where a request is; `router.lifecycle.lifecycle` has the table."""
+    """The state of a request; `router.lifecycle.lifecycle` has the table."""
 
     NEW = auto()
     SUBMITTING = auto()
@@ -47,7 +47,7 @@ class RequestState(Enum):
 
 
 class PendingCall(Enum):
-    """What is under way for a request."""
+    """A call that is open for a request."""
 
     SUBMIT = auto()
     """Its first submit, with the attachment that follows from it."""
@@ -62,7 +62,7 @@ class PendingCall(Enum):
 
 
 class RequeueReason(Enum):
-    """Why a placement came to nothing."""
+    """Why a placement failed."""
 
     LOST = auto()
     """Its executor is gone or has forgotten it."""
@@ -96,12 +96,12 @@ DEADLINE_END = End(types_pb2.FINISH_REASON_DEADLINE, None)
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A client's request."""
+    """A client submits a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The client is gone, or has what it wanted."""
+    """The client is gone, or has all that it wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +113,14 @@ class ReaderEnded:
 
 @dataclass(frozen=True, slots=True)
 class TurnAway:
-    """This router drains: what waits ends, or is left in the queue for a repeat at another router."""
+    """This router drains: waiting requests end, or stay in the queue for a repeat at another router."""
 
     error: RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """This router stops: the request is left as it stands to the router that its client turns to."""
+    """This router stops: the request is left to the router where its client resumes it."""
 
     error: RequestError
 
@@ -134,7 +134,7 @@ class NoExecutor:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The ledger has known no executor for the grace period, and the request is still to be submitted again."""
+    """The ledger has had no executor for the grace period, and the request still has to be submitted again."""
 
     error: RequestError
 
@@ -151,7 +151,7 @@ class SubmitAnswered:
 
 @dataclass(frozen=True, slots=True)
 class ResubmitDue:
-    """It is the request's turn to be submitted again."""
+    """The request's turn to be submitted again has come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class ResubmitAnswered:
 
 @dataclass(frozen=True, slots=True)
 class HandBackAnswered:
-    """The answer to a hand-back of this placement, whose request is allowed so many attempts."""
+    """The answer to the hand-back of this placement. `max_attempts` is the limit of the request's attempts."""
 
     placement: Placement
     why: RequeueReason
@@ -173,21 +173,22 @@ class HandBackAnswered:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawDue:
-    """It is the request's turn to be taken out of the queue. `is_replaced`: a repeat is served under its id by now."""
+    """The request's turn to be taken out of the queue has come. `is_replaced`: a repeat is served under its id by
+    now."""
 
     is_replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WithdrawAnswered:
-    """The answer to that; None: the ledger does not answer."""
+    """The answer to the withdrawal; None: the ledger does not answer."""
 
     outcome: CancelOutcome | None
 
 
 @dataclass(frozen=True, slots=True)
 class CancelFound:
-    """A caller has cancelled the request, which the ledger had in this state."""
+    """A caller has cancelled the request, which was in this state in the ledger."""
 
     was: LedgerState
 
@@ -201,7 +202,7 @@ class Forgotten:
 
 
 class AttachResult(Enum):
-    """What an executor answers that is asked for a sequence."""
+    """An executor's answer to an attach."""
 
     ATTACHED = auto()
     MISMATCH = auto()
@@ -224,7 +225,7 @@ class AttachAnswered:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedElsewhere:
-    """The executor of a request that another router began has given back what it was told of it."""
+    """The executor has returned what it was told of a request that another router began."""
 
     adopted: Adopted
     has_started: bool = False
@@ -247,7 +248,7 @@ class Unlinked:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The executor did not take the placement. `refusal`: nor would any other."""
+    """The executor did not take the placement. `refusal`: no other executor would either."""
 
     attempt: int
     refusal: str | None = None
@@ -276,7 +277,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnded:
-    """The sequence ended and its blocks are free. `is_draining`: so is its executor. With an `error` PREEMPTED says
+    """The sequence ended and its blocks are free. `is_draining`: its executor drains. With an `error` PREEMPTED says
     that the engine made no step."""
 
     attempt: int

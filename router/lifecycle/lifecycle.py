@@ -110,7 +110,7 @@ PASSING_REASONS = frozenset({Reason.NO_EXECUTOR, Reason.STORE_UNAVAILABLE})
 
 
 class Output(Protocol):
-    """What the machine reads of a request's stream."""
+    """The part of a request's stream that the state machine reads."""
 
     @property
     def has_progressed(self) -> bool:
@@ -259,14 +259,14 @@ class NoteMoved:
 
 @dataclass(frozen=True, slots=True)
 class TellEnd:
-    """The request's end or error is known: tell its reader."""
+    """Tell the reader of the request's end or error."""
 
     life: Lifecycle
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """This router serves the request no longer."""
+    """Stop serving the request."""
 
     life: Lifecycle
 
@@ -303,7 +303,7 @@ Effects = list[Effect]
 
 
 class IllegalTransition(Exception):
-    """An event that the state does not allow, or that led where it must not: a bug of this router."""
+    """An event that the state does not allow, or that led to a wrong state: a bug of this router."""
 
 
 S = RequestState
@@ -329,7 +329,7 @@ class Lifecycle:
         self.placement: Placement | None = None
         # The fence: the attempt of the current placement.
         self.current_attempt = NO_ATTEMPT
-        # Of the newest placement, the current or the last; 0 and empty before the first.
+        # The newest placement, current or last; 0 and empty before the first.
         self.attempt = 0
         self.executor_id = ""
         # The newest answer of the ledger that is no refusal.
@@ -338,13 +338,13 @@ class Lifecycle:
         self.error: RequestError | None = None
         # An executor died under it before its next token, which the current placement has not brought yet.
         self.is_suspect = False
-        # The client is gone, or has what it wanted.
+        # The client is gone, or has all that it wanted.
         self.is_abandoned = False
-        # A caller has cancelled it: whatever comes next, it ends.
+        # A caller has cancelled it: it ends whatever comes next.
         self.is_cancelled = False
-        # Its stop text came, of which executors know nothing.
+        # Its stop string came, which executors do not see.
         self.has_matched_stop = False
-        # The ledger says that what is replayed did not end by a cancel.
+        # The ledger says that the replayed output did not end by a cancellation.
         self.is_known_uncancelled = False
         self.consecutive_preemptions = 0
         self._effects: Effects = []
@@ -360,7 +360,7 @@ class Lifecycle:
         return self.state not in UNSERVED
 
     def is_current(self, attempt: int) -> bool:
-        """The fence: whether what an executor or the ledger says of this attempt is about the current placement."""
+        """Returns whether an attempt is that of the current placement. This is the fence against late events."""
         return attempt == self.current_attempt != NO_ATTEMPT
 
     @property
@@ -388,7 +388,7 @@ class Lifecycle:
         return self.is_cancelled or self.is_abandoned
 
     def handle(self, event: Event) -> Effects:
-        """Takes an event in and returns what is to be done. Raises `IllegalTransition`, and has changed nothing."""
+        """Applies an event and returns its effects. Raises `IllegalTransition` without any change."""
         kind = type(event)
         if kind in FENCED and not self.is_current(event.attempt):  # type: ignore[union-attr]
             return []
@@ -407,7 +407,7 @@ class Lifecycle:
             raise
         return effects
 
-    # The client and this router.
+    # Events of the client and this router.
 
     def _on_submit(self, event: Submit) -> None:
         self.state = S.SUBMITTING
@@ -546,13 +546,13 @@ class Lifecycle:
     def _on_forgotten(self, event: Forgotten | LeaseLapsed) -> None:
         self._resubmit()
 
-    # Words of the ledger.
+    # Events of the ledger.
 
     def _on_placement(self, event: Placement) -> None:
         self._place(event)
 
     def _on_lost(self, event: Lost) -> None:
-        """The ledger took a placement back, of which this router may never have been told: a reply can be lost."""
+        """The ledger took a placement back. This router may never have known of it, because a reply can be lost."""
         if self.is_abandoned or self.has_ended:
             ending = Ending(self.request_id, event.attempt, cancelled=self.was_cancelled)
             self._effects.append(SettleUnused(ending))
@@ -582,7 +582,7 @@ class Lifecycle:
     def _on_taken_over(self, event: TakenOver | Detached) -> None:
         self._leave(taken_over())
 
-    # Links.
+    # Events of links.
 
     def _on_attach_answered(self, event: AttachAnswered) -> None:
         self._over(PendingCall.ATTACH)
@@ -650,11 +650,11 @@ class Lifecycle:
         is_refused = event.is_draining or self.consecutive_preemptions > MAX_CONSECUTIVE_PREEMPTIONS
         self._requeue(RequeueReason.HANDED_BACK if is_refused else RequeueReason.PREEMPTED)
 
-    # How a request moves.
+    # Movement of a request.
 
     @property
     def _is_wanted(self) -> bool:
-        """Whether more of it is waited for."""
+        """Whether more of its output is wanted."""
         return not (self.is_abandoned or self.is_cancelled or self.has_ended or self.state is S.REPLAYING)
 
     @property
@@ -672,7 +672,7 @@ class Lifecycle:
         return outcome
 
     def _admit(self, outcome: Admitted, *, is_first: bool) -> bool:
-        """The ledger has the request. Returns whether its executor is asked first."""
+        """Records that the ledger has the request. Returns whether its executor is asked first."""
         self.admitted = outcome
         self._effects.append(RecordAdmitted(self))
         match outcome:
@@ -701,7 +701,7 @@ class Lifecycle:
         return True
 
     def _take_in(self, event: AttachAnswered | AdoptedElsewhere) -> None:
-        """The executor has known the current placement for a while, and sends from its first token on."""
+        """Attaches to the current placement, which already ran on its executor. It sends from the first token on."""
         self._make_current(event.adopted.placement)
         self.state = S.REPLAYING if event.adopted.ended else S.PLACED
         self._effects.append(TakeIn(self, event.has_started, event.num_cached_tokens))
@@ -726,7 +726,7 @@ class Lifecycle:
             self._hand_back(placement, RequeueReason.REJECTED)
 
     def _requeue(self, why: RequeueReason) -> None:
-        """The current placement is void: hands it back, or settles it where no more is wanted."""
+        """Handles a void placement: hands it back, or settles it if no more is wanted."""
         placement, is_replay = self.placement, self.state is S.REPLAYING
         assert placement is not None
         self._clear_placement()
@@ -828,7 +828,7 @@ class Lifecycle:
         self.calls += (call,)
 
     def _over(self, call: PendingCall) -> None:
-        """The call is answered."""
+        """Closes a call that was answered."""
         if call not in self.calls:
             raise IllegalTransition(f"{self.request_id}: no {call.name} is under way")
         index = self.calls.index(call)
@@ -978,7 +978,7 @@ _TABLE: Mapping[tuple[type, ...], Mapping[str, str]] = {
 
 
 def _states(words: str, state: RequestState | None = None) -> frozenset[RequestState]:
-    """The states that a cell of the table names."""
+    """Returns the states that a cell of the table names."""
     groups = {"ANY": ALL, "SERVED": SERVED, "=": frozenset({state})}
     return frozenset(
         one for word in words.split() for one in groups.get(word) or {RequestState[word]} if one is not None

@@ -1,4 +1,4 @@
-"""The requests that one router serves of one model, and what the ledger says of those that it does not. Pure."""
+"""The requests of one model that one router serves, and the ledger's events about others. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class LiveRequests:
         self._no_executor_grace_s = no_executor_grace_s
         self._served: dict[str, Lifecycle] = {}
         self.served: Mapping[str, Lifecycle] = MappingProxyType(self._served)
-        # Left in the queue for another router, which has their clients: what the ledger tells of them is not for us.
+        # Left in the queue for another router, which has their clients. The ledger's events about them are not for this
+        # router.
         self._left: set[str] = set()
         self._draining: RequestError | None = None
         # Those that wait for their turn to be submitted again, and since when the ledger answers that there is no
@@ -43,25 +44,25 @@ class LiveRequests:
         self._no_executor_since: float | None = None
 
     def waiting(self) -> list[Lifecycle]:
-        """The requests that are in the queue, as far as this router knows."""
+        """Returns the requests that are in the queue, as far as this router knows."""
         return [life for life in self._served.values() if life.is_in_queue]
 
     def submit(self, life: Lifecycle) -> Effects:
-        """A client's request. Raises `RequestError` where one of its id is served."""
+        """Begins a client's request. Raises `RequestError` if a request of its id is served."""
         if life.request_id in self._served:
             raise duplicate(client_id(life.request_id))
         self._served[life.request_id] = life
         return self.tell(life, Submit())
 
     def adopt(self, life: Lifecycle, event: AdoptedElsewhere) -> Effects:
-        """Goes on with a request that another router began."""
+        """Continues a request that another router began."""
         before = self._served.get(life.request_id)
         effects = [] if before is None else self.tell(before, TakenOver(life.request_id))
         self._served[life.request_id] = life
         return effects + self.tell(life, event)
 
     def tell(self, life: Lifecycle, event: Event) -> Effects:
-        """Has a request take an event in."""
+        """Applies an event to a request."""
         effects = life.handle(event)
         for effect in tuple(effects):
             kind = type(effect)
@@ -80,23 +81,23 @@ class LiveRequests:
         return effects
 
     def release(self, life: Lifecycle) -> Effects:
-        """The client wants no more. Safe to repeat, also after the request's end."""
+        """Handles a client that wants no more. Safe to repeat, also after the request's end."""
         return self.tell(life, Release()) if self._served.get(life.request_id) is life else []
 
     def submit_answered(self, life: Lifecycle, outcome: SubmitOutcome) -> Effects:
-        """The ledger's answer to a first submit."""
+        """Applies the ledger's answer to a first submit."""
         effects = self.tell(life, SubmitAnswered(outcome))
         if self._draining is not None and life.is_served:
             effects += self.tell(life, TurnAway(self._draining))
         return effects
 
     def resubmit_due(self, life: Lifecycle) -> Effects:
-        """It is a request's turn to be submitted again."""
+        """Submits a request again: its turn has come."""
         self._to_resubmit.pop(life, None)
         return self.tell(life, ResubmitDue())
 
     def resubmit_answered(self, life: Lifecycle, outcome: SubmitOutcome, now: float) -> Effects:
-        """The ledger's answer to a later submit."""
+        """Applies the ledger's answer to a later submit."""
         effects = self.tell(life, ResubmitAnswered(outcome))
         if not isinstance(outcome, RequestError | Refused | Duplicate):
             self._no_executor_since = None
@@ -105,17 +106,16 @@ class LiveRequests:
         return effects
 
     def withdraw_due(self, life: Lifecycle) -> Effects:
-        """It is a request's turn to be taken out of the queue."""
+        """Takes a request out of the queue: its turn has come."""
         return self.tell(life, WithdrawDue(self._served.get(life.request_id, life) is not life))
 
     def turn_away_waiting(self, error: RequestError) -> Effects:
-        """This router drains: what waits ends now, and what comes to wait. A request that can be repeated keeps its
-        place in the queue."""
+        """Drains: waiting requests end now, also those that begin to wait later. A request that can be repeated keeps
+        its place in the queue."""
         self._draining = error
         return self._tell_all(TurnAway(error))
 
     def leave_all(self, error: RequestError) -> Effects:
-        """This router stops."""
         return self._tell_all(Leave(error))
 
     def no_executor(self, error: RequestError) -> Effects:
@@ -123,7 +123,7 @@ class LiveRequests:
         return self._tell_all(NoExecutor(error))
 
     def on_store_event(self, event: StoreEvent) -> Effects:
-        """What the ledger tells without being asked. Placements of requests that are not served are settled."""
+        """Applies an event of the ledger. Placements of requests that are not served are settled."""
         if isinstance(event, LeaseLapsed):
             return self._tell_all(event)
         life = self._served.get(event.request_id)

@@ -1,4 +1,4 @@
-"""Runs `inflight` with executors that die of a certain prompt: `python -m tests.chaos.poisoned 12 executor --listen …`.
+"""`inflight` with executors that die of a certain prompt: `python -m tests.chaos.poisoned 12 executor --listen …`.
 
 A sequence whose prompt begins with `POISON` kills the process that boards it, as a bug of a kernel would. Otherwise as
 `bench.fleet.paced`.

@@ -1,4 +1,4 @@
-"""Drives a router with the real tritonclient, unmodified, and prints what it saw as one JSON object.
+"""A driver that calls a router with the real tritonclient, unmodified, and prints the results as one JSON object.
 
 Runs in tritonclient's own environment (`.clients/tritonclient`), never in ours. Each scenario is a function whose
 result a test looks at; one that fails is reported as its traceback.

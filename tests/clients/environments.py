@@ -1,4 +1,4 @@
-"""Where outsiders' clients live whose requirements conflict with ours: `.clients/NAME`, made by `make clients`."""
+"""Environments of third-party clients whose requirements conflict with ours: `.clients/NAME`, by `make clients`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What version 1 of our protocol and our part of KServe's promise: one line for each field, enum value and RPC, as read
-from the .proto files.
+"""The baseline of version 1 of the protocol and of the supported part of KServe's: one line for each field, enum value
+and RPC, as read from the .proto files.
 
 `make protos` runs this module to add what is new to `v1_fields.txt`. A line is never removed: v1 only grows.
 """

@@ -1,5 +1,5 @@
-"""What the documentation says that can be held against the sources: commands, flags, paths, links. Reads Markdown as
-the repository's browser does, so that a page is right there and not only on the site."""
+"""Statements of the documentation that can be checked against the sources: commands, flags, paths, links. Reads
+Markdown as the repository's browser does, so that a page is right there and not only on the site."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What an installation needs: the client library and its commands only the dependencies without extras, the gateway its
-extra, and the commands of the router image what that image installs.
+"""The packages of an installation: the client library and its commands need only the dependencies without extras, the
+gateway its extra, and the commands of the router image what that image installs.
 
 A child process refuses every package that is installed here for another reason, as if it were not there.
 """

@@ -1,4 +1,4 @@
-"""What the documentation names is there: commands and flags, make's targets, variables, metrics, files, links."""
+"""Names in the documentation that must exist: commands and flags, make's targets, variables, metrics, files, links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom. Read from the source, so that an import inside a function counts too."""
+"""Import rules between packages. Read from the source, so that an import inside a function counts too."""
 
 from __future__ import annotations
 

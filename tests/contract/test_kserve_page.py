@@ -1,4 +1,4 @@
-"""docs/kserve.md lists every name that the KServe service knows, and no others."""
+"""Agreement of docs/kserve.md with the KServe service: it lists every name, and no others."""
 
 from __future__ import annotations
 

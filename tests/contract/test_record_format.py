@@ -1,4 +1,4 @@
-"""What routers of two versions read of each other in one Redis: the number in the keys says which format it is."""
+"""The record format of routers of two versions in one Redis: the number in the keys names the format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/statuses.md says of every RPC and every reason what the code says."""
+"""Agreement of docs/statuses.md with the code, for every RPC and every reason."""
 
 from __future__ import annotations
 

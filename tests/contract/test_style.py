@@ -1,4 +1,4 @@
-"""Habits that a reader can rely on: short functions, names that say what a thing is, no notes to self."""
+"""Style rules: short functions, descriptive names, no notes to self."""
 
 from __future__ import annotations
 

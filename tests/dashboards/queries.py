@@ -1,4 +1,4 @@
-"""What the dashboard and the alerts ask of Prometheus, and what docs/metrics.md promises."""
+"""Prometheus queries of the dashboard and the alerts, and the metrics that docs/metrics.md promises."""
 
 from __future__ import annotations
 

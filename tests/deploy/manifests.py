@@ -1,4 +1,4 @@
-"""Rendered overlays, and what tests ask of them: objects by kind, pod templates, the environment of a container.
+"""Rendered overlays, and queries of tests on them: objects by kind, pod templates, the environment of a container.
 
 Everything is read as Kubernetes reads it: `$(NAME)` stands for variables that are defined before, `envFrom` comes
 first, a ConfigMap or Secret that is not there is an error.

@@ -1,4 +1,4 @@
-"""Which pod reaches which port of which, by the NetworkPolicies as Kubernetes reads them. Pure.
+"""Reachability of pods' ports by NetworkPolicies, as Kubernetes evaluates them. Pure.
 
 A connection is let through where the egress of the one and the ingress of the other let it through; a side that no
 policy selects in that direction is open.

@@ -1,4 +1,4 @@
-"""What the manifests say agrees with itself and with the processes that they start."""
+"""Consistency of the manifests with themselves and with the processes that they start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every overlay renders, and every object is one that Kubernetes, or the operator it is for, would take."""
+"""Validity of every overlay: it renders, and Kubernetes or the operator accepts each object by its schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever an executor sends, its router refuses it as a whole or takes it in, and nothing else can come of it."""
+"""Arbitrary frames of an executor: its router refuses each as a whole or applies it, without any other effect."""
 
 from __future__ import annotations
 

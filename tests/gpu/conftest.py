@@ -1,4 +1,4 @@
-"""These tests need an NVIDIA GPU, with kernels that run on it: `make test-gpu`."""
+"""Tests that need an NVIDIA GPU, with kernels that run on it: `make test-gpu`."""
 
 from __future__ import annotations
 

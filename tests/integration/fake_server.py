@@ -1,4 +1,4 @@
-"""Stands for `inflight router`, `executor` and `gateway` in tests of the local stack: health, signals, exit codes.
+"""A stand-in for `inflight router`, `executor` and `gateway` in tests of the local stack: health, signals, exit codes.
 
 Run as a program: `fake_server.py ROLE --listen HOST:PORT [--behave HOW]`; other flags are ignored. HOW is one of
 `serve`, `bad-setting`, `crash`, `never-ready`, `deaf` (ignores SIGTERM) and `port-taken=FILE`, which reports a taken

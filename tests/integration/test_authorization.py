@@ -1,5 +1,5 @@
-"""What identified callers may do on a router that serves: never as another tenant, above their class, beyond their
-models; and who shows nothing gets nothing but health and reflection."""
+"""The rights of identified callers on a serving router: not as another tenant, not above their class, not beyond their
+models. A caller without credentials gets only health and reflection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input gets its status and a text that names the field, and a stream that runs beside it notices nothing."""
+"""Bad input: it gets its status and a text that names the field, and concurrent streams are unaffected."""
 
 from __future__ import annotations
 

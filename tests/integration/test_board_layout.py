@@ -1,4 +1,4 @@
-"""How the board's page is laid out, measured in a real browser: labels, bars, and many executors with many seats."""
+"""Layout of the board's page, measured in a real browser: labels, bars, and many executors with many seats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations whose texts or roles would pass for something else, as clients see them answered by every door."""
+"""Conversations whose texts or roles imitate something else, as every protocol answers them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that stand still and executors that drain: what routers are told, and where their requests go on."""
+"""Stalled engines and draining executors: what they report, and where their requests continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures about one moment agree with each other: an idle executor, a full one, and one with a request on standby."""
+"""Consistency of figures about one moment: an idle executor, a full one, and one with a request on standby."""
 
 from __future__ import annotations
 

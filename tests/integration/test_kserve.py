@@ -1,4 +1,4 @@
-"""KServe v2 on a router that serves: the same door, queue, drain and cancellation as for Generate."""
+"""KServe v2 on a serving router: the same authentication, queue, drain and cancellation as for Generate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thousands of requests leave the queue, or have to be put there again, at once: none of it is taken for an outage."""
+"""Bursts of thousands of requests that leave the queue or return to it: none is mistaken for an outage."""
 
 from __future__ import annotations
 

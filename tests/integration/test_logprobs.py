@@ -1,4 +1,4 @@
-"""Log probabilities reach the client with their tokens, whatever happens to routers and executors on the way."""
+"""Log probabilities at the client: they arrive with their tokens, also after failures of routers and executors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What knows nothing of our code meets a router: health probes by service name, and clients that read descriptors."""
+"""Generic tools against a router: health probes by service name, and clients that read descriptors."""
 
 from __future__ import annotations
 

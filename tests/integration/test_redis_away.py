@@ -1,4 +1,4 @@
-"""Redis dies: what runs goes on, what is new is refused at once with a retry hint, and later everything works again."""
+"""Outage of Redis: running requests continue, new ones are refused at once with a retry hint until it is back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentinels and clusters that are real: a master or node is killed, and requests are placed before and after."""
+"""Real Sentinels and clusters: a master or node is killed, and requests are placed before and after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redis loses its newest writes and no connection breaks: every request still ends, with the right tokens."""
+"""Loss of Redis' newest writes without a broken connection: every request still ends, with the right tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router's metrics say of real requests, through real Redis and executors with a fake device."""
+"""A router's metrics of real requests, with real Redis and executors with a fake device."""
 
 from __future__ import annotations
 

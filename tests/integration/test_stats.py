@@ -1,4 +1,4 @@
-"""`GetStats`: what a router tells of seats, steps, queues and latencies, to whom, and what it asks for that."""
+"""`GetStats`: statistics of seats, steps, queues and latencies, who may see them, and the calls that they need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both doors with certificates: who gets in, and what happens when certificates change under way."""
+"""TLS of routers and executors: which peers are accepted, and the effect of changed certificates."""
 
 from __future__ import annotations
 

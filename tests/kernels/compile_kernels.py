@@ -1,4 +1,4 @@
-"""Compiles what our launchers would launch on a GPU that is not there: `python -m tests.kernels.compile_kernels 90`.
+"""A compiler of all kernels for a GPU that is not present: `python -m tests.kernels.compile_kernels 90`.
 
 The launchers run on tensors without storage. In place of a launch, the kernel is compiled for the arguments it was
 given, specialised as Triton does it: for integers that are 1 and for what 16 divides. Prints a line of JSON each.

@@ -1,4 +1,4 @@
-"""Every kernel compiles to machine code for the GPUs of data centres, without one being there."""
+"""Compilation of every kernel to machine code for data-centre GPUs, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison outside a test module found is shown, too."""
+"""Assertion rewriting for the comparisons outside test modules, so that their values are shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose a request is, in plain Python: repeats, who adopts what, what has ended. Part of `ledger_model`."""
+"""Ownership of requests in plain Python: repeats, adoptions, and ended requests. Part of `ledger_model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redis holds what the model holds, and what it holds agrees with itself: every sum, index and order by definition."""
+"""Comparison of Redis with the model, and of its records with each other: every sum, index and order."""
 
 from __future__ import annotations
 

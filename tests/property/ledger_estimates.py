@@ -1,4 +1,4 @@
-"""How long a request will wait, in plain Python, by the formulas of `estimates.lua`. Part of `ledger_model`."""
+"""Wait estimates in plain Python, by the formulas of `estimates.lua`. Part of `ledger_model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request waits for, in plain Python, as the protocol's comments on wait reasons say. Part of `ledger_model`."""
+"""Wait reasons in plain Python, as the protocol's comments define them. Part of `ledger_model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is learned of the lengths of outputs, in plain Python, and what is reserved for them. Part of `ledger_model`."""
+"""Learned output lengths in plain Python, and the blocks reserved for them. Part of `ledger_model`."""
 
 from __future__ import annotations
 

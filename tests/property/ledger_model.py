@@ -1,4 +1,4 @@
-"""What the store's scripts decide, in plain Python: each operation by what is promised of it.
+"""The decisions of the store's scripts in plain Python: each operation by its documented behaviour.
 
 The oracle of `test_store_model.py`. It knows no mailboxes, indexes, bounds or repeated calls:
 those are how, this is what. `ledger_pool` holds what there is, `ledger_board` says who boards.

@@ -1,4 +1,4 @@
-"""What the ledger holds, in plain Python: every sum, order and index by definition. Part of `ledger_model`."""
+"""The state of the ledger in plain Python: every sum, order and index by definition. Part of `ledger_model`."""
 
 from __future__ import annotations
 

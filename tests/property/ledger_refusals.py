@@ -1,4 +1,4 @@
-"""What is not taken in line, in plain Python. Part of `ledger_model`."""
+"""Refusals of submits in plain Python. Part of `ledger_model`."""
 
 from __future__ import annotations
 

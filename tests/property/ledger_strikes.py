@@ -1,4 +1,4 @@
-"""What is held against a request, in plain Python. Part of `ledger_model`."""
+"""Strikes against a request in plain Python. Part of `ledger_model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tenant is due, in plain Python: its virtual counter, its rates, its bounds. Part of `ledger_model`."""
+"""The share of a tenant in plain Python: its virtual counter, rates and limits. Part of `ledger_model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the store is asked in property tests: few names, small pools, limits that matter."""
+"""Calls of the store in property tests: few names, small pools, tight limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pool's records say of each other, at every moment and whatever was called: no model needed."""
+"""Invariants among the pool's records, at every moment and after any call, without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pool has in Redis, read in one call: records unpacked, lines and sets with their scores."""
+"""The records of a pool in Redis, read in one call: records unpacked, lines and sets with their scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every attention backend computes what the reference does on any mixture of rows; the reference is plain attention."""
+"""Agreement of every attention backend with the reference, plain attention, on any mixture of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever order events come in, each request ends once, no attempt is sent twice and nothing is owed at the end.
+"""Events in any order: each request ends once, no attempt is sent twice and no call is open at the end.
 
 Every order for two requests, two routers and one executor with one seat, with one or two failures or choices of clients
 at any time; and random orders of larger systems with many of them. `tests.lifecycle_world` is the system.

@@ -1,4 +1,4 @@
-"""Whatever breaks and whenever: the stream adds up to the answer, each token and each byte once.
+"""Breaks at any time: the stream adds up to the answer, each token and each byte once.
 
 The router is a model that keeps to the comments of the protocol: it sends tokens by offset and text by bytes, text
 lagging behind its tokens, in events as large as it likes, and begins a continuation where it was asked to or a little

@@ -1,4 +1,4 @@
-"""Whatever vanishes between any two calls, the ledger stays consistent and every accepted request reaches one end."""
+"""Crashes between any two calls: the ledger stays consistent and every accepted request ends once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever an admission file holds, it is understood or refused with lines that are in it."""
+"""Arbitrary admission files: each is accepted, or refused with lines that are in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a request says, it is refused by name or it means something sound."""
+"""Arbitrary requests: each is refused with the name of a field, or has a valid meaning."""
 
 from __future__ import annotations
 

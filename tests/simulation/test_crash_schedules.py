@@ -1,4 +1,4 @@
-"""Whatever breaks, and between whichever two operations: nothing is lost, nothing runs twice, nothing is left over."""
+"""Crashes between any two operations: no request is lost, runs twice or leaves a record behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `transformers` alone generates: the oracle for the whole stack."""
+"""The output of `transformers` alone: the oracle for the whole stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the board tells of an executor whose process is killed under load."""
+"""The board's events about an executor whose process is killed under load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person does first: ask a question, read the answer as it comes, list models, tokenize."""
+"""First steps of a user: ask a question, read the answer as it comes, list models, tokenize."""
 
 from __future__ import annotations
 

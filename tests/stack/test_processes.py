@@ -1,4 +1,4 @@
-"""Processes as an operator meets them: what cannot start says why, and a killed stack leaves nothing behind."""
+"""Processes as an operator sees them: errors at start name the reason, and a killed stack leaves nothing behind."""
 
 from __future__ import annotations
 

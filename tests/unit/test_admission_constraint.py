@@ -1,4 +1,4 @@
-"""What an executor is said to be bound by: one answer for the queue and the executor, idle, full and with standby."""
+"""The reported constraint of an executor: the same for queue and executor, idle, full and with standby."""
 
 from __future__ import annotations
 

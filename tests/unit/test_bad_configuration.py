@@ -1,4 +1,4 @@
-"""What is set up wrongly, or is far beyond what anybody would set up, as the ledger sees it."""
+"""Wrong or extreme configurations, as the ledger sees them."""
 
 from __future__ import annotations
 

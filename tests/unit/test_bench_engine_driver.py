@@ -1,4 +1,4 @@
-"""Our engine alone behind its driver, with a tiny model on a CPU: every token that was asked for comes."""
+"""The engine alone behind its driver, with a tiny model on a CPU: every requested token arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which peers there are, how their processes are started, and how they are installed."""
+"""The catalogue of peers, the start of their processes, and their installation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credentials go with every call, over TLS or to this machine only; what does not go together is refused at once."""
+"""Credentials of clients: sent with every call, only over TLS or to this machine; contradictions are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events are decoded into plain values, and a transcript adds them up."""
+"""Decoding of events into plain values, and transcripts that add them up."""
 
 from __future__ import annotations
 

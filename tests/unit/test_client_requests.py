@@ -1,4 +1,4 @@
-"""Requests are built from plain values: what is left out stays unset, what does not fit is refused by name."""
+"""Construction of requests from plain values: missing values stay unset, invalid ones are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client writes never becomes a control token of the model."""
+"""Protection of control tokens: text of a client never becomes one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences end at their deadline, wherever they are."""
+"""Deadlines of sequences in every queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How requests move between ledger and executors: preemption, pauses, and what their endings say."""
+"""Movement of requests between ledger and executors: preemption, pauses, and their ends."""
 
 from __future__ import annotations
 

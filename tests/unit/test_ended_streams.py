@@ -1,4 +1,4 @@
-"""What a router keeps of requests that have ended is bounded in time, number and bytes."""
+"""Bounds on the ended requests that a router keeps: time, number and bytes."""
 
 from __future__ import annotations
 

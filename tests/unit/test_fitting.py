@@ -1,4 +1,4 @@
-"""How a request's tokens fit into its model, and what may be tokenized and detokenized."""
+"""The fit of a request's tokens into its model, and the limits of tokenizing and detokenizing."""
 
 from __future__ import annotations
 

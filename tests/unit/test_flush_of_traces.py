@@ -1,4 +1,4 @@
-"""Shutdown of a process whose trace collector does not answer: it does not wait for it."""
+"""Shutdown of a process without waiting for a trace collector that does not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV that goes to host memory and back to other blocks is the same, bit for bit, in every layout that runs on a CPU."""
+"""KV that is swapped to host memory and back to other blocks: equal bit for bit, in every layout for a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inference requests of Triton's clients as GenerateRequests: every name, and no wish passed over."""
+"""Inference requests of Triton's clients as GenerateRequests: every name, and no option ignored."""
 
 from __future__ import annotations
 

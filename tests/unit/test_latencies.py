@@ -1,4 +1,4 @@
-"""How fast a model was lately: windows, percentiles, and what counts."""
+"""Recent latencies of a model: windows, percentiles, and what counts."""
 
 from __future__ import annotations
 

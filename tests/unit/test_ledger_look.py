@@ -1,4 +1,4 @@
-"""How often a ledger is asked for those who look on."""
+"""The rate of ledger reads for watchers."""
 
 from __future__ import annotations
 

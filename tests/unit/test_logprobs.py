@@ -1,4 +1,4 @@
-"""Log probabilities are the model's own, whatever the sampling, and only of the rows that report them."""
+"""Log probabilities: the model's own under any sampling, and only for the rows that report them."""
 
 from __future__ import annotations
 

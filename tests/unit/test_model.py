@@ -1,4 +1,4 @@
-"""Any decoder of transformers through paged attention gives transformers' own tokens; what cannot is refused."""
+"""Decoders of transformers through paged attention: they give transformers' own tokens or are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chain hashes, and what sequences share by them."""
+"""Chain hashes, and the blocks that sequences share by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers and executors one version apart work together."""
+"""Compatibility of routers and executors one version apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stream that broke asks next, told by a scripted world without network or clock."""
+"""Recovery of broken streams: the next call, in a scripted world without network or clock."""
 
 from __future__ import annotations
 

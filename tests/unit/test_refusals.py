@@ -1,4 +1,4 @@
-"""What clients are told when admission refuses them."""
+"""Errors that clients get when admission refuses them."""
 
 from __future__ import annotations
 

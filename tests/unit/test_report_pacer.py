@@ -1,4 +1,4 @@
-"""Which reports reach the ledger, and when."""
+"""The reports that reach the ledger, and their times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However much there is to try again, few attempts are made at once, and nothing is forgotten."""
+"""The retry queue: few attempts at once however many items wait, and no item is lost."""
 
 from __future__ import annotations
 

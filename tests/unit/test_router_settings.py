@@ -1,4 +1,4 @@
-"""What the router's settings become."""
+"""The effects of the router's settings."""
 
 from __future__ import annotations
 

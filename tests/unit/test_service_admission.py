@@ -1,4 +1,4 @@
-"""What the service makes of tenants, names of several models and questions about requests."""
+"""The service's handling of tenants, names of several models and questions about requests."""
 
 from __future__ import annotations
 

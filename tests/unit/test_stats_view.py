@@ -1,4 +1,4 @@
-"""What a caller sees of other tenants, and how often."""
+"""The view of a caller on other tenants, and its rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks are free within two steps of the engine after a sequence is ended, in whatever queue it is."""
+"""The bound on freeing blocks: two steps of the engine after a sequence is ended, in every queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to requests: in line, on executors, cancelled, handed back."""
+"""The path of requests through the ledger: queued, on executors, cancelled, handed back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests change hands: repeats that another router sends, and those that come only to attach."""
+"""Changes of a request's owner: repeats from another router, and adoption by attaching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that do not fit: who may pass them, what is kept for them, and who gives way to them."""
+"""Requests that do not fit: which may overtake them, what is kept for them, and what is preempted for them."""
 
 from __future__ import annotations
 

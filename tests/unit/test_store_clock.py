@@ -1,4 +1,4 @@
-"""What the ledger does when the clock of its Redis is set back or forward, as by NTP or by a failover.
+"""The ledger's behaviour when the clock of its Redis is set back or forward, as by NTP or by a failover.
 
 The scripts' clock is the test's; what passes in the ledger must not depend on what the machine's clock says it is.
 """

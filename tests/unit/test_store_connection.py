@@ -1,4 +1,4 @@
-"""What the store does when callers leave, and when Redis does."""
+"""The store's behaviour when callers leave, and when Redis does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long it will take: estimates, their correction, and what is refused or dropped because of deadlines."""
+"""Wait estimates, their correction, and refusals and drops because of deadlines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request is told that it waits for."""
+"""Explanations of what a request waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: shares by virtual token counters, weights, limits of what runs, ageing between classes."""
+"""Fair order: shares by virtual token counters, weights, limits of what runs, ageing between classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when executors and routers fall silent, restart, or report what the ledger does not expect."""
+"""Leases: executors and routers that fall silent, restart, or report what the ledger does not expect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is reserved where executors promise only what is likely: learned from how long outputs became."""
+"""Reservations for likely output: learned from the lengths of earlier outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much may wait, and how fast it may come: of the pool and of each tenant, exact over all routers."""
+"""Limits on waiting requests and their rates: of the pool and of each tenant, exact over all routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each tenant has waiting, as a snapshot tells it."""
+"""The waiting requests of each tenant in a snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement where a beginning of the prompt is held, within a bound on how much fuller that executor may be."""
+"""Placement by cached prefixes, within a bound on how much fuller the chosen executor may be."""
 
 from __future__ import annotations
 

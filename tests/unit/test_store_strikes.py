@@ -1,4 +1,4 @@
-"""What counts against a request: executors that died or stood still under it, not links that broke."""
+"""Strikes against a request: executors that died or stalled while running it, not links that broke."""
 
 from __future__ import annotations
 

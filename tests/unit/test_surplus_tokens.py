@@ -1,4 +1,4 @@
-"""Tokens that an executor sends behind a stop text, of which only the router knows, are no gap."""
+"""Tokens after a stop string: the executor does not see the stop, and they are no gap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How requests change hands between routers: attaching, being taken over, suspects, gaps, and what is left alone."""
+"""Takeover of requests between routers: attaching, being taken over, suspects, gaps, and what is left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions after every token of a prompt are the same by the native forward pass and by transformers'."""
+"""Predictions after every token of a prompt: equal by the native forward pass and by transformers'."""
 
 from __future__ import annotations
 

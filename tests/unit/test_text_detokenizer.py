@@ -1,4 +1,4 @@
-"""What a detokenizer holds back, and what it does not."""
+"""The text that a detokenizer holds back, and the text that it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stop matcher sends, holds and cuts."""
+"""The text that a stop matcher sends, holds back and cuts."""
 
 from __future__ import annotations
 

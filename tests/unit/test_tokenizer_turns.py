@@ -1,4 +1,4 @@
-"""Who tokenizes when: a few threads, turns of tenants, and a bound of what waits."""
+"""Turns at tokenizing: a few threads, turns of tenants, and a bound on what waits."""
 
 from __future__ import annotations
 

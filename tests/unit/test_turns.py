@@ -1,4 +1,4 @@
-"""Calls to Redis take turns: kinds alternate, each kind in order of arrival, and only silence refuses them."""
+"""Turns of calls to Redis: kinds alternate, each kind in order of arrival, and only silence refuses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may say, and how it is told what is wrong."""
+"""Valid and invalid requests, and the errors of the latter."""
 
 from __future__ import annotations
 

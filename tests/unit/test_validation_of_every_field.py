@@ -1,4 +1,4 @@
-"""No field of a request is ever ignored: each is refused as not built, or changes what the request means."""
+"""Coverage of request fields: each is refused as not built, or changes the meaning of the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of several models serves whom, and how that is measured."""
+"""The choice among several models of one name, and its measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements that are void: nothing that is said of them later counts."""
+"""Void placements: later events about them have no effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a new user mistypes, leaves out or looks for: each is answered in a line or two that say what to do."""
+"""Typical mistakes of new users: each is answered with a line or two that say what to do."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ ATTACH_VERSION = 2
 
 # As in OpenAI's API.
 MAX_TOP_LOGPROBS = 20
-# The buffers of a step have room for so many in each row.
+# The buffers of a step fit this many in each row.
 MAX_STOP_TOKEN_IDS = 256
-# Of one frame, at 15 bytes a token at most: what has collected for a slow reader, or is sent again to a router that
+# Limit of one frame, at 15 bytes a token at most. Tokens collected for a slow reader, or repeated for a router that
 # attaches, must not exceed the largest message.
 MAX_FRAME_TOKENS = 2**20
 
-# Of the statistics that a reader subscribes to.
+# Intervals of the statistics that a reader subscribes to.
 DEFAULT_STATS_INTERVAL_MS = 1000
 MIN_STATS_INTERVAL_MS = 50

@@ -20,6 +20,8 @@ from router.config.tenants import NO_CONFIG, TenantConfig, TenantConfigFile
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.executors.link import ExecutorLink
+from router.lifecycle.events import RequestState as LifecycleState
+from router.lifecycle.events import Submit
 from router.request.delivery import Deadlines, Delivery
 from router.settings import RouterSettings
 from router.stats.source import StatsSource
@@ -166,8 +168,9 @@ class ScriptedRouter:
             context_length=64,
             vocabulary_size=VOCABULARY_SIZE,
         )
-        assert self.pools.on_linked(link) is None
-        link.is_up = True
+        events = self.pools.on_linked(link)
+        assert not isinstance(events, str)
+        link.come_up(events)
         return link
 
     @asynccontextmanager
@@ -186,6 +189,14 @@ class ScriptedRouter:
 def placement(attempt: int = 1, executor_id: str = "e0", blocks: int = 0, request_id: str = "r") -> Placement:
     """Of request `r`, unless another is named."""
     return Placement(request_id, attempt, executor_id, 1, blocks=blocks)
+
+
+def place(stream: RequestStream, placement: Placement) -> executor_pb2.Submit:
+    """Places a request that no dispatcher has; returns what its executor is told."""
+    if stream.life.state is LifecycleState.NEW:
+        stream.life.handle(Submit())
+    stream.life.handle(placement)
+    return stream.place(placement)
 
 
 def accepts(attempt: int, slot: int = 0, request_id: str = "r") -> executor_pb2.ServeResponse:

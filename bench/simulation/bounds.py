@@ -33,9 +33,9 @@ from bench.timeline.faults import Fault, FaultKind
 from bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
 
 if TYPE_CHECKING:
+    from bench.simulation.client import Client
     from bench.simulation.session import RouterEnd
     from bench.simulation.sim_executor import ExecutorShape, SimExecutor
-    from bench.simulation.sim_stream import SimStream
     from bench.simulation.store_link import StoreLink
     from executor.engine.engine import Engine
     from executor.scheduler.sequence import Sequence
@@ -166,7 +166,7 @@ class _Look:
     routers: Mapping[str, RouterEnd]
     executors: Mapping[str, SimExecutor]
     records: Mapping[str, Record]
-    streams: dict[str, tuple[str, SimStream]] = field(default_factory=dict)
+    streams: dict[str, tuple[str, Client]] = field(default_factory=dict)
     """By request, the router that serves it."""
     held: dict[tuple[str, str, int], None] = field(default_factory=dict)
 
@@ -361,7 +361,7 @@ class Bounds:
             if entry is None:
                 return
             stream = entry[1]
-            needed = stream.demand(self._shape.block_size).blocks
+            needed = stream.request.num_blocks(self._shape.block_size)
             if stream.request.limits.max_running is not None or stream.record.num_placements or needed > max(room):
                 return
         since_us = max(self._calm.since_us(STORE), self._calm.all_since_us("router"))

@@ -48,7 +48,7 @@ MAX_ENTRIES = 256
 MAX_ROUNDS = 64
 
 OwnEvent = Placement | Dropped
-SubmitOutcome = Placement | Queued | Refused | Duplicate | Dropped
+SubmitOutcome = Placement | Queued | Refused | Duplicate | Dropped | Adopted
 HandBackOutcome = Placement | Queued | Dropped | HandBackRefusal
 OnFailure = Callable[[], None]
 
@@ -106,9 +106,7 @@ class Ledger:
         """See `AdmissionStore.submit`."""
 
         def answer(reply: Reply, own: OwnEvent | None) -> None:
-            outcome = own or parse_submit(demand.request_id, reply)
-            assert not isinstance(outcome, Adopted), "no demand here has a digest"
-            on_result(outcome)
+            on_result(own or parse_submit(demand.request_id, reply))
 
         args = submit_args(demand, self._settings)
         self._operate("submit", args, answer, on_failure, own_id=demand.request_id)
@@ -117,9 +115,12 @@ class Ledger:
         """See `AdmissionStore.settle`."""
         self._operate("settle", settle_args(endings), lambda reply, _: on_result(reply.values[0]), on_failure)
 
-    def cancel(self, request_id: str, on_result: Callable[[CancelOutcome], None], on_failure: OnFailure) -> None:
+    def cancel(
+        self, request_id: str, is_own: bool, on_result: Callable[[CancelOutcome], None], on_failure: OnFailure
+    ) -> None:
         """See `AdmissionStore.cancel`."""
-        self._operate("cancel", [request_id], lambda reply, _: on_result(parse_cancel(request_id, reply)), on_failure)
+        args: list[Argument] = [request_id, int(is_own)]
+        self._operate("cancel", args, lambda reply, _: on_result(parse_cancel(request_id, reply)), on_failure)
 
     def hand_back(
         self,

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from bench.simulation.client import Client
 from bench.simulation.invariants import InvariantChecker, RequestOutcome
 from bench.simulation.session import Frame, Session
-from bench.simulation.sim_stream import RouterShape, SimStream
+from bench.simulation.virtual_router import RouterShape
 from bench.timeline.timeline import Process, Timeline
 from bench.timeline.traffic import SimRequest
 from router.store.types import ExecutorReport, Placement
@@ -37,7 +38,7 @@ class _Line:
     """An executor's line, and what is reserved there."""
 
     session: Session
-    waiting: deque[SimStream] = field(default_factory=deque)
+    waiting: deque[Client] = field(default_factory=deque)
     num_blocks: int = 0
     num_inside: int = 0
     num_of_router: Counter[int] = field(default_factory=Counter)
@@ -54,7 +55,7 @@ class PushRouter:
     def __init__(self, policy: PushPolicy, shape: RouterShape, timeline: Timeline, checker: InvariantChecker) -> None:
         self.router_id = "push"
         self.process = Process(timeline)
-        self.streams: dict[str, SimStream] = {}
+        self.streams: dict[str, Client] = {}
         self._policy = policy
         self._shape = shape
         self._timeline = timeline
@@ -80,7 +81,8 @@ class PushRouter:
 
     def arrive(self, request: SimRequest) -> None:
         """A client's request joins a line for good."""
-        stream = SimStream(request, self._checker.submitted(request, "push", self._timeline.now_us), [])
+        record = self._checker.submitted(request, "push", self._timeline.now_us)
+        stream = Client(request, record, self._shape.block_size)
         line = self._choose(_router_of(request))
         line.num_of_router[_router_of(request)] += 1
         self.streams[request.request_id], self._line_of[request.request_id] = stream, line
@@ -130,8 +132,8 @@ class PushRouter:
             placement = Placement(stream.request.request_id, 1, executor.executor_id, executor.generation, num_blocks)
             line.session.submit(stream.request, placement, (), num_blocks)
 
-    def _blocks(self, stream: SimStream) -> int:
-        return stream.demand(self._shape.block_size).blocks
+    def _blocks(self, stream: Client) -> int:
+        return stream.request.num_blocks(self._shape.block_size)
 
 
 def _router_of(request: SimRequest) -> int:

@@ -16,8 +16,8 @@ from executor.scheduler.sequence import FinishReason, Sequence
 from router.store.types import ExecutorReport, Placement
 
 if TYPE_CHECKING:
+    from bench.simulation.client import Client
     from bench.simulation.sim_executor import SimExecutor
-    from bench.simulation.sim_stream import SimStream
     from bench.timeline.traffic import SimRequest
 
 LATENCY_US = 200
@@ -55,7 +55,7 @@ class RouterEnd(Protocol):
         ...
 
     @property
-    def streams(self) -> Mapping[str, SimStream]:
+    def streams(self) -> Mapping[str, Client]:
         """The requests that it serves."""
         ...
 

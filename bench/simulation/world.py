@@ -17,12 +17,12 @@ from bench.simulation.invariants import InvariantChecker
 from bench.simulation.push import PushPolicy, PushRouter
 from bench.simulation.session import RouterEnd, Session
 from bench.simulation.sim_executor import ExecutorShape, SimExecutor
-from bench.simulation.sim_router import SimRouter
-from bench.simulation.sim_stream import RouterShape
 from bench.simulation.store_link import StoreLink
+from bench.simulation.virtual_router import RouterShape, VirtualRouter
 from bench.timeline.faults import NO_FAULTS, Fault, FaultKind, FaultRates, SpacedFaults
 from bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
 from bench.timeline.traffic import SimRequest
+from router.lifecycle.lifecycle import IllegalTransition
 
 START_US = 1_000 * US_PER_S
 NOTICED_US = 1_000
@@ -88,7 +88,7 @@ class World:
         """Everything, from the first start to the last end. Raises `SimulationFailed`."""
         try:
             self._run(on_progress)
-        except (AssertionError, WireError) as error:
+        except (AssertionError, WireError, IllegalTransition) as error:
             at_s = (self.timeline.now_us - self.begin_us) / US_PER_S
             where = f"seed {self.settings.seed}, step {self.timeline.num_steps}, {at_s:.6f} s"
             raise SimulationFailed(f"{where}: {error}") from error
@@ -204,7 +204,7 @@ class World:
         settings = self.settings
         if settings.push is not None:
             return PushRouter(settings.push, settings.router, self.timeline, self.checker)
-        router = SimRouter(router_id, settings.router, self.link, self.timeline, self.checker)
+        router = VirtualRouter(router_id, settings.router, self.link, self.timeline, self.checker)
         router.start(self._random.randrange(US_PER_S))
         return router
 

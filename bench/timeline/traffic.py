@@ -49,6 +49,10 @@ class SimRequest:
     def num_output(self) -> int:
         return min(self.output_tokens, self.max_tokens)
 
+    def num_blocks(self, block_size: int) -> int:
+        """The KV blocks that it can need."""
+        return -(-(len(self.prompt) + self.max_tokens) // block_size)
+
     def token(self, offset: int) -> int:
         """Its output token at this offset; the last is a stop token where it ends by itself."""
         if offset == self.output_tokens - 1 and self.output_tokens < self.max_tokens:

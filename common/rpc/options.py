@@ -5,9 +5,9 @@ Imports nothing, because the client library needs it without the packages of a s
 
 from __future__ import annotations
 
-# Keepalive. Each end sends a ping after so long without hearing from the other, also while no call is under way. A ping
-# that is not answered in time ends the connection. A client can go to another router, while a server that gives up on a
-# client cancels its requests, so servers wait longer (`common.rpc.server`).
+# Keepalive. Each end sends a ping after this long without data from the other, also without a call. A ping that is not
+# answered in time ends the connection. A client can use another router, but a server that drops a client cancels its
+# requests, so servers wait longer (`common.rpc.server`).
 KEEPALIVE_TIME_MS = 10_000
 CHANNEL_KEEPALIVE_TIMEOUT_MS = 5_000
 
@@ -20,17 +20,17 @@ MAX_METADATA_BYTES = 16 * 1024
 
 
 def channel_options(max_message_bytes: int = MAX_RECEIVE_BYTES) -> list[tuple[str, int]]:
-    """Options of every channel that this project opens."""
+    """Returns the options of every channel that this project opens."""
     return [*options_of_both_ends(max_message_bytes), *keepalive_timeout(CHANNEL_KEEPALIVE_TIMEOUT_MS)]
 
 
 def keepalive_timeout(timeout_ms: int) -> list[tuple[str, int]]:
-    """Both options are needed: measured with gRPC 1.85, without the second a silent peer is noticed after a minute."""
+    """Returns both options. Measured with gRPC 1.85: without the second a silent peer is detected after a minute."""
     return [("grpc.keepalive_timeout_ms", timeout_ms), ("grpc.http2.ping_timeout_ms", timeout_ms)]
 
 
 def options_of_both_ends(max_receive_bytes: int) -> list[tuple[str, int]]:
-    """Options that a server and a channel have in common."""
+    """Returns the options that servers and channels share."""
     return [
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -21,11 +21,9 @@ PRIORITIES: dict[int, int] = {
 # A tenant's name, a slash and the client's own id, with a margin.
 MAX_REQUEST_ID_CHARACTERS = 512
 
-
 # Below it a row is greedy, as in vLLM: divided by less, logits leave the range of float32, and backends would differ.
 # Rounded as the protocol's values are.
 MIN_TEMPERATURE = float(np.float32(1e-5))
-
 
 # Fields that are not implemented yet must have the value that changes nothing.
 NEUTRAL_SAMPLING = {

@@ -1,4 +1,4 @@
-"""From a request that is sound to one that can be admitted: what the ledger, the executor and the relay are told."""
+"""The way of a request from its message to the dispatcher: what the ledger, the executor and the relay are told."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from opentelemetry.trace import Tracer
+
 from common.time_of_day import unix_ms
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
+from router.api.tokenizing import Tokenizing, check_rates, most_tokens
+from router.api.validation import fit_tokens, validate_generate
 from router.auth.resume_token import ResumeTokens
-from router.config.tenants import TenantConfig
+from router.config.tenants import TenantConfig, TenantConfigFile
 from router.dispatch.pools import ModelBackend
+from router.lifecycle.events import End
 from router.request.delivery import Deadlines, Delivery
 from router.request.errors import shut_out, unknown_tenant
+from router.request.executor_context import context_of
 from router.request.ids import digest_of, keyed_request_id, keyed_seed, ledger_id
 from router.request.prefix_hashes import prefix_hashes
 from router.request.spec import ChatPrompt, FittedRequest, GenerateSpec, ModelLimits
 from router.settings import RouterSettings
-from router.store.types import DEFAULT_TENANT, Demand, TenantLimits
-from router.stream.request_stream import End, RequestStream
+from router.store.types import DEFAULT_TENANT, NO_LIMITS, Demand, TenantLimits
+from router.stream.request_stream import RequestStream
 from router.telemetry.events import RequestFacts, class_name
 from router.text.output import OutputText
 from router.text.tokenizer import TextModel
@@ -31,7 +37,7 @@ MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class AdmittedRequest:
+class PreparedRequest:
     """A request ready for the dispatcher and the relay. `has_ended`: with the output that its client brought."""
 
     spec: GenerateSpec
@@ -104,43 +110,74 @@ def tenant_limits(tenant: str, config: TenantConfig) -> TenantLimits:
     return limits
 
 
-def admit(
-    fitted: FittedRequest,
-    names: Names,
-    model: str,
-    limits: TenantLimits,
-    deadlines: Deadlines,
-    arrived: float,
-    pool: ModelBackend,
-    tokens: ResumeTokens,
-) -> AdmittedRequest:
-    """Builds everything that lives as long as the request."""
-    spec = fitted.spec
-    context = _context(fitted, names, model, arrived)
-    submit = _submit(fitted, names, context)
-    prior_ids, end = _prior_output(fitted)
-    stream = open_stream(submit, context, limits, deadlines, arrived, pool, tokens, prior_ids)
-    assert stream.reading is not None
-    has_ended = end is not None or stream.reading.new_text().feed(0, prior_ids).matched is not None
-    if has_ended:
-        stream.accept()
-    if end is not None:
-        stream.finish(end)
-    return AdmittedRequest(spec, stream, has_ended)
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a stream is opened with: what its executor is told, and what only its router knows. `arrived` and deadlines
+    are on `time.monotonic`'s clock; `prior_ids` are output that the client brought."""
+
+    submit: executor_pb2.Submit
+    context: resume_pb2.RouterContext
+    limits: TenantLimits
+    deadlines: Deadlines
+    arrived: float
+    prior_ids: tuple[int, ...] = ()
 
 
-def open_stream(
-    submit: executor_pb2.Submit,
-    context: resume_pb2.RouterContext,
-    limits: TenantLimits,
-    deadlines: Deadlines,
-    arrived: float,
-    pool: ModelBackend,
-    tokens: ResumeTokens,
-    prior_ids: Sequence[int] = (),
-) -> RequestStream:
+class RequestPreparation:
+    """Everything between a request and the dispatcher: validation, rates, tokens, and the stream of its output."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        admission: TenantConfigFile,
+        tokens: ResumeTokens,
+        tokenizing: Tokenizing,
+        tracer: Tracer,
+    ) -> None:
+        self._settings = settings
+        self._admission = admission
+        self._tokens = tokens
+        self._tracer = tracer
+        self._tokenizing = tokenizing
+
+    async def prepare(
+        self,
+        request: inference_pb2.GenerateRequest,
+        pool: ModelBackend,
+        arrived: float,
+        grpc_remaining_s: float | None,
+    ) -> PreparedRequest:
+        """What the ledger, the executor and the relay are told of a request. Raises `RequestError`."""
+        limits = model_limits(pool, self._settings)
+        spec = validate_generate(request, limits, seed_chooser(request))
+        names = names_of(request)
+        allowed = tenant_limits(names.tenant, self._admission.config)
+        await check_rates(pool, spec, allowed, names.tenant, ledger_id(names.tenant, names.request_id))
+        with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
+            prompt_ids = await self._tokenizing.encode(pool.text, spec.prompt, most_tokens(spec, limits), names.tenant)
+        fitted = fit_tokens(prompt_ids, spec, limits)
+        context = _context(fitted, names, request.model, arrived)
+        prior_ids, end = _prior_output(fitted)
+        deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
+        terms = Terms(_submit(fitted, names, context), context, allowed, deadlines, arrived, prior_ids)
+        stream = open_stream(terms, pool, self._tokens)
+        return PreparedRequest(spec, stream, has_ended=_ends(stream, prior_ids, end))
+
+    def restore(self, pool: ModelBackend, attached: executor_pb2.SequenceAttached) -> RequestStream:
+        """The stream of a request that another router admitted, as its executor was told of it. Its deadline counts
+        from now; that of its first token is over. Raises `FrameError` where the executor gives back something else."""
+        submit, context = attached.submit, context_of(attached)
+        now = time.monotonic()
+        total = now + submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None
+        arrived = now - max(0, unix_ms() - context.arrived_unix_ms) / 1000
+        limits = self._admission.config.limits_of(context.tenant) or NO_LIMITS
+        return open_stream(Terms(submit, context, limits, Deadlines(None, total), arrived), pool, self._tokens)
+
+
+def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> RequestStream:
     """The stream of a request, from what its executor is told, whichever router admitted it."""
-    demand = _demand(submit, context, limits, pool.describe().block_size)
+    submit, context, deadlines, arrived = terms.submit, terms.context, terms.deadlines, terms.arrived
+    demand = _demand(submit, context, terms.limits, pool.describe().block_size)
     deadline = deadlines.next(has_first_token=False)
     if deadline is not None:
         demand = dataclasses.replace(demand, deadline_ms=_rounded_ms(deadline - arrived))
@@ -168,26 +205,24 @@ def open_stream(
         priority_class=class_name(submit.priority),
         arrived=arrived,
         prompt_tokens=len(submit.prompt_ids),
-        prior_tokens=len(prior_ids),
+        prior_tokens=len(terms.prior_ids),
         request_id=context.request_id,
         tenant=context.tenant,
     )
-    return RequestStream(demand, submit, arrived, deadlines.total, prior_ids, reading, pool.listeners.follow(facts))
+    return RequestStream(
+        demand, submit, arrived, deadlines.total, terms.prior_ids, reading, pool.listeners.follow(facts)
+    )
 
 
-def restore(
-    submit: executor_pb2.Submit,
-    context: resume_pb2.RouterContext,
-    limits: TenantLimits,
-    pool: ModelBackend,
-    tokens: ResumeTokens,
-) -> RequestStream:
-    """The stream of a request that another router admitted, as its executor was told of it. Its deadline counts from
-    now; that of its first token is no more."""
-    now = time.monotonic()
-    total = now + submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None
-    arrived = now - max(0, unix_ms() - context.arrived_unix_ms) / 1000
-    return open_stream(submit, context, limits, Deadlines(None, total), arrived, pool, tokens)
+def _ends(stream: RequestStream, prior_ids: Sequence[int], end: End | None) -> bool:
+    """Whether the request has ended with the output that its client brought; then its stream says so."""
+    assert stream.reading is not None
+    has_ended = end is not None or stream.reading.new_text().feed(0, prior_ids).matched is not None
+    if has_ended:
+        stream.accept()
+    if end is not None:
+        stream.finish(end)
+    return has_ended
 
 
 def _context(fitted: FittedRequest, names: Names, model: str, arrived: float) -> resume_pb2.RouterContext:

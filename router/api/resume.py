@@ -31,7 +31,7 @@ def check_place(place: ReadPosition, stream: RequestStream) -> None:
     """Raises `RequestError` where a client says that it has more than there is. Of what is still on its way from an
     executor that is known at its end."""
     assert stream.reading is not None
-    most = stream.reading.accepted.max_tokens if stream.has_unknown_past else len(stream.output_ids)
+    most = stream.reading.accepted.max_tokens if stream.was_adopted else len(stream.output_ids)
     if place.offset > most:
         raise beyond_output(place.offset, most)
 

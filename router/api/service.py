@@ -1,7 +1,7 @@
 """`InferenceService`: what clients call.
 
-`Generate` is the table of contents of a request: find the model, validate, tokenize, fit, admit, relay. Everything
-that is wrong with a request is a `RequestError`; the server's interceptor turns it into a status.
+`Generate` is the table of contents of a request: find the model, prepare, submit, relay. Everything that is wrong with
+a request is a `RequestError`; the server's interceptor turns it into a status.
 """
 
 from __future__ import annotations
@@ -20,26 +20,12 @@ import grpc.aio
 from opentelemetry.trace import NoOpTracer, Span, Tracer
 
 from common.errors import Reason, RequestError
-from inflight.v1 import executor_pb2, inference_pb2, inference_pb2_grpc
-from router.api.prepare import (
-    AdmittedRequest,
-    admit,
-    deadlines_of,
-    model_limits,
-    names_of,
-    restore,
-    seed_chooser,
-    tenant_limits,
-)
+from inflight.v1 import inference_pb2, inference_pb2_grpc
+from router.api.prepare import PreparedRequest, RequestPreparation, model_limits
 from router.api.request_status import REQUEST_STATE_PROTO, request_standing
 from router.api.resume import ResumeAuthorizer, check_place, resumed_place
-from router.api.tokenizing import MAX_CONTEXTS, Tokenizing, check_rates, most_tokens, take_rates
-from router.api.validation import (
-    fit_tokens,
-    validate_detokenize,
-    validate_generate,
-    validate_tokenize,
-)
+from router.api.tokenizing import MAX_CONTEXTS, Tokenizing, take_rates
+from router.api.validation import validate_detokenize, validate_tokenize
 from router.auth.caller import (
     Authenticator,
     Caller,
@@ -54,8 +40,6 @@ from router.auth.resume_token import ResumeTokens
 from router.config.tenants import TenantConfigFile
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.request.errors import draining, not_in_the_ledger, unknown_request
-from router.request.executor_context import context_of
-from router.request.ids import ledger_id
 from router.settings import RouterSettings
 from router.stats.capacity import add_capacity, described_model, described_variants
 from router.stats.source import StatsSource
@@ -107,10 +91,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._authenticator = authenticator
         self._settings = settings
         self._admission = admission
-        self._tokens = tokens
         self._claims = ResumeAuthorizer(pools, tokens)
         self._meters = VariantMeters()
         self._tokenizing = Tokenizing()
+        self._preparation = RequestPreparation(settings, admission, tokens, self._tokenizing, self._tracer)
         self._is_draining = False
         self._num_streams = 0
         self._no_stream = asyncio.Event()
@@ -179,9 +163,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         meter = self._meters.meter(request.model, pool.name)
         meter.arrive()
         try:
-            admitted = await self._admit(request, pool, arrival.at, remaining_s)
-            arrival.stream = admitted.stream
-            relay, stream = await self._begin(admitted, pool, write)
+            prepared = await self._preparation.prepare(request, pool, arrival.at, remaining_s)
+            arrival.stream = prepared.stream
+            relay, stream = await self._begin(prepared, pool, write)
             arrival.stream = stream
         except RequestError:
             meter.refuse()
@@ -190,30 +174,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             await self._relay(relay, stream, pool)
         finally:
             meter.end(stream)
-        log.info("request %s %s; metadata %s", stream.request_id, relay.summary, dict(admitted.spec.metadata))
+        log.info("request %s %s; metadata %s", stream.request_id, relay.summary, dict(prepared.spec.metadata))
 
-    async def _admit(
-        self, request: inference_pb2.GenerateRequest, pool: ModelBackend, arrived: float, grpc_remaining_s: float | None
-    ) -> AdmittedRequest:
-        """From the request to what the ledger and the executors are asked for."""
-        limits = model_limits(pool, self._settings)
-        spec = validate_generate(request, limits, seed_chooser(request))
-        names = names_of(request)
-        allowed = tenant_limits(names.tenant, self._admission.config)
-        request_id = ledger_id(names.tenant, names.request_id)
-        await check_rates(pool.dispatcher, pool.text, spec, names.tenant, allowed, request_id)
-        with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
-            most = most_tokens(spec, limits)
-            prompt_ids = await self._tokenizing.encode(pool.text, spec.prompt, most, names.tenant)
-        fitted = fit_tokens(prompt_ids, spec, limits)
-        deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
-        return admit(fitted, names, request.model, allowed, deadlines, arrived, pool, self._tokens)
-
-    async def _begin(self, admitted: AdmittedRequest, pool: ModelBackend, write: Write) -> tuple[Relay, RequestStream]:
+    async def _begin(self, prepared: PreparedRequest, pool: ModelBackend, write: Write) -> tuple[Relay, RequestStream]:
         """Hands a request to the dispatcher, or finds the one that it repeats. What is to be told, and of which."""
-        stream, spec, dispatcher = admitted.stream, admitted.spec, pool.dispatcher
+        stream, spec, dispatcher = prepared.stream, prepared.spec, pool.dispatcher
         place = dataclasses.replace(spec.place, offset=min(spec.place.offset, len(stream.output_ids)))
-        if admitted.has_ended:
+        if prepared.has_ended:
             return Relay(stream, write, place), stream
         known = await dispatcher.find_repeated(stream)
         if known is not None:
@@ -281,7 +248,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         with self._serving(), self._span("resume", metadata_of(context)):
             stream = await pool.dispatcher.find(named_id)
             if stream is None:
-                stream = await pool.dispatcher.resume(named_id, functools.partial(self._open_attached, pool))
+                stream = await pool.dispatcher.resume(named_id, functools.partial(self._preparation.restore, pool))
             check_place(place, stream)
             stream.attend()
             stream.record.resumed()
@@ -291,12 +258,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _patient(self, write: Write) -> Write:
         return with_write_timeout(write, self._settings.write_timeout_s)
-
-    def _open_attached(self, pool: ModelBackend, attached: executor_pb2.SequenceAttached) -> RequestStream:
-        """The stream of a request that another router began. Raises `FrameError` where the executor gives back
-        something else."""
-        context = context_of(attached)
-        return restore(attached.submit, context, self._limits_of(context.tenant), pool, self._tokens)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         """Ends a request of any router."""

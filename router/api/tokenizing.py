@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from router.api.tokenizer_turns import TokenizerTurns
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.pools import ModelBackend
 from router.request.errors import refusal
 from router.request.spec import ChatPrompt, GenerateSpec, ModelLimits, Prompt, TextPrompt, TokenPrompt
 from router.store.types import TenantLimits
@@ -29,14 +30,14 @@ def most_tokens(spec: GenerateSpec, limits: ModelLimits) -> int:
 
 
 async def check_rates(
-    dispatcher: Dispatcher, text: TextModel, spec: GenerateSpec, tenant: str, allowed: TenantLimits, request_id: str
+    pool: ModelBackend, spec: GenerateSpec, allowed: TenantLimits, tenant: str, request_id: str
 ) -> None:
     """Raises `RequestError` RATE_LIMITED where the ledger would refuse the request for its tenant's rates, whose limits
     are `allowed`. `request_id` is the ledger's. Where nothing is to be tokenized the ledger is left to say so."""
     if not allowed.has_rates or isinstance(spec.prompt, TokenPrompt):
         return
-    tokens = least_prompt_tokens(text, spec) + (spec.stopping.max_tokens or 1)
-    refused = await dispatcher.check_rates(tenant, allowed, tokens, request_id)
+    tokens = least_prompt_tokens(pool.text, spec) + (spec.stopping.max_tokens or 1)
+    refused = await pool.dispatcher.check_rates(tenant, allowed, tokens, request_id)
     if refused is not None:
         raise refusal(refused)
 

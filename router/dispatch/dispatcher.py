@@ -1,10 +1,9 @@
 """The requests of one model between the service, the executors and the ledger.
 
-Takes what the service asks for, what links tell and what the store tells, and passes it to who deals with it: the
-`Placer` moves requests, the `LedgerWriter` writes ends and reports, the `QueueWatch` tells who waits how it goes, the
-`WaitingAudit` asks whether the ledger still knows who waits. Owns no socket and no key. Every request that enters by
-`submit` or `resume` leaves by exactly one of: its executor's end, `release` for want of a reader, an error told to its
-stream, or another router that takes it over. What has ended is kept for a while, to be read again.
+`LiveRequests` decides; the dispatcher feeds it what happens and executes what it returns: calls of the ledger, messages
+on links, news for readers. It owns the calls that are under way, the links that are up and what has ended lately, and
+decides nothing about a request itself. The `LedgerWriter` writes ends and reports, the `QueueWatch` reports places in
+the queue, the `WaitingAudit` finds waiting requests that the ledger has lost.
 
 While Redis is away running streams go on: ends and hand-backs wait until it is back.
 """
@@ -12,53 +11,121 @@ While Redis is away running streams go on: ends and hand-backs wait until it is 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, cast
 
 from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, types_pb2
-from router.dispatch.adoption import Adopter, OpenAttached
+from router.dispatch.ended_streams import EndedStreams
 from router.dispatch.ledger_writer import LedgerWriter, ledger_report
-from router.dispatch.placer import Placer, Void
 from router.dispatch.queue_updates import QueueWatch
-from router.dispatch.registry import KnownRequests, digest_of
+from router.dispatch.retry_queue import STORE_RETRY_S, RetryQueue
 from router.dispatch.submit_limiter import SubmitTurns
 from router.dispatch.waiting_audit import WaitingAudit
-from router.executors.link import ExecutorLink
-from router.request.errors import draining, duplicate, no_executor
+from router.executors.link import Answer as LinkAnswer
+from router.executors.link import ExecutorLink, NotAttached, OnAnswer
+from router.lifecycle.events import (
+    Admitted,
+    AdoptedElsewhere,
+    AttachAnswered,
+    AttachResult,
+    CancelFound,
+    Event,
+    Forgotten,
+    HandBackAnswered,
+    HandBackOutcome,
+    LinkEvent,
+    NotSent,
+    RequestState,
+    RequeueReason,
+    SubmitOutcome,
+    Unlinked,
+    WithdrawAnswered,
+)
+from router.lifecycle.lifecycle import (
+    Answer,
+    AskLedger,
+    Attach,
+    CancelSequence,
+    ClearSuspicion,
+    Effects,
+    ExpectReport,
+    Forget,
+    HandBack,
+    Lifecycle,
+    NoteMoved,
+    RecordAdmitted,
+    Resubmit,
+    Send,
+    Settle,
+    SettleUnused,
+    TakeIn,
+    TellEnd,
+    Withdraw,
+)
+from router.lifecycle.live_requests import LiveRequests
+from router.request.errors import (
+    being_cancelled,
+    draining,
+    duplicate,
+    mismatch,
+    no_executor,
+    not_in_the_ledger,
+    output_lost,
+    still_waits,
+)
 from router.request.ids import client_id
 from router.store.store import AdmissionStore
 from router.store.types import (
     Adopted,
     Attempt,
-    CancelAsked,
-    Cancelled,
-    Dropped,
+    CancelOutcome,
+    Ending,
     Explanation,
+    HandBackRefusal,
     LeaseLapsed,
-    Lost,
     Placement,
-    PreemptAsked,
     Queued,
     Refused,
-    RequestState,
     Snapshot,
     StoreEvent,
-    TakenOver,
     TenantLimits,
 )
+from router.store.types import RequestState as LedgerState
 from router.stream.relay import Relay
-from router.stream.request_stream import End, RequestStream
+from router.stream.request_stream import RequestStream, unread_stream
 from router.stream.write_timeout import unattended_s
 
 log = logging.getLogger(__name__)
 
 QUEUE_EVENT_INTERVAL_S = 1.0
 KEEP_ENDED_S = 60.0
-# How long a request that was adopted waits for whoever had it adopted.
+# How long an adopted request waits for its reader.
 UNCLAIMED_S = 1.0
+# How long a client that comes back waits for the end of its request, which is being cancelled.
+CANCEL_WAIT_S = 5.0
+# A router that has just started links its executors within a second.
+LINK_WAIT_S = 3.0
+# An executor answers between two steps, unless it hangs.
+ANSWER_WAIT_S = 5.0
+
+# What a request failed with for good, so that a client that comes back is told it again.
+LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
+
+# What listeners are told.
+WHY_MOVED = {
+    RequeueReason.LOST: "executor_lost",
+    RequeueReason.REJECTED: "rejected",
+    RequeueReason.STALLED: "stood_still",
+    RequeueReason.PREEMPTED: "preempted",
+    RequeueReason.HANDED_BACK: "preempted",
+    RequeueReason.WITHDRAWN: "withdrawn",
+}
+
+OpenAttached = Callable[[executor_pb2.SequenceAttached], RequestStream]
 
 
 class Dispatcher:
@@ -75,39 +142,43 @@ class Dispatcher:
     ) -> None:
         self._store = open_store(self._on_store_event)
         self._ledger = LedgerWriter(self._store, self._cancel_superseded)
-        self._known = KnownRequests(keep_ended_s)
-        self._placer = Placer(
-            self._store, self._ledger, self._spawn, self._attach, self._known, max_attempts, no_executor_grace_s
-        )
-        self._adopter = Adopter(self._store, self._ledger, self._placer)
-        self._adopting: dict[str, asyncio.Task[RequestStream | RequestError]] = {}
+        self._requests = LiveRequests(no_executor_grace_s)
+        self._ended = EndedStreams(keep_ended_s)
+        self._links: dict[str, ExecutorLink] = {}
+        self._linked = asyncio.Event()
+        self._max_attempts = max_attempts
+        self._no_executor_grace_s = no_executor_grace_s
         self._keep_ended_s = keep_ended_s
         self._on_lapse = on_lapse
-        self._is_draining = False
-        self._has_stopped = False
+        self._submitting: dict[Lifecycle, asyncio.Future[Admitted | RequestError]] = {}
+        self._resuming: dict[str, asyncio.Task[RequestStream | RequestError]] = {}
+        self._resubmissions: RetryQueue[Lifecycle] = RetryQueue(self._try_to_submit, self._spawn)
+        self._withdrawals: RetryQueue[Lifecycle] = RetryQueue(self._try_to_withdraw, self._spawn)
         self._queue_watch = QueueWatch(self._store.explain, queue_event_interval_s)
-        self._waiting_audit = WaitingAudit(self._placer, self._store.find_forgotten)
-        self._no_executor_grace_s = no_executor_grace_s
-        self._tasks = asyncio.TaskGroup()
+        self._waiting_audit = WaitingAudit(self, self._store.find_forgotten)
         self._turns = SubmitTurns()
+        self._executors = self._executors_of_effects()
+        self._tasks = asyncio.TaskGroup()
+        self._has_stopped = False
 
     @property
     def links(self) -> tuple[ExecutorLink, ...]:
         """The executors that can be used now."""
-        return tuple(self._placer.links.values())
+        return tuple(self._links.values())
 
     @property
     def streams(self) -> tuple[RequestStream, ...]:
         """The requests that wait or run."""
-        return tuple(self._placer.streams.values())
+        return tuple(stream_of(life) for life in self._requests.served.values())
 
     def link_of(self, executor_id: str) -> ExecutorLink | None:
         """The link to an executor that can be used now."""
-        return self._placer.links.get(executor_id)
+        return self._links.get(executor_id)
 
     def stream_of(self, request_id: str) -> RequestStream | None:
         """The stream of a request that this router serves."""
-        return self._placer.streams.get(request_id)
+        life = self._requests.served.get(request_id)
+        return None if life is None else stream_of(life)
 
     async def run(self) -> None:
         """Works until cancelled."""
@@ -127,19 +198,19 @@ class Dispatcher:
 
     # What the service asks for.
 
-    async def submit(self, stream: RequestStream) -> Placement | Queued | Dropped | Adopted:
+    async def submit(self, stream: RequestStream) -> Admitted:
         """Admits a request: it is placed or waits afterwards, or goes on where it ran. Raises `RequestError` where it
         is refused.
 
-        The store's call outlives a cancelled caller: a reply must not be left to the next one, and a request that was
+        The ledger's call outlives a cancelled caller: a reply must not be left to the next one, and a request that was
         admitted all the same must be taken back.
         """
-        if stream.request_id in self._placer.streams:
-            raise duplicate(client_id(stream.request_id))
-        self._placer.streams[stream.request_id] = stream
-        stream.is_being_submitted = True
+        effects = self._requests.submit(stream.life)
+        answered: asyncio.Future[Admitted | RequestError] = asyncio.get_running_loop().create_future()
+        self._submitting[stream.life] = answered
+        self._execute(effects)
         try:
-            outcome = await asyncio.shield(self._tasks.create_task(self._submit_first(stream)))
+            outcome = await answered
         except asyncio.CancelledError:
             self.leave(stream, 0)
             raise
@@ -156,47 +227,76 @@ class Dispatcher:
     async def find_repeated(self, stream: RequestStream) -> RequestStream | None:
         """The request that this one repeats, where it is served or kept here. Raises `RequestError` where the id is
         that of another one."""
-        return await self._known.find_repeated(stream)
+        known = await self._find_wanted(stream.request_id)
+        if known is None:
+            known = self._ended.find(stream.request_id, time.monotonic())
+            if known is None or known.life.was_cancelled or known.error is not None:
+                return None
+        if not stream.life.is_repeatable:
+            raise duplicate(client_id(stream.request_id))
+        if stream.digest != known.digest:
+            raise mismatch()
+        return known
 
     async def find(self, ledger_id: str) -> RequestStream | None:
-        """A request that is served or kept here, for a client that comes back to it. Raises `RequestError`."""
-        return await self._known.find(ledger_id)
+        """A request that is served or kept here, for a client that comes back to it. One that ended here because its
+        client was gone may go on at another router: the ledger knows that. Raises `RequestError` where it is being
+        cancelled for too long."""
+        served = await self._find_wanted(ledger_id)
+        if served is not None:
+            return served
+        kept = self._ended.find(ledger_id, time.monotonic())
+        return None if kept is not None and kept.life.was_cancelled and not kept.life.is_cancelled else kept
+
+    async def _find_wanted(self, ledger_id: str) -> RequestStream | None:
+        """A request that is served here. The cancelled end of one whose client is gone is waited for: no other client
+        is to read that."""
+        known = self.stream_of(ledger_id)
+        if known is None or not _is_being_cancelled(known):
+            return known
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_WAIT_S):
+                await known.forgotten.wait()
+        known = self.stream_of(ledger_id)
+        if known is not None and _is_being_cancelled(known):
+            raise being_cancelled()
+        return known
 
     async def resume(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream:
         """Goes on here with a request that another router began. Raises `RequestError` where that cannot be.
 
         Outlives a cancelled caller: what was adopted is this router's, with or without a reader.
         """
-        adopting = self._adopting.get(ledger_id)
-        if adopting is None:
-            adopting = self._adopting[ledger_id] = self._tasks.create_task(self._adopt(ledger_id, open_attached))
-        outcome = await asyncio.shield(adopting)
+        resuming = self._resuming.get(ledger_id)
+        if resuming is None:
+            resuming = self._resuming[ledger_id] = self._tasks.create_task(self._resume(ledger_id, open_attached))
+        outcome = await asyncio.shield(resuming)
         if isinstance(outcome, RequestError):
             raise outcome
         return outcome
 
-    async def _adopt(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream | RequestError:
-        outcome = await self._adopter.resume(ledger_id, open_attached)
-        del self._adopting[ledger_id]
+    async def _resume(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream | RequestError:
+        outcome = await self._adopt(ledger_id, open_attached)
+        del self._resuming[ledger_id]
         if isinstance(outcome, RequestStream):
-            # Unless somebody reads it by then, it is one whose client went away.
+            # Without a reader by then, it is one whose client went away.
             asyncio.get_running_loop().call_later(UNCLAIMED_S, self.leave, outcome, 0)
         return outcome
 
     def leave(self, stream: RequestStream, reader: int, grace_s: float = 0.0) -> None:
         """Its reader is gone: it ends, or goes on for as long as its client asked, or for `grace_s` seconds where that
-        is longer. Nothing where another reads it."""
+        is longer. Without effect where another call reads it."""
         if reader != stream.reader:
             return
         self._queue_watch.unwatch(stream)
         goes_on_s = unattended_s(stream.reading, grace_s, self._keep_ended_s)
         if stream.has_ended or goes_on_s == 0:
             self.release(stream)
-        elif self._placer.streams.get(stream.request_id) is stream:
-            self._spawn(self._go_on_unattended(stream, goes_on_s))
+        elif self._is_served(stream):
+            self._spawn(self._drain_unattended(stream, goes_on_s))
 
-    async def _go_on_unattended(self, stream: RequestStream, goes_on_s: float | None) -> None:
-        """Reads it for nobody, so that stops and deadlines hold."""
+    async def _drain_unattended(self, stream: RequestStream, goes_on_s: float | None) -> None:
+        """Drains the stream without a reader so that stop strings and deadlines still apply."""
         reader = stream.attend()
         try:
             async with asyncio.timeout(goes_on_s):
@@ -208,56 +308,40 @@ class Dispatcher:
         if reader == stream.reader:
             self.release(stream)
 
+    def release(self, stream: RequestStream) -> None:
+        """The client wants no more: ends the request wherever it is. Safe to repeat, also after its end."""
+        self._queue_watch.unwatch(stream)
+        self._execute(self._requests.release(stream.life))
+
     def turn_away_waiting(self) -> None:
-        """This router goes away: who still waits ends now. A request that can be repeated keeps its place for that."""
-        self._is_draining = True
-        for stream in self.streams:
-            self._turn_away(stream)
+        """This router drains: what waits ends now. A request that can be repeated keeps its place for that."""
+        self._execute(self._requests.turn_away_waiting(draining("the router is draining")))
 
     async def emptied(self) -> None:
         """Waits until no request waits or runs here."""
-        while self._placer.streams:
-            await next(iter(self._placer.streams.values())).forgotten.wait()
+        while self._requests.served:
+            await stream_of(next(iter(self._requests.served.values()))).forgotten.wait()
 
     def leave_running(self) -> None:
-        """Leaves everything to whichever routers its clients turn to."""
-        for stream in self.streams:
-            self._placer.leave(stream, draining("the router has drained; resume on another", is_resumable=True))
-
-    def _turn_away(self, stream: RequestStream) -> None:
-        if stream.has_been_accepted or stream.placement is not None or stream.is_being_submitted or stream.is_abandoned:
-            return
-        error = draining("the router is draining")
-        if digest_of(stream):
-            self._placer.leave(stream, error)
-            return
-        stream.fail(error)
-        self._placer.withdraw(stream)
+        """Leaves everything to the routers that its clients turn to."""
+        error = draining("the router has drained; resume on another", is_resumable=True)
+        self._execute(self._requests.leave_all(error))
 
     def watch_queue(self, stream: RequestStream, told: Queued) -> None:
-        """The request waits, and wants to be told how that goes; it knows `told` already."""
+        """The request waits, and its client is to be told of its place; it knows `told` already."""
         self._queue_watch.watch(stream, told)
 
-    def release(self, stream: RequestStream) -> None:
-        """The consumer wants no more: ends the request wherever it is. Safe to repeat, also after its end."""
-        self._queue_watch.unwatch(stream)
-        if stream.is_abandoned or self._placer.streams.get(stream.request_id) is not stream:
-            return
-        stream.is_abandoned = True
-        # Before the ledger has answered, the id may be somebody else's; the placer deals with the answer.
-        if not stream.is_being_submitted:
-            self._placer.stop(stream)
-
-    async def cancel(self, request_id: str) -> RequestState | None:
+    async def cancel(self, request_id: str) -> LedgerState | None:
         """Ends a request of any router; returns where it was, None where there is no such request."""
         outcome = await self._store.cancel(request_id)
         if outcome.state is None:
             return None
-        stream = self._placer.streams.get(request_id)
-        if stream is not None:
-            self._placer.cancelled(stream, outcome.state)
+        life = self._requests.served.get(request_id)
+        if life is not None:
+            self._tell(life, CancelFound(outcome.state))
         elif outcome.placement is not None and not outcome.owner_told:
-            self._placer.cancel_on_link(outcome.placement)
+            placement = outcome.placement
+            self._execute([CancelSequence(placement.executor_id, request_id, placement.attempt)])
         return outcome.state
 
     async def explain(self, request_id: str) -> Explanation | None:
@@ -272,141 +356,310 @@ class Dispatcher:
 
     def on_linked(self, link: ExecutorLink) -> None:
         """An executor can be used."""
-        self._placer.add_link(link)
+        self._links[link.executor_id] = link
+        self._linked.set()
+        self._linked = asyncio.Event()
 
-    def on_unlinked(self, link: ExecutorLink, streams: list[RequestStream]) -> None:
-        """An executor is lost: its requests go back to the queue, with their output so far."""
-        if self._placer.links.get(link.executor_id) is link:
-            del self._placer.links[link.executor_id]
-            self._ledger.forget(link.executor_id)
-        for stream in streams:
-            self._placer.void(stream)
-        if not self._placer.links:
-            self._spawn(self._give_up_without_executor())
-
-    def on_rejected(self, stream: RequestStream, rejected: executor_pb2.SequenceRejected) -> None:
-        """An executor did not take a placement: no room is a matter for the queue, anything else for the client."""
-        if stream.placement is None or stream.placement.attempt != rejected.attempt:
-            return
-        if rejected.reason in (executor_pb2.REJECT_REASON_UNSUPPORTED, executor_pb2.REJECT_REASON_INVALID):
-            reason = executor_pb2.RejectReason.Name(rejected.reason)
-            log.error("%s: the executor refused it: %s", stream.request_id, reason)
-            text = f"the executor refused the request: {rejected.detail}"
-            self._placer.end(stream, RequestError(Reason.INTERNAL, text))
-            self._ledger.settle(stream.ending(rejected.attempt))
-            return
-        self._placer.void(stream, Void.REJECTED)
-
-    def on_preempted(self, stream: RequestStream, attempt: int) -> None:
-        """A sequence gave way on its executor: its request goes back to the queue, with its output so far."""
-        if stream.placement is not None and stream.placement.attempt == attempt:
-            self._placer.preempted(stream)
-
-    def on_stood_still(self, stream: RequestStream, attempt: int) -> None:
-        """The engine stood still under a sequence, which counts as if it had died."""
-        if stream.placement is not None and stream.placement.attempt == attempt:
-            self._placer.void(stream, Void.STOOD_STILL)
-
-    def on_withdrawn(self, stream: RequestStream, attempt: int) -> None:
-        """A sequence was cancelled that nobody wanted cancelled: the ledger took its placement for superseded."""
-        if stream.placement is not None and stream.placement.attempt == attempt:
-            self._placer.void(stream, Void.WITHDRAWN)
-
-    def on_detached(self, stream: RequestStream) -> None:
-        """Another router reads the sequence; the ledger's word of that is on its way."""
-        self._placer.taken_over(stream)
-
-    def on_absolved(self, stream: RequestStream, attempt: int) -> None:
-        """A suspect has brought a token."""
-        self._spawn(self._absolve(stream.request_id, attempt))
-
-    async def _absolve(self, ledger_id: str, attempt: int) -> None:
-        try:
-            await self._store.absolve(ledger_id, attempt)
-        except RequestError as error:
-            log.debug("%s stays under suspicion: %s", ledger_id, error)
-
-    def on_finished(self, stream: RequestStream, attempt: int) -> None:
-        """A sequence ended: its reservation is free. That of a former placement is returned by its hand-back, and only
-        by that: settled, the request would have ended with it."""
-        if stream.placement is not None and stream.placement.attempt == attempt:
-            if not stream.is_over:
-                self._ledger.settle(stream.ending(attempt))
-            self._placer.forget(stream)
+    def on_request(self, stream: RequestStream, event: LinkEvent) -> None:
+        """Something happened to a placement that went over a link."""
+        self._tell(stream.life, event)
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
-        """An executor says how it stands; the newest report is the one that counts."""
+        """The executor has reported; the newest report is the one that counts."""
         self._ledger.report(ledger_report(link, report))
 
-    # What the store tells.
-
-    def _on_store_event(self, event: StoreEvent) -> None:
-        match event:
-            case Placement():
-                self._placer.place(event)
-            case Lost():
-                self._placer.lose(event)
-            case CancelAsked(request_id):
-                stream = self._placer.streams.get(request_id)
-                if stream is not None:
-                    self._placer.cancelled(stream, RequestState.PLACED)
-            case PreemptAsked():
-                self._placer.preempt(event)
-            case Cancelled(request_id):
-                self._placer.drop(request_id, End(types_pb2.FINISH_REASON_CANCELLED, None))
-            case Dropped():
-                self._placer.dropped(event)
-            case TakenOver(request_id):
-                stream = self._placer.streams.get(request_id)
-                if stream is not None:
-                    self._placer.taken_over(stream)
-            case LeaseLapsed():
-                self._on_lapse()
-                self._placer.submit_waiting_again()
-
-    def _cancel_superseded(self, executor_id: str, attempt: Attempt) -> None:
-        self._placer.cancel_superseded(executor_id, attempt)
-
-    async def _submit_first(self, stream: RequestStream) -> Placement | Queued | Dropped | Adopted | RequestError:
-        outcome = await self._turns.take(functools.partial(self._submit_unless_abandoned, stream))
-        refused = outcome if isinstance(outcome, RequestError) else None
-        if isinstance(outcome, Adopted):
-            refused = await self._attach(stream, outcome)
-        stream.is_being_submitted = False
-        if isinstance(outcome, RequestError) and stream.admitted is not None:
-            # Another call for it, made since a reply was lost, was answered first: it waits or runs.
-            if stream.is_abandoned:
-                self._placer.stop(stream)
-            return stream.admitted
-        if refused is not None:
-            self._placer.end(stream, refused)
-        elif self._is_draining:
-            self._turn_away(stream)
-        return refused or outcome
-
-    async def _submit_unless_abandoned(
-        self, stream: RequestStream
-    ) -> Placement | Queued | Dropped | Adopted | RequestError:
-        if stream.is_abandoned:  # while it waited for its turn: nobody reads the answer
-            return draining("the client is gone")
-        return await self._placer.submit(stream)
-
-    async def _attach(self, stream: RequestStream, adopted: Adopted) -> RequestError | None:
-        return await self._adopter.attach(stream, adopted)
+    def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
+        """An executor is lost: its requests go back to the queue, with their output so far."""
+        if self._links.get(link.executor_id) is link:
+            del self._links[link.executor_id]
+            self._ledger.forget(link.executor_id)
+        for stream in streams:
+            self._tell(stream.life, Unlinked(stream.life.current_attempt))
+        if not self._links:
+            self._spawn(self._give_up_without_executor())
 
     async def _give_up_without_executor(self) -> None:
-        """Who has a deadline for the whole waits until that."""
         await asyncio.sleep(self._no_executor_grace_s)
-        if self._placer.links:
-            return
-        text = f"no executor has been reachable for {self._no_executor_grace_s:g} s"
-        for stream in self.streams:
-            if stream.placement is None and stream.deadline is None:
-                stream.fail(no_executor(text))
-                self._placer.withdraw(stream)
+        if not self._links:
+            text = f"no executor has been reachable for {self._no_executor_grace_s:g} s"
+            self._execute(self._requests.no_executor(no_executor(text)))
+
+    # What the ledger tells.
+
+    def _on_store_event(self, event: StoreEvent) -> None:
+        if isinstance(event, LeaseLapsed):
+            self._on_lapse()
+        self._execute(self._requests.on_store_event(event))
+
+    def _cancel_superseded(self, executor_id: str, attempt: Attempt) -> None:
+        self._execute([CancelSequence(executor_id, attempt.request_id, attempt.attempt)])
+
+    # What the audit asks for (`router.dispatch.waiting_audit`).
+
+    def waiting(self) -> list[RequestStream]:
+        """The requests that are in the queue, as far as this router knows."""
+        return [stream_of(life) for life in self._requests.waiting()]
+
+    def waits(self, stream: RequestStream) -> bool:
+        """Whether the request is in the queue, as far as this router knows."""
+        return self._is_served(stream) and stream.life.is_in_queue
+
+    def submit_forgotten_again(self, stream: RequestStream) -> None:
+        """Submits a request again that the ledger does not have in its queue, although it waits here."""
+        self._tell(stream.life, Forgotten())
+
+    # How effects are executed.
+
+    def _tell(self, life: Lifecycle, event: Event) -> None:
+        self._execute(self._requests.tell(life, event))
+
+    def _execute(self, effects: Effects) -> None:
+        for effect in effects:
+            self._executors[type(effect)](effect)
+
+    def _executors_of_effects(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            AskLedger: self._ask_ledger,
+            Answer: self._answer,
+            RecordAdmitted: lambda effect: stream_of(effect.life).record.admitted(),
+            Resubmit: self._resubmit,
+            Withdraw: self._withdraw,
+            Attach: lambda effect: self._spawn(self._attach(effect)),
+            TakeIn: self._take_in,
+            Send: self._send,
+            CancelSequence: self._cancel_sequence,
+            HandBack: lambda effect: self._spawn(self._hand_back(effect)),
+            ExpectReport: lambda effect: self._ledger.expect_report(effect.executor_id),
+            Settle: lambda effect: self._ledger.settle(stream_of(effect.life).ending(effect.attempt)),
+            SettleUnused: lambda effect: self._ledger.settle(effect.ending),
+            ClearSuspicion: lambda effect: self._spawn(self._clear_suspicion(effect)),
+            NoteMoved: self._note_moved,
+            TellEnd: lambda effect: stream_of(effect.life).tell_end(),
+            Forget: self._forget,
+        }
+
+    def _ask_ledger(self, effect: AskLedger) -> None:
+        if not effect.is_served:  # else the queue of resubmissions waits for the answer
+            self._tasks.create_task(self._submit_first(effect.life))
+
+    def _answer(self, effect: Answer) -> None:
+        answered = self._submitting.pop(effect.life)
+        if not answered.done():  # its caller may be gone
+            answered.set_result(effect.outcome)
+
+    def _resubmit(self, effect: Resubmit) -> None:
+        if not effect.is_retry:  # else it stays in its queue
+            self._resubmissions.add(effect.life)
+
+    def _withdraw(self, effect: Withdraw) -> None:
+        if not effect.is_retry:
+            self._withdrawals.add(effect.life)
+
+    def _take_in(self, effect: TakeIn) -> None:
+        stream_of(effect.life).attach(has_started=effect.has_started, num_cached_tokens=effect.num_cached_tokens)
+
+    def _send(self, effect: Send) -> None:
+        stream, placement = stream_of(effect.life), effect.placement
+        submit = stream.place(placement)
+        link = self._links.get(placement.executor_id)
+        if link is None or link.description.generation != placement.generation:
+            self._tell(effect.life, NotSent(placement.attempt))
+        else:
+            link.submit(stream, submit)
+
+    def _cancel_sequence(self, effect: CancelSequence) -> None:
+        link = self._links.get(effect.executor_id)
+        if link is not None:
+            link.cancel(effect.request_id, effect.attempt, cast(types_pb2.FinishReason, effect.reason))
+
+    def _note_moved(self, effect: NoteMoved) -> None:
+        stream = stream_of(effect.life)
+        stream.pause()
+        stream.record.moved(WHY_MOVED[effect.why])
+
+    def _forget(self, effect: Forget) -> None:
+        stream = stream_of(effect.life)
+        stream.forget()
+        is_lasting = stream.error is not None and stream.error.reason in LASTING_ERRORS
+        is_left = stream.life.state is RequestState.LEFT
+        if stream.reading is not None and not is_left and (stream.end is not None or is_lasting):
+            self._ended.keep(stream, time.monotonic())
+
+    async def _submit_first(self, life: Lifecycle) -> None:
+        async def submit_unless_abandoned() -> SubmitOutcome:
+            if life.is_abandoned:  # while it waited for its turn: the answer would not be read
+                return draining("the client is gone")
+            return await self._submit_to_ledger(life)
+
+        outcome = await self._turns.take(submit_unless_abandoned)
+        self._execute(self._requests.submit_answered(life, outcome))
+
+    async def _try_to_submit(self, life: Lifecycle) -> bool:
+        """Tries to put a request into the queue whose placement or place the ledger has lost. Returns whether that is
+        done with. While Redis is away that waits, as requests in the queue do."""
+        if not self._requests.resubmit_due(life):
+            return True
+        outcome = await self._submit_to_ledger(life, is_served=True)
+        self._execute(self._requests.resubmit_answered(life, outcome, time.monotonic()))
+        return not life.is_resubmit_queued
+
+    async def _submit_to_ledger(self, life: Lifecycle, *, is_served: bool = False) -> SubmitOutcome:
+        try:
+            return await self._store.submit(stream_of(life).demand(is_served=is_served))
+        except RequestError as error:
+            return error
+
+    async def _try_to_withdraw(self, life: Lifecycle) -> bool:
+        """Takes a request out of the queue. Returns whether that is done with."""
+        if not self._requests.withdraw_due(life):
+            return True
+        outcome: CancelOutcome | None = None
+        try:
+            outcome = await self._store.cancel(life.request_id, is_own=True)
+        except RequestError as error:
+            log.debug("%s cannot be withdrawn yet: %s", life.request_id, error)
+        self._tell(life, WithdrawAnswered(outcome))
+        return outcome is not None
+
+    async def _hand_back(self, effect: HandBack) -> None:
+        outcome = await self._hand_back_to_ledger(effect)
+        self._tell(effect.life, HandBackAnswered(effect.placement, effect.why, outcome, self._max_attempts))
+
+    async def _hand_back_to_ledger(self, effect: HandBack) -> HandBackOutcome:
+        stream, placement, why = stream_of(effect.life), effect.placement, effect.why
+        while True:
+            with suppress(RequestError):  # the ledger is away
+                outcome = await self._store.hand_back(
+                    placement.request_id,
+                    placement.attempt,
+                    self._max_attempts,
+                    rejected=why in (RequeueReason.REJECTED, RequeueReason.HANDED_BACK),
+                    preempted=why is RequeueReason.PREEMPTED,
+                    output_tokens=len(stream.output_ids),
+                    progressed=stream.has_progressed,
+                    stood_still=why is RequeueReason.STALLED,
+                )
+                if outcome is not HandBackRefusal.UNDECIDED:
+                    return outcome
+            await asyncio.sleep(STORE_RETRY_S)
+
+    async def _clear_suspicion(self, effect: ClearSuspicion) -> None:
+        try:
+            await self._store.absolve(effect.life.request_id, effect.attempt)
+        except RequestError as error:
+            log.debug("%s stays under suspicion: %s", effect.life.request_id, error)
+
+    # How requests of other routers are taken over.
+
+    async def _attach(self, effect: Attach) -> None:
+        """Asks for the output of a request whose repeat this router has."""
+        life, adopted, is_first = effect.life, effect.adopted, effect.is_first
+
+        def on_answer(answer: LinkAnswer) -> RequestStream | None:
+            if not isinstance(answer, executor_pb2.SequenceAttached):
+                return None
+            if not stream_of(life).is_repeat_of(answer):
+                # The ledger had forgotten whose it is. It goes on for the client that asked for it.
+                self._tell(life, AttachAnswered(adopted, AttachResult.MISMATCH, is_first))
+                return unread_stream(answer.request_id)
+            self._tell(
+                life,
+                AttachAnswered(adopted, AttachResult.ATTACHED, is_first, answer.started, answer.cached_tokens),
+            )
+            if life.is_current(adopted.placement.attempt):
+                return stream_of(life)
+            return unread_stream(answer.request_id) if life.state is RequestState.LEFT else None
+
+        answer = await self._ask_executor(adopted.placement, on_answer)
+        if isinstance(answer, NotAttached):
+            self._tell(life, AttachAnswered(adopted, NOT_ATTACHED[answer], is_first))
+
+    async def _adopt(self, ledger_id: str, open_attached: OpenAttached) -> RequestStream | RequestError:
+        """The stream of a request of which only the id is known, or why there is none."""
+        try:
+            adopted = await self._store.adopt(ledger_id)
+        except RequestError as error:
+            return error
+        if adopted is None:
+            return not_in_the_ledger()
+        if adopted in (LedgerState.WAITING, LedgerState.LOST):
+            return still_waits()
+        if not isinstance(adopted, Adopted):
+            return output_lost("no executor holds the request")
+        opened: list[RequestStream] = []
+
+        def on_answer(answer: LinkAnswer) -> RequestStream | None:
+            if not isinstance(answer, executor_pb2.SequenceAttached):
+                return None
+            stream = open_attached(answer)
+            opened.append(stream)
+            event = AdoptedElsewhere(adopted, answer.started, answer.cached_tokens)
+            self._execute(self._requests.adopt(stream.life, event))
+            return stream
+
+        answer = await self._ask_executor(adopted.placement, on_answer)
+        if opened:
+            log.info("%s continues on this router", ledger_id)
+            return opened[0]
+        if answer is NotAttached.NOT_HELD and not adopted.ended:
+            # Its prompt is lost: its place is free.
+            self._ledger.settle(Ending(ledger_id, adopted.placement.attempt, cancelled=True))
+        return output_lost("its executor does not hold the request any more, or cannot be reached")
+
+    async def _ask_executor(self, placement: Placement, on_answer: OnAnswer) -> LinkAnswer:
+        """Asks the executor of a placement for its output from the first token on. `on_answer` is called in the moment
+        of an answer that is in time, before any frame that names its slot."""
+        link = await self._link_to(placement)
+        if link is None:
+            # One that has started again holds nothing of before.
+            is_another = placement.executor_id in self._links
+            return NotAttached.NOT_HELD if is_another else NotAttached.LINK_LOST
+        answered: asyncio.Future[LinkAnswer] = asyncio.get_running_loop().create_future()
+
+        def answer_once(answer: LinkAnswer) -> RequestStream | None:
+            if answered.done():  # too late
+                return None
+            stream = on_answer(answer)
+            answered.set_result(answer)
+            return stream
+
+        link.attach(placement.request_id, placement.attempt, 0, answer_once)
+        try:
+            async with asyncio.timeout(ANSWER_WAIT_S):
+                return await answered
+        except TimeoutError:
+            return NotAttached.LINK_LOST
+
+    async def _link_to(self, placement: Placement) -> ExecutorLink | None:
+        """The link to the executor of a placement; waits for it where it is not up yet."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINK_WAIT_S):
+                while True:
+                    link = self._links.get(placement.executor_id)
+                    if link is not None:
+                        return link if link.description.generation == placement.generation else None
+                    await self._linked.wait()
+        return None
+
+    def _is_served(self, stream: RequestStream) -> bool:
+        return self._requests.served.get(stream.request_id) is stream.life
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._has_stopped:  # what is left to do is the next router's
             work.close()
             return
         self._tasks.create_task(work)
+
+
+NOT_ATTACHED = {NotAttached.NOT_HELD: AttachResult.NOT_HELD, NotAttached.LINK_LOST: AttachResult.LINK_LOST}
+
+
+def stream_of(life: Lifecycle) -> RequestStream:
+    """The stream of a request of this router."""
+    assert isinstance(life.output, RequestStream)
+    return life.output
+
+
+def _is_being_cancelled(stream: RequestStream) -> bool:
+    """Whether its client is gone, and its end has not come yet."""
+    return stream.life.is_abandoned and not stream.has_ended

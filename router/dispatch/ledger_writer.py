@@ -15,13 +15,12 @@ from contextlib import suppress
 from common.errors import RequestError
 from inflight.v1 import executor_pb2
 from router.dispatch.report_pacer import ReportPacer
+from router.dispatch.retry_queue import STORE_RETRY_S
 from router.executors.link import ExecutorLink
 from router.store.store import AdmissionStore
 from router.store.types import Attempt, Ending, ExecutorReport, HeldSequence
 
 log = logging.getLogger(__name__)
-
-STORE_RETRY_S = 0.5
 
 
 class LedgerWriter:

@@ -18,7 +18,8 @@ from router.config.variants import Variant, choose_variant
 from router.discovery import watch
 from router.dispatch.dispatcher import Dispatcher
 from router.executors.channel import ExecutorChannels
-from router.executors.link import ExecutorLink
+from router.executors.link import ExecutorLink, LinkEvents
+from router.lifecycle.events import Finished, LinkEvent
 from router.request.errors import no_executor
 from router.stream.request_stream import RequestStream
 from router.telemetry.event_log import EventLog
@@ -50,7 +51,7 @@ class ModelBackend:
 
 
 class ModelRegistry:
-    """All models of this router, and its links. Implements `router.executors.link.Observer`."""
+    """All models of this router, and its links. Implements `router.executors.link.LinkRegistry`."""
 
     def __init__(
         self,
@@ -66,7 +67,6 @@ class ModelRegistry:
         self._router_id = router_id
         self._channels = channels
         self._links: dict[str, tuple[ExecutorLink, asyncio.Task[None]]] = {}
-        self._pool_of: dict[ExecutorLink, ModelBackend] = {}
         self._wanted: frozenset[str] = frozenset()
         self._links_changed = asyncio.Event()
 
@@ -147,61 +147,47 @@ class ModelRegistry:
         for pool in self.by_name.values():
             await pool.dispatcher.close()
 
-    def on_linked(self, link: ExecutorLink) -> str | None:
-        """See `Observer`."""
+    def on_linked(self, link: ExecutorLink) -> LinkEvents | str:
+        """See `LinkRegistry`."""
         pool = self.by_name.get(link.description.model)
         if pool is None:
             return f"it serves {link.description.model}, this router {', '.join(sorted(self.by_name))}"
         if link.description.vocabulary_size < pool.text.vocabulary_size:
             return f"its vocabulary of {link.description.vocabulary_size} is smaller than the tokenizer's"
-        self._pool_of[link] = pool
         pool.dispatcher.on_linked(link)
         self._events.executor_linked(link.executor_id, pool.name)
         self._links_changed.set()
-        return None
+        return _PoolLinks(pool, self._events, self._unlinked)
 
-    def on_unlinked(self, link: ExecutorLink, streams: list[RequestStream]) -> None:
-        """See `Observer`."""
-        pool = self._pool_of.pop(link)
-        self._events.executor_lost(link.executor_id, pool.name, len(streams))
-        pool.dispatcher.on_unlinked(link, streams)
+    def _unlinked(self, link: ExecutorLink) -> None:
         self._links_changed.set()
         if link.address in self._links and link.address not in self._wanted:
             self._let_go(link.address)
 
-    def on_rejected(self, link: ExecutorLink, stream: RequestStream, rejected: executor_pb2.SequenceRejected) -> None:
-        """See `Observer`."""
-        self._pool_of[link].dispatcher.on_rejected(stream, rejected)
 
-    def on_preempted(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
-        """See `Observer`."""
-        self._pool_of[link].dispatcher.on_preempted(stream, attempt)
+@dataclass(frozen=True, slots=True)
+class _PoolLinks:
+    """What the links of one pool tell its dispatcher and the event log. Implements `LinkEvents`."""
 
-    def on_stood_still(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
-        """See `links.Observer`."""
-        self._events.engine_stalled(link.executor_id, self._pool_of[link].name)
-        self._pool_of[link].dispatcher.on_stood_still(stream, attempt)
+    pool: ModelBackend
+    events: EventLog
+    unlinked: Callable[[ExecutorLink], None]
 
-    def on_withdrawn(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
-        """See `Observer`."""
-        self._pool_of[link].dispatcher.on_withdrawn(stream, attempt)
-
-    def on_detached(self, link: ExecutorLink, stream: RequestStream) -> None:
-        """See `Observer`."""
-        self._pool_of[link].dispatcher.on_detached(stream)
-
-    def on_absolved(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
-        """See `Observer`."""
-        self._pool_of[link].dispatcher.on_absolved(stream, attempt)
-
-    def on_finished(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
-        """See `Observer`."""
-        self._pool_of[link].dispatcher.on_finished(stream, attempt)
+    def on_request(self, link: ExecutorLink, stream: RequestStream, event: LinkEvent) -> None:
+        """See `LinkEvents`."""
+        if isinstance(event, Finished) and event.is_stall:
+            self.events.engine_stalled(link.executor_id, self.pool.name)
+        self.pool.dispatcher.on_request(stream, event)
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
-        """See `Observer`."""
-        pool = self._pool_of[link]
-        self._events.executor_reported(
-            link.executor_id, pool.name, is_draining=report.draining, num_preemptions=report.num_preemptions
+        """See `LinkEvents`."""
+        self.events.executor_reported(
+            link.executor_id, self.pool.name, is_draining=report.draining, num_preemptions=report.num_preemptions
         )
-        pool.dispatcher.on_report(link, report)
+        self.pool.dispatcher.on_report(link, report)
+
+    def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
+        """See `LinkEvents`."""
+        self.events.executor_lost(link.executor_id, self.pool.name, len(streams))
+        self.pool.dispatcher.on_unlinked(link, streams)
+        self.unlinked(link)

@@ -46,7 +46,7 @@ class QueueWatch:
     async def look(self) -> None:
         """Asks the ledger once for each watched request."""
         for stream in tuple(self._told):
-            if stream.attempt:  # it has been placed, or is on its way back from there
+            if stream.life.attempt:  # it has been placed, or is on its way back from there
                 self.unwatch(stream)
             if stream not in self._told:  # since the round began
                 continue

@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 # An attempt mostly waits for Redis; the store bounds its calls by itself.
 MAX_CONCURRENT_ATTEMPTS = 8
-RETRY_S = 0.5
+STORE_RETRY_S = 0.5
 
 
 class RetryQueue(Generic[Item]):
@@ -58,7 +58,7 @@ class RetryQueue(Generic[Item]):
                 del self._items[item]
                 if not await self._try(item):
                     self._items.setdefault(item)
-                    await self._pause(RETRY_S)
+                    await self._pause(STORE_RETRY_S)
         finally:
             self._num_workers -= 1
 

@@ -31,7 +31,7 @@ MAX_PER_LOOK = 256
 
 
 class Line(Protocol):
-    """The waiting requests of a router; `router.dispatch.placer.Placer` has them."""
+    """The waiting requests of a router; `router.dispatch.dispatcher.Dispatcher` has them."""
 
     def waiting(self) -> list[RequestStream]:
         """The requests that are in line, as far as this router knows."""
@@ -87,7 +87,7 @@ class WaitingAudit:
         waiting = [stream for stream in streams if self._line.waits(stream)]
         if not waiting:
             return []
-        ids = await self._find_forgotten([Attempt(stream.request_id, stream.attempt) for stream in waiting])
+        ids = await self._find_forgotten([Attempt(stream.request_id, stream.life.attempt) for stream in waiting])
         return [stream for stream in waiting if stream.request_id in ids and self._line.waits(stream)]
 
     async def _submit_forgotten_again(self, suspected: Sequence[RequestStream]) -> int:

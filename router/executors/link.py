@@ -1,16 +1,17 @@
 """The router's `Serve` stream to one executor: connect, describe, serve, and again when it breaks.
 
-Owns the channel, the slots of the stream and the credits; what a frame means for a request is told to the `Observer`.
-A link that breaks tells the observer once; every placement that went over it is void then: the executor is dead, or
-leaves it to whichever router comes for it. Where a token is missing the placement is attached to anew, once, from that
-token on; where that is in vain, it is given up and goes on elsewhere. What cannot be true breaks the link.
+Owns the channel, the slots of the stream and the credits. Output goes to the request's stream; what a frame means for
+the request's life cycle is told to the pool (`LinkEvents`). A link that breaks tells that once, and every placement
+that went over it is void: the executor is dead, or leaves it to the router that attaches to it. Where a token is
+missing the placement is attached to once more, from that token on; where that fails, it is given up and goes on
+elsewhere. A frame that cannot be true breaks the link.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
@@ -18,19 +19,19 @@ import grpc
 import grpc.aio
 
 from common.cancellation import task_is_cancelled
-from common.errors import Reason, RequestError
 from common.protocol import ATTACH_VERSION, MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from router.executors.channel import ExecutorChannels
 from router.executors.frame_checks import check_description, check_frame
 from router.executors.silence import LivenessTimer
+from router.lifecycle.events import Detached, Finished, FirstToken, LinkEvent, Rejected, Withdrawn
 from router.request.executor_context import FrameError
-from router.stream.request_stream import End, RequestStream, unread_stream
+from router.stream.request_stream import RequestStream, unread_stream
 
 log = logging.getLogger(__name__)
 
-# Of a seat whose sequence is read by another slot.
-NO_ATTEMPT = 0
+# Of a slot whose sequence is read by another one: never current.
+READ_ELSEWHERE = -1
 MAX_UNACKED_STEPS = 64
 ACK_EVERY_FRAMES = 8
 DESCRIBE_TIMEOUT_S = 5.0
@@ -59,47 +60,27 @@ Answer = executor_pb2.SequenceAttached | NotAttached
 OnAnswer = Callable[[Answer], RequestStream | None]
 
 
-class Observer(Protocol):
-    """Whom a link tells what happens."""
+class LinkEvents(Protocol):
+    """What a pool is told by the links to its executors."""
 
-    def on_linked(self, link: ExecutorLink) -> str | None:
-        """The executor has described itself; returns why it cannot be used, or None."""
-        ...
-
-    def on_unlinked(self, link: ExecutorLink, streams: list[RequestStream]) -> None:
-        """The stream broke; the placements of these requests are void."""
-        ...
-
-    def on_rejected(self, link: ExecutorLink, stream: RequestStream, rejected: executor_pb2.SequenceRejected) -> None:
-        """The executor did not take a placement."""
-        ...
-
-    def on_preempted(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
-        """A sequence gave up its place on the executor; its request is to go on elsewhere."""
-        ...
-
-    def on_stood_still(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
-        """The executor ended a sequence because its engine stood still under it."""
-        ...
-
-    def on_withdrawn(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
-        """A sequence was cancelled though neither its client nor anybody else asked for it; its placement is void."""
-        ...
-
-    def on_detached(self, link: ExecutorLink, stream: RequestStream) -> None:
-        """Another router reads the sequence from now on."""
-        ...
-
-    def on_absolved(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
-        """A suspect has brought a token."""
-        ...
-
-    def on_finished(self, link: ExecutorLink, stream: RequestStream, attempt: int) -> None:
-        """A sequence ended and its blocks are free."""
+    def on_request(self, link: ExecutorLink, stream: RequestStream, event: LinkEvent) -> None:
+        """Something happened to a placement that went over the link."""
         ...
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
-        """The executor says how it stands."""
+        """The executor has reported."""
+        ...
+
+    def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
+        """The stream broke; the current placements of these requests are void. Nothing follows."""
+        ...
+
+
+class LinkRegistry(Protocol):
+    """Knows the pools that links belong to."""
+
+    def on_linked(self, link: ExecutorLink) -> LinkEvents | str:
+        """The executor has described itself. Returns what it tells from now on, or why it cannot be used."""
         ...
 
 
@@ -107,7 +88,7 @@ class ExecutorLink:
     """The link to the executor at one address."""
 
     def __init__(
-        self, address: str, router_id: str, observer: Observer, channels: ExecutorChannels | None = None
+        self, address: str, router_id: str, registry: LinkRegistry, channels: ExecutorChannels | None = None
     ) -> None:
         self.address = address
         self._channels = channels or ExecutorChannels()
@@ -117,7 +98,9 @@ class ExecutorLink:
         # Of the channel that is open now, which it is while the link is up.
         self.stub: executor_pb2_grpc.ExecutorServiceStub | None = None
         self._router_id = router_id
-        self._observer = observer
+        self._registry = registry
+        # Of the pool, from when the link is up.
+        self._events: LinkEvents | None = None
         self._outbox = executor_pb2.ServeRequest()
         self._wake = asyncio.Event()
         # Sent, not answered yet; and accepted, by slot. The attempt fences both.
@@ -134,7 +117,7 @@ class ExecutorLink:
         return self.description.executor_id
 
     def submit(self, stream: RequestStream, submit: executor_pb2.Submit) -> None:
-        """Sends a placement. The answer comes to the observer or the stream."""
+        """Sends a placement. The answer goes to the stream or to the pool."""
         self._offered[submit.request_id, submit.attempt] = stream
         self._outbox.submits.append(submit)
         self._wake.set()
@@ -220,26 +203,33 @@ class ExecutorLink:
             call.cancel()
 
     def _come_up(self) -> bool:
-        refusal = self._observer.on_linked(self)
-        if refusal is not None:
-            log.warning("executor %s at %s is not used: %s", self.executor_id, self.address, refusal)
+        events = self._registry.on_linked(self)
+        if isinstance(events, str):
+            log.warning("executor %s at %s is not used: %s", self.executor_id, self.address, events)
             return False
-        self.is_up = True
+        self.come_up(events)
         log.info("executor %s at %s is linked", self.executor_id, self.address)
         return True
+
+    def come_up(self, events: LinkEvents) -> None:
+        """The executor can be used from now on."""
+        self._events = events
+        self.is_up = True
 
     def _break(self) -> None:
         log.warning("executor %s at %s is lost", self.executor_id, self.address)
         self.is_up = False
         self.report = None
-        # Some may run elsewhere by now: a hung executor keeps its link while the ledger places its requests anew.
-        streams = [stream for (_, attempt), stream in self._offered.items() if _is_current(stream, attempt)]
-        streams += [stream for stream, attempt in self._seated.values() if _is_current(stream, attempt)]
+        # Some may run elsewhere by now: a hung executor keeps its link while the ledger places its requests again.
+        streams = [stream for (_, attempt), stream in self._offered.items() if stream.life.is_current(attempt)]
+        streams += [stream for stream, attempt in self._seated.values() if stream.life.is_current(attempt)]
         self._offered.clear()
         self._seated.clear()
         self._mended.clear()
         attaching, self._attaching = self._attaching, {}
-        self._observer.on_unlinked(self, streams)
+        events, self._events = self._events, None
+        if events is not None:
+            events.on_unlinked(self, streams)
         for on_answer in attaching.values():
             on_answer(NotAttached.LINK_LOST)
 
@@ -260,7 +250,8 @@ class ExecutorLink:
         """Takes in what the executor sends. Its report comes first: whether it drains decides what ends mean."""
         if response.HasField("report"):
             self.report = response.report
-            self._observer.on_report(self, response.report)
+            if self._events is not None:
+                self._events.on_report(self, response.report)
         for accepted in response.accepted:
             self._accept(accepted)
         for rejected in response.rejected:
@@ -270,12 +261,21 @@ class ExecutorLink:
         if response.HasField("step"):
             self._receive_step(response.step)
 
+    def _tell(self, stream: RequestStream, event: LinkEvent) -> None:
+        if self._events is not None:
+            self._events.on_request(self, stream, event)
+
+    def _current(self, slot: int) -> RequestStream | None:
+        """The stream of the request in a slot; None where the slot's placement is not the current one any more."""
+        stream, attempt = self._seated[slot]
+        return stream if stream.life.current_attempt == attempt else None
+
     def _accept(self, accepted: executor_pb2.SequenceAccepted) -> None:
         stream = self._offered.pop((accepted.request_id, accepted.attempt), None)
         if stream is None:
             return
         self._seated[accepted.slots[0]] = (stream, accepted.attempt)
-        if _is_current(stream, accepted.attempt):
+        if self._current(accepted.slots[0]):
             stream.accept()
 
     def _reject(self, rejected: executor_pb2.SequenceRejected) -> None:
@@ -285,7 +285,7 @@ class ExecutorLink:
         if on_answer is not None:
             on_answer(NotAttached.NOT_HELD)
         elif stream is not None:
-            self._observer.on_rejected(self, stream, rejected)
+            self._tell(stream, Rejected(rejected.attempt, _refusal(rejected)))
 
     def _attach(self, attached: executor_pb2.SequenceAttached) -> None:
         on_answer = self._attaching.pop((attached.request_id, attached.attempt), None)
@@ -296,37 +296,32 @@ class ExecutorLink:
             self.cancel(attached.request_id, attached.attempt)
         for slot, (one, _) in self._seated.items():
             if one is stream:
-                self._seated[slot] = (one, NO_ATTEMPT)
+                self._seated[slot] = (one, READ_ELSEWHERE)
         self._seated[attached.slots[0]] = (stream, attached.attempt)
 
     def _receive_step(self, step: executor_pb2.StepFrame) -> None:
         for started in step.started:
-            stream, attempt = self._seated[started.slot]
-            if _is_current(stream, attempt):
+            if stream := self._current(started.slot):
                 stream.start(started.cached_tokens)
         for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
-            stream, attempt = self._seated[slot]
-            if not _is_current(stream, attempt):
+            stream = self._current(slot)
+            if stream is None:
                 continue
             if not stream.token(offset, token_id):
-                self._mend(stream, attempt)
-            elif stream.is_suspect:
-                stream.is_suspect = False
-                self._observer.on_absolved(self, stream, attempt)
+                self._mend(stream, stream.life.current_attempt)
+            elif stream.life.is_suspect:
+                self._tell(stream, FirstToken(stream.life.current_attempt))
         for one in step.logprobs:
-            stream, attempt = self._seated[one.slot]
-            if _is_current(stream, attempt):
+            if stream := self._current(one.slot):
                 stream.logprobs(one.offset, one.values)
         for slot in step.paused:
-            stream, attempt = self._seated[slot]
-            if _is_current(stream, attempt):
+            if stream := self._current(slot):
                 stream.pause()
                 stream.record.preempted()
         for slot in step.detached:
             stream, attempt = self._seated.pop(slot)
             self._mended.discard((stream.request_id, attempt))
-            if _is_current(stream, attempt):
-                self._observer.on_detached(self, stream)
+            self._tell(stream, Detached(attempt))
         for finished in step.finished:
             stream, attempt = self._seated.pop(finished.slot)
             self._finish(stream, attempt, finished)
@@ -348,7 +343,7 @@ class ExecutorLink:
         def answered(answer: Answer) -> RequestStream | None:
             if isinstance(answer, executor_pb2.SequenceAttached):
                 return stream
-            if answer is NotAttached.NOT_HELD and _is_current(stream, attempt):
+            if answer is NotAttached.NOT_HELD and stream.life.is_current(attempt):
                 self._give_up(stream, attempt)
             return None
 
@@ -356,33 +351,29 @@ class ExecutorLink:
 
     def _give_up(self, stream: RequestStream, attempt: int) -> None:
         self.cancel(stream.request_id, attempt)
-        self._observer.on_withdrawn(self, stream, attempt)
+        self._tell(stream, Withdrawn(attempt))
 
     def _finish(self, stream: RequestStream, attempt: int, finished: executor_pb2.SequenceFinished) -> None:
-        if _is_current(stream, attempt) and not stream.has_ended:
+        key = (stream.request_id, attempt)
+        if not stream.life.is_current(attempt):
+            self._mended.discard(key)
+            return
+        if not stream.has_ended:
             if finished.reason == types_pb2.FINISH_REASON_LENGTH and stream.is_short:
                 self._mend(stream, attempt)
                 return
-            if (stream.request_id, attempt) in self._attaching:
+            if key in self._attaching:
                 return  # a token is missing: it comes once more, and the end behind it
-        self._mended.discard((stream.request_id, attempt))
-        if _is_current(stream, attempt):
-            if finished.reason == types_pb2.FINISH_REASON_PREEMPTED:
-                # With an error it says that the engine stood still.
-                tell = self._observer.on_stood_still if finished.error else self._observer.on_preempted
-                tell(self, stream, attempt)
-                return
-            if finished.reason == types_pb2.FINISH_REASON_CANCELLED and (stream.is_wanted or stream.is_uncancelled):
-                self._observer.on_withdrawn(self, stream, attempt)
-                return
-            if finished.error:
-                stream.fail(RequestError(Reason.INTERNAL, finished.error))
-            else:
-                stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
-                stream.finish(End(finished.reason, stop_token_id))
-        if not stream.is_let_go:
-            self._observer.on_finished(self, stream, attempt)
+        self._mended.discard(key)
+        stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
+        is_draining = self.report is not None and self.report.draining
+        self._tell(stream, Finished(attempt, finished.reason, stop_token_id, finished.error, is_draining))
 
 
-def _is_current(stream: RequestStream, attempt: int) -> bool:
-    return stream.placement is not None and stream.placement.attempt == attempt
+def _refusal(rejected: executor_pb2.SequenceRejected) -> str | None:
+    """Why no executor would take the request; None: this one has no room now."""
+    if rejected.reason not in (executor_pb2.REJECT_REASON_UNSUPPORTED, executor_pb2.REJECT_REASON_INVALID):
+        return None
+    reason = executor_pb2.RejectReason.Name(rejected.reason)
+    log.error("%s: the executor refused it: %s", rejected.request_id, reason)
+    return f"the executor refused the request: {rejected.detail}"

@@ -15,10 +15,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from google.protobuf import duration_pb2
 
 from inflight.v1 import inference_pb2, types_pb2
+from router.lifecycle.events import DEADLINE_END, End
 from router.request.delivery import BEGINNING, ReadPosition
 from router.request.errors import beyond_output, output_lost
 from router.store.types import Queued
-from router.stream.request_stream import End, News, RequestStream
+from router.stream.request_stream import News, RequestStream
 from router.text.output import TextStep
 
 UNKNOWN_LOGPROBS = types_pb2.PositionLogprobs()
@@ -73,7 +74,7 @@ class Relay:
         while True:
             news = await self._next_news()
             if news is None:
-                self._stream.finish(End(types_pb2.FINISH_REASON_DEADLINE, None))
+                self._stream.finish(DEADLINE_END)
                 await self._tell_held_text()
                 await self._finish(inference_pb2.Finished(reason=types_pb2.FINISH_REASON_DEADLINE))
                 return
@@ -93,7 +94,7 @@ class Relay:
     async def _next_news(self) -> News | None:
         """What is new; None where a deadline passes first."""
         stream = self._stream
-        has_first_token = stream.clock.first_token is not None or stream.has_unknown_past
+        has_first_token = stream.clock.first_token is not None or stream.was_adopted
         deadline = None if stream.has_ended else self._reading.deadlines.next(has_first_token)
         if deadline is None:
             return await stream.next(self.reader)
@@ -116,7 +117,7 @@ class Relay:
         if news.started and not self._has_told_started:
             self._has_told_started = True
             stream = self._stream
-            started = inference_pb2.Started(executor_id=stream.executor_id, cached_tokens=stream.num_cached_tokens)
+            started = inference_pb2.Started(executor_id=stream.life.executor_id, cached_tokens=stream.num_cached_tokens)
             if stream.clock.boarded is not None:
                 started.queue.CopyFrom(_duration(stream.clock.boarded - stream.clock.arrived))
             await self._send(inference_pb2.StreamEvent(started=started))
@@ -158,7 +159,7 @@ class Relay:
             await self._send(inference_pb2.StreamEvent(delta=delta))
             if step.num_tokens and self._write is not None:
                 self._stream.record.sent(
-                    self.reader, offset, step.num_tokens, is_first_known=not self._stream.has_unknown_past
+                    self.reader, offset, step.num_tokens, is_first_known=not self._stream.was_adopted
                 )
         return step
 
@@ -220,7 +221,7 @@ class Relay:
 
     async def _send(self, event: inference_pb2.StreamEvent) -> None:
         event.seq = self._seq
-        event.attempt = self._stream.attempt
+        event.attempt = self._stream.life.attempt
         self._seq += 1
         if self._write is not None:
             await self._write(event)

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("router", "executor", "common", "inflight", "gateway", "bench")
 GENERATED = ("inflight.v1", "inflight.kserve")
 # Files and all files in folders. What they import from our packages must be pure, too.
-PURE = ("executor/scheduler", "executor/engine/standby.py", "executor/engine/deadlines.py")
+PURE = ("executor/scheduler", "executor/engine/standby.py", "executor/engine/deadlines.py", "router/lifecycle")
 # The standard library without clocks, randomness and I/O.
 PURE_LIBRARY = frozenset(
     {"__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"}

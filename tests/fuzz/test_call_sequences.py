@@ -24,7 +24,11 @@ from tests.fuzz.served import Loop, check_unharmed, until_empty
 from tests.fuzz.statuses import Statuses, check_documented, documented
 from tests.integration.test_requests import expected_ids, ids_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),
+    # As an error it would stand in the place of the failure that it comes with.
+    pytest.mark.filterwarnings("ignore:Generating overly large repr"),
+]
 
 IDS = st.sampled_from(["a", "b", "c"])
 ROUTER = st.integers(0, 1)

@@ -85,7 +85,11 @@ FUZZING = settings(suppress_health_check=list(HealthCheck), deadline=None)
 
 
 # The store's jitter draws from `random` in the loop's thread while Hypothesis draws in its own.
-pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),
+    # As an error it would stand in the place of the failure that it comes with.
+    pytest.mark.filterwarnings("ignore:Generating overly large repr"),
+]
 
 
 def is_exploring() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 from router.dispatch.ledger_writer import ledger_report
 from router.executors.frame_checks import check_description, check_frame
-from router.executors.link import ExecutorLink
+from router.executors.link import ExecutorLink, LinkEvents
+from router.lifecycle.events import LinkEvent, Withdrawn
 from router.request.executor_context import FrameError, context_of
 from router.store.types import Demand, Ending
 from router.stream.request_stream import RequestStream
 from tests.examples import examples
 from tests.fuzz.messages import messages_of
-from tests.scripted_store import ScriptedRouter, accepts, new_stream, placement, settled, steps
+from tests.scripted_store import ScriptedRouter, accepts, new_stream, place, placement, settled, steps
 
 P = "inflight.v1."
 SLOT = st.integers(0, 3)
@@ -87,7 +88,7 @@ async def test_any_frame_is_refused_or_taken_in(frames: list[executor_pb2.ServeR
         router.stores["m"].answers.append(placement())
         await router.pools.find("m").dispatcher.submit(stream)
         bystander_link._seated[0] = (bystander, 1)
-        bystander.place(placement(executor_id="e1"))
+        place(bystander, placement(executor_id="e1"))
         try:
             if is_seated:
                 take_in(link, executor_pb2.ServeResponse(generation=1, accepted=accepts(1).accepted))
@@ -248,12 +249,12 @@ def test_executor_that_knows_no_attach_has_its_gap_given_up_at_once() -> None:
     router = ScriptedRouter("m")
     link, stream = router.link("e0", "m"), new_stream()
     link.description.protocol_version = 1
-    withdrawn: list[int] = []
-    link._observer = SimpleNamespace(on_withdrawn=lambda link, stream, attempt: withdrawn.append(attempt))
-    stream.place(placement())
+    told: list[LinkEvent] = []
+    link.come_up(cast(LinkEvents, SimpleNamespace(on_request=lambda link, stream, event: told.append(event))))
+    place(stream, placement())
     link._seated[0] = (stream, 1)
     link.receive(steps(1, offset=4))
-    assert withdrawn == [1]
+    assert told == [Withdrawn(1)]
     assert not link._outbox.attaches
 
 

@@ -22,7 +22,11 @@ from tests.fuzz.statuses import Statuses, check_documented, documented
 from tests.integration.test_requests import collect, expected_ids, ids_of
 from tests.unit.test_router_session import is_waiting, make_sequence, take
 
-pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),
+    # As an error it would stand in the place of the failure that it comes with.
+    pytest.mark.filterwarnings("ignore:Generating overly large repr"),
+]
 
 SERVE = "/inflight.v1.ExecutorService/Serve"
 P = "inflight.v1."

@@ -38,7 +38,11 @@ REQUESTS = st.tuples(st.sampled_from([*SOUND, *SOUND, b""]), bytes_of(grpc_servi
 )
 
 # The store's jitter draws from `random` in the loop's thread while Hypothesis draws in its own.
-pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),
+    # As an error it would stand in the place of the failure that it comes with.
+    pytest.mark.filterwarnings("ignore:Generating overly large repr"),
+]
 
 
 async def infer(channel: grpc.aio.Channel, request: bytes) -> None:

@@ -222,7 +222,7 @@ async def test_request_that_is_not_among_the_recent_is_looked_up(browser: Browse
         watching.requests.follow(RequestFacts("other", request_id=f"later-{number}", tenant="acme")).admitted()
     async with board(scene.message(), watching=watching) as served, opened(browser, served.url) as (page, complaints):
         await is_live(page)
-        for seat, says in ((0, "Queued"), (1, "another router serves it")):
+        for seat, says in ((0, "Queued"), (1, "Another router serves it")):
             await page.get_by_role("slider").focus()
             await page.keyboard.press("Home")
             for _ in range(seat):

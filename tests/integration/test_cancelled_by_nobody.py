@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import Reason, RequestError
-from router.dispatch import placer as placing
+from router.dispatch import dispatcher as dispatch
 from router.store.types import Lost
 from tests.cluster import run_cluster
 from tests.integration.test_resuming import NUM_TOKENS, PROMPT, begun
@@ -17,7 +17,7 @@ from tests.integration.test_resuming import NUM_TOKENS, PROMPT, begun
 async def test_stream_goes_on_whose_placement_ends_before_the_ledger_has_it_back(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(placing, "STORE_RETRY_S", 0.05)
+    monkeypatch.setattr(dispatch, "STORE_RETRY_S", 0.05)
     async with run_cluster(redis_url, pool, routers=2) as cluster:
         client, call = await begun(cluster, 3, **fields)
         (one,) = cluster.routers[0].pools.by_name.values()
@@ -32,7 +32,7 @@ async def test_stream_goes_on_whose_placement_ends_before_the_ledger_has_it_back
             return await hand_back(*args, **how)
 
         monkeypatch.setattr(one.dispatcher._store, "hand_back", hand_back_late)
-        one.dispatcher._on_store_event(Lost(stream.request_id, stream.attempt, "executor-0", 1))
+        one.dispatcher._on_store_event(Lost(stream.request_id, stream.life.attempt, "executor-0", 1))
         cluster.executors[0].brake.release()
         await client.read_rest(call)
     client.check_whole(PROMPT, NUM_TOKENS)

@@ -142,7 +142,7 @@ async def test_disconnect_cancels_the_request_and_its_blocks_are_free(
             # When its client goes away
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda: all(stream.is_abandoned for stream in dispatcher_of(cluster).streams))
+        await until(lambda: all(stream.life.is_abandoned for stream in dispatcher_of(cluster).streams))
         # Then its blocks are free two steps after the executor has heard of it
         await until(lambda: not executor.engine._inbox.empty())
         executor.brake.permit(2)

@@ -97,7 +97,9 @@ async def test_one_connection_that_opens_5000_streams_keeps_nobody_out(redis_url
         # When more wait than may, or come than the store can be asked for at once, the rest is refused as documented
         ended = [asyncio.create_task(status(call)) for call in calls]
         await until(lambda: sum(one.done() for one in ended) >= 4000, BUSY_S)
-        await until(lambda: not any(stream.is_being_submitted for stream in dispatcher_of(cluster).streams), BUSY_S)
+        await until(
+            lambda: not any(stream.life.is_being_submitted for stream in dispatcher_of(cluster).streams), BUSY_S
+        )
         # (whose end may be on its way to the client yet: who is not ended here must be one that waits there)
         await until(lambda: sum(not one.done() for one in ended) == len(dispatcher_of(cluster).streams), BUSY_S)
         refused = {one.result() for one in ended if one.done()}

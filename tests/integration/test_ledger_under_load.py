@@ -151,7 +151,7 @@ async def test_requests_board_in_order_of_arrival_while_others_leave(
             # The same for all; what gRPC makes of it differs by milliseconds, which must not change the order.
             tasks.append(asyncio.create_task(collect(router, request, timeout_s=50)))
             async with asyncio.timeout(10):
-                while len(dispatcher.streams) <= number or dispatcher.streams[-1].is_being_submitted:
+                while len(dispatcher.streams) <= number or dispatcher.streams[-1].life.is_being_submitted:
                     await asyncio.sleep(0)
         executor.brake.release()
         await asyncio.gather(*tasks)

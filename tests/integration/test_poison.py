@@ -141,7 +141,7 @@ async def until_placed(router: RunningRouter, pool: str, attempt: int | None) ->
     """Waits until the router's only request is where its executor has been told of this attempt, or nowhere."""
     async with asyncio.timeout(20):
         while True:
-            found = [stream.placement for stream in router.pools.find(pool).dispatcher.streams]
+            found = [stream.life.placement for stream in router.pools.find(pool).dispatcher.streams]
             if [one and one.attempt for one in found] == [attempt]:
                 return
             await asyncio.sleep(0.01)

@@ -324,7 +324,7 @@ async def test_placement_on_an_executor_without_a_link_costs_no_attempt(redis_ur
             # When the other executor's seat is free, the ledger places the request there again and again
             second.brake.release()
             async with asyncio.timeout(20):
-                while max(stream.attempt for stream in partial.pools.by_name[pool].dispatcher.streams) < 4:
+                while max(stream.life.attempt for stream in partial.pools.by_name[pool].dispatcher.streams) < 4:
                     await asyncio.sleep(0.01)
             # Then it still waits for the executor that its router reaches
             first.brake.release()

@@ -11,7 +11,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from inflight.v1 import inference_pb2, types_pb2
-from router.dispatch import adoption as adopting
+from router.dispatch import dispatcher as dispatch
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 
@@ -167,7 +167,7 @@ async def test_wrong_token_is_as_good_as_none(redis_url: str, pool: str) -> None
 
 
 async def test_output_that_nobody_holds_is_lost(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adopting, "LINK_WAIT_S", 0.05)
+    monkeypatch.setattr(dispatch, "LINK_WAIT_S", 0.05)
     async with run_cluster(redis_url, pool, routers=2) as cluster:
         client, _ = await begun(cluster, 5)
         await cluster.routers[0].kill()

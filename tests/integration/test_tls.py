@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from executor.settings import ExecutorSettings
 from inflight.local.certificates import EXECUTOR_NAME, ROUTER_NAME, CertificateFolder, make_certificates
 from inflight.v1 import executor_pb2, executor_pb2_grpc
 from router.executors.channel import ExecutorChannels
-from router.executors.link import ExecutorLink
+from router.executors.link import ExecutorLink, LinkEvents
+from router.lifecycle.events import LinkEvent
 from router.settings import RouterSettings
+from router.stream.request_stream import RequestStream
 
 SERVICE = "inflight.v1.ExecutorService"
 NUM_BLOCKS = 8
@@ -64,11 +66,14 @@ class Observer:
         self.seqs: asyncio.Queue[int] = asyncio.Queue()
         self.broke = asyncio.Event()
 
-    def on_linked(self, link: ExecutorLink) -> str | None:
-        return None
+    def on_linked(self, link: ExecutorLink) -> LinkEvents:
+        return self
 
-    def on_unlinked(self, link: ExecutorLink, streams: list[Any]) -> None:
+    def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
         self.broke.set()
+
+    def on_request(self, link: ExecutorLink, stream: RequestStream, event: LinkEvent) -> None:
+        raise AssertionError("nothing was submitted")
 
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
         self.seqs.put_nowait(report.seq)
@@ -220,7 +225,7 @@ async def test_link_goes_on_through_a_rotation_and_comes_back_with_the_new_certi
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         # Given a link
         async with executor_behind(door_of(made)) as (address, servicer, _):
-            link = ExecutorLink(address, "r", observer, channels)  # type: ignore[arg-type]
+            link = ExecutorLink(address, "r", observer, channels)
             running = tasks.create_task(link.run())
             servicer.reports.put_nowait(executor_pb2.Report(seq=1))
             assert await observer.seqs.get() == 1

@@ -93,7 +93,7 @@ async def test_client_that_vanishes_is_noticed_by_keepalive_and_its_blocks_are_f
             # When its cable is cut, the router notices after a ping without an answer
             cable.cut()
             began = time.monotonic()
-            await until(lambda: all(stream.is_abandoned for stream in dispatcher_of(cluster).streams))
+            await until(lambda: all(stream.life.is_abandoned for stream in dispatcher_of(cluster).streams))
             assert time.monotonic() - began < 10  # 1.5 s, and what a busy machine adds
             # Then its blocks are free two steps after the executor has heard of it
             await until(lambda: not executor.engine._inbox.empty())

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from router.lifecycle.events import End
 from router.request.delivery import Deadlines, Delivery, ReadPosition
 from router.store.types import Demand
 from router.stream.relay import Relay
-from router.stream.request_stream import End, RequestStream
+from router.stream.request_stream import RequestStream
 from router.text.output import OutputText
 from tests import text_models
 from tests.examples import examples

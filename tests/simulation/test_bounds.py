@@ -13,18 +13,18 @@ from dataclasses import replace
 import pytest
 
 import router.store.lua
-from bench.simulation import sim_router
+from bench.simulation import virtual_router
 from bench.simulation.device import TWO_CORES
 from bench.simulation.ledger_writer import LedgerWriter
-from bench.simulation.sim_dispatch import Dispatch
 from bench.simulation.sim_executor import ExecutorShape
+from bench.simulation.virtual_router import VirtualRouter
 from bench.simulation.world import SimulationFailed, World
 from bench.timeline.faults import FaultKind, SpacedFaults
 from bench.timeline.timeline import US_PER_S
 from bench.timeline.traffic import SimRequest, poisson_us, prompt_of
 from executor.scheduler.scheduler import Scheduler
 from executor.scheduler.sequence import Sequence
-from router.store.types import Ending, Placement
+from router.store.types import Ending
 from tests.simulation.worlds import make_world, run_world
 
 COST = replace(TWO_CORES, step_s=0.040)
@@ -141,24 +141,24 @@ def test_room_that_is_given_with_the_next_report_only_is_seen(
 def test_leases_that_are_looked_at_every_ten_seconds_are_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sim_router, "REAP_US", 10 * US_PER_S)
+    monkeypatch.setattr(virtual_router, "REAP_US", 10 * US_PER_S)
     exceeds(spacious(redis_url, pool, FaultKind.EXECUTOR_CRASH), "has a lease")
 
 
 LATE_US = 5 * US_PER_S
 
 
-def late(self: Dispatch, action: Callable[..., None], *args: object, **how: object) -> None:
+def late(self: VirtualRouter, action: Callable[..., None], *args: object, **how: object) -> None:
     """Does something 5 s later."""
-    self._timeline.after(LATE_US, self._process.run, lambda: action(self, *args, **how))
+    self._timeline.after(LATE_US, self.process.run, lambda: action(self, *args, **how))
 
 
 @pytest.mark.parametrize("kind", [FaultKind.EXECUTOR_CRASH, FaultKind.LINK_BREAK])
 def test_request_that_is_handed_back_late_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch, kind: FaultKind
 ) -> None:
-    hand_back = Dispatch._hand_back
-    monkeypatch.setattr(Dispatch, "_hand_back", lambda self, *args, **how: late(self, hand_back, *args, **how))
+    hand_back = VirtualRouter._hand_back
+    monkeypatch.setattr(VirtualRouter, "_hand_back", lambda self, *args, **how: late(self, hand_back, *args, **how))
     exceeds(spacious(redis_url, pool, kind), "has no token|for which it is reserved")
 
 
@@ -175,20 +175,16 @@ def test_end_that_is_settled_late_is_seen(redis_url: str, pool: str, monkeypatch
 def test_place_in_line_that_is_given_up_late_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    withdraw = Dispatch._withdraw
-    monkeypatch.setattr(Dispatch, "_withdraw", lambda self, stream: late(self, withdraw, stream))
+    withdraw = VirtualRouter._withdraw
+    monkeypatch.setattr(VirtualRouter, "_withdraw", lambda self, life: late(self, withdraw, life))
     exceeds(crowded(redis_url, pool), r"has ended \(cancelled\) and stands in line")
 
 
 def test_sequence_of_a_client_that_left_and_that_is_cancelled_late_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cancel = Dispatch._cancel_on_link
-
-    def later(self: Dispatch, placement: Placement, *why: object) -> None:
-        late(self, cancel, placement, *why)
-
-    monkeypatch.setattr(Dispatch, "_cancel_on_link", later)
+    cancel = VirtualRouter._cancel_sequence
+    monkeypatch.setattr(VirtualRouter, "_cancel_sequence", lambda self, effect: late(self, cancel, effect))
     exceeds(crowded(redis_url, pool), r"which has ended \(cancelled\)")
 
 

@@ -7,16 +7,20 @@ from dataclasses import replace
 
 import pytest
 
+from bench.simulation.client import client_of
 from bench.simulation.ledger import Ledger
-from bench.simulation.sim_dispatch import Dispatch
 from bench.simulation.sim_executor import SimExecutor
-from bench.simulation.sim_stream import SimStream
+from bench.simulation.virtual_router import VirtualRouter
 from bench.simulation.world import SimulationFailed, World
 from bench.timeline.faults import FaultRates
 from bench.timeline.population import limits_of
 from bench.timeline.traffic import SimRequest, prompt_of
 from executor.scheduler.blocks import BlockPool
-from router.store.types import NO_LIMITS, Demand, ExecutorReport, HeldSequence, Placement
+from router.lifecycle import lifecycle
+from router.lifecycle.events import RequeueReason
+from router.lifecycle.lifecycle import Lifecycle
+from router.store.types import NO_LIMITS, Demand, ExecutorReport, HeldSequence, Lost, Placement
+from router.stream.request_stream import RequestStream
 from tests.simulation.worlds import make_world, run_world
 
 CRASHES = FaultRates(executor_crash=12.0, link_break=12.0)
@@ -60,17 +64,17 @@ def test_lost_placement_that_nobody_hands_back_is_seen(
     def deaf(self: object, lost: object) -> None:
         """Takes no notice."""
 
-    monkeypatch.setattr(Dispatch, "_lose", deaf)
+    monkeypatch.setitem(lifecycle.ON_EVENT, Lost, deaf)
     monkeypatch.setattr(World, "_unlink", deaf)
     fails(make_world(redis_url, pool, 3, faults=CRASHES), "without an end")
 
 
 def test_request_that_a_router_forgets_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(self: Dispatch, stream: SimStream, **why: bool) -> None:
-        stream.placement = None
-        self.forget(stream)
+    def forgetful(self: Lifecycle, why: RequeueReason) -> None:
+        self._clear_placement()
+        self._forget()
 
-    monkeypatch.setattr(Dispatch, "void", forgetful)
+    monkeypatch.setattr(Lifecycle, "_requeue", forgetful)
     fails(make_world(redis_url, pool, 3, faults=CRASHES), "served by no router")
 
 
@@ -96,18 +100,18 @@ def test_budget_above_what_there_is_is_seen(redis_url: str, pool: str, monkeypat
 
 def test_attempt_that_runs_twice_is_seen(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that takes matters into its own hands: it sends a placement to another executor as well."""
-    place = Dispatch._place
+    send = VirtualRouter._send
 
-    def hasty(self: Dispatch, placement: Placement) -> None:
-        place(self, placement)
-        stream = self.streams.get(placement.request_id)
+    def hasty(self: VirtualRouter, life: Lifecycle, placement: Placement) -> None:
+        send(self, life, placement)
+        client = client_of(life)
         for executor_id, session in self.links.items():
-            if stream is not None and stream.placement is placement and executor_id != placement.executor_id:
-                self.offered[session][placement.request_id, placement.attempt] = stream
-                session.submit(stream.request, placement, stream.output, placement.blocks)
+            if client.placement is placement and executor_id != placement.executor_id:
+                self.offered[session][placement.request_id, placement.attempt] = client
+                session.submit(client.request, placement, client.stream.output_ids, placement.blocks)
                 return
 
-    monkeypatch.setattr(Dispatch, "_place", hasty)
+    monkeypatch.setattr(VirtualRouter, "_send", hasty)
     fails(make_world(redis_url, pool, 1), r"attempt 1 runs on x\d+ \(generation \d+\) and on x\d+")
 
 
@@ -115,12 +119,12 @@ def test_attempt_that_runs_twice_is_seen(redis_url: str, pool: str, monkeypatch:
 def test_limit_of_a_tenant_that_is_exceeded_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    demand = SimStream.demand
+    demand = RequestStream.demand
 
-    def unlimited(self: SimStream, block_size: int) -> Demand:
-        return replace(demand(self, block_size), limits=NO_LIMITS)
+    def unlimited(self: RequestStream, **how: bool) -> Demand:
+        return replace(demand(self, **how), limits=NO_LIMITS)
 
-    monkeypatch.setattr(SimStream, "demand", unlimited)
+    monkeypatch.setattr(RequestStream, "demand", unlimited)
     tenant = {"above its rate": 6, "and may 8": 4}[limit]
     world = make_world(redis_url, pool, 1, requests=_of_one_tenant(tenant), num_executors=6, duration_s=5)
     fails(world, limit)
@@ -144,11 +148,11 @@ def _of_one_tenant(number: int) -> list[SimRequest]:
 def test_request_that_redis_has_forgotten_and_that_is_not_asked_for_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Dispatch, "look_for_forgotten", _trusting)
+    monkeypatch.setattr(VirtualRouter, "look_for_forgotten", _trusting)
     fails(make_world(redis_url, pool, 0, faults=FaultRates(store_stale=24.0), rate_per_s=14), "without an end")
 
 
-def _trusting(self: Dispatch) -> None:
+def _trusting(self: VirtualRouter) -> None:
     """Believes that what waits here waits in the ledger."""
 
 
@@ -157,7 +161,7 @@ def test_reply_that_is_lost_when_the_pool_forgot_the_router_is_seen(
 ) -> None:
     """The reply that says so may be the one that is lost, so every lost reply counts as one that said so."""
     monkeypatch.setattr(Ledger, "_failed", lambda self, then: then())
-    monkeypatch.setattr(Dispatch, "look_for_forgotten", _trusting)
+    monkeypatch.setattr(VirtualRouter, "look_for_forgotten", _trusting)
     faults = FaultRates(store_away=12.0, store_empty=12.0, router_hang=4.0)
     fails(make_world(redis_url, pool, 300, faults=faults, rate_per_s=10, duration_s=20), "without an end")
 
@@ -165,18 +169,18 @@ def test_reply_that_is_lost_when_the_pool_forgot_the_router_is_seen(
 def test_number_of_an_attempt_that_is_used_again_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A placement whose number is spent must be handed back: to ignore it leaves two that look alike."""
-    place = Dispatch._place
+    """A placement whose number is spent must be handed back: to ignore it leaves two that look alike. The table of the
+    life cycle sees it first."""
+    place = Lifecycle._place
 
-    def ignoring(self: Dispatch, placement: Placement) -> None:
-        stream = self.streams.get(placement.request_id)
-        if stream is None or stream.is_abandoned or stream.has_ended or stream.attempt < placement.attempt:
+    def ignoring(self: Lifecycle, placement: Placement) -> None:
+        if self.is_abandoned or self.has_ended or self.attempt < placement.attempt:
             place(self, placement)
 
-    monkeypatch.setattr(Dispatch, "_place", ignoring)
-    monkeypatch.setattr(Dispatch, "look_for_forgotten", _trusting)
+    monkeypatch.setattr(Lifecycle, "_place", ignoring)
+    monkeypatch.setattr(VirtualRouter, "look_for_forgotten", _trusting)
     faults = FaultRates(router_hang=20.0, executor_crash=8.0, store_away=6.0, store_empty=4.0)
-    fails(make_world(redis_url, pool, 302, faults=faults, rate_per_s=10, duration_s=20), "without an end")
+    fails(make_world(redis_url, pool, 330, faults=faults, rate_per_s=10, duration_s=20), "Placement led to WAITING")
 
 
 def test_wait_without_bound_is_seen(redis_url: str, pool: str) -> None:

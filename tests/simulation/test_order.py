@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench.simulation.invariants import RequestOutcome
-from bench.simulation.sim_stream import RouterShape
+from bench.simulation.virtual_router import RouterShape
 from bench.timeline.faults import FaultRates
 from bench.timeline.timeline import US_PER_S
 from bench.timeline.traffic import SimRequest, prompt_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from bench.simulation.device import SLOW
 from bench.simulation.push import PushPolicy
 from bench.simulation.sim_executor import ExecutorShape
-from bench.simulation.sim_stream import RouterShape
+from bench.simulation.virtual_router import RouterShape
 from bench.simulation.world import World, WorldSettings
 from bench.timeline.faults import NO_FAULTS, FaultRates, SpacedFaults
 from bench.timeline.population import Population

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import Reason, RequestError
 from inflight.v1 import types_pb2
-from router.dispatch import registry as known_requests
+from router.dispatch import dispatcher as dispatch
 from router.store.types import Adopted, CancelOutcome, Ending, Lost, Queued
 from tests.scripted_store import new_reading, new_stream, placement, settled, steps
 from tests.unit.test_taking_over import Scene, attached
@@ -105,7 +105,7 @@ async def test_client_that_comes_back_does_not_read_what_is_being_cancelled(scen
 async def test_client_is_told_to_come_again_while_a_cancel_takes_long(
     scene: Scene, repeats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_requests, "CANCEL_WAIT_S", 0.0)
+    monkeypatch.setattr(dispatch, "CANCEL_WAIT_S", 0.0)
     scene.stream = new_stream(reading=new_reading(digest=b"d"))
     async with scene.router.running():
         await scene.run_here(1)
@@ -119,7 +119,7 @@ async def test_client_is_told_to_come_again_while_a_cancel_takes_long(
 async def test_client_is_told_that_somebody_cancelled_its_request(scene: Scene) -> None:
     async with scene.router.running():
         await scene.run_here(1)
-        scene.stream.is_cancelled = True
+        scene.stream.life.is_cancelled = True
         scene.link.receive(steps(end=CANCELLED))
         await settled()
         assert await scene.dispatcher.find("r") is scene.stream

@@ -12,7 +12,8 @@ from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.dispatch import retry_queue
 from router.dispatch.ledger_writer import ledger_report
-from router.dispatch.placer import MAX_FRUITLESS
+from router.lifecycle.events import Unlinked
+from router.lifecycle.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS
 from router.request.delivery import Deadlines
 from router.store.types import (
     CancelAsked,
@@ -27,7 +28,7 @@ from router.store.types import (
 )
 from router.stream.relay import Relay
 from router.stream.request_stream import RequestStream
-from tests.scripted_store import ScriptedRouter, accepts, new_reading, new_stream, placement, settled, steps
+from tests.scripted_store import ScriptedRouter, accepts, new_reading, new_stream, place, placement, settled, steps
 
 PREEMPTED = types_pb2.FINISH_REASON_PREEMPTED
 LENGTH = types_pb2.FINISH_REASON_LENGTH
@@ -97,14 +98,14 @@ async def test_sequence_that_is_preempted_again_and_again_for_nothing_waits_for_
     link, stream, store = router.link("e0", "m"), new_stream(), router.stores["m"]
     async with router.running():
         await placed(router, stream)
-        for attempt in range(1, MAX_FRUITLESS + 3):
+        for attempt in range(1, MAX_CONSECUTIVE_PREEMPTIONS + 3):
             store.answers.append(placement(attempt + 1))
             link.receive(accepts(attempt))
             link.receive(steps(end=types_pb2.FINISH_REASON_PREEMPTED))
             await settled()
-        assert [how["rejected"] for _, _, how in store.hand_backs] == [False] * MAX_FRUITLESS + [True] * 2
+        assert [how["rejected"] for _, _, how in store.hand_backs] == [False] * MAX_CONSECUTIVE_PREEMPTIONS + [True] * 2
         # A token begins the count again
-        link.receive(accepts(MAX_FRUITLESS + 3))
+        link.receive(accepts(MAX_CONSECUTIVE_PREEMPTIONS + 3))
         link.receive(steps(1, end=types_pb2.FINISH_REASON_PREEMPTED))
         await settled()
         assert not store.hand_backs[-1][2]["rejected"]
@@ -134,7 +135,7 @@ async def test_sequence_cancelled_though_nobody_asked_for_it_goes_on_elsewhere()
 async def test_withdrawal_that_the_ledger_did_not_hear_is_repeated_until_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(retry_queue, "RETRY_S", 0.0)
+    monkeypatch.setattr(retry_queue, "STORE_RETRY_S", 0.0)
     router, stream = ScriptedRouter("m"), new_stream()
     store, dispatcher = router.stores["m"], router.pools.find("m").dispatcher
     asked: list[str] = []
@@ -283,12 +284,12 @@ async def test_submit_without_reserved_blocks_and_deadline_has_the_whole_need_an
 
 
 def test_submit_past_its_deadline_has_no_time_left_but_is_not_without_one() -> None:
-    assert new_stream(deadline=time.monotonic() - 5).place(placement()).deadline_ms == 1
+    assert place(new_stream(deadline=time.monotonic() - 5), placement()).deadline_ms == 1
 
 
 def test_request_with_output_is_asked_for_without_the_deadline_of_its_first_token() -> None:
     stream = new_stream()
-    stream.place(placement())
+    place(stream, placement())
     assert stream.demand().deadline_ms == 500
     stream.token(0, 1)
     assert replace(stream.demand(), output_tokens=0).deadline_ms is None
@@ -312,7 +313,7 @@ async def test_pause_is_told_once_until_it_goes_on() -> None:
 
 def test_request_that_never_had_a_seat_does_not_pause() -> None:
     stream = new_stream()
-    stream.place(placement())
+    place(stream, placement())
     stream.pause()
     assert not stream._changed.is_set()
 
@@ -336,8 +337,8 @@ async def test_ending_says_what_was_used_and_whether_its_length_means_something(
         await placed(router, stream)
         link.receive(accepts(1))
         link.receive(steps(1, 2, cached=8))
-        stream.has_matched_stop = matched
-        stream.is_cancelled = end == types_pb2.FINISH_REASON_CANCELLED
+        stream.life.has_matched_stop = matched
+        stream.life.is_cancelled = end == types_pb2.FINISH_REASON_CANCELLED
         link.receive(steps(end=end))
         await settled()
         is_cancelled = end == types_pb2.FINISH_REASON_CANCELLED and not matched
@@ -373,15 +374,15 @@ async def test_client_reads_of_line_pause_and_move_in_order() -> None:
     await relay.queued(Queued(3, 1500))
     stream.move(Queued(1, None))
     await relay._tell_progress(await stream.next())
-    stream.place(placement())
+    place(stream, placement())
     stream.accept()
     stream.start(0)
     stream.token(0, 1)
     stream.pause()
     stream.move(Queued(7, None))  # it is accepted: too late
     await relay._tell_progress(await stream.next())
-    stream.displace()
-    stream.place(placement(2))
+    stream.life.handle(Unlinked(1))
+    place(stream, placement(2))
     stream.accept()
     await relay._tell_progress(await stream.next())
     told = [(event.WhichOneof("event"), event.queued.position, event.notice.kind) for event in events]
@@ -400,7 +401,7 @@ async def test_client_reads_of_line_pause_and_move_in_order() -> None:
 @pytest.mark.parametrize("num_turns", range(5))
 async def test_relay_with_a_deadline_ends_when_cancelled_in_the_moment_that_a_token_comes(num_turns: int) -> None:
     stream = new_stream(reading=new_reading(deadlines=Deadlines(None, time.monotonic() + 1000)))
-    stream.place(placement())
+    place(stream, placement())
     running = asyncio.create_task(Relay(stream, None).run())
     await settled()
     stream.token(0, 1)

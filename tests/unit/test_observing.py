@@ -8,10 +8,11 @@ import pytest
 
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
+from router.lifecycle.events import DEADLINE_END, End, Leave, Submit, Unlinked
 from router.stream.relay import Relay
-from router.stream.request_stream import End, RequestStream
+from router.stream.request_stream import RequestStream
 from router.telemetry.events import RequestFacts, RequestObservers, RequestRecord, class_name, outcome_of
-from tests.scripted_store import new_reading, new_stream, placement
+from tests.scripted_store import new_reading, new_stream, place, placement
 
 
 class Told:
@@ -73,7 +74,7 @@ async def ignore(event: inference_pb2.StreamEvent) -> None:
 
 async def test_stream_tells_of_places_boarding_tokens_and_its_end() -> None:
     stream, told = recorded_stream()
-    stream.place(placement())
+    place(stream, placement())
     stream.accept()
     stream.start(3)
     stream.token(0, 1)
@@ -82,11 +83,11 @@ async def test_stream_tells_of_places_boarding_tokens_and_its_end() -> None:
     stream.token(1, 1)
     stream.token(2, 1)
     await relay._tell_tokens(await stream.next())
-    stream.displace()
-    stream.place(placement(2))
+    stream.life.handle(Unlinked(1))
+    place(stream, placement(2))
     stream.start(0)
     stream.finish(End(types_pb2.FINISH_REASON_LENGTH, None))
-    stream.fail(RequestError(Reason.INTERNAL, "too late"))
+    stream.finish(DEADLINE_END)  # too late
     stream.forget()
     assert told.facts == [
         ("placed", "e0", 1, True),
@@ -138,7 +139,9 @@ def test_request_given_up_in_line_ends_cancelled() -> None:
 
 def test_request_that_goes_on_elsewhere_leaves() -> None:
     stream, told = recorded_stream()
-    stream.let_go(RequestError(Reason.TAKEN_OVER, "gone"))
+    stream.life.handle(Submit())
+    stream.life.handle(Leave(RequestError(Reason.TAKEN_OVER, "gone")))
+    stream.tell_end()
     stream.forget()
     assert told.facts == [("left",)]
 

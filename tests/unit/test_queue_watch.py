@@ -8,7 +8,7 @@ from common.errors import Reason, RequestError
 from router.dispatch.queue_updates import QueueWatch
 from router.store.types import Explanation, Queued, RequestState
 from router.stream.request_stream import RequestStream
-from tests.scripted_store import new_stream, placement
+from tests.scripted_store import new_stream, place, placement
 
 
 class Ledger:
@@ -68,7 +68,7 @@ async def test_placed_and_released_requests_are_not_looked_at() -> None:
     watch = QueueWatch(ledger.explain, 1.0)
     watch.watch(placed, Queued(0))
     watch.watch(released, Queued(0))
-    placed.place(placement())
+    place(placed, placement())
     watch.unwatch(released)
     watch.unwatch(released)
     await watch.look()

@@ -12,6 +12,7 @@ from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 from router.dispatch.dispatcher import Dispatcher
 from router.executors.link import ExecutorLink
+from router.lifecycle.events import End
 from router.store.types import (
     Adopted,
     Demand,
@@ -25,7 +26,7 @@ from router.store.types import (
     TakenOver,
 )
 from router.stream.relay import Relay
-from router.stream.request_stream import End, RequestStream
+from router.stream.request_stream import RequestStream
 from tests.scripted_store import (
     ScriptedRouter,
     ScriptedStore,
@@ -418,7 +419,7 @@ async def test_request_that_lacks_only_the_word_of_its_end_has_ended(scene: Scen
     scene.stream = new_stream(reading=new_reading(), max_tokens=2)
     async with scene.router.running():
         await scene.run_here(1, 2)
-        scene.dispatcher.on_unlinked(scene.link, [scene.stream])
+        scene.link._break()
         await settled()
         assert scene.stream.end is not None
         assert scene.stream.end.reason == LENGTH
@@ -461,6 +462,6 @@ async def test_output_of_what_came_to_its_stop_while_it_was_attached_to_is_kept(
     async with scene.router.running():
         await scene.run_here(1, 2)
         scene.stream.stop()
-        scene.stream.attach(placement(), has_started=True, num_cached_tokens=0)
+        scene.stream.attach(has_started=True, num_cached_tokens=0)
         assert scene.stream.token(0, 1)
         assert scene.stream.output_ids == [1, 2]

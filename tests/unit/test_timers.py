@@ -298,7 +298,7 @@ def test_waiting_request_is_told_after_its_grace_that_there_is_no_executor() -> 
         async with router.running():
             stream = new_stream(reading=new_reading())
             await router.pools.find("m").dispatcher.submit(stream)
-            router.pools.on_unlinked(link, [])
+            link._break()
             await asyncio.sleep(10.0 - 0.001)
             errors = [stream.error]
             await asyncio.sleep(0.002)

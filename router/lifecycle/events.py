@@ -1,0 +1,318 @@
+"""What happens to a request: its state, and the events that change it. Plain data.
+
+Words of the ledger that come without being asked are events as they are (`router.store.types`); answers to calls, what
+executors send, and what clients and timers do are defined here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from common.errors import RequestError
+from inflight.v1 import types_pb2
+from router.store.types import (
+    Adopted,
+    CancelOutcome,
+    Dropped,
+    Duplicate,
+    HandBackRefusal,
+    Placement,
+    PreemptAsked,
+    Queued,
+    Refused,
+    StoreEvent,
+)
+from router.store.types import RequestState as LedgerState
+
+SubmitOutcome = Placement | Queued | Dropped | Adopted | Refused | Duplicate | RequestError
+Admitted = Placement | Queued | Dropped | Adopted
+HandBackOutcome = Placement | Queued | Dropped | HandBackRefusal
+
+
+class RequestState(Enum):
+    """Where a request is; `router.lifecycle.lifecycle` has the table."""
+
+    NEW = auto()
+    SUBMITTING = auto()
+    WAITING = auto()
+    RESUBMITTING = auto()
+    ATTACHING = auto()
+    PLACED = auto()
+    REPLAYING = auto()
+    HANDING_BACK = auto()
+    WITHDRAWING = auto()
+    ENDED = auto()
+    LEFT = auto()
+
+
+class Call(Enum):
+    """What is under way for a request."""
+
+    SUBMIT = auto()
+    """Its first submit, with the attachment that follows from it."""
+    RESUBMIT_QUEUED = auto()
+    """Waits for its turn to be submitted again."""
+    RESUBMIT = auto()
+    ATTACH = auto()
+    HAND_BACK = auto()
+    WITHDRAW_QUEUED = auto()
+    """Waits for its turn to be taken out of the queue."""
+    WITHDRAW = auto()
+
+
+class RequeueReason(Enum):
+    """Why a placement came to nothing."""
+
+    LOST = auto()
+    """Its executor is gone or has forgotten it."""
+    REJECTED = auto()
+    """Its executor has not taken it."""
+    STALLED = auto()
+    """The engine made no step."""
+    PREEMPTED = auto()
+    """It gave way to another sequence."""
+    HANDED_BACK = auto()
+    """Its executor drains, or preempted it again and again: nothing new for it before its next report."""
+    WITHDRAWN = auto()
+    """It was cancelled although neither its client nor another caller asked for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end that the executor reported (a value of `FinishReason` of the protocol)."""
+
+    reason: int
+    stop_token_id: int | None
+
+
+CANCELLED_END = End(types_pb2.FINISH_REASON_CANCELLED, None)
+LENGTH_END = End(types_pb2.FINISH_REASON_LENGTH, None)
+DEADLINE_END = End(types_pb2.FINISH_REASON_DEADLINE, None)
+
+
+# Events of the client and of this router ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A client's request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The client is gone, or has what it wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderEnded:
+    """Whoever reads the request ends it: a deadline has passed, or its text has come to a stop."""
+
+    end: End
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAway:
+    """This router drains: what waits ends, or is left in the queue for a repeat at another router."""
+
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """This router stops: the request is left as it stands to the router that its client turns to."""
+
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class NoExecutor:
+    """There has been no executor for the grace period."""
+
+    error: RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The ledger has known no executor for the grace period, and the request is still to be submitted again."""
+
+    error: RequestError
+
+
+# Answers of the ledger, and turns of calls that wait for one ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitAnswered:
+    """The answer to the first submit."""
+
+    outcome: SubmitOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class ResubmitDue:
+    """It is the request's turn to be submitted again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResubmitAnswered:
+    """The answer to a later submit."""
+
+    outcome: SubmitOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class HandBackAnswered:
+    """The answer to a hand-back of this placement, whose request is allowed so many attempts."""
+
+    placement: Placement
+    why: RequeueReason
+    outcome: HandBackOutcome
+    max_attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawDue:
+    """It is the request's turn to be taken out of the queue. `is_replaced`: a repeat is served under its id by now."""
+
+    is_replaced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawAnswered:
+    """The answer to that; None: the ledger does not answer."""
+
+    outcome: CancelOutcome | None
+
+
+@dataclass(frozen=True, slots=True)
+class CancelFound:
+    """A caller has cancelled the request, which the ledger had in this state."""
+
+    was: LedgerState
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """The ledger does not have the request, which waits here, in its queue (`router.dispatch.waiting_audit`)."""
+
+
+# Events of links ------------------------------------------------------------------------------------------------------
+
+
+class AttachResult(Enum):
+    """What an executor answers that is asked for a sequence."""
+
+    ATTACHED = auto()
+    MISMATCH = auto()
+    """It holds another request under this id."""
+    NOT_HELD = auto()
+    LINK_LOST = auto()
+    """It did not answer, or cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachAnswered:
+    """The executor's answer, and what it knows of the sequence. `is_first`: the first submit has led to it."""
+
+    adopted: Adopted
+    result: AttachResult
+    is_first: bool = False
+    has_started: bool = False
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedElsewhere:
+    """The executor of a request that another router began has given back what it was told of it."""
+
+    adopted: Adopted
+    has_started: bool = False
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NotSent:
+    """The executor of a placement is not linked."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unlinked:
+    """The link to the executor broke."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The executor did not take the placement. `refusal`: nor would any other."""
+
+    attempt: int
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The placement was given up by its link."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """Another router reads the sequence."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A suspect has brought a token."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The sequence ended and its blocks are free. `is_draining`: so is its executor. With an `error` PREEMPTED says
+    that the engine made no step."""
+
+    attempt: int
+    reason: int
+    stop_token_id: int | None = None
+    error: str = ""
+    is_draining: bool = False
+
+    @property
+    def is_stall(self) -> bool:
+        """Whether the executor ended it because its engine made no step."""
+        return self.reason == types_pb2.FINISH_REASON_PREEMPTED and bool(self.error)
+
+
+LinkEvent = NotSent | Unlinked | Rejected | Withdrawn | Detached | FirstToken | Finished
+# Fenced by their attempt.
+FENCED = frozenset({NotSent, Unlinked, Rejected, Withdrawn, Detached, FirstToken, Finished, PreemptAsked})
+
+Event = (
+    Submit
+    | Release
+    | ReaderEnded
+    | TurnAway
+    | Leave
+    | NoExecutor
+    | GiveUp
+    | SubmitAnswered
+    | ResubmitDue
+    | ResubmitAnswered
+    | HandBackAnswered
+    | WithdrawDue
+    | WithdrawAnswered
+    | CancelFound
+    | Forgotten
+    | AttachAnswered
+    | AdoptedElsewhere
+    | LinkEvent
+    | StoreEvent
+)

@@ -1,0 +1,1014 @@
+"""The life cycle of requests on one router: a pure state machine.
+
+Events go in: words and answers of the ledger, what links and clients report, and timers (`router.lifecycle.events`).
+Effects come out, for one module to execute: `router.dispatch.dispatcher`, and `bench.simulation` in virtual time.
+Nothing in this folder does I/O, waits, reads a clock or draws a random number.
+
+`Lifecycle` is one request. The state says where it is, as far as this router knows:
+
+    NEW           not submitted yet
+    SUBMITTING    the first submit is under way, and nothing is known of its outcome
+    WAITING       in the ledger's queue
+    RESUBMITTING  the ledger has lost it; it is submitted again
+    ATTACHING     it ran at another router; its executor is asked for its output
+    PLACED        on an executor, under `attempt`
+    REPLAYING     it has ended on its executor, which sends the output once more
+    HANDING_BACK  its placement came to nothing and is being returned to the queue
+    WITHDRAWING   it is not wanted any more and is being taken out of the queue
+    ENDED         no longer served here; what its executor still owes is settled when it comes
+    LEFT          no longer served here; another router has it, or will
+
+Several calls can be under way at once (`calls`): a submit whose reply is lost is overtaken by a resubmission, a client
+leaves while a placement is handed back. So an answer is legal wherever its call is under way, and its effect depends on
+the state that it meets. `TRANSITIONS` has every state that an event can lead to. Anything else raises
+`IllegalTransition` and changes nothing.
+
+A placement is fenced by its attempt: an event of a link whose attempt is not the current one is dropped by
+`Lifecycle.handle`, and nothing else has to check it.
+
+Invariants: a placement that the ledger gave is sent, settled or handed back; a request that is served leaves by exactly
+one `Forget`; after its end or error nothing changes either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Protocol
+
+from common.errors import Reason, RequestError
+from inflight.v1 import types_pb2
+from router.lifecycle.events import (
+    CANCELLED_END,
+    DEADLINE_END,
+    FENCED,
+    LENGTH_END,
+    Admitted,
+    AdoptedElsewhere,
+    AttachAnswered,
+    AttachResult,
+    Call,
+    CancelFound,
+    Detached,
+    End,
+    Event,
+    Finished,
+    FirstToken,
+    Forgotten,
+    GiveUp,
+    HandBackAnswered,
+    Leave,
+    NoExecutor,
+    NotSent,
+    ReaderEnded,
+    Rejected,
+    Release,
+    RequestState,
+    RequeueReason,
+    ResubmitAnswered,
+    ResubmitDue,
+    Submit,
+    SubmitAnswered,
+    SubmitOutcome,
+    TurnAway,
+    Unlinked,
+    WithdrawAnswered,
+    WithdrawDue,
+    Withdrawn,
+)
+from router.request.errors import duplicate, mismatch, out_of_reach, output_lost, refusal, taken_over
+from router.request.ids import client_id
+from router.store.types import (
+    Adopted,
+    CancelAsked,
+    Cancelled,
+    Dropped,
+    DropReason,
+    Duplicate,
+    Ending,
+    HandBackRefusal,
+    LeaseLapsed,
+    Lost,
+    Placement,
+    PreemptAsked,
+    Queued,
+    Refused,
+    TakenOver,
+)
+from router.store.types import RequestState as LedgerState
+
+# How often in a row a request that was preempted before its next token is placed again at once; then at the pace of
+# reports.
+MAX_CONSECUTIVE_PREEMPTIONS = 3
+
+# Attempts count from 1.
+NO_ATTEMPT = 0
+
+# What a waiting request outlasts when it is submitted again.
+PASSING_REASONS = frozenset({Reason.NO_EXECUTOR, Reason.STORE_UNAVAILABLE})
+
+
+class Output(Protocol):
+    """What the machine reads of a request's stream."""
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the current placement has brought a token."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all the tokens that it may have."""
+
+    @property
+    def has_been_accepted(self) -> bool:
+        """Whether an executor has ever taken it."""
+
+
+# Effects --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AskLedger:
+    """Submit the request to the ledger; `is_served`: again."""
+
+    life: Lifecycle
+    is_served: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tell the caller of the first submit how it went."""
+
+    life: Lifecycle
+    outcome: Admitted | RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class RecordAdmitted:
+    """The ledger has the request."""
+
+    life: Lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class Resubmit:
+    """Submit the request again when it is its turn; `is_retry`: after a pause."""
+
+    life: Lifecycle
+    is_retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Take the request out of the queue when it is its turn; `is_retry`: after a pause."""
+
+    life: Lifecycle
+    is_retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AskToWithdraw:
+    """Have the ledger take the request out of the queue."""
+
+    life: Lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Ask the executor of a placement for the request's output; answer `AttachAnswered`."""
+
+    life: Lifecycle
+    adopted: Adopted
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TakeIn:
+    """Read the sequence from its first token on."""
+
+    life: Lifecycle
+    has_started: bool
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the request to the executor of this placement; where it is not linked, answer `NotSent`."""
+
+    life: Lifecycle
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSequence:
+    """Have the executor end a placement for this reason. Without effect where it is not linked."""
+
+    executor_id: str
+    request_id: str
+    attempt: int
+    reason: int = types_pb2.FINISH_REASON_CANCELLED
+
+
+@dataclass(frozen=True, slots=True)
+class HandBack:
+    """Return a placement to the queue; answer `HandBackAnswered`."""
+
+    life: Lifecycle
+    placement: Placement
+    why: RequeueReason
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectReport:
+    """The ledger gives the executor nothing new before its next report."""
+
+    executor_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Return the reservation of a placement, with what it has used."""
+
+    life: Lifecycle
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SettleUnused:
+    """Return a reservation of which nothing more is known."""
+
+    ending: Ending
+
+
+@dataclass(frozen=True, slots=True)
+class ClearSuspicion:
+    """No executor that was lost under the request before this placement counts any more."""
+
+    life: Lifecycle
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoteMoved:
+    """The request has lost its placement and waits for another."""
+
+    life: Lifecycle
+    why: RequeueReason
+
+
+@dataclass(frozen=True, slots=True)
+class TellEnd:
+    """The request's end or error is known: tell its reader."""
+
+    life: Lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """This router serves the request no longer."""
+
+    life: Lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """A placement or drop for which this request, no longer served, is not the one. Consumed by `LiveRequests`."""
+
+    outcome: Placement | Dropped
+
+
+Effect = (
+    AskLedger
+    | Answer
+    | RecordAdmitted
+    | Resubmit
+    | Withdraw
+    | AskToWithdraw
+    | Attach
+    | TakeIn
+    | Send
+    | CancelSequence
+    | HandBack
+    | ExpectReport
+    | Settle
+    | SettleUnused
+    | ClearSuspicion
+    | NoteMoved
+    | TellEnd
+    | Forget
+    | Stray
+)
+Effects = list[Effect]
+
+
+class IllegalTransition(Exception):
+    """An event that the state does not allow, or that led where it must not: a bug of this router."""
+
+
+S = RequestState
+UNSERVED = frozenset({S.NEW, S.ENDED, S.LEFT})
+
+ALL = frozenset(S)
+SERVED = ALL - UNSERVED
+
+
+class Lifecycle:
+    """One request. `output` is its stream, `deadline` when it must have ended, on the clock that the caller uses;
+    `is_repeatable`: a client may send it again under the same id."""
+
+    def __init__(
+        self, request_id: str, output: Output, deadline: float | None = None, *, is_repeatable: bool = False
+    ) -> None:
+        self.request_id = request_id
+        self.output = output
+        self.deadline = deadline
+        self.is_repeatable = is_repeatable
+        self.state = S.NEW
+        self.calls: tuple[Call, ...] = ()
+        self.placement: Placement | None = None
+        # The fence: the attempt of the current placement.
+        self.current_attempt = NO_ATTEMPT
+        # Of the newest placement, the current or the last; 0 and empty before the first.
+        self.attempt = 0
+        self.executor_id = ""
+        # The newest answer of the ledger that is no refusal.
+        self.admitted: Admitted | None = None
+        self.end: End | None = None
+        self.error: RequestError | None = None
+        # An executor died under it before its next token, which the current placement has not brought yet.
+        self.is_suspect = False
+        # The client is gone, or has what it wanted.
+        self.is_abandoned = False
+        # A caller has cancelled it: whatever comes next, it ends.
+        self.is_cancelled = False
+        # Its stop text came, of which executors know nothing.
+        self.has_matched_stop = False
+        # The ledger says that what is replayed did not end by a cancel.
+        self.is_known_uncancelled = False
+        self.consecutive_preemptions = 0
+        self._effects: Effects = []
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its end or its error is known."""
+        return self.end is not None or self.error is not None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether this router serves it."""
+        return self.state not in UNSERVED
+
+    def is_current(self, attempt: int) -> bool:
+        """The fence: whether what an executor or the ledger says of this attempt is about the current placement."""
+        return attempt == self.current_attempt != NO_ATTEMPT
+
+    @property
+    def is_being_submitted(self) -> bool:
+        """Whether the caller of its first submit waits for the answer."""
+        return Call.SUBMIT in self.calls
+
+    @property
+    def is_resubmit_queued(self) -> bool:
+        """Whether it waits for its turn to be submitted again."""
+        return Call.RESUBMIT_QUEUED in self.calls
+
+    @property
+    def is_in_queue(self) -> bool:
+        """Whether the ledger has it in its queue, as far as this router knows, and nothing about that is under way."""
+        return self.state is S.WAITING and not (self.calls or self.is_abandoned or self.has_ended)
+
+    @property
+    def was_cancelled(self) -> bool:
+        """Whether it ended by its client or because its client was gone."""
+        if self.has_matched_stop:
+            return False
+        if self.end is not None:
+            return self.end.reason == types_pb2.FINISH_REASON_CANCELLED
+        return self.is_cancelled or self.is_abandoned
+
+    def handle(self, event: Event) -> Effects:
+        """Takes an event in and returns what is to be done. Raises `IllegalTransition`, and has changed nothing."""
+        kind = type(event)
+        if kind in FENCED and not self.is_current(event.attempt):  # type: ignore[union-attr]
+            return []
+        allowed = TRANSITIONS.get((self.state, kind))
+        if allowed is None:
+            raise IllegalTransition(f"{self.request_id}: {kind.__name__} in state {self.state.name}")
+        before = CHANGING(self)
+        effects = self._effects = []
+        try:
+            ON_EVENT[kind](self, event)
+            if self.state not in allowed:
+                raise IllegalTransition(f"{self.request_id}: {kind.__name__} led to {self.state.name}")
+        except IllegalTransition:
+            for name, value in zip(CHANGING_FIELDS, before, strict=True):
+                setattr(self, name, value)
+            raise
+        return effects
+
+    # The client and this router.
+
+    def _on_submit(self, event: Submit) -> None:
+        self.state = S.SUBMITTING
+        self._begin(Call.SUBMIT)
+        self._effects.append(AskLedger(self, is_served=False))
+
+    def _on_release(self, event: Release) -> None:
+        if self.is_abandoned:
+            return
+        self.is_abandoned = True
+        # Before the ledger has answered, the id may be another request's; the answer is dealt with when it comes.
+        if Call.SUBMIT not in self.calls:
+            self._stop()
+
+    def _on_reader_ended(self, event: ReaderEnded) -> None:
+        if event.end.reason == types_pb2.FINISH_REASON_STOP_STRING:
+            self.has_matched_stop = True
+        self._finish(event.end)
+
+    def _on_turn_away(self, event: TurnAway) -> None:
+        is_running = self.placement is not None or self.output.has_been_accepted
+        if is_running or self.is_abandoned or Call.SUBMIT in self.calls:
+            return
+        if self.is_repeatable:
+            self._leave(event.error)
+        else:
+            self._fail(event.error)
+            self._withdraw()
+
+    def _on_leave(self, event: Leave) -> None:
+        self._leave(event.error)
+
+    def _on_no_executor(self, event: NoExecutor) -> None:
+        if self.placement is None and self.deadline is None:
+            self._fail(event.error)
+            self._withdraw()
+
+    def _on_give_up(self, event: GiveUp) -> None:
+        self._over(Call.RESUBMIT_QUEUED)
+        if self._can_be_resubmitted:
+            self._fail(event.error)
+            self._forget()
+
+    # Answers of the ledger.
+
+    def _on_submit_answered(self, event: SubmitAnswered) -> None:
+        outcome = self._admitted_or_error(event.outcome, is_served=False)
+        if isinstance(outcome, RequestError):
+            self._over(Call.SUBMIT)
+            if self.admitted is None:
+                self._fail(outcome)
+                self._forget()
+                self._effects.append(Answer(self, outcome))
+                return
+            # A later submit was answered first: the request waits or runs.
+            if self.is_abandoned and self.state is not S.LEFT:
+                self._stop()
+            self._effects.append(Answer(self, self.admitted))
+            return
+        if not self._admit(outcome, is_first=True):
+            self._over(Call.SUBMIT)
+            self._effects.append(Answer(self, outcome))
+
+    def _on_resubmit_due(self, event: ResubmitDue) -> None:
+        if Call.RESUBMIT_QUEUED not in self.calls:
+            return
+        self._over(Call.RESUBMIT_QUEUED)
+        if self._can_be_resubmitted:
+            self._begin(Call.RESUBMIT)
+            self._effects.append(AskLedger(self, is_served=True))
+
+    def _on_resubmit_answered(self, event: ResubmitAnswered) -> None:
+        self._over(Call.RESUBMIT)
+        if self.state is S.LEFT:
+            return
+        outcome = self._admitted_or_error(event.outcome, is_served=True)
+        if not isinstance(outcome, RequestError):
+            self._admit(outcome, is_first=False)
+        elif outcome.reason is Reason.DUPLICATE_REQUEST_ID and (self.attempt or self.is_repeatable):
+            self._leave(taken_over())
+        elif self.is_abandoned and outcome.reason is Reason.STORE_UNAVAILABLE:
+            self._stop()  # the ledger may have taken it
+        elif self.is_abandoned or outcome.reason not in PASSING_REASONS:
+            self._fail(outcome)
+            self._forget()
+        elif self._can_be_resubmitted and not self.has_ended and Call.RESUBMIT_QUEUED not in self.calls:
+            self._begin(Call.RESUBMIT_QUEUED)
+            self._effects.append(Resubmit(self, is_retry=True))
+
+    def _on_hand_back_answered(self, event: HandBackAnswered) -> None:
+        self._over(Call.HAND_BACK)
+        if event.why is not RequeueReason.PREEMPTED:
+            self._effects.append(ExpectReport(event.placement.executor_id))
+        if self.state is S.HANDING_BACK:
+            self.state = S.WAITING
+        match event.outcome:
+            case Placement() as placement:
+                self._place(placement)
+            case Dropped() as dropped:
+                self._drop(dropped)
+            case HandBackRefusal.EXHAUSTED:
+                text = f"{event.max_attempts} executors died under the request before its next token"
+                self._fail(RequestError(Reason.ATTEMPTS_EXHAUSTED, text))
+                self._forget()
+            case HandBackRefusal.UNKNOWN:
+                self._resubmit()
+            case HandBackRefusal.STALE if self.placement is None and not self.has_ended:
+                self._resubmit()  # which says how it stands
+            case Queued() if self.is_abandoned:
+                self._stop()
+
+    def _on_withdraw_due(self, event: WithdrawDue) -> None:
+        self._over(Call.WITHDRAW_QUEUED)
+        if not event.is_replaced:
+            self._begin(Call.WITHDRAW)
+            self._effects.append(AskToWithdraw(self))
+
+    def _on_withdraw_answered(self, event: WithdrawAnswered) -> None:
+        self._over(Call.WITHDRAW)
+        if event.outcome is not None and event.outcome.placement is not None:
+            self._place(event.outcome.placement)  # which settles it
+            return
+        self._forget()
+        if event.outcome is None and Call.WITHDRAW_QUEUED not in self.calls:
+            self._begin(Call.WITHDRAW_QUEUED)
+            self._effects.append(Withdraw(self, is_retry=True))
+
+    def _on_cancel_found(self, event: CancelFound) -> None:
+        self.is_cancelled = True
+        if event.was is LedgerState.PLACED and self.placement is not None:
+            self._cancel_sequence(self.placement)
+        elif event.was in (LedgerState.WAITING, LedgerState.LOST):
+            self._finish(CANCELLED_END)
+            self._forget()
+
+    def _on_forgotten(self, event: Forgotten | LeaseLapsed) -> None:
+        self._resubmit()
+
+    # Words of the ledger.
+
+    def _on_placement(self, event: Placement) -> None:
+        self._place(event)
+
+    def _on_lost(self, event: Lost) -> None:
+        """The ledger took a placement back, of which this router may never have been told: a reply can be lost."""
+        if self.is_abandoned or self.has_ended:
+            ending = Ending(self.request_id, event.attempt, cancelled=self.was_cancelled)
+            self._effects.append(SettleUnused(ending))
+        elif self.placement is not None and self.current_attempt == event.attempt:
+            self._cancel_sequence(self.placement)
+            self._requeue(RequeueReason.LOST)
+        elif self.placement is None and event.attempt > self.attempt:
+            lost = Placement(event.request_id, event.attempt, event.executor_id, event.generation)
+            self._hand_back(lost, RequeueReason.REJECTED)
+
+    def _on_cancel_asked(self, event: CancelAsked) -> None:
+        self.is_cancelled = True
+        if self.placement is not None:
+            self._cancel_sequence(self.placement)
+
+    def _on_preempt_asked(self, event: PreemptAsked) -> None:
+        assert self.placement is not None
+        self._cancel_sequence(self.placement, types_pb2.FINISH_REASON_PREEMPTED)
+
+    def _on_cancelled(self, event: Cancelled) -> None:
+        self._finish(CANCELLED_END)
+        self._forget()
+
+    def _on_dropped(self, event: Dropped) -> None:
+        self._drop(event)
+
+    def _on_taken_over(self, event: TakenOver | Detached) -> None:
+        self._leave(taken_over())
+
+    # Links.
+
+    def _on_attach_answered(self, event: AttachAnswered) -> None:
+        self._over(Call.ATTACH)
+        adopted, refused = event.adopted, None
+        if event.result is AttachResult.ATTACHED:
+            if self.state in (S.ATTACHING, S.WITHDRAWING):
+                self._take_in(event)
+                self.is_known_uncancelled = adopted.ended  # what was cancelled, the ledger starts again
+                if self.is_abandoned:
+                    self._stop()
+        elif self.state is S.ATTACHING and (adopted.ended or event.result is AttachResult.MISMATCH):
+            refused = _not_attached(event.result)
+            self._fail(refused)
+            self._forget()
+        elif not adopted.ended and self.state is not S.LEFT:
+            self._place(adopted.placement)  # no router has told the executor, or it cannot be reached
+        if event.is_first:
+            self._over(Call.SUBMIT)
+            self._effects.append(Answer(self, refused or adopted))
+
+    def _on_adopted_elsewhere(self, event: AdoptedElsewhere) -> None:
+        self._take_in(event)
+
+    def _on_void(self, event: NotSent | Unlinked | Withdrawn) -> None:
+        self._requeue(_VOID[type(event)])
+
+    def _on_rejected(self, event: Rejected) -> None:
+        if event.refusal is None:
+            self._requeue(RequeueReason.REJECTED)
+            return
+        self._clear_placement()
+        self._fail(RequestError(Reason.INTERNAL, event.refusal))
+        self._forget()
+        self._effects.append(Settle(self, event.attempt))
+
+    def _on_first_token(self, event: FirstToken) -> None:
+        self.is_suspect = False
+        self._effects.append(ClearSuspicion(self, event.attempt))
+
+    def _on_finished(self, event: Finished) -> None:
+        if event.reason == types_pb2.FINISH_REASON_PREEMPTED:
+            self._preempted(event)
+            return
+        is_unwanted_cancel = self._is_wanted or self.is_known_uncancelled
+        if event.reason == types_pb2.FINISH_REASON_CANCELLED and is_unwanted_cancel:
+            self._requeue(RequeueReason.WITHDRAWN)  # the ledger took the placement for superseded
+            return
+        if event.error:
+            self._fail(RequestError(Reason.INTERNAL, event.error))
+        else:
+            self._finish(End(event.reason, event.stop_token_id))
+        is_replay = self.state is S.REPLAYING
+        self._clear_placement()
+        if not is_replay:
+            self._effects.append(Settle(self, event.attempt))
+        self._forget()
+
+    def _preempted(self, event: Finished) -> None:
+        """Its executor has ended the placement for others, or because it drains or stalls. A request that was preempted
+        several times before its next token waits for a report."""
+        if event.is_stall:
+            self._requeue(RequeueReason.STALLED)
+            return
+        self.consecutive_preemptions = 0 if self.output.has_progressed else self.consecutive_preemptions + 1
+        is_refused = event.is_draining or self.consecutive_preemptions > MAX_CONSECUTIVE_PREEMPTIONS
+        self._requeue(RequeueReason.HANDED_BACK if is_refused else RequeueReason.PREEMPTED)
+
+    # How a request moves.
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether more of it is waited for."""
+        return not (self.is_abandoned or self.is_cancelled or self.has_ended or self.state is S.REPLAYING)
+
+    @property
+    def _can_be_resubmitted(self) -> bool:
+        """Whether it is in the queue, as far as this router knows, or was, and its client wants it."""
+        return self.state in (S.SUBMITTING, S.WAITING, S.RESUBMITTING) and not self.is_abandoned
+
+    def _admitted_or_error(self, outcome: SubmitOutcome, *, is_served: bool) -> Admitted | RequestError:
+        if self.state is S.LEFT and self.error is not None:
+            return self.error  # the answer is for the router that has it now
+        if isinstance(outcome, Refused):
+            return refusal(outcome)
+        if isinstance(outcome, Duplicate):
+            return mismatch() if self.is_repeatable and not is_served else duplicate(client_id(self.request_id))
+        return outcome
+
+    def _admit(self, outcome: Admitted, *, is_first: bool) -> bool:
+        """The ledger has the request. Returns whether its executor is asked first."""
+        self.admitted = outcome
+        self._effects.append(RecordAdmitted(self))
+        match outcome:
+            case Placement():
+                self._place(outcome)
+            case Dropped():
+                self._drop(outcome)
+            case Queued():
+                if self.state in (S.SUBMITTING, S.RESUBMITTING):
+                    self.state = S.WAITING
+                if self.is_abandoned:
+                    self._stop()
+            case Adopted():
+                return self._attach(outcome, is_first=is_first)
+        return False
+
+    def _attach(self, adopted: Adopted, *, is_first: bool) -> bool:
+        if self.state not in (S.SUBMITTING, S.WAITING, S.RESUBMITTING, S.WITHDRAWING):
+            if self.state is S.ENDED and not adopted.ended:
+                self._effects.append(Stray(adopted.placement))
+            return False
+        if self.state is not S.WITHDRAWING:
+            self.state = S.ATTACHING
+        self._begin(Call.ATTACH)
+        self._effects.append(Attach(self, adopted, is_first))
+        return True
+
+    def _take_in(self, event: AttachAnswered | AdoptedElsewhere) -> None:
+        """The executor has known the current placement for a while, and sends from its first token on."""
+        self._make_current(event.adopted.placement)
+        self.state = S.REPLAYING if event.adopted.ended else S.PLACED
+        self._effects.append(TakeIn(self, event.has_started, event.num_cached_tokens))
+
+    def _place(self, placement: Placement) -> None:
+        """The ledger has chosen an executor, or gives back what is settled because it is not wanted any more."""
+        if not self.is_served:
+            self._effects.append(Stray(placement))
+            return
+        if self.is_cancelled:
+            self._finish(CANCELLED_END)
+        if self.is_abandoned or self.has_ended:
+            self._effects.append(Settle(self, placement.attempt))
+            self._forget()
+        elif self.attempt < placement.attempt:
+            self._make_current(placement)
+            self.state = S.PLACED
+            self._effects.append(Send(self, placement))
+        elif self.placement is None and self.state is not S.HANDING_BACK:
+            # Told twice, by the reply to the call and by an event; or the ledger had forgotten the request meanwhile
+            # and counts its attempts from 1 again: then this one is spent, and no other router will return it.
+            self._hand_back(placement, RequeueReason.REJECTED)
+
+    def _requeue(self, why: RequeueReason) -> None:
+        """The current placement is void: hands it back, or settles it where no more is wanted."""
+        placement, is_replay = self.placement, self.state is S.REPLAYING
+        assert placement is not None
+        self._clear_placement()
+        if self.is_cancelled:
+            self._finish(CANCELLED_END)
+        if self.output.is_complete:
+            # Only its end was still to come, and executors refuse what has nothing left to generate.
+            self._finish(LENGTH_END)
+        if is_replay:
+            self._fail(output_lost("its executor did not send the output again to its end"))
+            self._forget()
+        elif self.is_abandoned or self.has_ended:
+            self._effects.append(Settle(self, placement.attempt))
+            self._forget()
+        else:
+            self._effects.append(NoteMoved(self, why))
+            self._hand_back(placement, why)
+
+    def _hand_back(self, placement: Placement, why: RequeueReason) -> None:
+        self.state = S.HANDING_BACK
+        self._begin(Call.HAND_BACK)
+        self._effects.append(HandBack(self, placement, why))
+
+    def _resubmit(self) -> None:
+        if self._can_be_resubmitted and not self.has_ended:
+            self.state = S.RESUBMITTING
+            if Call.RESUBMIT_QUEUED not in self.calls:
+                self._begin(Call.RESUBMIT_QUEUED)
+                self._effects.append(Resubmit(self))
+
+    def _stop(self) -> None:
+        """Ends a request wherever it is. The executor learns why, for those that read it there again."""
+        if self.placement is None:
+            self._withdraw()
+        else:
+            reason = types_pb2.FINISH_REASON_CANCELLED if self.end is None else self.end.reason
+            self._cancel_sequence(self.placement, reason)
+
+    def _withdraw(self) -> None:
+        """Takes a waiting request out of the queue, as soon as the ledger can be asked to."""
+        if self.is_served:
+            self.state = S.WITHDRAWING
+        if Call.WITHDRAW_QUEUED not in self.calls:
+            self._begin(Call.WITHDRAW_QUEUED)
+            self._effects.append(Withdraw(self))
+
+    def _cancel_sequence(self, placement: Placement, reason: int = types_pb2.FINISH_REASON_CANCELLED) -> None:
+        self._effects.append(CancelSequence(placement.executor_id, self.request_id, placement.attempt, reason))
+
+    def _drop(self, dropped: Dropped) -> None:
+        if not self.is_served:
+            self._effects.append(Stray(dropped))
+            return
+        if dropped.reason is DropReason.EXPIRED:
+            self._finish(DEADLINE_END)
+        else:
+            self._fail(refusal(Refused(Reason.NEVER_FITS)))
+        self._forget()
+
+    def _leave(self, error: RequestError) -> None:
+        if not self.is_served:
+            return
+        self.state = S.LEFT
+        self._clear_placement()
+        self._fail(error)
+        self._effects.append(Forget(self))
+
+    def _finish(self, end: End) -> None:
+        if not self.has_ended:
+            self.end = end
+            self._effects.append(TellEnd(self))
+
+    def _fail(self, error: RequestError) -> None:
+        if not self.has_ended:
+            self.error = error
+            self._effects.append(TellEnd(self))
+
+    def _forget(self) -> None:
+        if not self.is_served:
+            return
+        if self.placement is not None:  # it has ended otherwise than on its executor
+            self._stop()
+            if self.state is S.REPLAYING:
+                self._clear_placement()  # nothing is owed for it
+        self.state = S.ENDED
+        self._effects.append(Forget(self))
+
+    def _make_current(self, placement: Placement) -> None:
+        self.placement = placement
+        self.attempt = self.current_attempt = placement.attempt
+        self.is_suspect = placement.suspect
+        self.executor_id = placement.executor_id
+
+    def _clear_placement(self) -> None:
+        self.placement = None
+        self.current_attempt = NO_ATTEMPT
+
+    def _begin(self, call: Call) -> None:
+        self.calls += (call,)
+
+    def _over(self, call: Call) -> None:
+        """The call is answered."""
+        if call not in self.calls:
+            raise IllegalTransition(f"{self.request_id}: no {call.name} is under way")
+        index = self.calls.index(call)
+        self.calls = self.calls[:index] + self.calls[index + 1 :]
+
+
+def _not_attached(result: AttachResult) -> RequestError:
+    if result is AttachResult.MISMATCH:
+        return mismatch()
+    if result is AttachResult.LINK_LOST:
+        return out_of_reach()
+    return output_lost("the request has ended, and its executor does not hold its output any more")
+
+
+_VOID = {
+    NotSent: RequeueReason.REJECTED,
+    Unlinked: RequeueReason.LOST,
+    Withdrawn: RequeueReason.WITHDRAWN,
+}
+
+ON_EVENT: dict[type, Callable[[Lifecycle, Any], None]] = {
+    Submit: Lifecycle._on_submit,
+    Release: Lifecycle._on_release,
+    ReaderEnded: Lifecycle._on_reader_ended,
+    TurnAway: Lifecycle._on_turn_away,
+    Leave: Lifecycle._on_leave,
+    NoExecutor: Lifecycle._on_no_executor,
+    GiveUp: Lifecycle._on_give_up,
+    SubmitAnswered: Lifecycle._on_submit_answered,
+    ResubmitDue: Lifecycle._on_resubmit_due,
+    ResubmitAnswered: Lifecycle._on_resubmit_answered,
+    HandBackAnswered: Lifecycle._on_hand_back_answered,
+    WithdrawDue: Lifecycle._on_withdraw_due,
+    WithdrawAnswered: Lifecycle._on_withdraw_answered,
+    CancelFound: Lifecycle._on_cancel_found,
+    Forgotten: Lifecycle._on_forgotten,
+    Placement: Lifecycle._on_placement,
+    Lost: Lifecycle._on_lost,
+    CancelAsked: Lifecycle._on_cancel_asked,
+    PreemptAsked: Lifecycle._on_preempt_asked,
+    Cancelled: Lifecycle._on_cancelled,
+    Dropped: Lifecycle._on_dropped,
+    TakenOver: Lifecycle._on_taken_over,
+    LeaseLapsed: Lifecycle._on_forgotten,
+    AttachAnswered: Lifecycle._on_attach_answered,
+    AdoptedElsewhere: Lifecycle._on_adopted_elsewhere,
+    NotSent: Lifecycle._on_void,
+    Unlinked: Lifecycle._on_void,
+    Rejected: Lifecycle._on_rejected,
+    Withdrawn: Lifecycle._on_void,
+    Detached: Lifecycle._on_taken_over,
+    FirstToken: Lifecycle._on_first_token,
+    Finished: Lifecycle._on_finished,
+}
+
+# By event: the states that allow it, and those that it can lead to; "=" is the same state, "SERVED" are all but NEW,
+# ENDED and LEFT. An answer is legal only while its call is under way, whatever the state.
+_TABLE: Mapping[tuple[type, ...], Mapping[str, str]] = {
+    (Submit,): {"NEW": "SUBMITTING"},
+    (AdoptedElsewhere,): {"NEW": "PLACED REPLAYING"},
+    (Release,): {
+        "SUBMITTING PLACED REPLAYING WITHDRAWING": "=",
+        "WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING",
+    },
+    (ReaderEnded,): {"ANY": "="},
+    (TurnAway,): {
+        "SUBMITTING PLACED REPLAYING": "=",
+        "WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING LEFT",
+        "WITHDRAWING": "= LEFT",
+    },
+    (Leave, TakenOver): {"SERVED": "LEFT"},
+    (NoExecutor,): {
+        "SUBMITTING WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING",
+        "PLACED REPLAYING WITHDRAWING": "=",
+    },
+    (GiveUp,): {
+        "WAITING RESUBMITTING": "= ENDED",
+        "ATTACHING PLACED REPLAYING HANDING_BACK WITHDRAWING ENDED LEFT": "=",
+    },
+    (SubmitAnswered,): {
+        "SUBMITTING": "WAITING ATTACHING PLACED WITHDRAWING ENDED",
+        "WAITING": "= ATTACHING PLACED HANDING_BACK WITHDRAWING ENDED",
+        "RESUBMITTING": "= WAITING ATTACHING PLACED HANDING_BACK WITHDRAWING ENDED",
+        "ATTACHING": "= PLACED HANDING_BACK WITHDRAWING ENDED",
+        "PLACED WITHDRAWING": "= ENDED",
+        "REPLAYING": "= PLACED ENDED",
+        "HANDING_BACK": "= PLACED WITHDRAWING ENDED",
+        "ENDED LEFT": "=",
+    },
+    (ResubmitDue,): {"WAITING RESUBMITTING ATTACHING PLACED REPLAYING HANDING_BACK WITHDRAWING ENDED LEFT": "="},
+    (ResubmitAnswered,): {
+        "WAITING": "= ATTACHING PLACED HANDING_BACK WITHDRAWING ENDED LEFT",
+        "RESUBMITTING": "= WAITING ATTACHING PLACED HANDING_BACK WITHDRAWING ENDED LEFT",
+        "ATTACHING": "= PLACED HANDING_BACK WITHDRAWING ENDED LEFT",
+        "PLACED WITHDRAWING": "= ENDED LEFT",
+        "REPLAYING": "= PLACED ENDED LEFT",
+        "HANDING_BACK": "= PLACED WITHDRAWING ENDED LEFT",
+        "ENDED LEFT": "=",
+    },
+    (HandBackAnswered,): {
+        "WAITING": "= RESUBMITTING PLACED HANDING_BACK WITHDRAWING ENDED",
+        "RESUBMITTING ATTACHING": "= PLACED HANDING_BACK WITHDRAWING ENDED",
+        "PLACED WITHDRAWING": "= ENDED",
+        "REPLAYING": "= PLACED ENDED",
+        "HANDING_BACK": "= WAITING RESUBMITTING PLACED WITHDRAWING ENDED",
+        "ENDED LEFT": "=",
+    },
+    (WithdrawDue,): {"PLACED REPLAYING WITHDRAWING ENDED LEFT": "="},
+    (WithdrawAnswered,): {"PLACED REPLAYING WITHDRAWING": "ENDED", "ENDED LEFT": "="},
+    (CancelFound,): {"SERVED": "= ENDED"},
+    (Forgotten,): {"WAITING": "RESUBMITTING"},
+    (LeaseLapsed,): {
+        "SUBMITTING WAITING": "= RESUBMITTING",
+        "RESUBMITTING ATTACHING PLACED REPLAYING HANDING_BACK WITHDRAWING": "=",
+    },
+    (Placement,): {
+        "SUBMITTING": "PLACED ENDED",
+        "WAITING RESUBMITTING ATTACHING": "PLACED HANDING_BACK ENDED",
+        "PLACED": "= ENDED",
+        "REPLAYING HANDING_BACK": "= PLACED ENDED",
+        "WITHDRAWING": "ENDED",
+    },
+    (Lost,): {
+        "SUBMITTING WAITING RESUBMITTING ATTACHING": "= HANDING_BACK",
+        "PLACED": "= HANDING_BACK ENDED",
+        "REPLAYING": "= ENDED",
+        "HANDING_BACK WITHDRAWING": "=",
+    },
+    (CancelAsked,): {"SERVED": "="},
+    (PreemptAsked, FirstToken): {"PLACED REPLAYING ENDED": "="},
+    (Cancelled, Dropped): {"SERVED": "ENDED"},
+    (AttachAnswered,): {
+        "WAITING RESUBMITTING": "= PLACED HANDING_BACK ENDED",
+        "ATTACHING": "PLACED REPLAYING HANDING_BACK ENDED",
+        "PLACED": "= ENDED",
+        "REPLAYING HANDING_BACK": "= PLACED ENDED",
+        "WITHDRAWING": "= PLACED REPLAYING ENDED",
+        "ENDED LEFT": "=",
+    },
+    (NotSent, Unlinked, Rejected, Withdrawn, Finished): {
+        "PLACED": "HANDING_BACK ENDED",
+        "REPLAYING": "ENDED",
+        "ENDED": "=",
+    },
+    (Detached,): {"PLACED REPLAYING": "LEFT", "ENDED": "="},
+}
+
+
+def _states(words: str, state: RequestState | None = None) -> frozenset[RequestState]:
+    """The states that a cell of the table names."""
+    groups = {"ANY": ALL, "SERVED": SERVED, "=": frozenset({state})}
+    return frozenset(
+        one for word in words.split() for one in groups.get(word) or {RequestState[word]} if one is not None
+    )
+
+
+TRANSITIONS: Mapping[tuple[RequestState, type], frozenset[RequestState]] = {
+    (state, kind): _states(following, state)
+    for kinds, rows in _TABLE.items()
+    for states, following in rows.items()
+    for state in _states(states)
+    for kind in kinds
+}
+
+# What an illegal transition must leave as it was.
+CHANGING_FIELDS = (
+    "state",
+    "calls",
+    "placement",
+    "current_attempt",
+    "attempt",
+    "executor_id",
+    "admitted",
+    "end",
+    "error",
+    "is_suspect",
+    "is_abandoned",
+    "is_cancelled",
+    "has_matched_stop",
+    "is_known_uncancelled",
+    "consecutive_preemptions",
+)
+CHANGING = attrgetter(*CHANGING_FIELDS)

@@ -1,0 +1,112 @@
+"""Whatever order events come in, each request ends once, no attempt is sent twice and nothing is owed at the end.
+
+Every order for two requests, two routers and one executor with one seat, with one or two failures or choices of clients
+at any time; and random orders of larger systems with many of them. `tests.lifecycle_world` is the system.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.lifecycle_world import Action, World, new_world
+
+FAULTS = (
+    "leave a",
+    "cancel a",
+    "preempt a",
+    "repeat a r1",
+    "resume a r1",
+    "unlink r0",
+    "grace r0",
+    "lost r0",
+    "unanswered r0",
+    "crash r0",
+    "stop r0",
+    "executor",
+    "empty",
+)
+PAIRS = (
+    ("leave a", "lost r0"),
+    ("leave a", "unlink r0"),
+    ("leave a", "unanswered r0"),
+    ("cancel a", "unanswered r0"),
+    ("cancel a", "lost r0"),
+    ("crash r0", "repeat a r1"),
+    ("crash r0", "resume a r1"),
+    ("stop r0", "lost r0"),
+    ("stop r0", "repeat a r1"),
+    ("preempt a", "leave a"),
+    ("preempt a", "unanswered r0"),
+    ("unanswered r0", "unlink r0"),
+)
+
+
+def begun(*faults: str) -> World:
+    """Both requests have come: `a` can be repeated, `b` not."""
+    world = new_world(*faults)
+    world.arrive("a", "r0", digest=True)
+    world.arrive("b", "r1", digest=False)
+    return world
+
+
+def explore(first: World) -> int:
+    """Takes every order of steps to its end. Returns the number of different worlds."""
+    seen = {first.key()}
+    pending: list[tuple[World, tuple[Action, ...]]] = [(first, ())]
+    while pending:
+        world, path = pending.pop()
+        if world.is_at_rest():
+            _check(world.check_end, path)
+        for action in world.actions():
+            following = world.copy()
+            _check(lambda world=following, action=action: world.step(action), (*path, action))
+            key = following.key()
+            if key not in seen:
+                seen.add(key)
+                pending.append((following, (*path, action)))
+    return len(seen)
+
+
+def _check(work: object, path: tuple[Action, ...]) -> None:
+    try:
+        work()  # type: ignore[operator]
+    except Exception as error:
+        steps = "".join(f"\n  {action}" for action in path)
+        raise AssertionError(f"{error!r} after{steps}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", [(), *((fault,) for fault in FAULTS), *PAIRS], ids=" + ".join)
+def test_every_order_of_two_requests_ends_well(faults: tuple[str, ...]) -> None:
+    assert explore(begun(*faults)) > 20
+
+
+MANY = (
+    *("leave a", "leave b", "leave c", "leave d", "cancel a", "cancel b", "cancel c", "preempt a", "preempt b"),
+    *("repeat a r1", "repeat a r2", "repeat a r0", "repeat c r0", "resume a r1", "resume b r2", "resume c r0"),
+    *("unlink r0", "unlink r1", "unlink r2", "grace r0", "grace r1", "lost r0", "lost r1", "lost r2"),
+    *("unanswered r0", "unanswered r1", "unanswered r2", "crash r0", "crash r1", "stop r0", "stop r2"),
+    *("executor", "executor", "empty"),
+)
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(st.sampled_from(MANY), max_size=8),
+    st.integers(1, 3),
+    st.lists(st.booleans(), min_size=4, max_size=4),
+    st.randoms(use_true_random=False),
+)
+def test_random_orders_of_a_larger_system_end_well(
+    faults: list[str], num_seats: int, repeatable: list[bool], random: object
+) -> None:
+    world = new_world(*faults, num_routers=3, num_seats=num_seats)
+    for number, (name, digest) in enumerate(zip("abcd", repeatable, strict=True)):
+        world.arrive(name, f"r{number % 3}", digest=digest)
+    path: list[Action] = []
+    while not world.is_at_rest():
+        path.append(random.choice(world.actions()))  # type: ignore[attr-defined]
+        _check(lambda: world.step(path[-1]), tuple(path))
+    _check(world.check_end, tuple(path))

@@ -1,0 +1,186 @@
+"""The life cycle of one request: the whole table, the fence, and what is illegal."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+
+from router.lifecycle import lifecycle
+from router.lifecycle.events import (
+    CANCELLED_END,
+    FENCED,
+    AdoptedElsewhere,
+    Event,
+    Finished,
+    HandBackAnswered,
+    Leave,
+    ReaderEnded,
+    Release,
+    RequestState,
+    RequeueReason,
+    ResubmitAnswered,
+    ResubmitDue,
+    Submit,
+    SubmitAnswered,
+    Unlinked,
+    WithdrawAnswered,
+)
+from router.lifecycle.lifecycle import (
+    CHANGING,
+    TRANSITIONS,
+    Forget,
+    HandBack,
+    IllegalTransition,
+    Lifecycle,
+    Send,
+    Settle,
+)
+from router.store.types import Adopted, CancelOutcome, HandBackRefusal, LeaseLapsed, Lost, Placement, Queued
+from tests.lifecycle_orders import ERROR, Output, Transition, copied, explore, possible_events
+
+S = RequestState
+PLACEMENT = Placement("r", 1, "e", 1)
+LOST = Lost("r", 2, "e", 1)
+
+
+# Where the exploration begins, besides at the beginning: clients that leave while their first submit has no answer yet,
+# and three calls are under way.
+LEAVING: tuple[tuple[Event, ...], ...] = (
+    (LeaseLapsed(), ResubmitDue(), PLACEMENT, Unlinked(1)),
+    (LeaseLapsed(), PLACEMENT, Unlinked(1)),
+    (PLACEMENT, Unlinked(1), LOST, HandBackAnswered(PLACEMENT, RequeueReason.LOST, Queued(0), 2)),
+    (PLACEMENT, Unlinked(1), LOST, HandBackAnswered(PLACEMENT, RequeueReason.LOST, HandBackRefusal.UNKNOWN, 2)),
+)
+
+
+@functools.cache
+def explored() -> tuple[frozenset[Transition], tuple[Lifecycle, ...]]:
+    """Every transition, and a request in every situation."""
+    found = [explore(Lifecycle("r", Output(), is_repeatable=True), 2), explore(Lifecycle("r", Output(), 1.0), 1)]
+    for events in LEAVING:
+        life = Lifecycle("r", Output())
+        for event in (Submit(), *events, Release()):
+            life.handle(event)
+        found.append(explore(life, 3))
+    transitions = frozenset(transition for each, _ in found for transition in each)
+    return transitions, tuple(life for _, lives in found for life in lives)
+
+
+@pytest.mark.slow
+def test_table_has_what_can_happen_and_nothing_else() -> None:
+    transitions, _ = explored()
+    table = {(state, kind, after) for (state, kind), following in TRANSITIONS.items() for after in following}
+    assert transitions == table
+
+
+def one_of_each() -> Iterator[Event]:
+    """An event of each kind."""
+    _, lives = explored()
+    events: dict[type, Event] = {}
+    for life in lives:
+        if len(events) == len({kind for _, kind in TRANSITIONS}):
+            break
+        for event in possible_events(life):
+            events.setdefault(type(event), event)
+    return iter(events.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", RequestState)
+def test_event_that_a_state_does_not_allow_raises_and_changes_nothing(state: RequestState) -> None:
+    found = next(one for one in explored()[1] if one.state is state)
+    before = CHANGING(found)
+    for event in one_of_each():
+        life, kind = copied(found), type(event)
+        if kind in FENCED and not life.is_current(event.attempt):  # type: ignore[union-attr]
+            assert life.handle(event) == []
+        elif (state, kind) in TRANSITIONS:
+            continue
+        else:
+            with pytest.raises(IllegalTransition, match=f"{kind.__name__} in state {state.name}"):
+                life.handle(event)
+        assert CHANGING(life) == before
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        SubmitAnswered(Queued(0)),
+        ResubmitAnswered(Queued(0)),
+        HandBackAnswered(PLACEMENT, RequeueReason.LOST, Queued(0), 2),
+        WithdrawAnswered(CancelOutcome(None)),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_answer_to_a_call_that_was_not_made_raises_and_changes_nothing(event: Event) -> None:
+    life = placed()
+    life.handle(Release())
+    before = CHANGING(life)
+    with pytest.raises(IllegalTransition):
+        life.handle(event)
+    assert CHANGING(life) == before
+
+
+def test_state_that_the_table_does_not_have_is_never_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = {**TRANSITIONS, (S.PLACED, Finished): frozenset({S.HANDING_BACK})}
+    monkeypatch.setattr(lifecycle, "TRANSITIONS", without)
+    life = placed()
+    before = CHANGING(life)
+    with pytest.raises(IllegalTransition, match="Finished led to ENDED"):
+        life.handle(Finished(1, CANCELLED_END.reason + 100))
+    assert CHANGING(life) == before
+
+
+def placed(attempt: int = 1) -> Lifecycle:
+    """A request on an executor."""
+    life = Lifecycle("r", Output())
+    life.handle(Submit())
+    life.handle(SubmitAnswered(Placement("r", attempt, "e", 1)))
+    assert life.state is S.PLACED
+    return life
+
+
+def test_request_is_sent_handed_back_and_settled() -> None:
+    life = placed()
+    effects = life.handle(Unlinked(1))
+    assert [effect.placement.attempt for effect in effects if isinstance(effect, HandBack)] == [1]
+    effects = life.handle(HandBackAnswered(PLACEMENT, RequeueReason.LOST, Placement("r", 2, "f", 1), 2))
+    assert [effect.placement.attempt for effect in effects if isinstance(effect, Send)] == [2]
+    effects = life.handle(Finished(2, 1))
+    assert [type(effect) for effect in effects][1:] == [Settle, Forget]
+    assert life.state is S.ENDED
+
+
+def test_what_an_executor_says_of_a_former_placement_is_dropped() -> None:
+    life = placed()
+    life.handle(Unlinked(1))
+    life.handle(HandBackAnswered(PLACEMENT, RequeueReason.LOST, Placement("r", 2, "f", 1), 2))
+    before = CHANGING(life)
+    assert [life.handle(event) for event in (Unlinked(1), Finished(1, 1), Finished(0, 1))] == [[], [], []]
+    assert CHANGING(life) == before
+
+
+def test_end_is_told_once() -> None:
+    life = placed()
+    assert len(life.handle(ReaderEnded(CANCELLED_END))) == 1
+    assert life.handle(ReaderEnded(CANCELLED_END)) == []
+    assert life.end == CANCELLED_END
+
+
+def test_replay_is_not_settled() -> None:
+    life = Lifecycle("r", Output())
+    life.handle(AdoptedElsewhere(Adopted(PLACEMENT, ended=True)))
+    effects = life.handle(Finished(1, 1))
+    assert not [effect for effect in effects if isinstance(effect, Settle)]
+    assert life.state is S.ENDED
+
+
+def test_request_that_is_left_takes_no_answer_for_its_own() -> None:
+    life = Lifecycle("r", Output())
+    life.handle(Submit())
+    life.handle(Leave(ERROR))
+    effects = life.handle(SubmitAnswered(PLACEMENT))
+    assert not [effect for effect in effects if isinstance(effect, Send | Settle)]
+    assert life.state is S.LEFT

@@ -22,11 +22,12 @@ SCHEDULER_TESTS = (
     "tests/property/test_scheduler_properties.py",
 )
 LEDGER_TESTS = ("tests/unit/test_store.py", "tests/unit/test_store_leases.py", "tests/property/test_store_model.py")
-PLACING_TESTS = (
+LIFE_CYCLE_TESTS = (
+    "tests/unit/test_lifecycle.py",
     "tests/unit/test_dispatch.py",
     "tests/unit/test_void_placements.py",
-    "tests/property/test_lifecycle_orders.py",
     "tests/unit/test_surplus_tokens.py",
+    "tests/property/test_lifecycle_orders.py",
 )
 
 SCHEDULER = (
@@ -131,21 +132,21 @@ LIFE_CYCLE = (
         "router/lifecycle/lifecycle.py",
         "elif self.attempt < placement.attempt:",
         "elif self.attempt <= placement.attempt:",
-        PLACING_TESTS,
+        LIFE_CYCLE_TESTS,
     ),
     Mutation(
         "news of the loss of an earlier attempt voids the current placement",
         "router/lifecycle/lifecycle.py",
         "elif self.placement is not None and self.current_attempt == event.attempt:",
         "elif self.placement is not None:",
-        PLACING_TESTS,
+        LIFE_CYCLE_TESTS,
     ),
     Mutation(
-        "a request that gave way to others counts as one that its executor died under",
+        "a preempted request counts as one whose executor died",
         "router/dispatch/dispatcher.py",
         "preempted=why is RequeueReason.PREEMPTED,",
         "preempted=False,",
-        PLACING_TESTS,
+        LIFE_CYCLE_TESTS,
     ),
 )
 STREAMS = (

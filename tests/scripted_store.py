@@ -21,7 +21,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.executors.link import ExecutorLink
 from router.lifecycle.events import RequestState, Submit
-from router.request.delivery import Deadlines, Delivery
+from router.request.spec import Deadlines, Delivery
 from router.settings import RouterSettings
 from router.stats.source import StatsSource
 from router.store.store import AdmissionStore

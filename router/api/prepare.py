@@ -19,12 +19,11 @@ from router.auth.resume_token import ResumeTokens
 from router.config.tenants import TenantConfig, TenantConfigFile
 from router.dispatch.pools import ModelBackend
 from router.lifecycle.events import End
-from router.request.delivery import Deadlines, Delivery
 from router.request.errors import shut_out, unknown_tenant
 from router.request.executor_context import context_of
 from router.request.ids import digest_of, keyed_request_id, keyed_seed, ledger_id
 from router.request.prefix_hashes import prefix_hashes
-from router.request.spec import ChatPrompt, FittedRequest, GenerateSpec, ModelLimits
+from router.request.spec import ChatPrompt, Deadlines, Delivery, FittedRequest, GenerateSpec, ModelLimits
 from router.settings import RouterSettings
 from router.store.types import DEFAULT_TENANT, NO_LIMITS, Demand, TenantLimits
 from router.stream.request_stream import RequestStream

@@ -11,9 +11,9 @@ from inflight.v1 import inference_pb2
 from router.auth.caller import Caller, effective_tenant, sees_model
 from router.auth.resume_token import ResumeTokens
 from router.dispatch.pools import ModelBackend, ModelRegistry
-from router.request.delivery import ReadPosition
 from router.request.errors import beyond_output, unknown_request
 from router.request.ids import ledger_id
+from router.request.spec import ReadPosition
 from router.stream.request_stream import RequestStream
 
 

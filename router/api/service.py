@@ -45,9 +45,8 @@ from router.stats.capacity import add_capacity, described_model, described_varia
 from router.stats.source import StatsSource
 from router.stats.variants import VariantMeters
 from router.store.types import NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
-from router.stream.relay import Relay, Write
+from router.stream.relay import Relay, Write, grace_after, with_write_timeout
 from router.stream.request_stream import RequestStream
-from router.stream.write_timeout import grace_after, with_write_timeout
 from router.telemetry.events import NO_OBSERVERS, RequestObservers, class_name
 from router.telemetry.tracing import call_span
 

@@ -3,7 +3,7 @@
 Pure: takes a request of the protocol and a model's limits, and returns plain values or raises a `RequestError` that
 names every wrong field together with what is allowed. Validation has two steps, because some limits count tokens:
 `validate_generate` before the prompt is tokenized, `fit_tokens` after. No field that a request sets is ignored: it is
-read here or refused by `router.api.unsupported_fields`.
+read, or refused by `refuse_unsupported`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
-from common.errors import FieldViolation, invalid
+from common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
 from common.protocol import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from inflight.v1 import inference_pb2, types_pb2
-from router.api.unsupported_fields import refuse_unsupported
-from router.request.delivery import ReadPosition
 from router.request.spec import (
     ChatPrompt,
     FittedRequest,
@@ -27,6 +29,7 @@ from router.request.spec import (
     ModelLimits,
     OutputFlags,
     Prompt,
+    ReadPosition,
     ResolvedSampling,
     ResolvedStopping,
     TextPrompt,
@@ -34,6 +37,75 @@ from router.request.spec import (
 )
 from router.text.chat import chat_violations
 from router.text.count_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
+
+
+@dataclass(frozen=True, slots=True)
+class UnbuiltField:
+    """A field, its function, and the values that ask for nothing. An unset field asks for nothing either."""
+
+    path: str
+    function: str
+    neutral: tuple[float, ...] = ()
+
+
+UNBUILT_SAMPLING = (
+    UnbuiltField("min_p", "min-p sampling is", (0.0,)),
+    UnbuiltField("typical_p", "locally typical sampling is", (1.0,)),
+    UnbuiltField("presence_penalty", "the presence penalty is", (0.0,)),
+    UnbuiltField("frequency_penalty", "the frequency penalty is", (0.0,)),
+    UnbuiltField("repetition_penalty", "the repetition penalty is", (1.0,)),
+    UnbuiltField("logit_bias", "logit bias is"),
+    UnbuiltField("allowed_token_ids", "a list of allowed token ids is"),
+    UnbuiltField("bad_words", "a list of bad words is"),
+)
+
+UNBUILT = (
+    *(UnbuiltField(f"sampling.{unbuilt.path}", unbuilt.function, unbuilt.neutral) for unbuilt in UNBUILT_SAMPLING),
+    UnbuiltField("n", "more than one choice is", (1,)),
+    UnbuiltField("best_of", "choosing the best of several is", (1,)),
+    UnbuiltField("constraint.json_schema", "constrained output is"),
+    UnbuiltField("constraint.regex", "constrained output is"),
+    UnbuiltField("constraint.grammar", "constrained output is"),
+    UnbuiltField("constraint.choice", "constrained output is"),
+    UnbuiltField("output.prompt_logprobs", "reporting log probabilities of prompts is"),
+    UnbuiltField("output.echo", "echoing the prompt is"),
+    UnbuiltField("output.coalesce_ms", "holding tokens back to send fewer events is"),
+    UnbuiltField("adapter_id", "serving LoRA adapters is"),
+)
+
+
+def refuse_unsupported(request: inference_pb2.GenerateRequest) -> None:
+    """Raises `RequestError` naming every field that asks for an unsupported function."""
+    violations = [
+        violation
+        for unbuilt in UNBUILT
+        if _asks_for(request, unbuilt)
+        for violation in not_implemented(unbuilt.path, unbuilt.function).violations
+    ]
+    if violations:
+        raise _refusal(violations)
+
+
+def unsupported_defaults(default_sampling: types_pb2.SamplingParams) -> Iterator[str]:
+    """Yields the fields of a model's generation config that have no effect, for a warning at start."""
+    for unbuilt in UNBUILT_SAMPLING:
+        if _asks_for(default_sampling, unbuilt):
+            yield unbuilt.path
+
+
+def _refusal(violations: list[FieldViolation]) -> RequestError:
+    text = "; ".join(f"{violation.field}: {violation.description}" for violation in violations)
+    return RequestError(Reason.NOT_IMPLEMENTED, text, tuple(violations))
+
+
+def _asks_for(message: Message, unbuilt: UnbuiltField) -> bool:
+    parent_path, _, name = unbuilt.path.rpartition(".")
+    parent: Any = attrgetter(parent_path)(message) if parent_path else message
+    if parent.DESCRIPTOR.fields_by_name[name].has_presence:
+        return parent.HasField(name) and getattr(parent, name) not in unbuilt.neutral
+    value = getattr(parent, name)
+    return bool(value) and value not in unbuilt.neutral
+
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024

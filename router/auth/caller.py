@@ -30,7 +30,7 @@ class Caller:
 
 
 ANYBODY = Caller(is_operator=True)
-"""Who calls where the router does not authenticate callers."""
+"""The caller if the router does not authenticate callers."""
 
 
 class Authenticator(Protocol):

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -29,9 +30,35 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, mod
 from pydantic_core import PydanticCustomError
 
 from router.config.toml_file import BELOW, Table, read_toml
-from router.config.variants import Variant
 from router.config.watched_file import FileWatcher
 from router.store.types import DEFAULT_TENANT, NO_LIMITS, TenantLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A model that a name may stand for. `weight` is relative to those of the others."""
+
+    model: str
+    weight: float
+
+
+def choose_variant(variants: Sequence[Variant], key: str) -> Variant:
+    """Returns the variant that serves the key, by weighted rendezvous hashing: every router makes the same choice, and
+    an added model takes its share evenly from the others."""
+    return min(variants, key=lambda variant: _draw(variant.model, key) / variant.weight)
+
+
+def share_of(variant: Variant, variants: Sequence[Variant]) -> float:
+    """Returns the part of all keys that a variant serves, 0 to 1."""
+    return variant.weight / sum(one.weight for one in variants)
+
+
+def _draw(model: str, key: str) -> float:
+    """Returns an exponentially distributed number. The least of several, each divided by its weight, wins in proportion
+    to the weights."""
+    digest = hashlib.blake2b(f"{model}\0{key}".encode(), digest_size=8).digest()
+    return -math.log((int.from_bytes(digest) + 1) / 2**64)
+
 
 MAX_TENANT_CHARACTERS = 256
 MAX_COUNT = 10**12

@@ -13,17 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from common.errors import Reason, RequestError
 from inflight.v1 import executor_pb2, types_pb2
-from router.dispatch.ended_streams import EndedStreams
 from router.dispatch.ledger_writer import LedgerWriter, ledger_report
 from router.dispatch.queue_updates import QueueWatch
 from router.dispatch.retry_queue import STORE_RETRY_S, RetryQueue
-from router.dispatch.submit_limiter import SubmitTurns
 from router.dispatch.waiting_audit import WaitingAudit
 from router.executors.link import Answer as LinkAnswer
 from router.executors.link import ExecutorLink, NotAttached, OnAnswer
@@ -68,6 +67,7 @@ from router.lifecycle.lifecycle import (
 )
 from router.lifecycle.live_requests import LiveRequests
 from router.request.errors import (
+    RETRY_AFTER_MS,
     being_cancelled,
     draining,
     duplicate,
@@ -95,9 +95,84 @@ from router.store.types import (
     StoreEvent,
     TenantLimits,
 )
-from router.stream.relay import Relay
+from router.stream.relay import Relay, unattended_s
 from router.stream.request_stream import RequestStream, unread_stream
-from router.stream.write_timeout import unattended_s
+
+Outcome = TypeVar("Outcome")
+
+# As many as have a turn at the store (`router.store.turns`). A new request without a turn after `SUBMIT_TURN_S` is
+# refused: its client can ask another router, or later.
+MAX_CONCURRENT_SUBMITS = 8
+SUBMIT_TURN_S = 2.0
+
+
+class SubmitTurns:
+    """The turns of one pool."""
+
+    def __init__(self) -> None:
+        self._turns = asyncio.Semaphore(MAX_CONCURRENT_SUBMITS)
+
+    async def take(self, submit: Callable[[], Awaitable[Outcome]]) -> Outcome | RequestError:
+        """Submits when it is its turn. Returns a refusal if that takes too long."""
+        try:
+            async with asyncio.timeout(SUBMIT_TURN_S):
+                await self._turns.acquire()
+        except TimeoutError:
+            text = "too many requests come in at once"
+            return RequestError(Reason.STORE_UNAVAILABLE, text, retry_after_ms=RETRY_AFTER_MS)
+        try:
+            return await submit()
+        finally:
+            self._turns.release()
+
+
+MAX_STREAMS = 10_000
+MAX_BYTES = 64 * 1024 * 1024
+
+
+class EndedStreams:
+    """The ended requests of one pool, kept for a while so that clients can read them again. Bounded by count and bytes;
+    the oldest are dropped first, and executors keep them too. All times are seconds of one monotonic clock."""
+
+    def __init__(self, keep_s: float, max_streams: int = MAX_STREAMS, max_bytes: int = MAX_BYTES) -> None:
+        self._keep_s = keep_s
+        self._max_streams = max_streams
+        self._max_bytes = max_bytes
+        # With the time to drop each and its bytes, in the order in which they ended.
+        self._kept: OrderedDict[str, tuple[RequestStream, float, int]] = OrderedDict()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, stream: RequestStream, now: float) -> None:
+        """Keeps a request that has ended. It replaces an older one of the same id."""
+        self._drop(stream.request_id)
+        reading = stream.reading
+        asked_s = None if reading is None else reading.kept_s
+        keep_s = self._keep_s if asked_s is None else min(asked_s, self._keep_s)
+        num_bytes = stream.num_bytes
+        self._kept[stream.request_id] = (stream, now + keep_s, num_bytes)
+        self._num_bytes += num_bytes
+        while self._kept and self._is_too_much(now):
+            self._drop(next(iter(self._kept)))
+
+    def find(self, ledger_id: str, now: float) -> RequestStream | None:
+        """Returns the request of this id if it is still kept."""
+        stream, until, _ = self._kept.get(ledger_id, (None, now, 0))
+        if stream is not None and until <= now:
+            self._drop(ledger_id)
+            return None
+        return stream
+
+    def _is_too_much(self, now: float) -> bool:
+        _, oldest_until, _ = next(iter(self._kept.values()))
+        return oldest_until <= now or len(self._kept) > self._max_streams or self._num_bytes > self._max_bytes
+
+    def _drop(self, ledger_id: str) -> None:
+        _, _, num_bytes = self._kept.pop(ledger_id, (None, 0.0, 0))
+        self._num_bytes -= num_bytes
+
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from common.errors import FieldViolation, Reason, RequestError, invalid
 from inflight.v1 import executor_pb2
 from router.auth.caller import Caller, model_of, sees_model
-from router.config.variants import Variant, choose_variant
+from router.config.tenants import Variant, choose_variant
 from router.discovery import watch
 from router.dispatch.dispatcher import Dispatcher
 from router.executors.channel import ExecutorChannels

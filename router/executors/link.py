@@ -23,10 +23,45 @@ from common.protocol import ATTACH_VERSION, MIN_PROTOCOL_VERSION, PROTOCOL_VERSI
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from router.executors.channel import ExecutorChannels
 from router.executors.frame_checks import check_description, check_frame
-from router.executors.silence import LivenessTimer
 from router.lifecycle.events import Detached, FirstToken, LinkEvent, Rejected, SequenceEnded, Withdrawn
 from router.request.executor_context import FrameError
 from router.stream.request_stream import RequestStream, unread_stream
+
+LOOK_EVERY_S = 1.0
+LATE_S = 1.0
+
+
+class LivenessTimer:
+    """The silence of one peer that should send a message every second, counted in checks one second apart. It is over
+    once no message has come for `max_silent_s` checks. A late check shows that this process stood still, not the peer:
+    its messages are still unread, so the count starts again."""
+
+    def __init__(self, max_silent_s: int) -> None:
+        self.is_over = False
+        self._max_silent = max_silent_s
+        self._num_silent = 0
+        self._has_heard = False
+
+    def hear(self) -> None:
+        """Records a message of the peer."""
+        self._has_heard = True
+
+    def look(self, late_s: float) -> bool:
+        """Counts a check that comes `late_s` seconds late. Returns whether the peer has been silent for too long."""
+        self._num_silent = 0 if self._has_heard or late_s > LATE_S else self._num_silent + 1
+        self._has_heard = False
+        self.is_over = self._num_silent >= self._max_silent
+        return self.is_over
+
+    async def watch(self, end: Callable[[], object]) -> None:
+        """Checks every second. Calls `end` once the peer has been silent for too long."""
+        loop = asyncio.get_running_loop()
+        while not self.is_over:
+            due = loop.time() + LOOK_EVERY_S
+            await asyncio.sleep(LOOK_EVERY_S)
+            self.look(loop.time() - due)
+        end()
+
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from router.kserve.models import model_config, model_metadata
 from router.kserve.responses import FINAL_RESPONSE, Responder, Send
 from router.kserve.translation import VERSION, Inference, check_version, in_client_words, translate
 from router.settings import RouterSettings
-from router.stream.relay import Write
-from router.stream.write_timeout import with_write_timeout
+from router.stream.relay import Write, with_write_timeout
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 

@@ -23,8 +23,9 @@ leaves while a placement is handed back. So an answer is legal wherever its call
 the state that it meets. `TRANSITIONS` has every state that an event can lead to. Anything else raises
 `IllegalTransition` and changes nothing.
 
-A placement is fenced by its attempt: an event of a link whose attempt is not the current one is dropped by
-`Lifecycle.handle`, and nothing else has to check it.
+A placement is fenced by its attempt: `Lifecycle.handle` drops an event whose attempt is not the current one, and
+nothing behind it has to check that. Output does not pass here; a link compares the same `current_attempt` where it
+looks up the stream of a slot.
 
 Invariants: a placement that the ledger gave is sent, settled or handed back; a request that is served leaves by exactly
 one `Forget`; after its end or error nothing changes either.

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from inflight.v1 import inference_pb2
-from router.config.variants import Variant, share_of
+from router.config.tenants import Variant, share_of
 from router.stream.request_stream import RequestStream
 
 NUM_KEPT = 1000

@@ -20,9 +20,9 @@ from common.errors import RequestError
 from inflight.v1 import executor_pb2, types_pb2
 from router.lifecycle.events import End, ReaderEnded, RequestState, Submit
 from router.lifecycle.lifecycle import Lifecycle
-from router.request.delivery import Delivery
 from router.request.errors import taken_over
 from router.request.executor_context import FrameError, context_of
+from router.request.spec import Delivery
 from router.store.types import Demand, Ending, Placement, Queued, TakenOver
 from router.telemetry.events import CANCELLED, NO_OBSERVERS, RequestFacts, RequestRecord, outcome_of
 

@@ -14,7 +14,7 @@ import pytest
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, inference_pb2_grpc
 from router.settings import RouterSettings
-from router.stream.write_timeout import with_write_timeout
+from router.stream.relay import with_write_timeout
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 from tests.fuzz.served import HANG_S, check_unharmed, until_empty
 from tests.fuzz.statuses import status_of

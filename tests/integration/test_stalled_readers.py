@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from inflight.v1 import inference_pb2, types_pb2
 from router.settings import RouterSettings
-from router.stream import write_timeout as patience
+from router.stream import relay as patience
 from tests import cluster as clusters
 from tests.cluster import Cluster, run_cluster, token_request
 from tests.fake_device import VOCABULARY_SIZE

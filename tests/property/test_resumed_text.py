@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.lifecycle.events import End
-from router.request.delivery import Deadlines, Delivery, ReadPosition
+from router.request.spec import Deadlines, Delivery, ReadPosition
 from router.store.types import Demand
 from router.stream.relay import Relay
 from router.stream.request_stream import RequestStream

@@ -14,7 +14,7 @@ from router.dispatch import retry_queue
 from router.dispatch.ledger_writer import ledger_report
 from router.lifecycle.events import Unlinked
 from router.lifecycle.lifecycle import MAX_CONSECUTIVE_PREEMPTIONS
-from router.request.delivery import Deadlines
+from router.request.spec import Deadlines
 from router.store.types import (
     CancelAsked,
     CancelOutcome,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.v1 import executor_pb2
-from router.dispatch.ended_streams import EndedStreams
+from router.dispatch.dispatcher import EndedStreams
 from router.store.types import Demand
 from router.stream.request_stream import RequestStream
 from tests.scripted_store import new_reading

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.settings import SettingError
-from router.config.tenants import NO_CONFIG, TenantConfig, TenantConfigFile, parse_tenants
+from router.config.tenants import NO_CONFIG, TenantConfig, TenantConfigFile, Variant, parse_tenants
 from router.config.toml_file import key_line, key_lines
-from router.config.variants import Variant
 from router.config.watched_file import ContentError
 from router.store.types import NO_LIMITS, TenantLimits
 

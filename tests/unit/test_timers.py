@@ -15,9 +15,8 @@ from common.errors import Reason, RequestError
 from executor.engine.output import EngineStatus
 from executor.serving.report import Reporter
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
-from router.executors.link import MAX_SILENT_S
-from router.executors.silence import LivenessTimer
-from router.request.delivery import Deadlines
+from router.executors.link import MAX_SILENT_S, LivenessTimer
+from router.request.spec import Deadlines
 from router.store.settings import StoreSettings
 from router.store.store import _repeat
 from router.store.types import Adopted, CancelOutcome, LeaseLapsed, Lost, Queued

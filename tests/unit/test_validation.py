@@ -9,8 +9,7 @@ import pytest
 
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
-from router.api.unsupported_fields import unsupported_defaults
-from router.api.validation import MAX_DEADLINE_S, validate_generate
+from router.api.validation import MAX_DEADLINE_S, unsupported_defaults, validate_generate
 from router.request.spec import ChatPrompt, ModelLimits, ResolvedSampling, TextPrompt, TokenPrompt
 from tests.validated import SEED, limits_of, validated
 

@@ -11,8 +11,7 @@ from google.protobuf.message import Message
 
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
-from router.api.unsupported_fields import UNBUILT
-from router.api.validation import validate_generate
+from router.api.validation import UNBUILT, validate_generate
 from router.request.spec import ChatPrompt, GenerateSpec, ModelLimits
 from router.text.chat import plain_struct, template_messages, template_tools
 

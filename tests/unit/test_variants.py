@@ -6,7 +6,7 @@ import pytest
 
 from inflight.v1 import executor_pb2, inference_pb2
 from router.api.service import sticky_key
-from router.config.variants import Variant, choose_variant, share_of
+from router.config.tenants import Variant, choose_variant, share_of
 from router.stats.variants import NUM_KEPT, VariantMeter, VariantMeters, percentile
 from router.store.types import Demand
 from router.stream.request_stream import RequestStream

@@ -59,14 +59,14 @@ class Observer:
             await self._fleet.wait_until_serving(timeout_s)
             for client in self._clients:
                 # Another process's state sets no event here.
-                while not await self._sees_everybody(client):  # noqa: ASYNC110
+                while not await self._sees_all_executors(client):  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_EVERY_S)
 
     async def leak(self, timeout_s: float) -> Leak:
         """What is left, once nothing is or after `timeout_s` seconds."""
         return await leak_of(self._clients[0], self._fleet.redis_process.url(), self._pool, timeout_s)
 
-    async def _sees_everybody(self, client: AsyncClient) -> bool:
+    async def _sees_all_executors(self, client: AsyncClient) -> bool:
         num_executors = len(self._fleet.executors)
         try:
             capacity = await client.capacity(timeout=CALL_TIMEOUT_S)

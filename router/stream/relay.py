@@ -33,8 +33,8 @@ STALLED_GRACE_S = 10.0
 def with_write_timeout(
     write: Callable[[Event], Awaitable[None]], timeout_s: float
 ) -> Callable[[Event], Awaitable[None]]:
-    """Returns a writer that raises `RequestError` STALLED if a write takes longer than `timeout_s`. Meanwhile gRPC holds
-    one event and the router the ids of the tokens since; only the client's own call waits."""
+    """Returns a writer that raises `RequestError` STALLED if a write takes longer than `timeout_s`. Meanwhile gRPC
+    holds one event and the router the ids of the tokens since. Only the client's own call waits."""
 
     async def bounded(event: Event) -> None:
         try:

@@ -134,7 +134,7 @@ async def attack(cluster: Cluster, channel: grpc.aio.Channel, frames: list[bytes
     return router
 
 
-async def test_any_frame_is_answered_as_documented_and_harms_nobody(redis_url: str, pool: str) -> None:
+async def test_any_frame_is_answered_as_documented_without_harm(redis_url: str, pool: str) -> None:
     statuses, loop = documented(), Loop()
     frames = bytes_of(executor_pb2.ServeRequest, HINTS)
     first = st.one_of(st.just(hello().SerializeToString()), frames)

@@ -141,7 +141,7 @@ async def test_generate_is_held_against_the_callers_token(redis_url: str, pool: 
         assert await status_of(router, token(exp=1)) is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_caller_sees_its_own_models_and_nobodys_name(redis_url: str, pool: str, tmp_path: Path) -> None:
+async def test_caller_sees_its_own_models_and_no_other_names(redis_url: str, pool: str, tmp_path: Path) -> None:
     async with locked_cluster(redis_url, pool, tmp_path) as cluster:
         stub = cluster.routers[0].stub
 

@@ -86,7 +86,7 @@ BAD_REQUESTS: dict[str, tuple[Callable[[], Request], grpc.StatusCode, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
-async def test_bad_request_is_refused_by_field_and_disturbs_nobody(redis_url: str, pool: str, name: str) -> None:
+async def test_bad_request_is_refused_by_field_and_disturbs_no_other(redis_url: str, pool: str, name: str) -> None:
     make_request, code, field = BAD_REQUESTS[name]
     async with run_cluster(redis_url, pool, shape=ExecutorShape(num_blocks=13)) as cluster:
         router = cluster.routers[0]

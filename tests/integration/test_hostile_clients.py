@@ -37,7 +37,7 @@ async def until(condition: Any, timeout_s: float = HANG_S) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_write_that_nobody_reads_ends_the_call_so_that_it_can_be_resumed() -> None:
+async def test_unread_write_ends_the_call_so_that_it_can_be_resumed() -> None:
     async def unread(event: str) -> None:
         await asyncio.Event().wait()
 
@@ -84,7 +84,7 @@ async def test_slow_reader_costs_no_steps_and_no_blocks(redis_url: str, pool: st
 
 
 @pytest.mark.slow
-async def test_one_connection_that_opens_5000_streams_keeps_nobody_out(redis_url: str, pool: str) -> None:
+async def test_one_connection_that_opens_5000_streams_keeps_no_client_out(redis_url: str, pool: str) -> None:
     settings = RouterSettings(no_executor_grace_s=1.0, max_queue_requests=500)
     async with (
         run_cluster(redis_url, pool, settings=settings, shape=ExecutorShape(max_num_sequences=4)) as cluster,

@@ -194,7 +194,7 @@ async def test_an_executor_of_an_older_version_brings_no_steps_and_holds_nothing
         router = cluster.routers[0]
         old = next(link for link in router.pools.by_name[pool].links if link.executor_id == "executor-0")
         assert old.stub is not None
-        old.stub.WatchSteps = lambda request: _channel_of_nobody(cluster).WatchSteps(request)
+        old.stub.WatchSteps = lambda request: _unserved_channel(cluster).WatchSteps(request)
         async with watching(router, want_iterations=True, want_sequences=True) as messages:
             await anext(messages)
             await asyncio.gather(*(generate(router, [1, 2, 3], 4) for _ in range(8)))
@@ -203,7 +203,7 @@ async def test_an_executor_of_an_older_version_brings_no_steps_and_holds_nothing
         assert not message.executors[0].iterations
 
 
-def _channel_of_nobody(cluster: Cluster) -> executor_pb2_grpc.ExecutorServiceStub:
+def _unserved_channel(cluster: Cluster) -> executor_pb2_grpc.ExecutorServiceStub:
     """The router itself, which has no such method, either."""
     return executor_pb2_grpc.ExecutorServiceStub(grpc.aio.insecure_channel(cluster.routers[0].address))
 

@@ -135,7 +135,7 @@ async def test_refusal_is_an_error_with_its_reason_and_without_its_text(redis_ur
     assert not call.span.events
 
 
-async def test_collector_that_is_away_holds_up_nobody(redis_url: str, pool: str) -> None:
+async def test_collector_that_is_away_delays_no_request(redis_url: str, pool: str) -> None:
     unreachable = Collector("http://127.0.0.1:1")
     async with asyncio.timeout(60):
         await Traced(redis_url, pool).run(unreachable, ask_within_a_span())

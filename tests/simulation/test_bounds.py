@@ -83,7 +83,7 @@ def test_every_bound_is_kept_where_there_is_room(redis_url: str, pool: str, kind
     assert world.bounds.next_token_us() <= NEXT_TOKEN_S * US_PER_S
 
 
-def test_bounds_are_kept_where_everybody_waits(redis_url: str, pool: str) -> None:
+def test_bounds_are_kept_if_all_requests_wait(redis_url: str, pool: str) -> None:
     run_world(crowded(redis_url, pool))
 
 

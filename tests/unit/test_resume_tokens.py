@@ -87,7 +87,7 @@ def test_operators_and_the_unidentified_need_no_token_to_cancel(
     assert (named_id, [pool.name for pool in pools]) == (expected, ["m"])
 
 
-async def test_resume_needs_a_token_whoever_calls(router: ScriptedRouter) -> None:
+async def test_resume_needs_a_token_from_any_caller(router: ScriptedRouter) -> None:
     with pytest.raises(RequestError) as caught:
         await router.service.Resume(inference_pb2.ResumeRequest(request_id="r"), cast(Any, CallContext()))
     assert caught.value.reason is Reason.UNKNOWN_REQUEST

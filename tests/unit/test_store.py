@@ -26,7 +26,7 @@ from router.store.types import (
 )
 from tests.store_pool import SETTINGS, StorePool
 
-NOBODY_PASSES = dataclasses.replace(SETTINGS, max_bypass=0)
+NO_BYPASS = dataclasses.replace(SETTINGS, max_bypass=0)
 
 
 async def test_request_that_fits_is_placed_by_the_submit_itself(store_pool: StorePool) -> None:
@@ -117,7 +117,7 @@ async def test_line_goes_by_class_then_deadline_then_arrival(store_pool: StorePo
 
 
 async def test_head_that_nobody_may_pass_holds_the_line_but_for_higher_classes(store_pool: StorePool) -> None:
-    store_pool.settings = NOBODY_PASSES
+    store_pool.settings = NO_BYPASS
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(blocks=10))
     await a.place("running", 6)
@@ -165,7 +165,7 @@ async def test_request_with_output_waits_on_past_its_deadline(store_pool: StoreP
 
 
 async def test_request_that_no_executor_left_can_hold_frees_the_line(store_pool: StorePool) -> None:
-    store_pool.settings = NOBODY_PASSES
+    store_pool.settings = NO_BYPASS
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report("x", blocks=10))
     await a.place("running", 1)
@@ -214,7 +214,7 @@ async def test_settle_ends_each_placement_once(store_pool: StorePool) -> None:
 
 
 async def test_cancel_of_a_waiting_request_frees_the_line_and_tells_its_owner(store_pool: StorePool) -> None:
-    store_pool.settings = NOBODY_PASSES
+    store_pool.settings = NO_BYPASS
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(blocks=10))
     await a.place("running", 6)

@@ -9,7 +9,7 @@ from router.store.types import Attempt, Demand, Dropped, DropReason, HeldSequenc
 from tests.store_pool import SETTINGS, RouterSide, StorePool
 
 TWO_PASS = dataclasses.replace(SETTINGS, max_bypass=2)
-NOBODY_PASSES = dataclasses.replace(SETTINGS, max_bypass=0)
+NO_BYPASS = dataclasses.replace(SETTINGS, max_bypass=0)
 PREEMPTING = dataclasses.replace(SETTINGS, preempt_for_priority=True)
 
 
@@ -84,7 +84,7 @@ async def test_nobody_is_passed_more_often_than_may_be_in_one_call(store_pool: S
 
 
 async def test_line_holds_where_no_executor_can_be_kept(store_pool: StorePool) -> None:
-    store_pool.settings = NOBODY_PASSES
+    store_pool.settings = NO_BYPASS
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report("x", blocks=10, accepting=False))
     await a.store.report(store_pool.next_report("y", blocks=4))
@@ -230,7 +230,7 @@ async def test_who_asked_and_was_dropped_asks_no_more(store_pool: StorePool) -> 
 
 async def test_those_that_come_back_to_the_line_do_not_hold_up_whom_room_is_kept_for(store_pool: StorePool) -> None:
     """They stand ahead of it, and there is no executor but the one that is kept."""
-    a = store_pool.router("a", NOBODY_PASSES)
+    a = store_pool.router("a", NO_BYPASS)
     await a.store.report(store_pool.next_report())
     for number in range(5):
         await a.place(f"r{number}", 2, priority_class=1)

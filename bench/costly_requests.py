@@ -91,7 +91,7 @@ async def refused_within_s(channel: grpc.aio.Channel, costly: Costly) -> float:
 
 @asynccontextmanager
 async def watched(address: str) -> AsyncIterator[Longest]:
-    """A stream and health checks on a connection of their own, watched while the block runs."""
+    """Watches a stream and health checks on a separate connection while the block runs."""
     longest = Longest()
     async with grpc.aio.insecure_channel(address) as channel:
         tasks = [asyncio.create_task(_stream(channel, longest)), asyncio.create_task(_health(channel, longest))]

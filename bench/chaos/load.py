@@ -156,10 +156,10 @@ class Load:
 
 
 def is_promised_refusal(observed: Observed, manner: Manner) -> bool:
-    """Whether it was new work that was told to come again: nothing had been accepted, and the time to wait is said.
+    """Returns whether new work was refused with a retry time, before anything was accepted.
 
-    Or one with an id of its client's and no key, whose router died before it had said anything: that it was sent before
-    is known, that it is the same request is not.
+    It also covers a duplicate id without a key, after its router died before any event: the ledger knows that the id was
+    used, and not that the request is the same.
     """
     error = observed.error
     if error is None or observed.was_accepted or observed.offsets:

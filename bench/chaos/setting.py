@@ -40,7 +40,7 @@ class Setting:
 
 @contextmanager
 def setting_of(options: ChaosOptions) -> Iterator[Setting]:
-    """The setting that the options ask for; the tiny model is there as long as this is open.
+    """Opens the setting that the options ask for. The tiny model exists while it is open.
 
     Raises:
         ModelError: the model is not there or not whole.

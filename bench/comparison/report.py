@@ -82,7 +82,7 @@ class Report:
         return f"Workload {names[0]}" if len(names) == 1 else f"Workloads {', '.join(names)}"
 
     def cost(self, measures: Measures) -> float | None:
-        """A million output tokens at the machine's price."""
+        """Returns the cost of a million output tokens at the machine's price."""
         if self.price_per_hour is None:
             return None
         return cost_per_million(self.price_per_hour, measures.output_tokens_per_s)

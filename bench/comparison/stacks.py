@@ -110,6 +110,6 @@ def _max_request_tokens(options: BenchOptions) -> int:
 
 
 def _with_sources(python_path: str) -> str:
-    """The generated code is a folder of its own in a source checkout."""
+    """Returns the path with the generated code, which is a separate folder in a source checkout."""
     parts = [str(SOURCES), python_path]
     return os.pathsep.join(part for part in parts if part)

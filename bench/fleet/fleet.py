@@ -80,7 +80,7 @@ class Exit:
 
 @dataclass(slots=True)
 class Fleet:
-    """The members of a running system, and the ways between them."""
+    """The members of a running system, and the proxies between them."""
 
     options: StackOptions
     redis_process: RedisProcess
@@ -133,9 +133,9 @@ class Fleet:
 
 @asynccontextmanager
 async def running_fleet(options: StackOptions, fork_server: ForkServer | None = None) -> AsyncIterator[Fleet]:
-    """A fleet of the size that `options` say, whole when it is there; nothing is left of it afterwards.
+    """Runs a fleet of the size in `options`, complete when the block begins. Nothing is left of it afterwards.
 
-    With a fork server its processes are forked from that one.
+    With a fork server its processes are forked from that.
     """
     fleet = _laid_out(options, _begin_by(fork_server))
     options.run_dir.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def _words_of(error: BaseException | None) -> str:
 
 
 def _laid_out(options: StackOptions, begin: Begin) -> Fleet:
-    """Returns every member and every way, not started yet."""
+    """Returns every member and every proxy, not started yet."""
     num_ports = 1 + options.executors + options.routers * (2 + options.executors)
     ports = iter(free_ports(HOST, num_ports))
 

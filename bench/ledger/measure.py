@@ -262,7 +262,7 @@ class _Measurement:
         self.loop.read_mail_until(lambda: self.traffic.num_waiting >= self.scale.queued)
 
     def _pace(self, rate_per_s: float) -> Latency:
-        """A moderate rate: frames with ends come at random, each with as many new requests in its wake."""
+        """Measures latency at a moderate rate: frames with ends come at random, each followed by as many submits."""
         traffic = self.traffic
         frames = _Frames(traffic, rate_per_s, self.loop.now_s(), self.seed, self.loop.counts_from_s)
         traffic.start_upkeep(self.loop.now_s())

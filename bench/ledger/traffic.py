@@ -102,7 +102,7 @@ class Traffic:
         return self.num_waiting + self._num_submitting - self._num_free
 
     def submit(self, due_s: float = 0.0, *, ages_at_once: bool = False) -> Call:
-        """A new request, of any router and any tenant. One that ages at once moves up all classes in a moment."""
+        """Returns the submit of a new request of any router and tenant. One that ages at once moves up all classes."""
         commands = self._commands
         templates = self._random.choice(commands.ageing_submits if ages_at_once else commands.submits)
         self._num_made += 1
@@ -125,7 +125,7 @@ class Traffic:
         return Call(CallKind.SETTLE, template.fill(dict(zip(ID_MARKERS, ids, strict=False))), ids, due_s)
 
     def cancel(self, waiting_id: bytes) -> Call:
-        """The client of a waiting request goes away."""
+        """Returns the cancellation of a waiting request."""
         template = self._random.choice(self._commands.cancels)
         return Call(CallKind.CANCEL, template.fill({ID_MARKERS[0]: waiting_id}), (waiting_id,))
 
@@ -147,7 +147,7 @@ class Traffic:
         return (self.report(executor) for executor in self._held)
 
     def all_renewals(self) -> Iterator[Call]:
-        """Every router renews its lease."""
+        """Yields the renewal of every router's lease."""
         return (Call(CallKind.UPKEEP, encoded) for encoded in self._commands.renews)
 
     # Upkeep ----------------------------------------------------------------------------------------------------

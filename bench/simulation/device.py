@@ -45,7 +45,7 @@ SLOW = StepCost(0.200, 2e-3, 2e-6, 1e-6, 1e-3)
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """See `PendingStep`."""
+    """A step under way. Implements `PendingStep`."""
 
     began_s: float
     ended_s: float
@@ -57,7 +57,7 @@ class _Step:
         return self.sampled_ids
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """None: no simulated request asks for them."""
+        """Returns None: no simulated request asks for them."""
         return NO_LOGPROBS
 
 
@@ -88,4 +88,4 @@ class ModelledDevice:
         return _Step(began_s, self._free_s, sampled, self)
 
     def close(self) -> None:
-        """See `StepRunner`."""
+        """Does nothing: the device holds no resources."""

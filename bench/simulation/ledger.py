@@ -125,7 +125,7 @@ class Ledger:
         on_result: Callable[[HandBackOutcome], None],
         on_failure: OnFailure,
     ) -> None:
-        """See `AdmissionStore.hand_back`; `args` are what `router.store.codec.hand_back_args` makes."""
+        """Calls `AdmissionStore.hand_back`; `args` are what `router.store.codec.hand_back_args` makes."""
 
         def answer(reply: Reply, own: OwnEvent | None) -> None:
             on_result(own or parse_hand_back(request_id, reply))
@@ -133,17 +133,17 @@ class Ledger:
         self._operate("hand_back", args, answer, on_failure, own_id=request_id)
 
     def absolve(self, request_id: str, attempt: int) -> None:
-        """See `AdmissionStore.absolve`. Where it fails, the request stays under suspicion."""
+        """Calls `AdmissionStore.absolve`. If it fails, the request stays under suspicion."""
         self._operate("absolve", [request_id, attempt], lambda reply, _: None, _ignore)
 
     def report(self, report: ExecutorReport, on_result: Callable[[ReportOutcome], None]) -> None:
-        """See `AdmissionStore.report`. A report that fails is lost."""
+        """Calls `AdmissionStore.report`. A report that fails is lost."""
         self._operate(
             "report", report_args(report, self._settings), lambda reply, _: on_result(report_outcome(reply)), _ignore
         )
 
     def find_forgotten(self, waiting: Sequence[Attempt], on_result: Callable[[frozenset[str]], None]) -> None:
-        """See `AdmissionStore.find_forgotten`. Where it fails there is no answer."""
+        """Calls `AdmissionStore.find_forgotten`. If it fails there is no answer."""
         self._operate("verify", verify_args(waiting), lambda reply, _: on_result(frozenset(reply.values[0])), _ignore)
 
     def renew(self) -> None:

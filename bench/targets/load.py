@@ -180,7 +180,7 @@ async def _sample_until(client: AsyncClient, ended: asyncio.Event, clock: Clock)
 
 
 async def _settled(client: AsyncClient, clock: Clock) -> SeatSample:
-    """The first sample without a running or waiting request, or the last one before the time is over."""
+    """Returns the first sample without a running or waiting request, or the last one before the time is over."""
     deadline_s = clock() + SETTLE_TIMEOUT_S
     while True:
         sample = await sample_seats(client, clock())

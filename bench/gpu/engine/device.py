@@ -27,7 +27,7 @@ def matrix_operations_per_s() -> float:
 
 
 def elapsed_s(work: Callable[[], object], repetitions: int = REPETITIONS) -> float:
-    """The median of several times by the device's clock, after three that warm up."""
+    """Returns the median of several times by the device's clock, after three warm-up runs."""
     for _ in range(3):
         work()
     times: list[float] = []

@@ -158,8 +158,8 @@ class Load:
 def is_promised_refusal(observed: Observed, manner: Manner) -> bool:
     """Returns whether new work was refused with a retry time, before anything was accepted.
 
-    It also covers a duplicate id without a key, after its router died before any event: the ledger knows that the id was
-    used, and not that the request is the same.
+    It also covers a duplicate id without a key, after its router died before any event: the ledger knows that the id
+    was used, and not that the request is the same.
     """
     error = observed.error
     if error is None or observed.was_accepted or observed.offsets:

@@ -53,7 +53,8 @@ class OvercommittedChecks:
     def check(self, plan: StepPlan, standing: Standing) -> None:
         """Asserts what holds."""
         self._rows.check(plan)
-        back = [sequence for sequence in plan.boarded if sequence in standing.preempted]
+        # A sequence can give up its seat in this very step and get it back, when its blocks are shared or still cached.
+        back = [s for s in plan.boarded if s in standing.preempted or s in plan.preempted]
         new = [sequence for sequence in plan.boarded if sequence in standing.arrivals]
         away = {s for s in (*standing.preempted, *plan.preempted) if s.seat is None}
         assert [*back, *new] == list(plan.boarded), "a sequence boards twice, or ahead of a preempted one"

@@ -63,7 +63,7 @@ LINT = (
 
 # `fixed` tries the same examples in every run, `short` a quarter of them, and `explore` looks for new ones.
 # The other two only ask whether a property fails (`tests/mutations`): they do not look for the smallest example.
-# None has the phase `explain`: before Python 3.12 its tracing makes shrinking so slow that the timeout hides the failure.
+# None has the phase `explain`: before Python 3.12 its tracing makes shrinking so slow that a timeout hides the failure.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 for name, num_examples in (("fixed", 100), ("short", 25)):
     settings.register_profile(name, derandomize=True, deadline=None, max_examples=num_examples, phases=PHASES)

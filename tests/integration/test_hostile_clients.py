@@ -13,6 +13,7 @@ import pytest
 
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, inference_pb2_grpc
+from router.lifecycle.events import RequestState
 from router.settings import RouterSettings
 from router.stream.relay import with_write_timeout
 from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
@@ -97,18 +98,16 @@ async def test_one_connection_that_opens_5000_streams_keeps_no_client_out(redis_
         # When more wait than may, or come than the store can be asked for at once, the rest is refused as documented
         ended = [asyncio.create_task(status(call)) for call in calls]
         await until(lambda: sum(one.done() for one in ended) >= 4000, BUSY_S)
-        await until(
-            lambda: not any(stream.life.is_being_submitted for stream in dispatcher_of(cluster).streams), BUSY_S
-        )
-        # (whose end may be on its way to the client yet: who is not ended here must be one that waits there)
-        await until(lambda: sum(not one.done() for one in ended) == len(dispatcher_of(cluster).streams), BUSY_S)
+        await until(lambda: is_settled(cluster, ended), BUSY_S)
         refused = {one.result() for one in ended if one.done()}
         # On busy cores the event loop that all of this shares is late with a report, so that no executor is known for
         # a moment, or with accepting calls, of which gRPC cancels those that have waited for 30 s.
         unavailable = {("UNAVAILABLE", reason) for reason in ("STORE_UNAVAILABLE", "NO_EXECUTOR")}
         assert refused <= {("RESOURCE_EXHAUSTED", "QUEUE_FULL"), *unavailable, ("CANCELLED", "–")}
-        # And when one of them has gone another tenant is served at once: fair shares go by tenant
-        next(call for call, one in zip(reversed(calls), reversed(ended), strict=True) if not one.done()).cancel()
+        # And when one that waits has gone (of five that leave, four at most have a seat), another tenant is served at
+        # once: fair shares go by tenant
+        for call in [call for call, one in zip(calls, ended, strict=True) if not one.done()][-5:]:
+            call.cancel()
         async with asyncio.timeout(BUSY_S):
             while sum((await dispatcher_of(cluster).snapshot()).num_waiting) >= settings.max_queue_requests:
                 await asyncio.sleep(0.01)
@@ -118,6 +117,19 @@ async def test_one_connection_that_opens_5000_streams_keeps_no_client_out(redis_
             call.cancel()
         await asyncio.gather(*ended)
         await check_unharmed(cluster)
+
+
+def is_settled(cluster: Cluster, ended: list[asyncio.Task[tuple[str, str]]]) -> bool:
+    """Whether each call has ended at its client, or waits or has a seat at the router.
+
+    A call that the router has not accepted yet, and a stream that has not gone yet though its call has ended, must not
+    make up for each other: so each stream is asked for its state, at the instant at which both are counted.
+    """
+    streams = list(dispatcher_of(cluster).streams)
+    settled = (RequestState.WAITING, RequestState.PLACED)
+    return all(stream.life.state in settled for stream in streams) and len(streams) == sum(
+        not one.done() for one in ended
+    )
 
 
 def inference_stub(channel: grpc.aio.Channel) -> Any:

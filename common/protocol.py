@@ -12,6 +12,18 @@ ATTACH_VERSION = 2
 MAX_TOP_LOGPROBS = 20
 # The buffers of a step fit this many in each row.
 MAX_STOP_TOKEN_IDS = 256
+# Of a request's sampling parameters.
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_ALLOWED_TOKEN_IDS = 65_536
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
+MAX_BAD_WORD_IDS = 1024
+MAX_PENALTY = 2.0
+# Rows of logits that a step computes for log probabilities of prompts, over all its sequences.
+MAX_PROMPT_LOGPROB_ROWS = 64
+# A canonical grammar, in bytes.
+MAX_GRAMMAR_BYTES = 256 * 1024
 # Limit of one frame, at 15 bytes a token at most. Tokens collected for a slow reader, or repeated for a router that
 # attaches, must not exceed the largest message.
 MAX_FRAME_TOKENS = 2**20

@@ -101,7 +101,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., generation: _Optional[int] = ..., max_unacked_steps: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context", "traceparent")
+    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context", "traceparent", "constraint", "num_prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,8 @@ class Submit(_message.Message):
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ROUTER_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -132,7 +134,17 @@ class Submit(_message.Message):
     num_top_logprobs: int
     router_context: bytes
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    constraint: GrammarConstraint
+    num_prompt_logprobs: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., constraint: _Optional[_Union[GrammarConstraint, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
+
+class GrammarConstraint(_message.Message):
+    __slots__ = ("grammar", "hash")
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    grammar: str
+    hash: bytes
+    def __init__(self, grammar: _Optional[str] = ..., hash: _Optional[bytes] = ...) -> None: ...
 
 class CancelSequence(_message.Message):
     __slots__ = ("request_id", "attempt", "reason")
@@ -215,7 +227,7 @@ class SequenceRejected(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[RejectReason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("frame", "step", "slots", "offsets", "token_ids", "started", "finished", "logprobs", "paused", "detached")
+    __slots__ = ("frame", "step", "slots", "offsets", "token_ids", "started", "finished", "logprobs", "paused", "detached", "prompt_logprobs")
     FRAME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +238,7 @@ class StepFrame(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     DETACHED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     frame: int
     step: int
     slots: _containers.RepeatedScalarFieldContainer[int]
@@ -236,7 +249,8 @@ class StepFrame(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[SequenceLogprobs]
     paused: _containers.RepeatedScalarFieldContainer[int]
     detached: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, frame: _Optional[int] = ..., step: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStarted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., paused: _Optional[_Iterable[int]] = ..., detached: _Optional[_Iterable[int]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[SequencePromptLogprobs]
+    def __init__(self, frame: _Optional[int] = ..., step: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., started: _Optional[_Iterable[_Union[SequenceStarted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., paused: _Optional[_Iterable[int]] = ..., detached: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SequencePromptLogprobs, _Mapping]]] = ...) -> None: ...
 
 class SequenceStarted(_message.Message):
     __slots__ = ("slot", "cached_tokens")
@@ -247,16 +261,28 @@ class SequenceStarted(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceFinished(_message.Message):
-    __slots__ = ("slot", "reason", "stop_token_id", "error")
+    __slots__ = ("slot", "reason", "stop_token_id", "error", "constraint_unfinished")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     slot: int
     reason: _types_pb2.FinishReason
     stop_token_id: int
     error: str
-    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    constraint_unfinished: bool
+    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., constraint_unfinished: _Optional[bool] = ...) -> None: ...
+
+class SequencePromptLogprobs(_message.Message):
+    __slots__ = ("slot", "position", "values")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    position: int
+    values: _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]
+    def __init__(self, slot: _Optional[int] = ..., position: _Optional[int] = ..., values: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class SequenceLogprobs(_message.Message):
     __slots__ = ("slot", "offset", "values")

@@ -92,7 +92,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("text", "token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "coalesce_ms")
+    __slots__ = ("text", "token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "coalesce_ms", "top_prompt_logprobs")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class OutputOptions(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
     COALESCE_MS_FIELD_NUMBER: _ClassVar[int]
+    TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     text: bool
     token_ids: bool
     logprobs: bool
@@ -107,7 +108,8 @@ class OutputOptions(_message.Message):
     prompt_logprobs: bool
     echo: bool
     coalesce_ms: int
-    def __init__(self, text: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., echo: _Optional[bool] = ..., coalesce_ms: _Optional[int] = ...) -> None: ...
+    top_prompt_logprobs: int
+    def __init__(self, text: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., echo: _Optional[bool] = ..., coalesce_ms: _Optional[int] = ..., top_prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Deadlines(_message.Message):
     __slots__ = ("first_token", "total")
@@ -230,6 +232,16 @@ class Started(_message.Message):
     queue: _duration_pb2.Duration
     def __init__(self, executor_id: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
+class Prompt(_message.Message):
+    __slots__ = ("offset", "token_ids", "logprobs")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]
+    def __init__(self, offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
+
 class Delta(_message.Message):
     __slots__ = ("choice", "offset", "num_tokens", "token_ids", "text", "logprobs")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -247,16 +259,18 @@ class Delta(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("choice", "reason", "stop", "stop_token_id")
+    __slots__ = ("choice", "reason", "stop", "stop_token_id", "constraint_unfinished")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     choice: int
     reason: _types_pb2.FinishReason
     stop: str
     stop_token_id: int
-    def __init__(self, choice: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
+    constraint_unfinished: bool
+    def __init__(self, choice: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., constraint_unfinished: _Optional[bool] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("usage", "timing")
@@ -283,7 +297,7 @@ class Notice(_message.Message):
     def __init__(self, kind: _Optional[_Union[Notice.Kind, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class StreamEvent(_message.Message):
-    __slots__ = ("seq", "attempt", "accepted", "queued", "started", "delta", "finished", "done", "notice")
+    __slots__ = ("seq", "attempt", "accepted", "queued", "started", "delta", "finished", "done", "notice", "prompt")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +307,7 @@ class StreamEvent(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     seq: int
     attempt: int
     accepted: Accepted
@@ -302,7 +317,8 @@ class StreamEvent(_message.Message):
     finished: Finished
     done: Done
     notice: Notice
-    def __init__(self, seq: _Optional[int] = ..., attempt: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ...) -> None: ...
+    prompt: Prompt
+    def __init__(self, seq: _Optional[int] = ..., attempt: _Optional[int] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., queued: _Optional[_Union[Queued, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("event",)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17inflight/v1/types.proto\x12\x0binflight.v1\x1a\x1egoogle/protobuf/duration.proto\"O\n\tStepBound\x12/\n\nconstraint\x18\x01 \x01(\x0e\x32\x1b.inflight.v1.StepConstraint\x12\x11\n\tnum_steps\x18\x02 \x01(\x04\"\x98\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x16\n\ttypical_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x08\x88\x01\x01\x12>\n\nlogit_bias\x18\n \x03(\x0b\x32*.inflight.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12\x11\n\tbad_words\x18\x0c \x03(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seed\"\xb0\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0cinclude_stop\x18\x05 \x01(\x08\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"z\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x17.inflight.v1.ChoiceListH\x00\x42\x06\n\x04kind\"\x1d\n\nChoiceList\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"Y\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x12\n\ntext_bytes\x18\x03 \x01(\x0c\x12\x12\n\nis_special\x18\x04 \x01(\x08\"e\n\x10PositionLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.inflight.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.inflight.v1.TokenLogprob\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"\xd5\x01\n\x06Timing\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nmigrations\x18\x05 \x01(\r*\x86\x01\n\rPriorityClass\x12\x1e\n\x1aPRIORITY_CLASS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aPRIORITY_CLASS_INTERACTIVE\x10\x01\x12\x1b\n\x17PRIORITY_CLASS_STANDARD\x10\x02\x12\x18\n\x14PRIORITY_CLASS_BATCH\x10\x03*\xf3\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x01\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x05\x12\x1b\n\x17\x46INISH_REASON_PREEMPTED\x10\x06\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x07*c\n\x0c\x42\x61tchingMode\x12\x1d\n\x19\x42\x41TCHING_MODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x42\x41TCHING_MODE_INFLIGHT\x10\x01\x12\x18\n\x14\x42\x41TCHING_MODE_STATIC\x10\x02*\x83\x01\n\x0fSchedulerPolicy\x12 \n\x1cSCHEDULER_POLICY_UNSPECIFIED\x10\x00\x12(\n$SCHEDULER_POLICY_GUARANTEED_NO_EVICT\x10\x01\x12$\n SCHEDULER_POLICY_MAX_UTILIZATION\x10\x02*\xf7\x01\n\x0eStepConstraint\x12\x1f\n\x1bSTEP_CONSTRAINT_UNSPECIFIED\x10\x00\x12\x1b\n\x17STEP_CONSTRAINT_NO_WORK\x10\x01\x12\x19\n\x15STEP_CONSTRAINT_SEATS\x10\x02\x12\x1a\n\x16STEP_CONSTRAINT_BLOCKS\x10\x03\x12\x1a\n\x16STEP_CONSTRAINT_TOKENS\x10\x04\x12\x18\n\x14STEP_CONSTRAINT_PACE\x10\x05\x12 \n\x1cSTEP_CONSTRAINT_STATIC_BATCH\x10\x06\x12\x18\n\x14STEP_CONSTRAINT_TWIN\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17inflight/v1/types.proto\x12\x0binflight.v1\x1a\x1egoogle/protobuf/duration.proto\"O\n\tStepBound\x12/\n\nconstraint\x18\x01 \x01(\x0e\x32\x1b.inflight.v1.StepConstraint\x12\x11\n\tnum_steps\x18\x02 \x01(\x04\"\x86\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x16\n\ttypical_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x08\x88\x01\x01\x12>\n\nlogit_bias\x18\n \x03(\x0b\x32*.inflight.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12\x11\n\tbad_words\x18\x0c \x03(\t\x12!\n\x14no_repeat_ngram_size\x18\r \x01(\rH\t\x88\x01\x01\x12\x30\n\x0c\x62\x61\x64_word_ids\x18\x0e \x03(\x0b\x32\x1a.inflight.v1.TokenSequence\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x17\n\x15_no_repeat_ngram_size\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb0\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0cinclude_stop\x18\x05 \x01(\x08\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\xc1\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12)\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x17.inflight.v1.ChoiceListH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x12\x1b\n\x0emax_whitespace\x18\x06 \x01(\rH\x01\x88\x01\x01\x42\x06\n\x04kindB\x11\n\x0f_max_whitespace\"\x1d\n\nChoiceList\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\t\"g\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x12\n\ntext_bytes\x18\x03 \x01(\x0c\x12\x12\n\nis_special\x18\x04 \x01(\x08\x12\x0c\n\x04rank\x18\x05 \x01(\r\"e\n\x10PositionLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.inflight.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.inflight.v1.TokenLogprob\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"\xd5\x01\n\x06Timing\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nmigrations\x18\x05 \x01(\r*\x86\x01\n\rPriorityClass\x12\x1e\n\x1aPRIORITY_CLASS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aPRIORITY_CLASS_INTERACTIVE\x10\x01\x12\x1b\n\x17PRIORITY_CLASS_STANDARD\x10\x02\x12\x18\n\x14PRIORITY_CLASS_BATCH\x10\x03*\xf3\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x01\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x05\x12\x1b\n\x17\x46INISH_REASON_PREEMPTED\x10\x06\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x07*c\n\x0c\x42\x61tchingMode\x12\x1d\n\x19\x42\x41TCHING_MODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x42\x41TCHING_MODE_INFLIGHT\x10\x01\x12\x18\n\x14\x42\x41TCHING_MODE_STATIC\x10\x02*\x83\x01\n\x0fSchedulerPolicy\x12 \n\x1cSCHEDULER_POLICY_UNSPECIFIED\x10\x00\x12(\n$SCHEDULER_POLICY_GUARANTEED_NO_EVICT\x10\x01\x12$\n SCHEDULER_POLICY_MAX_UTILIZATION\x10\x02*\xf7\x01\n\x0eStepConstraint\x12\x1f\n\x1bSTEP_CONSTRAINT_UNSPECIFIED\x10\x00\x12\x1b\n\x17STEP_CONSTRAINT_NO_WORK\x10\x01\x12\x19\n\x15STEP_CONSTRAINT_SEATS\x10\x02\x12\x1a\n\x16STEP_CONSTRAINT_BLOCKS\x10\x03\x12\x1a\n\x16STEP_CONSTRAINT_TOKENS\x10\x04\x12\x18\n\x14STEP_CONSTRAINT_PACE\x10\x05\x12 \n\x1cSTEP_CONSTRAINT_STATIC_BATCH\x10\x06\x12\x18\n\x14STEP_CONSTRAINT_TWIN\x10\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,34 +34,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_PRIORITYCLASS']._serialized_start=1541
-  _globals['_PRIORITYCLASS']._serialized_end=1675
-  _globals['_FINISHREASON']._serialized_start=1678
-  _globals['_FINISHREASON']._serialized_end=1921
-  _globals['_BATCHINGMODE']._serialized_start=1923
-  _globals['_BATCHINGMODE']._serialized_end=2022
-  _globals['_SCHEDULERPOLICY']._serialized_start=2025
-  _globals['_SCHEDULERPOLICY']._serialized_end=2156
-  _globals['_STEPCONSTRAINT']._serialized_start=2159
-  _globals['_STEPCONSTRAINT']._serialized_end=2406
+  _globals['_PRIORITYCLASS']._serialized_start=1767
+  _globals['_PRIORITYCLASS']._serialized_end=1901
+  _globals['_FINISHREASON']._serialized_start=1904
+  _globals['_FINISHREASON']._serialized_end=2147
+  _globals['_BATCHINGMODE']._serialized_start=2149
+  _globals['_BATCHINGMODE']._serialized_end=2248
+  _globals['_SCHEDULERPOLICY']._serialized_start=2251
+  _globals['_SCHEDULERPOLICY']._serialized_end=2382
+  _globals['_STEPCONSTRAINT']._serialized_start=2385
+  _globals['_STEPCONSTRAINT']._serialized_end=2632
   _globals['_STEPBOUND']._serialized_start=72
   _globals['_STEPBOUND']._serialized_end=151
   _globals['_SAMPLINGPARAMS']._serialized_start=154
-  _globals['_SAMPLINGPARAMS']._serialized_end=690
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=507
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=555
-  _globals['_STOPPINGPARAMS']._serialized_start=693
-  _globals['_STOPPINGPARAMS']._serialized_end=869
-  _globals['_CONSTRAINT']._serialized_start=871
-  _globals['_CONSTRAINT']._serialized_end=993
-  _globals['_CHOICELIST']._serialized_start=995
-  _globals['_CHOICELIST']._serialized_end=1024
-  _globals['_TOKENLOGPROB']._serialized_start=1026
-  _globals['_TOKENLOGPROB']._serialized_end=1115
-  _globals['_POSITIONLOGPROBS']._serialized_start=1117
-  _globals['_POSITIONLOGPROBS']._serialized_end=1218
-  _globals['_USAGE']._serialized_start=1220
-  _globals['_USAGE']._serialized_end=1322
-  _globals['_TIMING']._serialized_start=1325
-  _globals['_TIMING']._serialized_end=1538
+  _globals['_SAMPLINGPARAMS']._serialized_end=800
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=592
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=640
+  _globals['_TOKENSEQUENCE']._serialized_start=802
+  _globals['_TOKENSEQUENCE']._serialized_end=830
+  _globals['_STOPPINGPARAMS']._serialized_start=833
+  _globals['_STOPPINGPARAMS']._serialized_end=1009
+  _globals['_CONSTRAINT']._serialized_start=1012
+  _globals['_CONSTRAINT']._serialized_end=1205
+  _globals['_CHOICELIST']._serialized_start=1207
+  _globals['_CHOICELIST']._serialized_end=1236
+  _globals['_TOKENLOGPROB']._serialized_start=1238
+  _globals['_TOKENLOGPROB']._serialized_end=1341
+  _globals['_POSITIONLOGPROBS']._serialized_start=1343
+  _globals['_POSITIONLOGPROBS']._serialized_end=1444
+  _globals['_USAGE']._serialized_start=1446
+  _globals['_USAGE']._serialized_end=1548
+  _globals['_TIMING']._serialized_start=1551
+  _globals['_TIMING']._serialized_end=1764
 # @@protoc_insertion_point(module_scope)

@@ -57,6 +57,8 @@ UNBUILT_SAMPLING = (
     UnbuiltField("logit_bias", "logit bias is"),
     UnbuiltField("allowed_token_ids", "a list of allowed token ids is"),
     UnbuiltField("bad_words", "a list of bad words is"),
+    UnbuiltField("bad_word_ids", "a list of bad words is"),
+    UnbuiltField("no_repeat_ngram_size", "excluding repeated n-grams is", (0,)),
 )
 
 UNBUILT = (
@@ -67,7 +69,10 @@ UNBUILT = (
     UnbuiltField("constraint.regex", "constrained output is"),
     UnbuiltField("constraint.grammar", "constrained output is"),
     UnbuiltField("constraint.choice", "constrained output is"),
+    UnbuiltField("constraint.json_object", "constrained output is"),
+    UnbuiltField("constraint.max_whitespace", "constrained output is"),
     UnbuiltField("output.prompt_logprobs", "reporting log probabilities of prompts is"),
+    UnbuiltField("output.top_prompt_logprobs", "reporting log probabilities of prompts is"),
     UnbuiltField("output.echo", "echoing the prompt is"),
     UnbuiltField("output.coalesce_ms", "holding tokens back to send fewer events is"),
     UnbuiltField("adapter_id", "serving LoRA adapters is"),

@@ -12,6 +12,8 @@ ATTACH_VERSION = 2
 MAX_TOP_LOGPROBS = 20
 # The buffers of a step fit this many in each row.
 MAX_STOP_TOKEN_IDS = 256
+# Of one request, as in OpenAI's API; each choice is a sequence with a prompt of its own in the queue.
+MAX_CHOICES = 128
 # Of a request's sampling parameters.
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0

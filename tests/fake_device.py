@@ -12,7 +12,16 @@ from collections.abc import Sequence as ReadOnlyList
 
 from executor.engine.runner import PendingStep
 from executor.scheduler.blocks import BlockPool
-from executor.scheduler.sequence import NO_LOGPROBS, FinishReason, PlanRow, Sequence, StepPlan, Stopping, TokenLogprobs
+from executor.scheduler.sequence import (
+    NO_LOGPROBS,
+    FinishReason,
+    PlanRow,
+    Sampling,
+    Sequence,
+    StepPlan,
+    Stopping,
+    TokenLogprobs,
+)
 
 VOCABULARY_SIZE = 5
 
@@ -29,9 +38,9 @@ def next_content(previous: int, token_id: int) -> int:
     return hash((previous, token_id))
 
 
-def sampled_id(content: int) -> int:
-    """The token that follows a position with this content."""
-    return content % VOCABULARY_SIZE
+def sampled_id(content: int, sampling: Sampling) -> int:
+    """The token that follows a position with this content. The seed counts unless the request is greedy."""
+    return (hash((content, sampling.seed)) if sampling.temperature else content) % VOCABULARY_SIZE
 
 
 def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
@@ -92,7 +101,8 @@ class FakeDevice:
         self._swap(plan)
         for row in plan.rows:
             self._write(row)
-        sampled_ids = {row.sequence: sampled_id(self._read(row)) for row in plan.rows if row.samples}
+        sampling = [row for row in plan.rows if row.samples]
+        sampled_ids = {row.sequence: sampled_id(self._read(row), row.sequence.sampling) for row in sampling}
         for row in plan.rows:
             if row.samples:
                 self._sampled[row.sequence, row.start + row.num_tokens] = sampled_ids[row.sequence]
@@ -178,7 +188,7 @@ def solo_output(sequence: Sequence, context_length: int) -> tuple[list[int], Fin
     for token_id in token_ids:
         content = next_content(content, token_id)
     while True:
-        token_ids.append(sampled_id(content))
+        token_ids.append(sampled_id(content, sequence.sampling))
         content = next_content(content, token_ids[-1])
         output = token_ids[sequence.num_prompt_tokens :]
         reason = _end_reason(output, sequence.stopping)

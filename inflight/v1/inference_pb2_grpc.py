@@ -112,7 +112,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a request. If it has ended already, the response says so. NOT_FOUND if the request is unknown, belongs to
+        """Ends a request with all its choices. If it has ended already, the response says so. NOT_FOUND if the request is unknown, belongs to
         another tenant, or the token is wrong.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -120,7 +120,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """Returns the state of a request. NOT_FOUND as for Cancel.
+        """Returns the state of a request; with several choices, of one that waits, else of one that runs. NOT_FOUND as for
+        Cancel.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -21,9 +21,17 @@ from router.dispatch.pools import ModelBackend
 from router.lifecycle.events import End
 from router.request.errors import shut_out, unknown_tenant
 from router.request.executor_context import context_of
-from router.request.ids import digest_of, keyed_request_id, keyed_seed, ledger_id
+from router.request.ids import choice_ids, choice_of, client_id, digest_of, keyed_request_id, keyed_seed, ledger_id
 from router.request.prefix_hashes import prefix_hashes
-from router.request.spec import ChatPrompt, Deadlines, Delivery, FittedRequest, GenerateSpec, ModelLimits
+from router.request.spec import (
+    ChatPrompt,
+    ChoiceCounts,
+    Deadlines,
+    Delivery,
+    FittedRequest,
+    GenerateSpec,
+    ModelLimits,
+)
 from router.settings import RouterSettings
 from router.store.types import DEFAULT_TENANT, NO_LIMITS, Demand, TenantLimits
 from router.stream.request_stream import RequestStream
@@ -33,15 +41,16 @@ from router.text.tokenizer import TextModel
 
 # A gRPC deadline further away than this counts as no deadline.
 MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
+NUM_SEEDS = 2**64
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request ready for the dispatcher and the relay. `has_ended`: the output that its client brought already ends
-    it."""
+    """A request ready for the dispatcher and the relay, with a stream for each choice. `has_ended`: the output that
+    its client brought already ends it."""
 
     spec: GenerateSpec
-    stream: RequestStream
+    streams: tuple[RequestStream, ...]
     has_ended: bool
 
 
@@ -116,13 +125,15 @@ def tenant_limits(tenant: str, config: TenantConfig) -> TenantLimits:
 @dataclass(frozen=True, slots=True)
 class Terms:
     """The parameters of a stream: what its executor is told, and what only its router knows. `arrived` and the
-    deadlines are on the clock of `time.monotonic`; `prior_ids` are output that the client brought."""
+    deadlines are on the clock of `time.monotonic`; `prefix_hashes` are those of the prompt; `prior_ids` are output that
+    the client brought."""
 
     submit: executor_pb2.Submit
     context: resume_pb2.RouterContext
     limits: TenantLimits
     deadlines: Deadlines
     arrived: float
+    prefix_hashes: tuple[str, ...] = ()
     prior_ids: tuple[int, ...] = ()
 
 
@@ -162,9 +173,13 @@ class RequestPreparation:
         context = _context(fitted, names, request.model, arrived)
         prior_ids, end = _prior_output(fitted)
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
-        terms = Terms(_submit(fitted, names, context), context, allowed, deadlines, arrived, prior_ids)
-        stream = open_stream(terms, pool, self._tokens)
-        return PreparedRequest(spec, stream, has_ended=_ends(stream, prior_ids, end))
+        submits = _choices(_submit(fitted, names, context), spec.choices.generated)
+        hashes = _prefix_hashes(submits[0], pool)
+        streams = tuple(
+            open_stream(Terms(submit, context, allowed, deadlines, arrived, hashes, prior_ids), pool, self._tokens)
+            for submit in submits
+        )
+        return PreparedRequest(spec, streams, has_ended=_ends(streams[0], prior_ids, end))
 
     def restore(self, pool: ModelBackend, attached: executor_pb2.SequenceAttached) -> RequestStream:
         """Rebuilds the stream of a request that another router admitted, from what its executor was told. Its deadline
@@ -175,20 +190,22 @@ class RequestPreparation:
         total = now + submit.deadline_ms / 1000 if submit.HasField("deadline_ms") else None
         arrived = now - max(0, unix_ms() - context.arrived_unix_ms) / 1000
         limits = self._admission.config.limits_of(context.tenant) or NO_LIMITS
-        return open_stream(Terms(submit, context, limits, Deadlines(None, total), arrived), pool, self._tokens)
+        hashes = _prefix_hashes(submit, pool)
+        return open_stream(Terms(submit, context, limits, Deadlines(None, total), arrived, hashes), pool, self._tokens)
 
 
 def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> RequestStream:
     """Returns the stream of a request, from what its executor is told, whichever router admitted it."""
     submit, context, deadlines, arrived = terms.submit, terms.context, terms.deadlines, terms.arrived
-    demand = _demand(submit, context, terms.limits, pool.describe().block_size)
+    choices = ChoiceCounts(context.num_choices or 1, context.num_sent_choices or 1)
+    demand = _demand(terms, choices.generated, pool.describe().block_size)
     deadline = deadlines.next(has_first_token=False)
     if deadline is not None:
         demand = dataclasses.replace(demand, deadline_ms=_rounded_ms(deadline - arrived))
     reading = Delivery(
         accepted=inference_pb2.Accepted(
             request_id=context.request_id,
-            resume_token=tokens.make(context.tenant, pool.name, context.request_id),
+            resume_token=tokens.make(context.tenant, pool.name, context.request_id, choices.generated),
             prompt_tokens=len(submit.prompt_ids),
             sampling=submit.sampling,
             max_tokens=submit.stopping.max_tokens,
@@ -197,11 +214,12 @@ def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> Reque
         name_token=functools.partial(_name_token, pool.text),
         wants_text=context.wants_text,
         wants_token_ids=context.wants_token_ids,
-        wants_logprobs=submit.HasField("num_top_logprobs"),
+        wants_logprobs=submit.HasField("num_top_logprobs") and not context.hides_logprobs,
         deadlines=deadlines,
         unattended_s=None if context.detach else _ttl_s(context) or 0.0,
         kept_s=_ttl_s(context),
         digest=context.digest,
+        choices=choices,
     )
     facts = RequestFacts(
         model=pool.name,
@@ -210,7 +228,7 @@ def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> Reque
         arrived=arrived,
         prompt_tokens=len(submit.prompt_ids),
         prior_tokens=len(terms.prior_ids),
-        request_id=context.request_id,
+        request_id=client_id(submit.request_id),
         tenant=context.tenant,
     )
     return RequestStream(
@@ -244,6 +262,9 @@ def _context(fitted: FittedRequest, names: Names, model: str, arrived: float) ->
         arrived_unix_ms=unix_ms() - round((time.monotonic() - arrived) * 1000),
         operation="chat" if isinstance(spec.prompt, ChatPrompt) else "text_completion",
     )
+    if spec.choices.generated > 1:
+        context.num_choices, context.num_sent_choices = spec.choices.generated, spec.choices.sent
+        context.hides_logprobs = spec.choices.picks_best and spec.output.num_top_logprobs is None
     if spec.resume_ttl_s is not None:
         context.resume_ttl.FromNanoseconds(round(spec.resume_ttl_s * 1e9))
     return context
@@ -272,23 +293,28 @@ def _prior_output(fitted: FittedRequest) -> tuple[tuple[int, ...], End | None]:
     return prior_ids, End(types_pb2.FINISH_REASON_LENGTH, None) if is_full else None
 
 
-def _demand(
-    submit: executor_pb2.Submit, context: resume_pb2.RouterContext, limits: TenantLimits, block_size: int
-) -> Demand:
+def _prefix_hashes(submit: executor_pb2.Submit, pool: ModelBackend) -> tuple[str, ...]:
+    if submit.cache_bypass:
+        return ()
+    return prefix_hashes(submit.prompt_ids, pool.describe().block_size, submit.cache_salt)
+
+
+def _demand(terms: Terms, num_choices: int, block_size: int) -> Demand:
+    submit, context = terms.submit, terms.context
     num_prompt_tokens, max_tokens = len(submit.prompt_ids), submit.stopping.max_tokens
-    no_prefixes = submit.cache_bypass
     return Demand(
         request_id=submit.request_id,
         priority_class=submit.priority,
         blocks=-(-(num_prompt_tokens + max_tokens) // block_size),
         tenant=context.tenant,
-        limits=limits,
+        limits=terms.limits,
         prompt_tokens=num_prompt_tokens,
         max_tokens=max_tokens,
         block_size=block_size,
         num_bytes=submit.ByteSize(),
-        prefix_hashes=() if no_prefixes else prefix_hashes(submit.prompt_ids, block_size, submit.cache_salt),
+        prefix_hashes=terms.prefix_hashes,
         digest=context.digest.hex(),
+        num_choices=0 if choice_of(submit.request_id) else num_choices,
     )
 
 
@@ -314,6 +340,18 @@ def _submit(fitted: FittedRequest, names: Names, context: resume_pb2.RouterConte
         cache_bypass=spec.cache_bypass,
         priority=types_pb2.PriorityClass.Name(spec.priority),
         num_choices=1,
-        num_top_logprobs=spec.output.num_top_logprobs,
+        num_top_logprobs=0 if context.hides_logprobs else spec.output.num_top_logprobs,
         router_context=context.SerializeToString(),
     )
+
+
+def _choices(submit: executor_pb2.Submit, num_choices: int) -> list[executor_pb2.Submit]:
+    """Returns what executors are told of each choice. Choice k is a request of its own with the seed + k."""
+    submits = [submit]
+    for choice, name in enumerate(choice_ids(submit.request_id, num_choices)[1:], start=1):
+        other = executor_pb2.Submit()
+        other.CopyFrom(submit)
+        other.request_id = name
+        other.sampling.seed = (submit.sampling.seed + choice) % NUM_SEEDS
+        submits.append(other)
+    return submits

@@ -6,37 +6,58 @@ answer for an unknown request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from common.errors import FieldViolation, invalid
+from common.protocol import MAX_CHOICES
 from inflight.v1 import inference_pb2
 from router.auth.caller import Caller, effective_tenant, sees_model
 from router.auth.resume_token import ResumeTokens
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.request.errors import beyond_output, unknown_request
-from router.request.ids import ledger_id
+from router.request.ids import choice_ids, ledger_id
 from router.request.spec import ReadPosition
 from router.stream.request_stream import RequestStream
 
 
-def resumed_place(request: inference_pb2.ResumeRequest) -> ReadPosition:
-    """Returns how far the client of a resumed request has read."""
+def resumed_places(request: inference_pb2.ResumeRequest, num_choices: int) -> tuple[ReadPosition, ...]:
+    """Returns how far the client of a resumed request has read each of the first choices, at least one. The request
+    generates `num_choices`."""
     for field, values in (("offsets", request.offsets), ("text_bytes", request.text_bytes)):
-        if len(values) > 1:
-            raise invalid(FieldViolation(field, f"has {len(values)} values; the request has one choice"))
-    offset = request.offsets[0] if request.offsets else 0
-    text_bytes = request.text_bytes[0] if request.text_bytes else None
-    return ReadPosition(offset, text_bytes, is_started=bool(offset or text_bytes))
+        if len(values) > num_choices:
+            has = "one choice" if num_choices == 1 else f"{num_choices} choices"
+            raise invalid(FieldViolation(field, f"has {len(values)} values; the request has {has}"))
+    places = []
+    for choice in range(max(1, len(request.offsets), len(request.text_bytes))):
+        offset = request.offsets[choice] if choice < len(request.offsets) else 0
+        text_bytes = request.text_bytes[choice] if choice < len(request.text_bytes) else None
+        places.append(ReadPosition(offset, text_bytes, is_started=bool(offset or text_bytes)))
+    return tuple(places)
 
 
-def check_place(place: ReadPosition, stream: RequestStream) -> None:
+def check_places(places: Sequence[ReadPosition], streams: Sequence[RequestStream]) -> None:
     """Raises `RequestError` if a client claims to have read more than there is. For output that is still on its way
-    from an executor this is only known at its end."""
-    assert stream.reading is not None
-    most = stream.reading.accepted.max_tokens if stream.was_adopted else len(stream.output_ids)
-    if place.offset > most:
-        raise beyond_output(place.offset, most)
+    from an executor, and for choices that are numbered by rank, this is only known at the end."""
+    for choice, (place, stream) in enumerate(zip(places, streams, strict=False)):
+        assert stream.reading is not None
+        is_known = not (stream.was_adopted or stream.reading.choices.picks_best)
+        most = len(stream.output_ids) if is_known else stream.reading.accepted.max_tokens
+        if place.offset > most:
+            raise beyond_output(place.offset, most, choice)
 
 
 Named = inference_pb2.CancelRequest | inference_pb2.GetRequestRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Access to a request: the ledger's ids of its choices, and the models that may serve it. Without `is_exact` the
+    choices are all that it can have, and it has those before the first that is unknown."""
+
+    choices: tuple[str, ...]
+    pools: tuple[ModelBackend, ...]
+    is_exact: bool
 
 
 class ResumeAuthorizer:
@@ -46,21 +67,22 @@ class ResumeAuthorizer:
         self._pools = pools
         self._tokens = tokens
 
-    def claim(self, request: Named, caller: Caller) -> tuple[str, tuple[ModelBackend, ...]]:
-        """Returns the ledger's id of the request, and the models that may serve it. Raises `RequestError`."""
+    def claim(self, request: Named, caller: Caller) -> Claim:
+        """Checks the claim of a caller. Raises `RequestError`."""
         _check_id(request.request_id)
         if request.model and not sees_model(caller, request.model):
             raise unknown_request()
         pools = self._pools.find_all(request.model, caller.models) if request.model else None
         if not request.resume_token and caller.is_operator:
             pools = pools or self._pools.find_all("", caller.models)
-            return ledger_id(effective_tenant(caller, request.tenant), request.request_id), pools
-        named_id, pool = self.claim_by_token(request.request_id, request.resume_token, caller)
-        if pools is not None and pool not in pools:
+            named_id = ledger_id(effective_tenant(caller, request.tenant), request.request_id)
+            return Claim(choice_ids(named_id, MAX_CHOICES), pools, is_exact=False)
+        claim = self.claim_by_token(request.request_id, request.resume_token, caller)
+        if pools is not None and claim.pools[0] not in pools:
             raise unknown_request()
-        return named_id, (pool,)
+        return claim
 
-    def claim_by_token(self, request_id: str, token: str, caller: Caller) -> tuple[str, ModelBackend]:
+    def claim_by_token(self, request_id: str, token: str, caller: Caller) -> Claim:
         """Like `claim`, for access that requires the token."""
         _check_id(request_id)
         subject = self._tokens.read(token, request_id)
@@ -68,7 +90,7 @@ class ResumeAuthorizer:
         pool = self._pools.by_name.get(subject.pool) if subject is not None and is_own else None
         if subject is None or pool is None:
             raise unknown_request()
-        return ledger_id(subject.tenant, request_id), pool
+        return Claim(choice_ids(ledger_id(subject.tenant, request_id), subject.num_choices), (pool,), is_exact=True)
 
 
 def _check_id(request_id: str) -> None:

@@ -12,18 +12,19 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc.aio
 from opentelemetry.trace import NoOpTracer, Span, Tracer
 
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, inference_pb2_grpc
+from router.api.joining import join_all
 from router.api.prepare import PreparedRequest, RequestPreparation, model_limits
 from router.api.request_status import REQUEST_STATE_PROTO, request_standing
-from router.api.resume import ResumeAuthorizer, check_place, resumed_place
+from router.api.resume import Claim, ResumeAuthorizer, check_places, resumed_places
 from router.api.tokenizing import MAX_CONTEXTS, Tokenizing, take_rates
 from router.api.validation import validate_detokenize, validate_tokenize
 from router.auth.caller import (
@@ -38,14 +39,16 @@ from router.auth.caller import (
 )
 from router.auth.resume_token import ResumeTokens
 from router.config.tenants import TenantConfigFile
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pools import ModelBackend, ModelRegistry
 from router.request.errors import draining, not_in_the_ledger, unknown_request
 from router.settings import RouterSettings
 from router.stats.capacity import add_capacity, described_model, described_variants
 from router.stats.source import StatsSource
 from router.stats.variants import VariantMeters
-from router.store.types import NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
-from router.stream.relay import Relay, Write, grace_after, with_write_timeout
+from router.store.types import NO_LIMITS, LedgerState, Queued, TenantLimits
+from router.stream.choices import AnyRelay, relay_of, run_all
+from router.stream.relay import Write, grace_after, with_write_timeout
 from router.stream.request_stream import RequestStream
 from router.telemetry.events import NO_OBSERVERS, RequestObservers, class_name
 from router.telemetry.tracing import call_span
@@ -53,6 +56,7 @@ from router.telemetry.tracing import call_span
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Answer = TypeVar("Answer")
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,50 +166,44 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         meter.arrive()
         try:
             prepared = await self._preparation.prepare(request, pool, arrival.at, remaining_s)
-            arrival.stream = prepared.stream
-            relay, stream = await self._begin(prepared, pool, write)
-            arrival.stream = stream
+            arrival.stream = prepared.streams[0]
+            relay = await self._begin(prepared, pool, write)
+            streams = [stream for stream, _ in relay.readings]
+            arrival.stream = streams[0]
         except RequestError:
             meter.refuse()
             raise
         try:
-            await self._relay(relay, stream, pool)
+            await self._relay(relay, pool)
         finally:
-            meter.end(stream)
-        log.info("request %s %s; metadata %s", stream.request_id, relay.summary, dict(prepared.spec.metadata))
+            meter.end(*streams)
+        log.info("request %s %s; metadata %s", streams[0].request_id, relay.summary, dict(prepared.spec.metadata))
 
-    async def _begin(self, prepared: PreparedRequest, pool: ModelBackend, write: Write) -> tuple[Relay, RequestStream]:
-        """Submits a request or finds the one that it repeats. Returns the relay for the client and the stream to
-        read."""
-        stream, spec, dispatcher = prepared.stream, prepared.spec, pool.dispatcher
-        place = dataclasses.replace(spec.place, offset=min(spec.place.offset, len(stream.output_ids)))
+    async def _begin(self, prepared: PreparedRequest, pool: ModelBackend, write: Write) -> AnyRelay:
+        """Submits the choices of a request or finds those that it repeats. Returns the relay for the client."""
+        spec, dispatcher = prepared.spec, pool.dispatcher
+        place = dataclasses.replace(spec.place, offset=min(spec.place.offset, len(prepared.streams[0].output_ids)))
         if prepared.has_ended:
-            return Relay(stream, write, place), stream
-        known = await dispatcher.find_repeated(stream)
-        if known is not None:
-            known.attend()
-            known.record.resumed()
-            return Relay(known, write, place), known
-        outcome = await dispatcher.submit(stream)
-        if isinstance(outcome, Adopted):
-            stream.record.resumed()
-        relay = Relay(stream, write, place)
-        if isinstance(outcome, Queued) and spec.want_queue_events:
-            dispatcher.watch_queue(stream, outcome)
-            await self._tell_queued(relay, stream, outcome, pool)
-        return relay, stream
+            return relay_of(prepared.streams, write, [place])
+        joined = await join_all(prepared.streams, dispatcher)
+        relay = relay_of([one.stream for one in joined], write, [place])
+        first = joined[0]
+        if isinstance(first.outcome, Queued) and spec.want_queue_events:
+            dispatcher.watch_queue(first.stream, first.outcome)
+            await self._tell_queued(relay, first.outcome, pool)
+        return relay
 
-    async def _tell_queued(self, relay: Relay, stream: RequestStream, outcome: Queued, pool: ModelBackend) -> None:
+    async def _tell_queued(self, relay: AnyRelay, outcome: Queued, pool: ModelBackend) -> None:
         try:
             await relay.queued(outcome)
         except asyncio.CancelledError:
-            pool.dispatcher.leave(stream, relay.reader)
+            _leave(relay, pool)
             raise
         except RequestError as error:
-            pool.dispatcher.leave(stream, relay.reader, grace_after(error))
+            _leave(relay, pool, grace_after(error))
             raise
 
-    async def _relay(self, relay: Relay, stream: RequestStream, pool: ModelBackend) -> None:
+    async def _relay(self, relay: AnyRelay, pool: ModelBackend) -> None:
         """Writes events to the client until the request ends."""
         grace_s = 0.0
         try:
@@ -214,7 +212,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             grace_s = grace_after(error)
             raise
         finally:
-            pool.dispatcher.leave(stream, relay.reader, grace_s)
+            _leave(relay, pool, grace_s)
 
     def _span(self, call: str, metadata: Metadata) -> AbstractContextManager[Span]:
         return call_span(self._tracer, f"inflight.{call}", metadata)
@@ -242,48 +240,54 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Resume(self, request: inference_pb2.ResumeRequest, context: Context) -> None:
         """Continues the stream of a request of any router."""
-        named_id, pool = self._claims.claim_by_token(request.request_id, request.resume_token, self._caller(context))
-        place = resumed_place(request)
+        claim = self._claims.claim_by_token(request.request_id, request.resume_token, self._caller(context))
+        (pool,), places = claim.pools, resumed_places(request, len(claim.choices))
         with self._serving(), self._span("resume", metadata_of(context)):
-            stream = await pool.dispatcher.find(named_id)
-            if stream is None:
-                stream = await pool.dispatcher.resume(named_id, functools.partial(self._preparation.restore, pool))
-            check_place(place, stream)
-            stream.attend()
-            stream.record.resumed()
-            relay = Relay(stream, self._patient(writer(context, inference_pb2.ResumeResponse)), place)
-            await self._relay(relay, stream, pool)
-            log.info("request %s, resumed, %s", stream.request_id, relay.summary)
+            streams = await run_all([self._find(choice, pool) for choice in claim.choices])
+            check_places(places, streams)
+            for stream in streams:
+                stream.attend()
+                stream.record.resumed()
+            relay = relay_of(streams, self._patient(writer(context, inference_pb2.ResumeResponse)), places)
+            await self._relay(relay, pool)
+            log.info("request %s, resumed, %s", streams[0].request_id, relay.summary)
+
+    async def _find(self, named_id: str, pool: ModelBackend) -> RequestStream:
+        """Returns the stream of a choice, of any router."""
+        stream = await pool.dispatcher.find(named_id)
+        if stream is not None:
+            return stream
+        return await pool.dispatcher.resume(named_id, functools.partial(self._preparation.restore, pool))
 
     def _patient(self, write: Write) -> Write:
         return with_write_timeout(write, self._settings.write_timeout_s)
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         """Cancels a request of any router."""
-        named_id, pools = self._claims.claim(request, self._caller(context))
-        was: LedgerState | None = None
-        for pool in pools:
-            found = await pool.dispatcher.cancel(named_id)
-            was = found if found is not None and was in (None, LedgerState.ENDED) else was
-        if was is None:
+        claim = self._claims.claim(request, self._caller(context))
+        found = [one.answer for one in await _ask_of_choices(claim, Dispatcher.cancel)]
+        if not found:
             raise unknown_request()
+        was = next((state for state in found if state is not LedgerState.ENDED), LedgerState.ENDED)
         return inference_pb2.CancelResponse(state=REQUEST_STATE_PROTO[was])
 
     async def GetRequest(
         self, request: inference_pb2.GetRequestRequest, context: Context
     ) -> inference_pb2.GetRequestResponse:
         """Returns the state of a request of any router."""
-        named_id, pools = self._claims.claim(request, self._caller(context))
-        found = [(pool, one) for pool in pools if (one := await pool.dispatcher.explain(named_id)) is not None]
+        claim = self._claims.claim(request, self._caller(context))
+        found = await _ask_of_choices(claim, Dispatcher.explain)
         if not found:
             raise not_in_the_ledger()
         # Another model may have served a request of the same id earlier.
-        pool, explanation = min(found, key=lambda one: one[1].state is LedgerState.ENDED)
-        dispatcher = pool.dispatcher
+        one = min(found, key=lambda one: _PROGRESS[one.answer.state])
+        dispatcher, explanation = one.pool.dispatcher, one.answer
         link = dispatcher.link_of(explanation.executor_id or "")
-        response = request_standing(request.request_id, named_id, explanation, link, dispatcher.stream_of(named_id))
+        response = request_standing(request.request_id, one.choice, explanation, link, dispatcher.stream_of(one.choice))
+        streams = [dispatcher.stream_of(other.choice) for other in found if other.pool is one.pool]
+        response.output_tokens = sum(len(stream.output_ids) for stream in streams if stream is not None)
         if request.model in self._pools.variants:
-            response.variant = pool.name
+            response.variant = one.pool.name
         return response
 
     async def Tokenize(
@@ -347,6 +351,38 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 if self._authenticator.identify(metadata_of(context)) != caller:
                     raise RequestError(Reason.UNAUTHENTICATED, "the caller's permissions have changed; call again")
                 await context.write(response)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChoiceAnswer(Generic[Answer]):
+    """What the ledger of a model says about a choice."""
+
+    pool: ModelBackend
+    choice: str
+    answer: Answer
+
+
+# GetRequest describes the choice that has come the least far.
+_PROGRESS = {LedgerState.WAITING: 0, LedgerState.LOST: 0, LedgerState.PLACED: 1, LedgerState.ENDED: 2}
+
+
+async def _ask_of_choices(
+    claim: Claim, ask: Callable[[Dispatcher, str], Awaitable[Answer | None]]
+) -> list[ChoiceAnswer[Answer]]:
+    """Asks about every choice of a request and returns the answers for those that are known."""
+    found: list[ChoiceAnswer[Answer]] = []
+    for choice in claim.choices:
+        answers = [(pool, await ask(pool.dispatcher, choice)) for pool in claim.pools]
+        known = [ChoiceAnswer(pool, choice, answer) for pool, answer in answers if answer is not None]
+        if not (known or claim.is_exact):
+            break
+        found += known
+    return found
+
+
+def _leave(relay: AnyRelay, pool: ModelBackend, grace_s: float = 0.0) -> None:
+    for stream, reader in relay.readings:
+        pool.dispatcher.leave(stream, reader, grace_s)
 
 
 def sticky_key(request: inference_pb2.GenerateRequest) -> str:

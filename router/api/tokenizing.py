@@ -37,7 +37,7 @@ async def check_rates(
     are `allowed`. `request_id` is the ledger's. If there is nothing to tokenize, the check is left to the submit."""
     if not allowed.has_rates or isinstance(spec.prompt, TokenPrompt):
         return
-    tokens = least_prompt_tokens(pool.text, spec) + (spec.stopping.max_tokens or 1)
+    tokens = spec.choices.generated * (least_prompt_tokens(pool.text, spec) + (spec.stopping.max_tokens or 1))
     refused = await pool.dispatcher.check_rates(tenant, allowed, tokens, request_id)
     if refused is not None:
         raise refusal(refused)

@@ -20,10 +20,11 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
-from common.protocol import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from common.protocol import MAX_CHOICES, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from inflight.v1 import inference_pb2, types_pb2
 from router.request.spec import (
     ChatPrompt,
+    ChoiceCounts,
     FittedRequest,
     GenerateSpec,
     ModelLimits,
@@ -63,8 +64,6 @@ UNBUILT_SAMPLING = (
 
 UNBUILT = (
     *(UnbuiltField(f"sampling.{unbuilt.path}", unbuilt.function, unbuilt.neutral) for unbuilt in UNBUILT_SAMPLING),
-    UnbuiltField("n", "more than one choice is", (1,)),
-    UnbuiltField("best_of", "choosing the best of several is", (1,)),
     UnbuiltField("constraint.json_schema", "constrained output is"),
     UnbuiltField("constraint.regex", "constrained output is"),
     UnbuiltField("constraint.grammar", "constrained output is"),
@@ -138,6 +137,7 @@ def validate_generate(
         _output_violations(request.output),
         _stopping_violations(request.stopping, limits),
         _constraint_violations(request),
+        _choice_violations(request),
         _service_violations(request),
         _resuming_violations(request, limits),
         _metadata_violations(request),
@@ -167,6 +167,7 @@ def validate_generate(
         prior_ids=tuple(request.prior_output.output_ids),
         place=_place(request.prior_output),
         metadata=tuple(sorted(request.metadata.items())),
+        choices=_choices(request),
     )
 
 
@@ -361,6 +362,22 @@ def _min_tokens_violation(min_tokens: int, max_tokens: int) -> FieldViolation:
 def _constraint_violations(request: inference_pb2.GenerateRequest) -> Violations:
     if request.HasField("constraint") and request.constraint.WhichOneof("kind") is None:
         yield FieldViolation("constraint", "is empty; exactly one of json_schema, regex, grammar, choice is needed")
+
+
+def _choice_violations(request: inference_pb2.GenerateRequest) -> Violations:
+    choices = _choices(request)
+    for field, count in (("n", request.n), ("best_of", request.best_of)):
+        if count > MAX_CHOICES:
+            yield FieldViolation(field, f"is {count}; at most {MAX_CHOICES} are allowed")
+    if choices.generated < choices.sent:
+        yield FieldViolation("best_of", f"is {choices.generated}; must be at least n, which is {choices.sent}")
+    elif choices.generated > 1 and request.prior_output.output_ids:
+        yield FieldViolation("prior_output", "continues a single choice; n and best_of must be 1 with it")
+
+
+def _choices(request: inference_pb2.GenerateRequest) -> ChoiceCounts:
+    sent = request.n or 1
+    return ChoiceCounts(request.best_of or sent, sent)
 
 
 def _service_violations(request: inference_pb2.GenerateRequest) -> Violations:

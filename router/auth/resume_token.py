@@ -1,8 +1,8 @@
 """Resume tokens: proof that a request is the caller's, which any router can check without looking the request up.
 
-A token names tenant and pool in the clear and ends with an HMAC-SHA-256 over these and the request's id, under a secret
-that all routers of the system share. It cannot be guessed. A process that reads the secret can make tokens, and a
-reader of a token can read one request's output.
+A token names tenant, pool and the number of choices in the clear and ends with an HMAC-SHA-256 over these and the
+request's id, under a secret that all routers of the system share. It cannot be guessed. A process that reads the secret
+can make tokens, and a reader of a token can read one request's output.
 
 The secret is a setting. Without the setting the ledger keeps it, and the first router makes it. If Redis loses it, the
 routers write it back; if another router has made a new one by then, this router makes tokens with the new one, and
@@ -34,10 +34,11 @@ _PURPOSE = b"inflight resume token 1\0"
 
 @dataclass(frozen=True, slots=True)
 class TokenSubject:
-    """The owner of a request, and its pool."""
+    """The owner of a request, its pool, and the number of choices that it generates."""
 
     tenant: str
     pool: str
+    num_choices: int = 1
 
 
 class ResumeTokens:
@@ -80,10 +81,10 @@ class ResumeTokens:
         self._secrets = [secret, *others][:MAX_SECRETS]
         self._is_known.set()
 
-    def make(self, tenant: str, pool: str, request_id: str) -> str:
+    def make(self, tenant: str, pool: str, request_id: str, num_choices: int = 1) -> str:
         """Returns the token of a request. Raises `RequestError` STORE_UNAVAILABLE while there is no secret."""
         self._check()
-        return make_token(self._secrets[0], TokenSubject(tenant, pool), request_id)
+        return make_token(self._secrets[0], TokenSubject(tenant, pool, num_choices), request_id)
 
     def read(self, token: str, request_id: str) -> TokenSubject | None:
         """Returns the subject of a token; None if the token is not this request's. Raises as `make`."""
@@ -98,7 +99,8 @@ class ResumeTokens:
 
 
 def make_token(secret: bytes, subject: TokenSubject, request_id: str) -> str:
-    named = f"{subject.tenant}\0{subject.pool}".encode()
+    choices = f"\0{subject.num_choices}" if subject.num_choices > 1 else ""
+    named = f"{subject.tenant}\0{subject.pool}{choices}".encode()
     return base64.urlsafe_b64encode(_tag(secret, named, request_id) + named).decode().rstrip("=")
 
 
@@ -107,12 +109,13 @@ def read_token(secret: bytes, token: str, request_id: str) -> TokenSubject | Non
     one."""
     try:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
-        tenant, separator, pool = raw[TAG_BYTES:].decode().partition("\0")
+        tenant, separator, rest = raw[TAG_BYTES:].decode().partition("\0")
     except (binascii.Error, UnicodeError, ValueError):
         return None
     if not separator or not hmac.compare_digest(_tag(secret, raw[TAG_BYTES:], request_id), raw[:TAG_BYTES]):
         return None
-    return TokenSubject(tenant, pool)
+    pool, _, num_choices = rest.partition("\0")
+    return TokenSubject(tenant, pool, int(num_choices or 1))
 
 
 def _tag(secret: bytes, named: bytes, request_id: str) -> bytes:

@@ -60,9 +60,9 @@ def draining(text: str, *, is_resumable: bool = False) -> RequestError:
     return RequestError(Reason.DRAINING, text, retry_after_ms=RETRY_AFTER_MS, context=context)
 
 
-def beyond_output(offset: int, num_tokens: int) -> RequestError:
-    """Returns the error for an offset beyond the output."""
-    return invalid(FieldViolation("offsets[0]", f"is {offset}; the output has {num_tokens} tokens"))
+def beyond_output(offset: int, num_tokens: int, choice: int = 0) -> RequestError:
+    """Returns the error for an offset beyond the output of a choice."""
+    return invalid(FieldViolation(f"offsets[{choice}]", f"is {offset}; the output has {num_tokens} tokens"))
 
 
 def unknown_request() -> RequestError:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
+from common.protocol import MAX_CHOICES
 from inflight.v1 import executor_pb2, resume_pb2
-from router.request.ids import ledger_id
+from router.request.ids import choice_ids, ledger_id
 
 
 class FrameError(Exception):
@@ -21,6 +22,7 @@ def context_of(attached: executor_pb2.SequenceAttached) -> resume_pb2.RouterCont
         context = resume_pb2.RouterContext.FromString(attached.submit.router_context)
     except DecodeError as error:
         raise FrameError(f"the router_context of {attached.request_id} is none") from error
-    if not attached.request_id == attached.submit.request_id == ledger_id(context.tenant, context.request_id):
+    own_ids = choice_ids(ledger_id(context.tenant, context.request_id), min(context.num_choices, MAX_CHOICES))
+    if attached.request_id != attached.submit.request_id or attached.request_id not in own_ids:
         raise FrameError(f"the router_context of {attached.request_id} is another request's")
     return context

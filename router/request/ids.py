@@ -1,7 +1,8 @@
 """Ids of requests: the client's, and the ledger's, which is unique over all tenants.
 
 A ledger id is `tenant/request_id`, and the request's id alone for the default tenant; a request's id has no "/". With
-an idempotency key the id follows from tenant and key, so that every router finds the same request.
+an idempotency key the id follows from tenant and key, so that every router finds the same request. Each choice of a
+request has a ledger id: choice 0 that of the request, choice k the same with "~k", which no client can choose.
 """
 
 from __future__ import annotations
@@ -23,6 +24,16 @@ def ledger_id(tenant: str, request_id: str) -> str:
 def client_id(ledger_id: str) -> str:
     """Returns the client's id of a request."""
     return ledger_id.rpartition("/")[2]
+
+
+def choice_ids(ledger_id: str, num_choices: int) -> tuple[str, ...]:
+    """Returns the ledger's ids of the choices of a request."""
+    return (ledger_id, *(f"{ledger_id}~{choice}" for choice in range(1, num_choices)))
+
+
+def choice_of(ledger_id: str) -> int:
+    """Returns the index of the choice that has this id."""
+    return int(client_id(ledger_id).partition("~")[2] or 0)
 
 
 def tenant_of(ledger_id: str) -> str:

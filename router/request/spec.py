@@ -27,6 +27,19 @@ class Deadlines:
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceCounts:
+    """The choices that a request generates, and those of them that its client gets: the best ones."""
+
+    generated: int = 1
+    sent: int = 1
+
+    @property
+    def picks_best(self) -> bool:
+        """Whether the client gets some of the choices, which are known at the end only."""
+        return self.sent < self.generated
+
+
+@dataclass(frozen=True, slots=True)
 class Delivery:
     """What a request's client reads, and how long the request continues without a client.
 
@@ -45,6 +58,7 @@ class Delivery:
     unattended_s: float | None = 0.0
     kept_s: float | None = None
     digest: bytes = b""
+    choices: ChoiceCounts = ChoiceCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +190,7 @@ class GenerateSpec:
     prior_ids: tuple[int, ...]
     place: ReadPosition
     metadata: tuple[tuple[str, str], ...]
+    choices: ChoiceCounts
 
 
 @dataclass(frozen=True, slots=True)

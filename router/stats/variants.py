@@ -34,11 +34,11 @@ class VariantMeter:
         """Counts a refusal."""
         self._num_refused += 1
 
-    def end(self, stream: RequestStream) -> None:
-        """Records the end of a request."""
+    def end(self, stream: RequestStream, *others: RequestStream) -> None:
+        """Records the end of a request. Its latencies are those of the first choice."""
         clock, num_tokens = stream.clock, len(stream.output_ids)
         self._num_ended += 1
-        self._output_tokens += num_tokens
+        self._output_tokens += num_tokens + sum(len(other.output_ids) for other in others)
         if clock.first_token is None or clock.last_token is None:
             return
         self._ttft_ms.append((clock.first_token - clock.arrived) * 1000)

@@ -47,7 +47,7 @@ from router.store.types import (
     WaitReason,
 )
 
-_LIMITS = struct.Struct("<26d")
+_LIMITS = struct.Struct("<27d")
 _RATES = struct.Struct("<5d")
 
 
@@ -152,6 +152,7 @@ def _request_numbers(demand: Demand) -> tuple[float, ...]:
         demand.output_tokens,
         demand.block_size,
         demand.num_bytes,
+        demand.num_choices,
     )
 
 

@@ -19,6 +19,7 @@ from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
 from router.lifecycle.events import DEADLINE_END, End
 from router.request.errors import beyond_output, output_lost
+from router.request.ids import choice_of
 from router.request.spec import BEGINNING, Delivery, ReadPosition
 from router.store.types import Queued
 from router.stream.request_stream import News, RequestStream
@@ -88,6 +89,16 @@ class Relay:
         self._has_told_started = place.is_started
         self._num_migrations_told = stream.num_migrations
         self._end_name = "without an end"
+
+    @property
+    def readings(self) -> tuple[tuple[RequestStream, int], ...]:
+        """The stream, with the number of this reader."""
+        return ((self._stream, self.reader),)
+
+    @property
+    def mean_logprob(self) -> float | None:
+        """The mean log probability of the tokens that were relayed; None if one is not known."""
+        return self._stream.mean_logprob(self._text.num_tokens)
 
     @property
     def summary(self) -> str:
@@ -230,7 +241,7 @@ class Relay:
 
     async def _tell_end(self, end: End) -> None:
         if self._place.offset > self._text.num_tokens:
-            raise beyond_output(self._place.offset, self._text.num_tokens)
+            raise beyond_output(self._place.offset, self._text.num_tokens, choice_of(self._stream.request_id))
         if end.reason == types_pb2.FINISH_REASON_STOP_STRING:
             # Another router stopped it there. Its text does not reach the stop string here: the executor holds only a
             # part of it.

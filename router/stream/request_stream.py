@@ -305,6 +305,14 @@ class RequestStream:
         if offset < len(self.output_ids):
             self._logprobs.setdefault(offset, values)
 
+    def mean_logprob(self, num_tokens: int) -> float | None:
+        """Returns the mean log probability of the first tokens; None if one is not known, minus infinity for no
+        token."""
+        known = [self._logprobs[offset].chosen.logprob for offset in range(num_tokens) if offset in self._logprobs]
+        if len(known) < num_tokens:
+            return None
+        return sum(known) / num_tokens if num_tokens else -math.inf
+
     def pause(self) -> None:
         """Records that it gave up its seat and waits for another. Without a seat there is nothing to report."""
         if self.has_been_accepted and self._seat is not Seat.GIVEN_UP:

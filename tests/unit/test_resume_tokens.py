@@ -43,8 +43,8 @@ def router() -> ScriptedRouter:
 @pytest.mark.parametrize("caller", [ANYBODY, ACME, OPERATOR])
 def test_token_names_tenant_and_pool(router: ScriptedRouter, caller: Caller) -> None:
     token = router.tokens.make("acme", "n", "r")
-    named_id, pools = claims_of(router).claim(cancel(resume_token=token), caller)
-    assert (named_id, [pool.name for pool in pools]) == ("acme/r", ["n"])
+    claim = claims_of(router).claim(cancel(resume_token=token), caller)
+    assert (claim.choices[0], [pool.name for pool in claim.pools]) == ("acme/r", ["n"])
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,15 @@ def test_token_of_a_pool_that_is_not_served_here_is_unknown(router: ScriptedRout
 def test_operators_and_the_unidentified_need_no_token_to_cancel(
     router: ScriptedRouter, caller: Caller, tenant: str, expected: str
 ) -> None:
-    named_id, pools = claims_of(router).claim(cancel(tenant=tenant, model="m"), caller)
-    assert (named_id, [pool.name for pool in pools]) == (expected, ["m"])
+    claim = claims_of(router).claim(cancel(tenant=tenant, model="m"), caller)
+    assert (claim.choices[0], [pool.name for pool in claim.pools]) == (expected, ["m"])
+
+
+def test_token_tells_the_choices_of_a_request(router: ScriptedRouter) -> None:
+    token = router.tokens.make("acme", "n", "r", num_choices=3)
+    claim = claims_of(router).claim(cancel(resume_token=token), ACME)
+    assert (claim.choices, claim.is_exact) == (("acme/r", "acme/r~1", "acme/r~2"), True)
+    assert not any(REQUEST_ID.fullmatch(client_id(choice)) for choice in claim.choices[1:])
 
 
 async def test_resume_needs_a_token_from_any_caller(router: ScriptedRouter) -> None:

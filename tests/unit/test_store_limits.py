@@ -210,3 +210,66 @@ async def test_work_that_is_no_request_takes_from_the_rates(store_pool: StorePoo
     assert await a.store.check_rates("t", TWO_PER_SECOND, 0, takes=True) == refused
     await store_pool.wait(500)
     assert await a.store.check_rates("t", TWO_PER_SECOND, 0, takes=True) is None
+
+
+# --- several choices
+
+
+def choice(number: int, limits: TenantLimits, of: int = 3, tokens: int = 10, num_bytes: int = 0) -> Demand:
+    """One of three choices. The first one admits all."""
+    name = f"r~{number}" if number else "r"
+    return dataclasses.replace(asked(name, limits, tokens, num_bytes=num_bytes), num_choices=0 if number else of)
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit"),
+    [
+        (TenantLimits(max_queue_requests=2), "tenant max_queue_requests"),
+        (TenantLimits(max_queue_tokens=29), "tenant max_queue_tokens"),
+        (TenantLimits(max_queue_bytes=299), "tenant max_queue_bytes"),
+    ],
+)
+async def test_choices_that_do_not_all_fit_in_the_queue_are_refused_as_one(
+    store_pool: StorePool, limits: TenantLimits, limit: str
+) -> None:
+    a = await full_pool(store_pool)
+    assert await a.store.submit(choice(0, limits, num_bytes=100)) == Refused(Reason.QUEUE_FULL, limit)
+    for number in range(2):
+        assert await a.store.submit(choice(number, limits, of=2, num_bytes=100)) == Queued(number)
+
+
+async def test_choices_beyond_the_queue_are_refused_although_the_first_finds_a_seat(store_pool: StorePool) -> None:
+    a, limits = store_pool.router("a"), TenantLimits(max_queue_requests=1)
+    await a.store.report(store_pool.next_report(sequences=1))
+    assert await a.store.submit(choice(0, limits)) == Refused(Reason.QUEUE_FULL, "tenant max_queue_requests")
+    await a.place_demand(choice(0, limits, of=2))
+    assert await a.store.submit(choice(1, limits)) == Queued(0)
+
+
+async def test_later_choices_are_admitted_with_the_first(store_pool: StorePool) -> None:
+    a, limits = await full_pool(store_pool), TenantLimits(max_queue_requests=3)
+    assert await a.store.submit(choice(0, limits)) == Queued(0)
+    for number in range(2):  # between the choices others take the rest of the queue
+        assert await a.store.submit(asked(f"other{number}", limits)) == Queued(number + 1)
+    assert await a.store.submit(asked("late", limits)) == Refused(Reason.QUEUE_FULL, "tenant max_queue_requests")
+    for number in (1, 2):
+        assert isinstance(await a.store.submit(choice(number, limits)), Queued)
+
+
+async def test_choices_count_as_one_request_and_with_all_their_tokens(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    limits = TenantLimits(requests_per_s=1, request_burst=2, tokens_per_s=10, token_burst=40)
+    await a.store.report(store_pool.next_report())
+    for number in range(3):
+        await a.place_demand(choice(number, limits))
+
+    await a.place_demand(asked("second", limits, tokens=10))
+    assert await a.store.submit(asked("third", limits)) == Refused(Reason.RATE_LIMITED, "tenant requests_per_s", 1000)
+    await store_pool.wait(1000)
+    await a.store.report(store_pool.next_report())
+    assert await a.store.submit(asked("third", limits, tokens=20)) == Refused(
+        Reason.RATE_LIMITED, "tenant tokens_per_s", 1000
+    )
+    # Each choice returns what it has not used.
+    await a.store.settle([Ending(name, 1, computed_tokens=0, output_tokens=0) for name in ("r", "r~1", "r~2")])
+    await a.place_demand(asked("third", limits, tokens=20))

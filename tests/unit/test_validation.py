@@ -10,7 +10,7 @@ import pytest
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
 from router.api.validation import MAX_DEADLINE_S, unsupported_defaults, validate_generate
-from router.request.spec import ChatPrompt, ModelLimits, ResolvedSampling, TextPrompt, TokenPrompt
+from router.request.spec import ChatPrompt, ChoiceCounts, ModelLimits, ResolvedSampling, TextPrompt, TokenPrompt
 from tests.validated import SEED, limits_of, validated
 
 
@@ -256,8 +256,6 @@ def test_value_that_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:
     [
         ({"sampling": {"repetition_penalty": 0}}, "sampling.repetition_penalty"),
         ({"sampling": {"min_p": math.nan}}, "sampling.min_p"),
-        ({"n": 2}, "n"),
-        ({"best_of": 2}, "best_of"),
         ({"constraint": {"json_schema": ""}}, "constraint.json_schema"),
         ({"adapter_id": "x"}, "adapter_id"),
     ],
@@ -271,8 +269,30 @@ def test_function_that_is_not_built_is_refused(fields: dict[str, Any], field: st
 
 def test_all_functions_that_are_not_built_are_named() -> None:
     with pytest.raises(RequestError) as caught:
-        validated(n=3, adapter_id="x", sampling={"min_p": 0.1})
-    assert [violation.field for violation in caught.value.violations] == ["sampling.min_p", "n", "adapter_id"]
+        validated(adapter_id="x", sampling={"min_p": 0.1})
+    assert [violation.field for violation in caught.value.violations] == ["sampling.min_p", "adapter_id"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "generated", "sent"),
+    [({}, 1, 1), ({"n": 3}, 3, 3), ({"best_of": 3}, 3, 1), ({"n": 2, "best_of": 5}, 5, 2), ({"n": 128}, 128, 128)],
+)
+def test_choices_to_generate_and_to_send(fields: dict[str, Any], generated: int, sent: int) -> None:
+    assert validated(**fields).choices == ChoiceCounts(generated, sent)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"n": 129}, ["n"]),
+        ({"n": 1000}, ["n"]),
+        ({"best_of": 1000}, ["best_of"]),
+        ({"n": 3, "best_of": 2}, ["best_of"]),
+        ({"n": 2, "prior_output": {"output_ids": [1]}}, ["prior_output"]),
+    ],
+)
+def test_choices_are_bounded(fields: dict[str, Any], wrong: list[str]) -> None:
+    assert refused_fields(**fields) == wrong
 
 
 def test_generation_config_that_has_no_effect_is_known() -> None:

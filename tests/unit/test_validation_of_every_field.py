@@ -70,6 +70,8 @@ SUPPORTED = frozenset(
         "resume_ttl",
         "prior_output.output_ids",
         "prior_output.text_bytes",
+        "n",
+        "best_of",
     }
 )
 # Values of fields for which the sample of their type does not do.

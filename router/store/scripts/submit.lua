@@ -15,13 +15,16 @@
 -- by another router with the same digest makes that router the owner; if the request was cancelled, it starts again.
 -- With [7] = 1 neither is done to a request that another living router serves or that was cancelled, and without a
 -- digest the id is enough. A request that had an attempt was admitted before: neither rates nor bounds refuse it.
+-- A request with several choices is admitted with its first one: that takes the rates of all of them, counts as one
+-- request in the rate of requests, and the others must fit in the queue. They come with 0 choices: neither rates nor
+-- bounds refuse them.
 -- Requests that already wait could not be placed when a seat last opened, so boarding is tried only if there is room
 -- for this request, or an earlier call stopped half-way.
 local id, name, digest, is_served = ARGV[2], ARGV[3], ARGV[6], ARGV[7] == '1'
-local class, deadline_in_ms, blocks, sequences, last_attempt, prompt, max, output, block_size, bytes,
+local class, deadline_in_ms, blocks, sequences, last_attempt, prompt, max, output, block_size, bytes, choices,
   weight, max_running, max_requests, max_tokens, max_bytes, ms_per_request, request_burst, ms_per_token, token_burst,
   max_pool_requests, max_pool_tokens, max_pool_bytes, max_bypass, age_ms, preempts, remember_ms
-  = struct.unpack('<dddddddddddddddddddddddddd', ARGV[4])
+  = struct.unpack('<ddddddddddddddddddddddddddd', ARGV[4])
 local request_ms, token_ms -- of its tenant, before this request
 
 -- Whether this is the requested one: by its digest, or by its router, which has no digest of it.
@@ -105,15 +108,15 @@ local function impossible(request)
   return not fits_somewhere(request) and {'REFUSED', 'NEVER_FITS', '', ''} or nil
 end
 
--- Returns the bound of the tenant or the pool that a waiting request exceeds.
-local function exceeded(tenant)
-  local tokens = state.tokens[1] + state.tokens[2] + state.tokens[3]
-  return tenant.waiting > max_requests and 'tenant max_queue_requests'
-    or tenant.tokens[1] + tenant.tokens[2] + tenant.tokens[3] > max_tokens and 'tenant max_queue_tokens'
-    or tenant.bytes > max_bytes and 'tenant max_queue_bytes'
-    or state.waiting > max_pool_requests and 'max_queue_requests'
-    or tokens > max_pool_tokens and 'max_queue_tokens'
-    or state.bytes > max_pool_bytes and 'max_queue_bytes'
+-- Returns the bound of the tenant or the pool that is exceeded when so many more choices like this one wait.
+local function exceeded(tenant, more)
+  local tokens = more * (prompt + max)
+  return tenant.waiting + more > max_requests and 'tenant max_queue_requests'
+    or tenant.tokens[1] + tenant.tokens[2] + tenant.tokens[3] + tokens > max_tokens and 'tenant max_queue_tokens'
+    or tenant.bytes + more * bytes > max_bytes and 'tenant max_queue_bytes'
+    or state.waiting + more > max_pool_requests and 'max_queue_requests'
+    or state.tokens[1] + state.tokens[2] + state.tokens[3] + tokens > max_pool_tokens and 'max_queue_tokens'
+    or state.bytes + more * bytes > max_pool_bytes and 'max_queue_bytes'
     or nil
 end
 
@@ -122,7 +125,7 @@ local function refusal_of_waiting(request, tenant, wait_ms)
   if last_attempt > 0 or output > 0 then
     return nil
   end
-  local limit = exceeded(tenant)
+  local limit = choices > 0 and exceeded(tenant, choices - 1)
   if limit then
     return {'REFUSED', 'QUEUE_FULL', limit, wait_ms and math.max(100, math.min(60000, math.ceil(wait_ms / 4))) or ''}
   end
@@ -204,8 +207,16 @@ local request = new_request(
   CALLER, name, ARGV[5], digest, class, deadline_in_ms, blocks, sequences, first_attempt - 1, prompt, max, output,
   block_size, bytes
 )
-if last_attempt == 0 and output == 0 and (ms_per_request > 0 or ms_per_token > 0) then
-  local limit, wait_ms = take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, prompt + max)
+if last_attempt == 0 and output == 0 then
+  local limit = choices > 1 and exceeded(tenant, choices - 1)
+  if limit then
+    return finish({'REFUSED', 'QUEUE_FULL', limit, ''})
+  end
+  local wait_ms
+  if choices > 0 then
+    local tokens = choices * (prompt + max)
+    limit, wait_ms = take_rates(tenant, ms_per_request, request_burst, ms_per_token, token_burst, tokens)
+  end
   if limit then
     return finish({'REFUSED', 'RATE_LIMITED', limit, wait_ms})
   end

@@ -1,0 +1,190 @@
+"""The relay of a request with several choices: their streams, merged into one sequence of events.
+
+Each choice is a request of its own in the ledger and on executors, with a `Relay` of its own. Of the events that a
+request has once, the first one is sent: Accepted, Started and the queue events of choice 0. One Done ends the sequence
+after every choice has finished; a choice that fails ends all with its error.
+
+If the client gets the best choices only, nothing of the output is sent before all choices have finished. The best ones
+are then read again from the beginning, and numbered by rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import TypeVar
+
+from common.errors import FieldViolation, invalid
+from inflight.v1 import inference_pb2, types_pb2
+from router.request.errors import output_lost
+from router.request.spec import BEGINNING, ReadPosition
+from router.store.types import Queued
+from router.stream.relay import Relay, Write
+from router.stream.request_stream import RequestStream
+
+Result = TypeVar("Result")
+
+OUTPUT = frozenset({"delta", "finished", "prompt"})
+
+
+async def run_all(work: Iterable[Awaitable[Result]]) -> list[Result]:
+    """Runs calls concurrently and returns their results, in order. Raises the error of the first that fails, after the
+    others were cancelled."""
+
+    async def run(one: Awaitable[Result]) -> Result:
+        return await one
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run(one)) for one in work]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+class ChoicesRelay:
+    """Writes the events of all choices to the client. `places` are its positions in the choices that it gets."""
+
+    def __init__(self, streams: Sequence[RequestStream], write: Write, places: Sequence[ReadPosition] = ()) -> None:
+        reading = streams[0].reading
+        assert reading is not None
+        self._streams = tuple(streams)
+        self._accepted = reading.accepted
+        self._counts = reading.choices
+        num_left = self._counts.sent - len(places)
+        if num_left < 0:
+            text = f"has {len(places)} values; the client gets {self._counts.sent} choices of this request"
+            raise invalid(FieldViolation("offsets", text))
+        self._places = (*places, *(BEGINNING,) * num_left)
+        self._write = write
+        self._writing = asyncio.Lock()
+        self._seq = 0
+        self._has_told_accepted = False
+        self._has_told_started = any(place.is_started for place in self._places)
+        self._holds_output = self._counts.picks_best
+        self._done: dict[int, inference_pb2.Done] = {}
+        self._reasons: Counter[str] = Counter()
+        places = (BEGINNING,) * len(self._streams) if self._holds_output else self._places
+        self._relays = self._relays_of(self._streams, places)
+
+    def _relays_of(self, streams: Sequence[RequestStream], places: Sequence[ReadPosition]) -> list[Relay]:
+        return [
+            Relay(stream, functools.partial(self._take, choice), place)
+            for choice, (stream, place) in enumerate(zip(streams, places, strict=True))
+        ]
+
+    @property
+    def readings(self) -> tuple[tuple[RequestStream, int], ...]:
+        """The streams, with the number of this reader in each."""
+        return tuple(reading for relay in self._relays for reading in relay.readings)
+
+    @property
+    def summary(self) -> str:
+        """Counts and ends of the choices for the log; no text."""
+        ends = ", ".join(f"{count} {name}" for name, count in sorted(self._reasons.items()))
+        return f"with {len(self._streams)} choices ended: {ends or 'without an end'}"
+
+    async def queued(self, queued: Queued) -> None:
+        """Sends the client the place of the first choice in the queue."""
+        await self._relays[0].queued(queued)
+
+    async def run(self) -> None:
+        """Writes until the end of the request. Raises the `RequestError` of a choice that failed, or TAKEN_OVER."""
+        await run_all([relay.run() for relay in self._relays])
+        if self._holds_output:
+            self._holds_output = False
+            best = self._best()
+            for stream in best:
+                stream.attend()
+            self._relays[: len(best)] = self._relays_of(best, self._places)
+            await run_all([relay.run() for relay in self._relays[: len(best)]])
+        await self._send(inference_pb2.StreamEvent(done=self._merged_done()))
+
+    def _best(self) -> list[RequestStream]:
+        """Returns the choices with the highest mean log probability, the best first. Raises `RequestError`."""
+        scores: list[float] = []
+        for relay in self._relays:
+            score = relay.mean_logprob
+            if score is None:
+                raise output_lost("log probabilities that the best choices are found by are not known any more")
+            scores.append(score)
+        ranks = sorted(range(len(scores)), key=lambda choice: -scores[choice])
+        return [self._streams[choice] for choice in ranks[: self._counts.sent]]
+
+    async def _take(self, choice: int, event: inference_pb2.StreamEvent) -> None:
+        """Sends the event of a choice unless the request has it once and had it."""
+        kind = event.WhichOneof("event")
+        if kind == "done":
+            self._done.setdefault(choice, event.done)
+            return
+        if self._holds_output and kind in OUTPUT:
+            return
+        match kind:
+            case "queued" | "prompt" if choice:
+                return
+            case "queued" if self._has_told_accepted:
+                return
+            case "accepted":
+                if self._has_told_accepted:
+                    return
+                self._has_told_accepted = True
+                event.accepted.CopyFrom(self._accepted)
+            case "started":
+                if self._has_told_started:
+                    return
+                self._has_told_started = True
+            case "notice":
+                event.notice.text = f"choice {choice} {event.notice.text}"
+            case "delta":
+                event.delta.choice = choice
+            case "finished":
+                event.finished.choice = choice
+                self._reasons[types_pb2.FinishReason.Name(event.finished.reason)] += 1
+        await self._send(event)
+
+    async def _send(self, event: inference_pb2.StreamEvent) -> None:
+        async with self._writing:
+            event.seq = self._seq
+            self._seq += 1
+            await self._write(event)
+
+    def _merged_done(self) -> inference_pb2.Done:
+        """Returns the end of the request: the prompt counts once, as cached as far as no choice computed it. Times are
+        those of the choice with the first token, decoding those of the slowest."""
+        dones = [self._done[choice] for choice in sorted(self._done)]
+        usages = [done.usage for done in dones]
+        timings = [done.timing for done in dones]
+        first = min(timings, key=_first_token_ns)
+        timing = types_pb2.Timing(migrations=sum(one.migrations for one in timings))
+        for name in ("queue", "prefill", "time_to_first_token"):
+            if first.HasField(name):
+                getattr(timing, name).CopyFrom(getattr(first, name))
+        decodes = [one.decode for one in timings if one.HasField("decode")]
+        if decodes:
+            timing.decode.CopyFrom(max(decodes, key=lambda decode: decode.ToNanoseconds()))
+        usage = types_pb2.Usage(
+            prompt_tokens=usages[0].prompt_tokens,
+            cached_tokens=min(one.cached_tokens for one in usages),
+            output_tokens=sum(one.output_tokens for one in usages),
+            reasoning_tokens=sum(one.reasoning_tokens for one in usages),
+        )
+        return inference_pb2.Done(usage=usage, timing=timing)
+
+
+def _first_token_ns(timing: types_pb2.Timing) -> float:
+    if not timing.HasField("time_to_first_token"):
+        return float("inf")
+    return timing.time_to_first_token.ToNanoseconds()
+
+
+AnyRelay = Relay | ChoicesRelay
+
+
+def relay_of(streams: Sequence[RequestStream], write: Write, places: Sequence[ReadPosition]) -> AnyRelay:
+    """Returns the relay of a request with these choices. Raises `RequestError` for more places than the client gets
+    choices."""
+    if len(streams) > 1:
+        return ChoicesRelay(streams, write, places)
+    return Relay(streams[0], write, *places)

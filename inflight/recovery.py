@@ -5,7 +5,8 @@ Pure: events and times go in, decisions come out; sends nothing and reads no clo
     failure                                  next
     nothing received yet                     the same Generate
     a resume token is known                  Resume after what was received
-    Resume: the output is lost               the same Generate with the received output as `prior_output`
+    Resume: the output is lost               the same Generate with the received output as `prior_output`; with several
+                                             choices without it, and what was received is cut off
     that: the request has ended and is lost  the same under another key, with the seed of the first
     taken over soon after a call began       as above, once: the other reader may be an earlier call of this client
     refused, or taken over                   the error
@@ -28,7 +29,7 @@ import grpc
 from common.errors import Reason
 from common.rpc.options import CHANNEL_KEEPALIVE_TIMEOUT_MS, KEEPALIVE_TIME_MS
 from inflight.errors import InflightError
-from inflight.events import Event, Resumed, Transcript
+from inflight.events import Choice, Event, Resumed, Transcript
 from inflight.v1 import inference_pb2, types_pb2
 
 
@@ -42,6 +43,12 @@ class Received:
         self.num_tokens = len(self.token_ids) if offset is None else offset
         self.text_bytes = text_bytes
         self.has_finished = False
+        # Bytes of text that come again before anything new.
+        self._num_repeated_bytes = 0
+
+    def expect_all_again(self) -> None:
+        """Prepares for output from the beginning."""
+        self._num_repeated_bytes = self.text_bytes or 0
 
     @property
     def has_all_ids(self) -> bool:
@@ -63,6 +70,10 @@ class Received:
             delta.num_tokens -= num_repeated
             del delta.token_ids[:num_repeated]
             del delta.logprobs[:num_repeated]
+        if self._num_repeated_bytes:
+            text = delta.text.encode()
+            delta.text = text[self._num_repeated_bytes :].decode(errors="ignore")
+            self._num_repeated_bytes = max(0, self._num_repeated_bytes - len(text))
         # Also if only text is left, which may follow its tokens.
         delta.offset = self.num_tokens
         if not (delta.num_tokens or delta.text):
@@ -147,6 +158,7 @@ class Recovery:
         self._token: tuple[str, str] | None = None
         self._seed: int | None = None
         self._received: list[Received] = [Received()]
+        self._has_choices = False
         self._method: Literal["Generate", "Resume"] = "Generate"
         self._has_asked = False
         # Whether an earlier call may have begun what the current one asks for; time of the current one's first event.
@@ -186,6 +198,9 @@ class Recovery:
         prior = request.prior_output
         text_bytes = prior.text_bytes if prior.HasField("text_bytes") or not prior.output_ids else None
         recovery._received = [Received(tuple(prior.output_ids), text_bytes=text_bytes)]
+        recovery._received += [Received() for _ in range(1, request.n)]
+        recovery._has_choices = max(request.n, request.best_of) > 1
+        recovery.transcript.choices = [Choice() for _ in recovery._received]
         return recovery
 
     @classmethod
@@ -201,9 +216,14 @@ class Recovery:
         """Starts a stream for a request that runs or ended recently, of which the caller has the beginning."""
         recovery = cls(policy, timeout_s, now_s, random)
         recovery._token = (request.request_id, request.resume_token)
-        offset = request.offsets[0] if request.offsets else 0
-        text_bytes = request.text_bytes[0] if request.text_bytes else (None if offset else 0)
-        recovery._received = [Received(offset=offset, text_bytes=text_bytes)]
+        offsets, text_bytes = list(request.offsets) or [0], list(request.text_bytes)
+        recovery._received = [
+            Received(
+                offset=offset, text_bytes=text_bytes[choice] if choice < len(text_bytes) else None if offset else 0
+            )
+            for choice, offset in enumerate(offsets)
+        ]
+        recovery.transcript.choices = [Choice() for _ in offsets]
         recovery.transcript.request_id, recovery.transcript.resume_token = recovery._token
         return recovery
 
@@ -218,6 +238,9 @@ class Recovery:
         assert self._request is not None
         self._method = "Generate"
         request = self._generate_request(now_s)
+        if self._has_choices:
+            for received in self._received:
+                received.expect_all_again()
         self._has_asked = True
         return Call("Generate", request, timeout_s)
 
@@ -328,9 +351,9 @@ class Recovery:
         return error
 
     def _can_submit_again(self) -> bool:
-        """Returns whether a new Generate can continue: `prior_output` holds one choice only."""
-        others = any(received.num_tokens for received in self._received[1:])
-        return self._request is not None and self._received[0].has_all_ids and not others
+        """Returns whether a new Generate can continue: after the received output, or with several choices, of which
+        `prior_output` holds none, from the beginning."""
+        return self._request is not None and all(received.has_all_ids for received in self._received)
 
     def _submit_again(self) -> None:
         assert self._request is not None
@@ -365,7 +388,7 @@ class Recovery:
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(self._request)
         received = self._received[0]
-        if received.num_tokens and received.has_all_ids:
+        if received.num_tokens and received.has_all_ids and not self._has_choices:
             request.prior_output.Clear()
             request.prior_output.output_ids.extend(received.token_ids)
             if received.text_bytes is not None:

@@ -191,15 +191,17 @@ def detokenize_request(token_ids: Sequence[int], *, model: str | None) -> infere
 
 
 def resume_request(
-    request_id: str, resume_token: str, *, offset: int, text_bytes: int | None
+    request_id: str, resume_token: str, *, offset: int | Sequence[int], text_bytes: int | Sequence[int] | None
 ) -> inference_pb2.ResumeRequest:
-    """Returns the request for the rest of a stream after this many tokens and bytes of text."""
+    """Returns the request for the rest of a stream after this many tokens and bytes of text, of each choice or of the
+    only one."""
     request = inference_pb2.ResumeRequest()
     _assign(request, "request_id", request_id, keyword="request_id")
     _assign(request, "resume_token", resume_token, keyword="resume_token")
-    _assign(request, "offsets", (offset,), keyword="offset")
+    _assign(request, "offsets", offset if isinstance(offset, Sequence) else (offset,), keyword="offset")
     if text_bytes is not None:
-        _assign(request, "text_bytes", (text_bytes,), keyword="text_bytes")
+        counts = text_bytes if isinstance(text_bytes, Sequence) else (text_bytes,)
+        _assign(request, "text_bytes", counts, keyword="text_bytes")
     return request
 
 

@@ -135,15 +135,16 @@ class Client:
         request_id: str,
         resume_token: str,
         *,
-        offset: int = 0,
-        text_bytes: int | None = None,
+        offset: int | Sequence[int] = 0,
+        text_bytes: int | Sequence[int] | None = None,
         timeout: float | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Stream:
         """Continues the stream of a request that runs or ended recently, possibly of another program.
 
         `offset` is the number of output tokens that the caller has, and `text_bytes` the number of bytes of their text;
-        the default is the text of these tokens. Another reader of the request is disconnected.
+        the default is the text of these tokens. For a request with several choices both have a number for each. Another
+        reader of the request is disconnected.
         """
         request = requests.resume_request(request_id, resume_token, offset=offset, text_bytes=text_bytes)
         recovery = Recovery.of_running(

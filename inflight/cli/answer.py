@@ -18,7 +18,8 @@ VISIBLE |= dict.fromkeys(range(128, 160), 65533)
 
 
 def print_answer(stream: Stream, out: TextIO, notes: TextIO, *, shows_token: bool = False) -> str:
-    """Writes the stream's text to `out` as it arrives and returns one line with tokens and times.
+    """Writes the stream's text to `out` as it arrives and returns one line with tokens and times. Of several choices
+    the first is written as it arrives, and the others after it.
 
     Resumptions are reported to `notes`, and with `shows_token` the command that explains the request.
 
@@ -26,20 +27,26 @@ def print_answer(stream: Stream, out: TextIO, notes: TextIO, *, shows_token: boo
         InflightError: the request was refused or failed.
     """
     began_s = time.monotonic()
-    is_terminal = out.isatty()
     first_s: float | None = None
     for event in stream.events():
         if isinstance(event, Delta):
             first_s = first_s or time.monotonic() - began_s
-            out.write(event.text.translate(VISIBLE) if is_terminal else event.text)
-            out.flush()
+            if event.choice == 0:
+                out.write(_shown(event.text, out))
+                out.flush()
         elif isinstance(event, Resumed):
             write_note(notes, "connection lost; resumed")
         elif isinstance(event, Accepted) and shows_token:
             write_note(
                 notes, f"{RESUME_TOKEN_VARIABLE}={event.resume_token} inflight explain {_quoted(event.request_id)}"
             )
+    for number, choice in enumerate(stream.transcript.choices[1:], start=1):
+        out.write(f"\n\n--- choice {number}\n{_shown(choice.text, out)}")
     return describe_answer(stream, first_s, time.monotonic() - began_s)
+
+
+def _shown(text: str, out: TextIO) -> str:
+    return text.translate(VISIBLE) if out.isatty() else text
 
 
 def _quoted(request_id: str) -> str:
@@ -55,7 +62,7 @@ def write_note(notes: TextIO, text: str) -> None:
 
 def describe_answer(stream: Stream, first_s: float | None, total_s: float) -> str:
     """Returns one line: tokens, time to the first token, tokens per second after it, finish reason."""
-    num_tokens = stream.transcript.choices[0].num_tokens
+    num_tokens = sum(choice.num_tokens for choice in stream.transcript.choices)
     parts = [f"{num_tokens} tokens in {total_s:.2f} s"]
     if first_s is not None:
         parts.append(f"first after {first_s:.2f} s")

@@ -231,3 +231,22 @@ def request_options(flags: argparse.Namespace) -> GenerateOptions:
     if flags.session is not None:
         options["session_id"] = flags.session
     return options
+
+
+def add_choice_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds flags for several choices."""
+    group = parser.add_argument_group("choices")
+    group.add_argument("--n", type=int, metavar="N", help="number of outputs; output k has the seed + k; default: 1")
+    group.add_argument(
+        "--best-of", type=int, metavar="N", help="number of outputs to generate, of which the likeliest are shown"
+    )
+
+
+def choice_options(flags: argparse.Namespace) -> GenerateOptions:
+    """Returns the keywords of `Client.generate` that these flags set."""
+    options: GenerateOptions = {}
+    if flags.n is not None:
+        options["n"] = flags.n
+    if flags.best_of is not None:
+        options["best_of"] = flags.best_of
+    return options

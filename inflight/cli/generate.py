@@ -10,9 +10,16 @@ from dataclasses import asdict
 
 from inflight.cli.answer import print_answer
 from inflight.cli.console import EXIT_USAGE, CommandError
-from inflight.cli.flags import add_connection_flags, add_sampling_flags, connected, request_options
+from inflight.cli.flags import (
+    add_choice_flags,
+    add_connection_flags,
+    add_sampling_flags,
+    choice_options,
+    connected,
+    request_options,
+)
 from inflight.cli.parser import CommandParser
-from inflight.events import Completion
+from inflight.events import Choice, Completion
 from inflight.requests import ChatMessage
 from inflight.sync import Client
 from inflight.sync_stream import Stream
@@ -47,14 +54,21 @@ def as_json(result: Completion, resume_token: str | None = None) -> str:
             "finish_reason": None if reason is None else reason.value,
             "usage": asdict(result.usage),
             "timing": asdict(result.timing),
+            **({"choices": [_choice_json(choice) for choice in result.choices]} if len(result.choices) > 1 else {}),
             **shown,
         },
         ensure_ascii=False,
     )
 
 
+def _choice_json(choice: Choice) -> dict[str, str | None]:
+    reason = choice.finish_reason
+    return {"text": choice.text, "finish_reason": None if reason is None else reason.value}
+
+
 def _send(client: Client, prompt: str, flags: argparse.Namespace) -> Stream:
     options = request_options(flags)
+    options.update(choice_options(flags))
     if flags.request_id is not None:
         options["request_id"] = flags.request_id
     if flags.raw or not (flags.chat or flags.system is not None or _has_chat_template(client, flags.model)):
@@ -103,5 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="cancel the request after this time")
     add_sampling_flags(parser)
+    add_choice_flags(parser)
     add_connection_flags(parser)
     return parser

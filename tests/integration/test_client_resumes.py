@@ -10,7 +10,7 @@ import pytest
 
 from inflight import aio, sync
 from inflight.events import Completion, Delta, Resumed
-from tests.cluster import Cluster, RunningRouter, run_cluster
+from tests.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster
 from tests.integration.test_requests import expected_ids
 
 # Of a cluster whose routers resume.
@@ -143,3 +143,63 @@ async def test_the_sync_client_outlives_its_router_too(redis_url: str, pool: str
         stream = await asyncio.to_thread(read)
     check_whole(stream.transcript.result())
     assert stream.num_resumes == 1
+
+
+# --- several choices
+
+SEED = 5
+
+
+async def read_choices(cluster: Cluster) -> list[list[int]]:
+    """The outputs of single requests with the seeds of the choices."""
+    options = {**OPTIONS, "temperature": 1.0}
+    async with aio.AsyncClient(*addresses(cluster)) as client:
+        return [
+            list((await client.complete(token_ids=PROMPT, seed=SEED + choice, **options)).token_ids)
+            for choice in range(4)
+        ]
+
+
+def check_choices(result: Completion, expected: list[list[int]]) -> None:
+    assert [choice.token_ids for choice in result.choices] == expected
+    assert [choice.text for choice in result.choices] == ["".join(f"t{token}" for token in ids) for ids in expected]
+    assert result.usage.output_tokens == 4 * NUM_TOKENS
+
+
+@pytest.mark.parametrize("max_num_sequences", [4, 2])
+async def test_choices_outlive_their_router_whether_they_run_or_wait(
+    redis_url: str, pool: str, max_num_sequences: int
+) -> None:
+    shape = ExecutorShape(num_blocks=64, max_num_sequences=max_num_sequences)
+    async with run_cluster(redis_url, pool, routers=2, shape=shape) as cluster, asyncio.timeout(WAIT_S):
+        brake = cluster.executors[0].brake
+        async with aio.AsyncClient(*addresses(cluster)) as client:
+            brake.hold()
+            stream = client.generate(token_ids=PROMPT, n=4, **{**OPTIONS, "temperature": 1.0, "seed": SEED})
+            events = stream.events()
+            brake.permit(8)
+            await until_read(stream, 5, events)
+            await KILL(serving(cluster, stream))
+            brake.release()
+            seen = [event async for event in events]
+        expected = await read_choices(cluster)
+    assert [type(event).__name__ for event in seen].count("Finished") == 4
+    check_choices(stream.transcript.result(), expected)
+
+
+async def test_choices_go_on_after_a_connection_is_cut(redis_url: str, pool: str) -> None:
+    shape = ExecutorShape(num_blocks=64)
+    async with run_cluster(redis_url, pool, shape=shape) as cluster, asyncio.timeout(WAIT_S):
+        brake = cluster.executors[0].brake
+        async with Cut(cluster.routers[0].address) as cut, aio.AsyncClient(cut.address) as client:
+            brake.hold()
+            stream = client.generate(token_ids=PROMPT, n=4, **{**OPTIONS, "temperature": 1.0, "seed": SEED})
+            events = stream.events()
+            brake.permit(8)
+            await until_read(stream, 5, events)
+            cut.cut()
+            brake.release()
+            seen = [event async for event in events]
+        expected = await read_choices(cluster)
+    assert [type(event).__name__ for event in seen].count("Finished") == 4
+    check_choices(stream.transcript.result(), expected)

@@ -480,3 +480,46 @@ def test_a_stream_taken_long_after_its_call_is_somebody_elses() -> None:
     world.now_s += 30.0
     with pytest.raises(InflightError, match="another reads"):
         world.recovery.broken(TAKEN, world.now_s)
+
+
+# --- several choices
+
+
+def of_choice(choice: int, wire: inference_pb2.StreamEvent) -> inference_pb2.StreamEvent:
+    """The event for another choice."""
+    (wire.delta if wire.HasField("delta") else wire.finished).choice = choice
+    return wire
+
+
+def test_choices_resume_each_behind_what_came() -> None:
+    world = begun(World(request(n=3)))
+    world.hear(of_choice(1, delta("é", 0)))
+    world.break_off()
+    resumed = world.resume_request()
+    assert (list(resumed.offsets), list(resumed.text_bytes)) == ([2, 1, 0], [4, 2, 0])
+    world.hear(accepted(), of_choice(2, delta("x", 0)), of_choice(1, delta("y", 1)))
+    assert [choice.text for choice in world.recovery.transcript.choices] == ["éé", "éy", "x"]
+
+
+def test_lost_choices_are_generated_from_the_beginning_and_what_came_is_cut() -> None:
+    world = begun(World(request(n=2)))
+    world.hear(of_choice(1, delta("a", 0)))
+    world.break_off()
+    world.break_off(LOST)
+    sent = world.generate_request()
+    assert not sent.HasField("prior_output")
+    assert (sent.n, sent.idempotency_key) == (2, "key")
+    wide = inference_pb2.Delta(offset=0, num_tokens=3, token_ids=[100, 101, 102], text="ééz")
+    world.hear(accepted(), inference_pb2.StreamEvent(delta=wide), of_choice(1, delta("", 0)))
+    world.break_off()
+    world.break_off(LOST)
+    world.hear(*begun_events(), delta("z", 2), of_choice(1, delta("", 0)), of_choice(1, delta("ab", 1)))
+    assert [choice.text for choice in world.recovery.transcript.choices] == ["ééz", "ab"]
+    assert [choice.num_tokens for choice in world.recovery.transcript.choices] == [3, 2]
+
+
+def test_best_choices_are_generated_from_the_beginning() -> None:
+    world = begun(World(request(best_of=3)))
+    world.break_off()
+    world.break_off(LOST)
+    assert not world.generate_request().HasField("prior_output")

@@ -27,7 +27,6 @@ class FinishedChoice:
 
     text: str
     reason: FinishReason
-    usage: Usage
     logprobs: Sequence[PositionLogprobs | None] = ()
 
 
@@ -57,7 +56,7 @@ class Chunks:
 
     def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
         """Returns the token counts, which are sent last if requested."""
-        return self._chunk([]) | {"usage": usage_of(usages, self.ask.n)}
+        return self._chunk([]) | {"usage": usage_of(usages)}
 
     def with_running_usage(
         self, chunk: dict[str, Any], prompt_tokens: Sequence[int], output_tokens: int
@@ -87,7 +86,9 @@ class Chunks:
 _UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 
-def whole_answer(ask: Ask, answer: AnswerId, choices: Sequence[FinishedChoice]) -> dict[str, Any]:
+def whole_answer(
+    ask: Ask, answer: AnswerId, choices: Sequence[FinishedChoice], usages: Sequence[Usage]
+) -> dict[str, Any]:
     """Returns the whole answer. Raises `ApiError` if a choice ended for a reason that OpenAI's API does not have."""
     return {
         "id": answer.name,
@@ -95,7 +96,7 @@ def whole_answer(ask: Ask, answer: AnswerId, choices: Sequence[FinishedChoice]) 
         "created": answer.created,
         "model": ask.model,
         "choices": [_whole_choice(ask, index, choice) for index, choice in enumerate(choices)],
-        "usage": usage_of([choice.usage for choice in choices], ask.n),
+        "usage": usage_of(usages),
     }
 
 
@@ -122,16 +123,15 @@ def openai_finish_reason(reason: FinishReason) -> Literal["stop", "length"]:
     return _FINISH[reason]
 
 
-def usage_of(usages: Sequence[Usage], n: int) -> dict[str, Any]:
-    """Counts the tokens of all choices. A prompt counts once, with what its first choice found in the prefix cache."""
-    prompts = usages[::n]
-    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+def usage_of(usages: Sequence[Usage]) -> dict[str, Any]:
+    """Counts the tokens of all prompts, each of which counts once, and of all their choices."""
+    prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     output_tokens = sum(usage.output_tokens for usage in usages)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
         "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
     }
 

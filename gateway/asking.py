@@ -1,12 +1,11 @@
-"""Conversion of a client's body to requests to the router: one request of the protocol for each choice. Pure.
+"""Conversion of a client's body to requests to the router: one request of the protocol for each prompt. Pure.
 
-Choice `prompt * n + k` is the k-th of a prompt, as in OpenAI's numbering. The choices of one prompt differ by their
-seed.
+Choice `prompt * n + k` is the k-th of a prompt, as in OpenAI's numbering.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,8 +39,8 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The requests to the router, and the form of the answer. `renamed` maps fields of the router to parameters of this
-    API."""
+    """The requests to the router, of `n` choices each, and the form of the answer. `renamed` maps fields of the router
+    to parameters of this API."""
 
     kind: Literal["chat", "completion"]
     model: str
@@ -52,6 +51,11 @@ class Ask:
     has_logprobs: bool
     includes_running_usage: bool = False
     renamed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_choices(self) -> int:
+        """The choices of the answer."""
+        return len(self.requests) * self.n
 
     @property
     def prompt_param(self) -> str:
@@ -84,8 +88,13 @@ def ask_completion(body: CompletionBody, defaults: Defaults, key: str) -> Ask:
     """Converts a completion. `key` is the idempotency key, or empty. Raises `ApiError`."""
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = _prompts(body.prompt)
+    n, best_of = body.n or 1, body.best_of or 0
+    if best_of and best_of < n:
+        raise refused("best_of", f"is {best_of}; must be at least n, which is {n}")
+    if best_of > n and body.stream:
+        raise refused("best_of", "is allowed only without stream, unless it equals n")
     # Checked before each prompt becomes a request.
-    _check_count(len(prompts) * (body.n or 1), defaults)
+    _check_count(len(prompts) * max(n, best_of), defaults)
     requests = []
     for prompt in prompts:
         request = _request(body, defaults, max_tokens)
@@ -95,6 +104,8 @@ def ask_completion(body: CompletionBody, defaults: Defaults, key: str) -> Ask:
             request.token_ids.ids.extend(prompt)
         if body.logprobs is not None:
             _set_logprobs(request, body.logprobs)
+        if best_of > n:
+            request.best_of = best_of
         requests.append(request)
     return _ask("completion", body, requests, defaults, key, {})
 
@@ -111,33 +122,23 @@ def _ask(
     _check_count(len(requests) * n, defaults)
     if len(key) > MAX_KEY_CHARACTERS:
         raise refused("Idempotency-Key", f"has {len(key)} characters; at most {MAX_KEY_CHARACTERS} are allowed")
-    choices = tuple(_choices(requests, n, key))
+    for number, request in enumerate(requests):
+        if n > 1:
+            request.n = n
+        if key:
+            request.idempotency_key = f"{key}:{number}" if number else key
     options = body.stream_options
     include_usage = options is not None and options.include_usage
     is_running = options is not None and options.continuous_usage_stats
     has_logprobs = requests[0].output.logprobs
-    return Ask(kind, body.model, choices, n, bool(body.stream), include_usage, has_logprobs, is_running, renamed)
+    sent = tuple(requests)
+    return Ask(kind, body.model, sent, n, bool(body.stream), include_usage, has_logprobs, is_running, renamed)
 
 
 def _check_count(num_choices: int, defaults: Defaults) -> None:
     if num_choices > defaults.max_choices:
         text = f"prompts times n are {num_choices} choices; at most {defaults.max_choices} are allowed"
         raise refused("n", text)
-
-
-def _choices(
-    requests: list[inference_pb2.GenerateRequest], n: int, key: str
-) -> Iterator[inference_pb2.GenerateRequest]:
-    for number, prompt in enumerate(requests):
-        for k in range(n):
-            choice = inference_pb2.GenerateRequest()
-            choice.CopyFrom(prompt)
-            if choice.sampling.HasField("seed"):
-                choice.sampling.seed = (prompt.sampling.seed + k) % UINT64
-            if key:
-                index = number * n + k
-                choice.idempotency_key = f"{key}:{index}" if index else key
-            yield choice
 
 
 def _request(body: Common, defaults: Defaults, max_tokens: int | None) -> inference_pb2.GenerateRequest:

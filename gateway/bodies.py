@@ -149,6 +149,7 @@ class CompletionBody(Common):
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -188,7 +189,6 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
 }

@@ -1,4 +1,4 @@
-"""Events of one choice, from the router through the client library, with repeats under further idempotency keys.
+"""Events of one prompt's choices, from the router through the client library, with repeats under further keys.
 
 A client that repeats a request with its idempotency key may have abandoned the first one, which was then cancelled. The
 key stays bound to that cancelled request, so the repeat is sent with the next key of a fixed sequence.
@@ -7,7 +7,7 @@ key stays bound to that cancelled request, so the repeat is sent with the next k
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from gateway.answers import FinishedChoice
 from gateway.asking import Ask
 from gateway.event_ids import Place
 from inflight import AsyncClient, AsyncStream
-from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs
+from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs, Usage
 from inflight.v1 import inference_pb2
 
 MAX_KEYS = 4
@@ -48,45 +48,46 @@ class Source:
             if not was_cancelled:
                 return
 
-    async def resumed(self, place: Place) -> AsyncGenerator[Event, None]:
-        """Yields the events of a request after a position. Raises as `begun`."""
+    async def resumed(self, places: Sequence[Place]) -> AsyncGenerator[Event, None]:
+        """Yields the events of a request after the positions in its choices. Raises as `begun`."""
         stream: AsyncStream = self.client.resume(
-            place.request_id,
-            place.resume_token,
-            offset=place.num_tokens,
-            text_bytes=place.text_bytes,
+            places[0].request_id,
+            places[0].resume_token,
+            offset=[place.num_tokens for place in places],
+            text_bytes=[place.text_bytes for place in places],
             metadata=self.metadata,
         )
         async with aclosing(stream.events()) as events:
             async for event in events:
                 yield event
 
-    async def collected(self, ask: Ask) -> list[FinishedChoice]:
-        """Returns every complete choice. Raises as `begun`, and cancels the others then."""
+    async def collected(self, ask: Ask) -> list[tuple[list[FinishedChoice], Usage]]:
+        """Returns the choices and the usage of every prompt. Raises as `begun`, and cancels the others then."""
         try:
             async with asyncio.TaskGroup() as group:
-                reading = [group.create_task(self._collect(request)) for request in ask.requests]
+                reading = [group.create_task(self._collect(request, ask.n)) for request in ask.requests]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        return [choice.result() for choice in reading]
+        return [choices.result() for choices in reading]
 
-    async def _collect(self, request: inference_pb2.GenerateRequest) -> FinishedChoice:
-        texts: list[str] = []
-        logprobs: list[PositionLogprobs | None] = []
-        reason = FinishReason.UNKNOWN
+    async def _collect(self, request: inference_pb2.GenerateRequest, n: int) -> tuple[list[FinishedChoice], Usage]:
+        texts: list[list[str]] = [[] for _ in range(n)]
+        logprobs: list[list[PositionLogprobs | None]] = [[] for _ in range(n)]
+        reasons = [FinishReason.UNKNOWN] * n
         async with aclosing(self.begun(request, takes_back=True)) as events:
             async for event in events:
                 match event:
                     case Accepted():
-                        texts.clear()
-                        logprobs.clear()
+                        texts = [[] for _ in range(n)]
+                        logprobs = [[] for _ in range(n)]
                     case Delta():
-                        texts.append(event.text)
-                        logprobs.extend(event.logprobs)
+                        texts[event.choice].append(event.text)
+                        logprobs[event.choice].extend(event.logprobs)
                     case Finished():
-                        reason = event.reason
+                        reasons[event.choice] = event.reason
                     case Done():
-                        return FinishedChoice("".join(texts), reason, event.usage, logprobs)
+                        parts = zip(map("".join, texts), reasons, logprobs, strict=True)
+                        return [FinishedChoice(*one) for one in parts], event.usage
         raise AssertionError("a stream without an error ends with Done")
 
 

@@ -22,7 +22,7 @@ from gateway.event_ids import AnswerId, Place, read_event_id
 from gateway.leaving import ClientGone, while_connected
 from gateway.metrics import Metrics
 from gateway.settings import GatewaySettings
-from gateway.streaming import EventStream, WriteTimeouts
+from gateway.streaming import ChoiceSource, EventStream, WriteTimeouts
 from inflight import AsyncClient
 from inflight.errors import InflightError
 
@@ -69,26 +69,33 @@ class GatewayService:
         answer = AnswerId(f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}", int(time.time()))
         if not ask.is_stream:
             return await self._whole(request, ask, answer, source)
-        sources = [source.begun(one, takes_back=False) for one in ask.requests]
-        places = [Place() for _ in ask.requests]
+        sources = [
+            ChoiceSource(number * ask.n, ask.n, source.begun(one, takes_back=False))
+            for number, one in enumerate(ask.requests)
+        ]
+        places = [Place() for _ in range(ask.num_choices)]
         return EventStream(Chunks(ask, answer), sources, places, self._timeouts, self._metrics)
 
     async def _whole(self, request: Request, ask: Ask, answer: AnswerId, source: Source) -> Response:
         try:
-            choices = await while_connected(request.receive, source.collected(ask))
+            collected = await while_connected(request.receive, source.collected(ask))
         except InflightError as error:
             raise from_router(error, ask.prompt_param, ask.renamed) from None
-        return _json(encoded(whole_answer(ask, answer, choices)))
+        choices = [choice for choices, _ in collected for choice in choices]
+        return _json(encoded(whole_answer(ask, answer, choices, [usage for _, usage in collected])))
 
     def _resume(self, ask: Ask, last_id: str, source: Source) -> EventStream:
         """Resumes after an event of an earlier answer, of any gateway. The body must be the same."""
         answer, places = read_event_id(last_id)
         if not ask.is_stream:
             raise refused("stream", f"must be true with {LAST_EVENT_ID}")
-        if len(places) != len(ask.requests):
-            text = f"is of an answer with {len(places)} choices, but this body requests {len(ask.requests)}"
+        if len(places) != ask.num_choices:
+            text = f"is of an answer with {len(places)} choices, but this body requests {ask.num_choices}"
             raise refused(LAST_EVENT_ID, text)
-        sources = [source.resumed(place) for place in places]
+        prompts = [places[first : first + ask.n] for first in range(0, len(places), ask.n)]
+        if any(place.request_id != prompt[0].request_id for prompt in prompts for place in prompt):
+            raise refused(LAST_EVENT_ID, "is of a gateway of an earlier version; send the request again")
+        sources = [ChoiceSource(number * ask.n, ask.n, source.resumed(prompt)) for number, prompt in enumerate(prompts)]
         return EventStream(Chunks(ask, answer), sources, places, self._timeouts, self._metrics)
 
     async def _body(self, request: Request) -> bytes:

@@ -45,10 +45,24 @@ class WriteTimeouts:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceEvent:
-    """An event of a choice, or the error that ended its stream."""
+class ChoiceSource:
+    """The events of one prompt, whose choices are `num_choices` of the answer's from the `first` on."""
 
-    index: int
+    first: int
+    num_choices: int
+    events: AsyncGenerator[Event, None]
+
+    @property
+    def indexes(self) -> range:
+        """The answer's indexes of the choices."""
+        return range(self.first, self.first + self.num_choices)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEvent:
+    """An event of a prompt, or the error that ended its stream."""
+
+    source: ChoiceSource
     event: Event | InflightError
 
 
@@ -61,7 +75,7 @@ class EventStream:
     def __init__(
         self,
         chunks: Chunks,
-        sources: Sequence[AsyncGenerator[Event, None]],
+        sources: Sequence[ChoiceSource],
         places: list[Place],
         timeouts: WriteTimeouts,
         metrics: Metrics,
@@ -71,7 +85,7 @@ class EventStream:
         self._places = places
         self._timeouts = timeouts
         self._metrics = metrics
-        self._news: asyncio.Queue[ChoiceEvent] = asyncio.Queue(MAX_WAITING_EVENTS)
+        self._news: asyncio.Queue[SourceEvent] = asyncio.Queue(MAX_WAITING_EVENTS)
         self._usages: dict[int, Usage] = {}
         self._prompt_tokens = [0] * len(places)
         self._has_opened = [bool(place.resume_token) for place in places]
@@ -81,7 +95,7 @@ class EventStream:
         await while_connected(receive, self._answer(send))
 
     async def _answer(self, send: Send) -> None:
-        readers = [asyncio.create_task(self._read(index, source)) for index, source in enumerate(self._sources)]
+        readers = [asyncio.create_task(self._read(source)) for source in self._sources]
         try:
             first = await self._until_all_are_taken()
             with self._metrics.streaming():
@@ -92,31 +106,31 @@ class EventStream:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
 
-    async def _read(self, index: int, source: AsyncGenerator[Event, None]) -> None:
+    async def _read(self, source: ChoiceSource) -> None:
         try:
-            async with aclosing(source) as events:
+            async with aclosing(source.events) as events:
                 async for event in events:
-                    await self._news.put(ChoiceEvent(index, event))
+                    await self._news.put(SourceEvent(source, event))
         except InflightError as error:
-            await self._news.put(ChoiceEvent(index, error))
+            await self._news.put(SourceEvent(source, error))
 
-    async def _until_all_are_taken(self) -> list[ChoiceEvent]:
-        """Returns the first events, at least one of each choice."""
-        first: list[ChoiceEvent] = []
-        silent = set(range(len(self._places)))
+    async def _until_all_are_taken(self) -> list[SourceEvent]:
+        """Returns the first events, at least one of each prompt."""
+        first: list[SourceEvent] = []
+        silent = {source.first for source in self._sources}
         while silent:
             news = await self._news.get()
             if isinstance(news.event, InflightError):
                 raise self._error(news.event)
-            silent.discard(news.index)
+            silent.discard(news.source.first)
             first.append(news)
         return first
 
-    async def _relay(self, send: Send, news: list[ChoiceEvent]) -> None:
+    async def _relay(self, send: Send, news: list[SourceEvent]) -> None:
         while True:
             try:
                 body = b"".join(part for one in news for part in self._told(one))
-                is_over = len(self._usages) == len(self._places)
+                is_over = len(self._usages) == len(self._sources)
                 if is_over:
                     body += self._ending()
             except ApiError as error:
@@ -127,7 +141,7 @@ class EventStream:
                 return
             news = await self._next_news(send)
 
-    async def _next_news(self, send: Send) -> list[ChoiceEvent]:
+    async def _next_news(self, send: Send) -> list[SourceEvent]:
         """Returns all events that have arrived, at least one; sends comments while there is none."""
         while True:
             with contextlib.suppress(TimeoutError):
@@ -139,35 +153,42 @@ class EventStream:
             news.append(self._news.get_nowait())
         return news
 
-    def _told(self, news: ChoiceEvent) -> Iterator[bytes]:
+    def _told(self, news: SourceEvent) -> Iterator[bytes]:
         """Yields what the client receives for an event. Raises `ApiError` if that ends the stream."""
-        index, place = news.index, self._places[news.index]
+        source = news.source
         match news.event:
             case InflightError() as error:
                 raise self._error(error)
             case Queued() as queued:
-                self._name(place, queued)
+                self._name(source, queued)
                 yield f": queued, {queued.position} ahead\n\n".encode()
             case Accepted() as accepted:
-                self._name(place, accepted)
-                self._prompt_tokens[index] = accepted.prompt_tokens
-                yield from self._opening(index)
+                self._name(source, accepted)
+                for index in source.indexes:
+                    self._prompt_tokens[index] = accepted.prompt_tokens
+                    yield from self._opening(index)
             case Delta() as delta:
-                logprobs = logprobs_of(self._chunks.ask, delta.logprobs, place.num_characters)
-                place.num_tokens = delta.offset + delta.num_tokens
-                place.num_characters += num_characters(delta.logprobs)
-                # Tokens without text have log probabilities, too.
-                if delta.text or logprobs:
-                    place.text_bytes += len(delta.text.encode())
-                    yield self._event(self._chunks.text(index, delta.text, logprobs))
-            case Finished() as finished if not place.has_finished:
-                yield self._finished(index, finished.reason)
+                yield from self._text(source.first + delta.choice, delta)
+            case Finished() as finished if not self._places[source.first + finished.choice].has_finished:
+                yield self._finished(source.first + finished.choice, finished.reason)
             case Done() as done:
-                self._usages[index] = done.usage
+                self._usages[source.first] = done.usage
 
-    def _name(self, place: Place, event: Accepted | Queued) -> None:
+    def _text(self, index: int, delta: Delta) -> Iterator[bytes]:
+        place = self._places[index]
+        logprobs = logprobs_of(self._chunks.ask, delta.logprobs, place.num_characters)
+        place.num_tokens = delta.offset + delta.num_tokens
+        place.num_characters += num_characters(delta.logprobs)
+        # Tokens without text have log probabilities, too.
+        if delta.text or logprobs:
+            place.text_bytes += len(delta.text.encode())
+            yield self._event(self._chunks.text(index, delta.text, logprobs))
+
+    def _name(self, source: ChoiceSource, event: Accepted | Queued) -> None:
         if event.request_id and event.resume_token:
-            place.request_id, place.resume_token = event.request_id, event.resume_token
+            for index in source.indexes:
+                self._places[index].request_id = event.request_id
+                self._places[index].resume_token = event.resume_token
 
     def _opening(self, index: int) -> Iterator[bytes]:
         if not self._has_opened[index]:
@@ -181,7 +202,7 @@ class EventStream:
         return self._event(chunk)
 
     def _ending(self) -> bytes:
-        usages = [self._usages[index] for index in range(len(self._places))]
+        usages = [self._usages[source.first] for source in self._sources]
         counted = self._event(self._chunks.usage(usages)) if self._chunks.ask.include_usage else b""
         return counted + DONE
 

@@ -183,6 +183,42 @@ async def test_a_silent_stream_gets_comments(redis_url: str, pool: str) -> None:
             assert text_of([event async for event in events]) == words([1, 2], 3)
 
 
+async def test_choices_are_resumed_each_where_it_was(redis_url: str, pool: str) -> None:
+    async with (
+        run_cluster(redis_url, pool, routers=2) as cluster,
+        run_gateway(address_of(cluster, 0)) as first,
+        run_gateway(address_of(cluster, 1)) as second,
+    ):
+        body = held_body(pool, 20, stream=True, n=3, temperature=1.0, seed=7, resume_ttl_s=30)
+        texts = ["", "", ""]
+        brake = cluster.executors[0].brake
+        brake.hold()
+        brake.permit(9)
+        name = ""
+        async with events_of(f"{first.url}/v1/completions", body) as events:
+            async for event in events:
+                if event.text.startswith("{"):
+                    choice, name = event.value["choices"][0], event.name
+                    texts[choice["index"]] += choice["text"]
+                if len(texts[0]) >= 2 * 5:
+                    break
+        brake.release()
+        async with events_of(f"{second.url}/v1/completions", body, {"Last-Event-ID": name}) as events:
+            async for event in events:
+                for choice in event.value["choices"] if event.text.startswith("{") else ():
+                    texts[choice["index"]] += choice["text"]
+        async with second.openai() as client:
+            options: dict[str, Any] = {"temperature": 1.0, "extra_body": {"ignore_eos": True}, "max_tokens": 20}
+            alone = [
+                await client.completions.create(model=pool, prompt=[1, 2], seed=7 + k, **options) for k in range(3)
+            ]
+            best = await client.completions.create(model=pool, prompt=[1, 2], seed=7, best_of=3, **options)
+    assert texts == [one.choices[0].text for one in alone]
+    assert best.usage is not None
+    assert (len(best.choices), best.usage.completion_tokens) == (1, 60)
+    assert best.choices[0].text in texts
+
+
 async def test_stream_is_resumed_by_the_last_events_id_at_any_gateway(redis_url: str, pool: str) -> None:
     async with (
         run_cluster(redis_url, pool, routers=2) as cluster,

@@ -106,10 +106,21 @@ def test_prompts_may_be_texts_and_token_ids(prompt: Any, prompts: list[Any]) -> 
 
 def test_choices_of_a_prompt_differ_by_their_seed_and_every_choice_by_its_key() -> None:
     ask = completion(key="k", prompt=["a", "b"], n=2, seed=2**63 - 1)
-    assert [request.text for request in ask.requests] == ["a", "a", "b", "b"]
-    assert [request.sampling.seed for request in ask.requests] == [2**63 - 1, 2**63] * 2
-    assert [request.idempotency_key for request in ask.requests] == ["k", "k:1", "k:2", "k:3"]
+    assert [(request.text, request.n) for request in ask.requests] == [("a", 2), ("b", 2)]
+    assert [request.sampling.seed for request in ask.requests] == [2**63 - 1] * 2
+    assert [request.idempotency_key for request in ask.requests] == ["k", "k:1"]
     assert not any(request.sampling.HasField("seed") for request in completion(n=2).requests)
+
+
+def test_best_of_is_the_routers_and_excludes_a_stream() -> None:
+    (request,) = completion(n=2, best_of=5).requests
+    assert (request.n, request.best_of) == (2, 5)
+    assert completion(best_of=1).requests == completion().requests
+    assert completion(n=2, best_of=2, stream=True).requests[0].best_of == 0
+    for fields in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}, {"best_of": 0}):
+        with pytest.raises(ApiError) as refused:
+            completion(**fields)
+        assert (refused.value.status, refused.value.param) == (400, "best_of")
 
 
 def test_priorities_by_name_number_and_tier() -> None:
@@ -176,7 +187,7 @@ def test_prompts_that_are_none_are_refused(prompt: Any) -> None:
     assert refused.value.status == 400
 
 
-@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}])
+@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}])
 def test_unsupported_parameters_of_completions_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         completion(**fields)

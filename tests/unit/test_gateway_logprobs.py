@@ -34,8 +34,8 @@ def alone(*texts: str | bytes) -> list[Position]:
 
 def answered(ask: Ask, text: str, positions: list[Position]) -> Any:
     """The answer as its reader has it: JSON, and no constant that JSON does not know."""
-    choice = FinishedChoice(text, FinishReason.LENGTH, Usage(1, 0, len(positions), 0), positions)
-    whole = encoded(whole_answer(ask, AnswerId("a", 1), [choice]))
+    choice = FinishedChoice(text, FinishReason.LENGTH, positions)
+    whole = encoded(whole_answer(ask, AnswerId("a", 1), [choice], [Usage(1, 0, len(positions), 0)]))
     return json.loads(whole, parse_constant=pytest.fail)
 
 

@@ -192,9 +192,15 @@ def test_sampling_that_the_model_asks_for(tmp_path: Path) -> None:
 
 def test_penalties_and_bad_words_that_the_model_asks_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = {
-        **{"eos_token_id": [2], "repetition_penalty": 1.1, "min_p": 0.05, "no_repeat_ngram_size": 3, "top_k": None},
+        "eos_token_id": [2],
+        "repetition_penalty": 1.1,
+        "min_p": 0.05,
+        "no_repeat_ngram_size": 3,
+        "top_k": None,
         # transformers leaves out a sequence that is only the end-of-sequence id.
-        **{"bad_words_ids": [[5, 6], [2], [7]], "typical_p": 0.9, "num_beams": 1},
+        "bad_words_ids": [[5, 6], [2], [7]],
+        "typical_p": 0.9,
+        "num_beams": 1,
     }
     folder = write_folder(tmp_path / "model", **{"generation_config.json": json.dumps(asked)})
     assert read_generation_defaults(folder) == GenerationDefaults(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 from common.errors import RequestError
 from inflight.kserve import grpc_service_pb2
@@ -27,21 +28,39 @@ FINISH_REASONS = {
 Send = Callable[[grpc_service_pb2.ModelInferResponse], Awaitable[None]]
 
 
+@dataclass(slots=True)
+class Row:
+    """What no response has carried yet of a choice; the sum of its log probabilities is of all that any has carried."""
+
+    text: bytes
+    token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    logprobs: list[types_pb2.PositionLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    reason: types_pb2.FinishReason = types_pb2.FINISH_REASON_UNSPECIFIED
+
+    def take(self, delta: inference_pb2.Delta) -> None:
+        """Adds more output."""
+        self.text += delta.text.encode()
+        self.token_ids += delta.token_ids
+        self.num_tokens += delta.num_tokens
+        self.logprobs += delta.logprobs
+        self.cumulative_logprob += sum(map(logprob_of, delta.logprobs))
+
+    def forget(self) -> None:
+        """Forgets what a response has carried."""
+        self.text, self.token_ids, self.num_tokens, self.logprobs = b"", [], 0, []
+
+
 class Responder:
-    """Answers one request. Its `write` is told the events, `send` gets the responses."""
+    """Answers one request. Its `write` is told the events, `send` gets the responses. Each response has a row for each
+    choice, as with vLLM's and TensorRT-LLM's backends."""
 
     def __init__(self, wanted: Wanted, send: Send) -> None:
         self._wanted = wanted
         self._send = send
         self._num_prompt_tokens = 0
-        self._reason = types_pb2.FINISH_REASON_UNSPECIFIED
-        # What no response has carried yet.
-        self._text = wanted.prompt
-        self._token_ids: list[int] = []
-        self._num_tokens = 0
-        self._logprobs: list[types_pb2.PositionLogprobs] = []
-        # Of all that any response has carried.
-        self._cumulative_logprob = 0.0
+        self._rows = [Row(wanted.prompt) for _ in range(wanted.num_choices)]
 
     async def write(self, event: inference_pb2.StreamEvent) -> None:
         """Takes the next event of the request."""
@@ -49,15 +68,11 @@ class Responder:
             case "accepted":
                 self._num_prompt_tokens = event.accepted.prompt_tokens
             case "delta":
-                self._text += event.delta.text.encode()
-                self._token_ids += event.delta.token_ids
-                self._num_tokens += event.delta.num_tokens
-                self._logprobs += event.delta.logprobs
-                self._cumulative_logprob += sum(map(logprob_of, event.delta.logprobs))
+                self._rows[event.delta.choice].take(event.delta)
                 if self._wanted.is_streamed:
                     await self._respond(is_final=False)
             case "finished":
-                self._reason = event.finished.reason
+                self._rows[event.finished.choice].reason = event.finished.reason
             case "done":
                 await self._respond(is_final=True)
 
@@ -67,35 +82,37 @@ class Responder:
             encode_output(response, tensor)
         response.parameters[FINAL_RESPONSE].bool_param = is_final
         if is_final:
-            response.parameters[translation.FINISH_REASON].string_param = FINISH_REASONS[self._reason]
-        self._text, self._token_ids, self._num_tokens, self._logprobs = b"", [], 0, []
+            reasons = ",".join(FINISH_REASONS[row.reason] for row in self._rows)
+            response.parameters[translation.FINISH_REASON].string_param = reasons
+        for row in self._rows:
+            row.forget()
         await self._send(response)
 
     def _tensors(self, is_final: bool) -> list[Tensor]:
-        wanted = self._wanted.outputs
-        if is_final and self._wanted.is_streamed and self._wanted.may_end_empty and not self._text:
+        wanted, rows = self._wanted.outputs, self._rows
+        if is_final and self._wanted.is_streamed and self._wanted.may_end_empty and not any(row.text for row in rows):
             # All has been said but how it ended.
             wanted = wanted & {translation.FINISH_REASON}
-        ids, reason = self._token_ids, FINISH_REASONS[self._reason]
         tensors = [
-            _tensor(translation.TEXT_OUTPUT, BYTES, self._text),
-            Tensor(translation.OUTPUT_IDS, "INT32", (1, 1, len(ids)), tuple(ids)),
-            Tensor(translation.SEQUENCE_LENGTH, "INT32", (1, 1), (self._num_tokens,)),
-            _tensor(translation.FINISH_REASON, BYTES, reason.encode()),
-            _tensor(translation.NUM_INPUT_TOKENS, "UINT32", self._num_prompt_tokens),
-            _tensor(translation.NUM_OUTPUT_TOKENS, "UINT32", self._num_tokens),
+            _tensor(translation.TEXT_OUTPUT, BYTES, [row.text for row in rows]),
+            _matrix(translation.OUTPUT_IDS, "INT32", [row.token_ids for row in rows], 0),
+            Tensor(translation.SEQUENCE_LENGTH, "INT32", (1, len(rows)), tuple(row.num_tokens for row in rows)),
+            _tensor(translation.FINISH_REASON, BYTES, [FINISH_REASONS[row.reason].encode() for row in rows]),
+            _tensor(translation.NUM_INPUT_TOKENS, "UINT32", [self._num_prompt_tokens]),
+            _tensor(translation.NUM_OUTPUT_TOKENS, "UINT32", [row.num_tokens for row in rows]),
         ]
         if not wanted.isdisjoint(translation.OUTPUTS_OF_LOGPROBS):
             tensors += self._logprob_tensors()
         return [tensor for tensor in tensors if tensor.name in wanted]
 
     def _logprob_tensors(self) -> tuple[Tensor, ...]:
-        values, total = tuple(map(logprob_of, self._logprobs)), self._cumulative_logprob
+        rows = self._rows
+        values, totals = [list(map(logprob_of, row.logprobs)) for row in rows], [row.cumulative_logprob for row in rows]
         return (
-            Tensor(translation.OUTPUT_LOG_PROBS, "FP32", (1, 1, len(values)), values),
-            Tensor(translation.CUM_LOG_PROBS, "FP32", (1, 1), (total,)),
-            _tensor(translation.LOGPROBS, BYTES, logprobs_json(self._logprobs)),
-            _tensor(translation.CUMULATIVE_LOGPROB, "FP32", total),
+            _matrix(translation.OUTPUT_LOG_PROBS, "FP32", values, 0.0),
+            Tensor(translation.CUM_LOG_PROBS, "FP32", (1, len(rows)), tuple(totals)),
+            _tensor(translation.LOGPROBS, BYTES, [logprobs_json(row.logprobs) for row in rows]),
+            _tensor(translation.CUMULATIVE_LOGPROB, "FP32", totals),
         )
 
 
@@ -119,5 +136,12 @@ def error_response(
     return grpc_service_pb2.ModelStreamInferResponse(error_message=error.description, infer_response=response)
 
 
-def _tensor(name: str, datatype: str, element: Element) -> Tensor:
-    return Tensor(name, datatype, (1,), (element,))
+def _tensor(name: str, datatype: str, elements: Sequence[Element]) -> Tensor:
+    return Tensor(name, datatype, (len(elements),), tuple(elements))
+
+
+def _matrix(name: str, datatype: str, rows: Sequence[Sequence[Element]], padding: Element) -> Tensor:
+    """Returns a tensor of shape [1, choices, longest row]; shorter rows are padded."""
+    longest = max(map(len, rows))
+    padded = tuple(element for row in rows for element in (*row, *(padding,) * (longest - len(row))))
+    return Tensor(name, datatype, (1, len(rows), longest), padded)

@@ -15,6 +15,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from common.errors import FieldViolation, RequestError, not_implemented
+from common.protocol import MAX_CHOICES
 from inflight.kserve import grpc_service_pb2
 from inflight.v1 import inference_pb2, types_pb2
 from router.kserve.options import OPTION_OF, OPTIONS, Given, Kind, parameter_values, read_options, wrong
@@ -79,7 +80,8 @@ OWN_NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How a request is answered: as it goes on or at its end, with which tensors, and with the prompt before them."""
+    """How a request is answered: as it goes on or at its end, with which tensors, for how many choices, and with the
+    prompt before them."""
 
     model_name: str
     request_id: str
@@ -87,6 +89,7 @@ class Wanted:
     outputs: frozenset[str]
     prompt: bytes
     may_end_empty: bool
+    num_choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,7 @@ def translate(request: grpc_service_pb2.ModelInferRequest) -> Inference:
         outputs=_outputs(request, given),
         prompt=_told_prompt(given, is_streamed),
         may_end_empty=may_end_empty,
+        num_choices=max(1, min(generate.n, MAX_CHOICES)),
     )
     generate.output.text = TEXT_OUTPUT in wanted.outputs
     generate.output.token_ids = OUTPUT_IDS in wanted.outputs

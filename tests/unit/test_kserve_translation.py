@@ -295,6 +295,26 @@ async def test_whole_answer_is_one_response_with_the_prompt_where_it_is_wanted()
     ]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_each_choice_has_a_row(is_streamed: bool) -> None:
+    flags = [one(f"return_{name}", "BOOL", True) for name in ("finish_reason", "log_probs")]
+    asked = [one("input_ids", "INT32", 1), one("num_return_sequences", "INT32", 2), one("stream", "BOOL", is_streamed)]
+    inference = translate(inference_request(*asked, *flags))
+    assert inference.generate.n == 2
+    second = inference_pb2.Delta(choice=1, num_tokens=1, text="x", token_ids=[9], logprobs=[LOGPROBS[0]])
+    finished = inference_pb2.Finished(choice=1, reason=types_pb2.FINISH_REASON_LENGTH)
+    accepted, *rest, done = EVENTS
+    news = [inference_pb2.StreamEvent(delta=second), *rest, inference_pb2.StreamEvent(finished=finished)]
+    responses = await responses_of(inference, accepted, *news, done)
+    texts = [b"".join(parts) for parts in zip(*(response["text_output"] for response in responses), strict=True)]
+    assert (texts, responses[-1]["finish_reason"]) == ([b"abc", b"x"], [b"stop", b"length"])
+    if not is_streamed:
+        assert responses[0]["output_ids"] == [1, 2, 3, 9, 0, 0]
+        assert (responses[0]["sequence_length"], responses[0]["cum_log_probs"]) == ([3, 1], [0, -0.5])
+    else:
+        assert [response["sequence_length"] for response in responses] == [[0, 1], [2, 0], [1, 0], [0, 0]]
+
+
 def test_metadata_and_configuration_list_every_tensor() -> None:
     metadata, config = model_metadata("m"), model_config("m", {"context_length": "9"}).config
     assert [tensor.name for tensor in metadata.inputs] == [tensor.name for tensor in config.input]

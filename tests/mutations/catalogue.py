@@ -167,8 +167,8 @@ STREAMS = (
     Mutation(
         "an executor can give one client's request to another client",
         "router/request/executor_context.py",
-        "if not attached.request_id == attached.submit.request_id == ledger_id(context.tenant, context.request_id):",
-        "if not attached.request_id == attached.submit.request_id:",
+        "if attached.request_id != attached.submit.request_id or attached.request_id not in own_ids:",
+        "if attached.request_id != attached.submit.request_id:",
         ("tests/fuzz/test_frames_to_a_router.py",),
     ),
 )

@@ -135,7 +135,8 @@ def test_best_of_is_the_routers_and_excludes_a_stream() -> None:
     assert (request.n, request.best_of) == (2, 5)
     assert completion(best_of=1).requests == completion().requests
     assert completion(n=2, best_of=2, stream=True).requests[0].best_of == 0
-    for fields in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}, {"best_of": 0}):
+    wrong: tuple[dict[str, Any], ...] = ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}, {"best_of": 0})
+    for fields in wrong:
         with pytest.raises(ApiError) as refused:
             completion(**fields)
         assert (refused.value.status, refused.value.param) == (400, "best_of")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from inflight.access import AccessOptions
     from inflight.aio import AsyncClient
     from inflight.aio_stream import AsyncStream
+    from inflight.beams import Beam
     from inflight.catalogue import (
         Capacity,
         EstimateQuality,
@@ -58,6 +59,7 @@ __all__ = [
     "AccessOptions",
     "AsyncClient",
     "AsyncStream",
+    "Beam",
     "Capacity",
     "ChatMessage",
     "Choice",
@@ -101,6 +103,7 @@ _MODULES = (
     "access",
     "requests",
     "events",
+    "beams",
     "catalogue",
     "statistics",
     "sync_stream",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -23,6 +24,7 @@ from inflight import requests
 from inflight.access import UNARY_TIMEOUT_S, AccessOptions, open_access
 from inflight.aio_connection import CALL_FAILURES, AsyncConnection, AsyncStreamCalls, error_of
 from inflight.aio_stream import AsyncStream
+from inflight.beams import Beam, BeamParams, BeamSearch, EarlyStopping
 from inflight.catalogue import (
     Capacity,
     Model,
@@ -34,7 +36,7 @@ from inflight.catalogue import (
     decode_state,
 )
 from inflight.errors import from_rpc_error
-from inflight.events import Completion
+from inflight.events import Completion, Logprob
 from inflight.recovery import Recovery, RecoveryPolicy, new_idempotency_key
 from inflight.statistics import Statistics, decode_stats, stats_request
 from inflight.v1 import inference_pb2
@@ -107,6 +109,68 @@ class AsyncClient:
     ) -> Completion:
         """Generates and waits for the whole result."""
         return await self.generate(prompt, chat=chat, token_ids=token_ids, timeout=timeout, **options).result()
+
+    async def beam_search(
+        self,
+        prompt: str | None = None,
+        *,
+        chat: requests.Chat | None = None,
+        token_ids: Sequence[int] | None = None,
+        beams: int = 4,
+        max_tokens: int = 64,
+        length_penalty: float = 1.0,
+        early_stopping: EarlyStopping = False,
+        stop_token_ids: Sequence[int] = (),
+        timeout: float | None = None,
+        **options: Unpack[requests.BeamOptions],
+    ) -> tuple[Beam, ...]:
+        """Searches for the outputs with the highest score and returns them, the best first, as transformers does with
+        `num_beams`.
+
+        This is slow: each token of each beam is a request of its own, which finds its prefix in the prefix cache. Log
+        probabilities are the model's own, without temperature and penalties. A search needs the (1 + number of end
+        tokens) * beams likeliest tokens, of which a request reports 20: with one end token at most 10 beams.
+
+        Raises:
+            InflightError: a request was refused or failed.
+            ValueError: a parameter is not allowed.
+        """
+        if token_ids is not None and (prompt is not None or chat is not None):
+            raise TypeError("give exactly one of prompt, chat and token_ids")
+        model = options.get("model")
+        prompt_ids = await self.tokenize(prompt, chat=chat, model=model) if token_ids is None else tuple(token_ids)
+        models = [one for one in await self.list_models() if model in (None, one.name)]
+        ends = frozenset(stop_token_ids).union(*(one.eos_token_ids for one in models))
+        search = BeamSearch(BeamParams(beams, max_tokens, length_penalty, early_stopping, ends))
+        until_s = None if timeout is None else time.monotonic() + timeout
+        while search.running:
+            search.step(await self._likeliest(prompt_ids, search, until_s, options))
+        texts = [await self.detokenize(beam.token_ids, model=model) for beam in search.finished]
+        return tuple(replace(beam, text=text) for beam, text in zip(search.finished, texts, strict=True))
+
+    async def _likeliest(
+        self, prompt_ids: tuple[int, ...], search: BeamSearch, until_s: float | None, options: requests.BeamOptions
+    ) -> list[tuple[Logprob, ...]]:
+        """Returns the likeliest next tokens of each running output of a search."""
+        streams = [
+            self.generate(
+                token_ids=[*prompt_ids, *output_ids],
+                timeout=None if until_s is None else max(0.0, until_s - time.monotonic()),
+                max_tokens=1,
+                temperature=0,
+                ignore_eos=True,
+                want_text=False,
+                top_logprobs=search.num_candidates,
+                **options,
+            )
+            for output_ids in search.running
+        ]
+        try:
+            positions = [(await stream.result()).logprobs[0] for stream in streams]
+        finally:
+            for stream in streams:
+                stream.cancel()
+        return [() if position is None else position.top for position in positions]
 
     def send(
         self,

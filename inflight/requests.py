@@ -71,6 +71,18 @@ class GenerateOptions(TypedDict, total=False):
     metadata: Mapping[str, str]
 
 
+class BeamOptions(TypedDict, total=False):
+    """Keywords of `beam_search` that go to each of its requests, as in `GenerateOptions`."""
+
+    model: str
+    adapter_id: str
+    priority: Priority
+    tenant: str
+    session_id: str
+    cache_salt: str
+    metadata: Mapping[str, str]
+
+
 # Keyword → path of the field in GenerateRequest.
 _PATHS: dict[str, tuple[str, ...]] = {
     "model": ("model",),

@@ -10,11 +10,15 @@ import grpc
 import grpc.aio
 import pytest
 
+from inflight import AsyncClient
+from inflight.beams import BeamParams, BeamSearch
+from inflight.events import Logprob
 from inflight.v1 import inference_pb2, types_pb2
 from router.settings import RouterSettings
 from router.store.types import Demand
 from tests.cluster import Brake, Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
-from tests.integration.test_requests import collect, ids_of, rest
+from tests.fake_device import token_logprobs
+from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 
 PROMPT = [1, 2, 3, 4, 0, 1, 2, 3, 4]
 NUM_TOKENS = 24
@@ -354,3 +358,28 @@ async def test_best_choices_can_be_resumed(redis_url: str, pool: str, other_rout
         again.ids[0], again.texts[0] = whole.ids[0][:5], whole.texts[0][:10]
         await again.read_rest(again.resume(cluster.routers[other_router], n=2))
     again.check_whole([whole.ids[choice] for choice in range(2)])
+
+
+# --- beam search, whose requests are made by the client
+
+
+def likeliest(ids: list[int]) -> list[Logprob]:
+    """What the fake device reports after a prompt."""
+    values = token_logprobs(expected_ids(ids, 1)[0], 4)
+    return [Logprob(*one) for one in zip(values.top_ids, values.top_logprobs, strict=True)]
+
+
+async def test_beam_search_asks_for_the_likeliest_tokens_of_each_beam(redis_url: str, pool: str) -> None:
+    search = BeamSearch(BeamParams(2, 5, 1.0, False, frozenset({4})))
+    while search.running:
+        search.step([likeliest([*PROMPT, *output_ids]) for output_ids in search.running])
+    async with run_cluster(redis_url, pool, shape=SHAPE) as cluster:
+        async with AsyncClient(cluster.routers[0].address) as client:
+            beams = await client.beam_search(token_ids=PROMPT, beams=2, max_tokens=5, stop_token_ids=[4])
+            with pytest.raises(ValueError, match="beams: is 11"):
+                await client.beam_search(token_ids=PROMPT, beams=11)
+        await settled(*cluster.routers)
+        cluster.executors[0].scheduler.check_when_idle()
+    assert [beam.token_ids for beam in beams] == [beam.token_ids for beam in search.finished]
+    assert [beam.score for beam in beams] == pytest.approx([beam.score for beam in search.finished])
+    assert [beam.text for beam in beams] == ["".join(f"t{i}" for i in beam.token_ids) for beam in beams]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from inflight.access import AccessOptions
     from inflight.aio import AsyncClient
     from inflight.aio_stream import AsyncStream
-    from inflight.beams import Beam
+    from inflight.beams.search import Beam
     from inflight.catalogue import (
         Capacity,
         EstimateQuality,
@@ -103,7 +103,7 @@ _MODULES = (
     "access",
     "requests",
     "events",
-    "beams",
+    "beams.search",
     "catalogue",
     "statistics",
     "sync_stream",

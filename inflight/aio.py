@@ -24,7 +24,7 @@ from inflight import requests
 from inflight.access import UNARY_TIMEOUT_S, AccessOptions, open_access
 from inflight.aio_connection import CALL_FAILURES, AsyncConnection, AsyncStreamCalls, error_of
 from inflight.aio_stream import AsyncStream
-from inflight.beams import Beam, BeamParams, BeamSearch, EarlyStopping
+from inflight.beams.search import Beam, BeamParams, BeamSearch, EarlyStopping
 from inflight.catalogue import (
     Capacity,
     Model,

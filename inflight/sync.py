@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2
 
 from inflight import requests
 from inflight.access import UNARY_TIMEOUT_S, AccessOptions, open_access
-from inflight.beams import Beam, BeamParams, BeamSearch, EarlyStopping
+from inflight.beams.search import Beam, BeamParams, BeamSearch, EarlyStopping
 from inflight.catalogue import (
     Capacity,
     Model,

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from inflight import AsyncClient
-from inflight.beams import BeamParams, BeamSearch
+from inflight.beams.search import BeamParams, BeamSearch
 from inflight.events import Logprob
 from inflight.v1 import inference_pb2, types_pb2
 from router.settings import RouterSettings

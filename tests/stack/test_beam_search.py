@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ BEAMS, MAX_TOKENS = 3, 8
 
 
 async def test_beams_are_those_of_transformers(tmp_path: Path, tiny_model: Path) -> None:
-    network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    network: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.inference_mode():
         expected = network.generate(
             torch.tensor([PROMPT]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from inflight.beams import Beam, BeamParams, BeamSearch, EarlyStopping
+from inflight.beams.search import Beam, BeamParams, BeamSearch, EarlyStopping
 from inflight.events import Logprob
 from tests.tiny_models import VOCABULARY_SIZE, sizes
 from tests.torch_threads import torch_threads

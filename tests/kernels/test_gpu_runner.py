@@ -123,7 +123,7 @@ def expected(folder: Path) -> list[Sequence]:
     return sequences
 
 
-def assert_same(ours: list[Sequence], generic: list[Sequence]) -> None:
+def assert_same_sequences(ours: list[Sequence], generic: list[Sequence]) -> None:
     """The same tokens and the same log probabilities."""
     assert [some.token_ids for some in ours] == [some.token_ids for some in generic]
     for some, other in zip(ours, generic, strict=True):
@@ -140,7 +140,7 @@ def test_changed_rows_beside_others_are_those_of_the_generic_runner(
 ) -> None:
     ours = changed_requests()
     outputs(gpu_runner(folder), ours, num_ahead=num_ahead)
-    assert_same(ours, expected)
+    assert_same_sequences(ours, expected)
     assert any(len(some.token_ids) > some.num_prompt_tokens + 9 for some in ours if some.processors != NO_PROCESSORS)
 
 
@@ -168,7 +168,7 @@ def test_changed_rows_go_on_after_a_preemption(folder: Path, expected: list[Sequ
     outputs(gpu_runner(folder), ours, scheduler)
 
     assert scheduler.num_preemptions > 0
-    assert_same(ours, [expected[0], *expected[2:4]])
+    assert_same_sequences(ours, [expected[0], *expected[2:4]])
 
 
 def test_a_step_is_not_launched_before_the_tokens_that_its_rows_depend_on_are_read(folder: Path) -> None:

@@ -47,7 +47,7 @@ def logits_of(num_rows: int, vocabulary_size: int, seed: int = 0) -> Tensor:
 
 
 def changed(logits: Tensor, rows: dict[int, LogitsRow]) -> Tensor:
-    processing = Processing(CPU, logits.shape[1], CONTEXT_LENGTH, ROWS)
+    processing = Processing(logits.device, logits.shape[1], CONTEXT_LENGTH, ROWS)
     return processing.changed(logits, rows).clone()
 
 
@@ -73,10 +73,9 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize("vocabulary_size", VOCABULARY_SIZES)
-def test_every_combination_is_bit_for_bit_the_reference(vocabulary_size: int) -> None:
-    # Given every combination, each with another length of output, none included, beside rows that change nothing
-    logits = logits_of(ROWS, vocabulary_size)
+def assert_every_combination_as_the_reference(vocabulary_size: int, device: torch.device = CPU) -> None:
+    """Each combination with another length of output, none included, beside rows that change nothing."""
+    logits = logits_of(ROWS, vocabulary_size).to(device)
     for first in range(0, len(COMBINATIONS), ROWS - 2):
         some = COMBINATIONS[first : first + ROWS - 2]
         rows = {
@@ -84,6 +83,11 @@ def test_every_combination_is_bit_for_bit_the_reference(vocabulary_size: int) ->
             for i, processors in enumerate(some)
         }
         assert_as_the_reference(logits, rows)
+
+
+@pytest.mark.parametrize("vocabulary_size", VOCABULARY_SIZES)
+def test_every_combination_is_bit_for_bit_the_reference(vocabulary_size: int) -> None:
+    assert_every_combination_as_the_reference(vocabulary_size)
 
 
 def test_half_precision_is_changed_as_float32() -> None:

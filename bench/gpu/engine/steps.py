@@ -63,8 +63,10 @@ def decode_step_s(
         plan = StepPlan.of(rows)
         if step == 0:
             plan = replace(plan, boarded=tuple(sequences))
-        pending.append(runner.launch(plan))
-        while len(pending) > int(pending[-1].allows_next):
+        newest = runner.launch(plan)
+        pending.append(newest)
+        num_left = int(newest.allows_next)
+        while len(pending) > num_left:
             pending.popleft().result()
     while pending:
         pending.popleft().result()

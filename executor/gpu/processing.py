@@ -144,7 +144,10 @@ class Processing:
         self._changed_ids: WeakKeyDictionary[LogitsRow, ChangedIds] = WeakKeyDictionary()
 
     def draw(self, logits: Tensor, rows: DrawRows, sampling: SamplingBatch, token_ids: Tensor) -> None:
-        """Draws the rows of `logits[:R]` that are changed, and those beside them again, into `token_ids[:R]`."""
+        """Draws the rows of `logits[:R]` that are changed, and those beside them again, into `token_ids[:R]`.
+
+        The host waits only in a step of more than `2 * ROWS` such rows, until earlier ones are copied.
+        """
         for first in range(0, sampling.num_rows, ROWS):
             last = min(first + ROWS, sampling.num_rows)
             processed = {i - first: row for i, row in sampling.processed.items() if first <= i < last}

@@ -34,7 +34,7 @@ from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, compare, expect
 from executor.step.batch import StepBatch
 from executor.step.logprobs import StepLogprobs, step_logprobs
-from executor.step.sampling import choose_greedily, sample
+from executor.step.sampling import choose_greedily, name_excluded, sample
 from executor.step.sampling_columns import SamplingBatch
 
 if TYPE_CHECKING:
@@ -184,9 +184,11 @@ class PagedModel:
     def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
         if sampling.is_greedy:
             return choose_greedily(logits)
-        if self._sampler is not None:
-            return self._sampler.sample(logits, sampling)
-        return sample(logits, sampling.rows())
+        native = self._sampler
+        token_ids = sample(logits, sampling.rows()) if native is None else native.sample(logits, sampling)
+        if sampling.excludes and int(token_ids.min()) < 0:
+            return name_excluded(token_ids, logits)
+        return token_ids
 
     def _allocate(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
         return tuple(

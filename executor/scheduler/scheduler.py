@@ -49,6 +49,7 @@ from executor.scheduler.prefix_cache import PrefixCache
 from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.seat_view import Seating
 from executor.scheduler.sequence import (
+    ALL_EXCLUDED,
     FinishEvent,
     FinishReason,
     NewTokens,
@@ -126,8 +127,9 @@ class Boarding:
         return StepConstraint.SEATS if self._queues.num_seated >= self._limits.max_num_sequences else constraint
 
 
-# The error of a sequence whose row has no logit above -inf after bans.
+# The errors of a sequence whose row has no logit above -inf: from the model, or after the request's bans.
 INVALID_LOGITS = "the model returned no usable logits (NaN or -inf only)"
+NOTHING_ALLOWED = "no token is allowed: constraint, allowed ids, bad words, n-grams and min_tokens exclude all of them"
 
 __all__ = ["Batching", "Refusal", "Scheduler", "SchedulerLimits", "SchedulerPolicy"]
 
@@ -219,7 +221,7 @@ class Scheduler:
     def update(self, result: StepResult) -> StepOutcome:
         """Retires the oldest plan: appends the sampled tokens, publishes full blocks and ends sequences.
 
-        A row without a usable logit ends its own sequence only.
+        A row without a token ends its own sequence only.
         """
         plan = self._land(result.plan)
         result.keep_logprobs()
@@ -240,8 +242,8 @@ class Scheduler:
                 finished.extend(self._release_leaving(sequence))
                 continue
             end = start + length
-            if token_id is None and samples:
-                finished.append(self._end_without_token(sequence))
+            if samples and (token_id is None or token_id == ALL_EXCLUDED):
+                finished.append(self._end_without_token(sequence, token_id))
                 continue
             if (length > 1 or end % block_size == 0) and (error := self._publish(sequence, start, end)):
                 finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
@@ -444,9 +446,11 @@ class Scheduler:
             if self._gate.find(sequence.request_id) is sequence:
                 yield self._finish(sequence, FinishReason.ERROR, error=error)
 
-    def _end_without_token(self, sequence: Sequence) -> FinishEvent:
-        """Ends a sequence without a usable logit. Its KV is withdrawn from the prefix cache, since it may be
-        corrupt."""
+    def _end_without_token(self, sequence: Sequence, token_id: int | None) -> FinishEvent:
+        """Ends a sequence that excludes every token, or has no usable logit. In that case its KV is withdrawn from the
+        prefix cache, since it may be corrupt."""
+        if token_id == ALL_EXCLUDED:
+            return self._finish(sequence, FinishReason.ERROR, error=NOTHING_ALLOWED)
         self.num_invalid_logits += 1
         self.prefix_cache.retract(sequence)
         return self._finish(sequence, FinishReason.ERROR, error=INVALID_LOGITS)

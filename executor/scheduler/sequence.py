@@ -80,6 +80,9 @@ class TokenLogprobs:
 
 NO_LOGPROBS: Mapping[int, TokenLogprobs] = MappingProxyType({})
 
+# In place of a sampled id: the row's request excludes every token that the model could choose.
+ALL_EXCLUDED = -2
+
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
@@ -254,8 +257,8 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Results from the device: the sampled token ids of the rows that sample, in the order of the plan's rows, and the
-    log probabilities by index among those rows. An id is None where the row has no usable logit: each is NaN, -inf or
-    banned."""
+    log probabilities by index among those rows. An id is None where the row has no usable logit, only NaN and -inf, and
+    `ALL_EXCLUDED` where the request's bans left none."""
 
     plan: StepPlan
     sampled_ids: tuple[int | None, ...]
@@ -267,7 +270,7 @@ class StepResult:
             return
         sampling = [s for s, samples in zip(self.plan.sequences, self.plan.samples, strict=True) if samples]
         for row, values in self.logprobs.items():
-            if self.sampled_ids[row] is not None:
+            if self.sampled_ids[row] not in (None, ALL_EXCLUDED):
                 sampling[row].logprobs[sampling[row].num_output_tokens] = values
 
 

@@ -70,6 +70,11 @@ class SamplingBatch:
         """R."""
         return len(self.output_index)
 
+    @property
+    def excludes(self) -> bool:
+        """Whether a request may exclude tokens from its row."""
+        return len(self.processed) > 0 or len(self.banned_ids) > 0
+
     def rows(self) -> list[SampleRow]:
         """Returns the rows as objects."""
         if not self.num_rows:
@@ -107,7 +112,7 @@ class SamplingColumns:
     def select(self, plan: StepPlan, batch: StepBatch) -> SamplingBatch:
         """Returns the columns of the rows that sample. Plans must come in the order in which they are made."""
         for sequence in plan.boarded:
-            self._board(sequence)
+            self._board(sequence, plan)
         sampling_rows = np.flatnonzero(plan.samples)
         seats = batch.table_rows.numpy()[sampling_rows]
         output_index = batch.context_lengths.numpy()[sampling_rows] - self._prompt_length[seats]
@@ -128,7 +133,7 @@ class SamplingColumns:
             reporting=self._reporting_rows(seats),
         )
 
-    def _board(self, sequence: BoardedSequence) -> None:
+    def _board(self, sequence: BoardedSequence, plan: StepPlan) -> None:
         seat, sampling = sequence.seat_row, sequence.sampling
         self._temperature[seat] = sampling.temperature
         self._top_k[seat] = sampling.top_k
@@ -138,7 +143,7 @@ class SamplingColumns:
         self._prompt_length[seat] = sequence.num_prompt_tokens
         self._processed.pop(seat, None)
         if sequence.processors != NO_PROCESSORS:
-            self._processed[seat] = self._processed_row(sequence)
+            self._processed[seat] = self._processed_row(sequence, plan)
         self._restrained.pop(seat, None)
         if sequence.stopping.min_tokens > 0 and sequence.stopping.stop_token_ids:
             self._restrained[seat] = sequence
@@ -146,10 +151,10 @@ class SamplingColumns:
         if sequence.num_top_logprobs is not None:
             self._reporting[seat] = sequence.num_top_logprobs
 
-    def _processed_row(self, sequence: BoardedSequence) -> LogitsRow:
-        if sequence.num_in_flight > 1:
-            # Besides this step. Its row would miss their tokens.
-            raise RuntimeError(f"{sequence.request_id} boards while {sequence.num_in_flight} steps are in flight")
+    def _processed_row(self, sequence: BoardedSequence, plan: StepPlan) -> LogitsRow:
+        if sequence.num_in_flight > plan.sequences.count(sequence):
+            # Its row would miss the tokens of the steps in flight.
+            raise RuntimeError(f"{sequence.request_id} boards while steps of it are in flight")
         return LogitsRow(
             sequence.processors,
             sequence.token_ids,

@@ -24,7 +24,7 @@ from common.protocol import MAX_LOGIT_BIASES
 from executor.gpu.sampling import CHUNK, DrawRows, draw
 from executor.gpu.step_buffers import HostRing
 from executor.gpu.step_layout import ALIGNMENT_WORDS, Words
-from executor.kernels.processing import change_kernel, copy_kernel
+from executor.kernels.processing import change_kernel, copy_kernel, name_excluded_kernel
 from executor.logits.row import MASK_BITS, LogitsRow
 from executor.step.sampling_columns import SamplingBatch
 
@@ -108,6 +108,13 @@ def _ends_of_ngrams(row: LogitsRow) -> npt.NDArray[np.int32]:
     for offset in range(size - 1):
         starts = starts[ids[starts + offset] == ids[len(ids) - size + 1 + offset]]
     return ids[starts + size - 1]
+
+
+def name_excluded(logits: Tensor, token_ids: Tensor) -> None:
+    """Writes `ALL_EXCLUDED` to `token_ids[R]` in place of `NO_TOKEN` where the model's `logits[R, vocabulary]` have a
+    usable number."""
+    num_rows, vocabulary_size = logits.shape
+    name_excluded_kernel[(num_rows,)](logits, token_ids, vocabulary_size, logits.stride(0), CHUNK=CHUNK)
 
 
 @dataclass(slots=True)

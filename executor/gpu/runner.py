@@ -21,7 +21,7 @@ from executor.gpu.decoder import GpuDecoder
 from executor.gpu.graphs import bucket_of, capture, decode_buckets
 from executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
 from executor.gpu.pending import GpuStep, ReadBack, StepTimer
-from executor.gpu.processing import Processing
+from executor.gpu.processing import Processing, name_excluded
 from executor.gpu.sampling import draw
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout
@@ -158,10 +158,14 @@ class GpuRunner:
             self._step.compute(layout, num_decodes if bucket is None else bucket)
 
     def _process(self, layout: StepLayout, sampling: SamplingBatch) -> None:
-        """Draws the rows whose logits are changed. The model's logits are left as they are."""
+        """Draws the rows whose logits are changed, and names those that exclude every token. The model's logits are
+        left as they are."""
         if sampling.processed:
             rows = self._buffers.draw_rows(layout)
             self._processing.draw(self._step.logits, rows, sampling, self._buffers.sampled_ids)
+        if sampling.excludes:
+            num_rows = sampling.num_rows
+            name_excluded(self._step.logits[:num_rows], self._buffers.sampled_ids[:num_rows])
 
     def _report(self, layout: StepLayout, sampling: SamplingBatch) -> StepLogprobs | None:
         """Starts the copy of the log probabilities that rows report."""

@@ -171,6 +171,20 @@ def test_changed_rows_go_on_after_a_preemption(folder: Path, expected: list[Sequ
     assert_same_sequences(ours, [expected[0], *expected[2:4]])
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_row_that_excludes_every_token_ends_with_an_error_of_its_own(folder: Path, backend: str) -> None:
+    # Given a row whose constraint and bad words leave nothing, one whose min_tokens do, and one beside them
+    sequences = [sequence(number, 3, Sampling(0.0, 0, 1.0, 0)) for number in range(3)]
+    sequences[0].processors = Processors(allowed_ids=frozenset({5}), bad_words=((5,),))
+    sequences[1].stopping = Stopping(5, 2, frozenset(range(VOCABULARY_SIZE)))
+    runner = gpu_runner(folder) if backend == "triton" else ModelRunner(load(folder, backend), LIMITS, BLOCK_SIZE)
+    scheduler = Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
+
+    assert [len(output) for output in outputs(runner, sequences, scheduler)] == [0, 0, 5]
+
+    assert scheduler.num_invalid_logits == 0
+
+
 def test_a_step_is_not_launched_before_the_tokens_that_its_rows_depend_on_are_read(folder: Path) -> None:
     runner, scheduler = gpu_runner(folder), Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
     some, plain = changed_requests()[5], changed_requests()[1]

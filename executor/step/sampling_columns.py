@@ -25,7 +25,7 @@ class SamplingBatch:
 
     The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that every row
     takes its largest logit and nothing is banned. `reporting` are the rows that report log probabilities, each with the
-    number of likeliest tokens to report.
+    number of likeliest tokens to report; the positions that score a prompt follow behind the R rows.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -102,7 +102,7 @@ class SamplingColumns:
             banned_starts=banned_starts,
             banned_ids=banned_ids,
             is_greedy=len(banned_ids) == 0 and not temperature.any(),
-            reporting=self._reporting_rows(seats),
+            reporting=self._reporting_rows(seats) + _scoring_rows(plan, len(seats)),
         )
 
     def _board(self, sequence: Sequence) -> None:
@@ -143,6 +143,11 @@ class SamplingColumns:
             return sequence.stopping.stop_token_ids
         del self._restrained[seat]
         return NO_IDS
+
+
+def _scoring_rows(plan: StepPlan, first: int) -> tuple[tuple[int, int], ...]:
+    num_top = (one.sequence.num_prompt_logprobs or 0 for one in plan.scored for _ in range(one.start, one.end))
+    return tuple(enumerate(num_top, start=first))
 
 
 def _columns_of_ids(

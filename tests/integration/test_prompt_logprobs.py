@@ -11,7 +11,8 @@ import pytest
 from inflight import AsyncClient
 from inflight.v1 import inference_pb2, types_pb2
 from tests.cluster import Cluster, run_cluster, token_request
-from tests.fake_device import VOCABULARY_SIZE, token_logprobs
+from tests.fake_device import VOCABULARY_SIZE
+from tests.integration.test_logprobs import expected as expected_logprobs
 from tests.integration.test_logprobs import logprobs_of
 from tests.integration.test_requests import collect, expected_ids, ids_of, rest
 from tests.integration.test_resuming import Client
@@ -27,21 +28,9 @@ def request_of(num_top: int = 0, *, prompt: list[int] = PROMPT, **fields: Any) -
     return request
 
 
-def named(token_id: int, logprob: float, rank: int) -> types_pb2.TokenLogprob:
-    return types_pb2.TokenLogprob(token_id=token_id, logprob=logprob, text_bytes=f"t{token_id}".encode(), rank=rank)
-
-
 def expected(prompt: list[int], num_top: int) -> list[types_pb2.PositionLogprobs]:
     """Nothing for the first token, then what the device reports."""
-    scores = [types_pb2.PositionLogprobs()]
-    for token_id in prompt[1:]:
-        one = token_logprobs(token_id, num_top)
-        ranks = [1 + one.top_logprobs.index(value) for value in one.top_logprobs]
-        top = zip(one.top_ids, one.top_logprobs, ranks, strict=True)
-        scores.append(
-            types_pb2.PositionLogprobs(chosen=named(token_id, one.logprob, 1), top=[named(*likely) for likely in top])
-        )
-    return scores
+    return [types_pb2.PositionLogprobs(), *expected_logprobs(prompt[1:], num_top)]
 
 
 def check_prompt(events: list[inference_pb2.StreamEvent], prompt: list[int], num_top: int) -> None:

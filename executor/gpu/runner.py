@@ -79,7 +79,7 @@ class GpuRunner:
         self._device = decoder.head.device
         self._limits = limits
         self._packer = StepPacker(num_seats, self._max_blocks, block_size)
-        self._columns = SamplingColumns(num_seats)
+        self._columns = SamplingColumns(num_seats, decoder.head.shape[0])
         self._follower = TableFollower(num_seats, self._max_blocks)
         most_sequences = limits.max_num_sequences
         most = StepLayout(_max_step_tokens(limits), most_sequences, most_sequences, MAX_PROMPT_LOGPROB_ROWS)

@@ -159,8 +159,6 @@ def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
             raise _unsupported(f"sampling.{name}")
     if submit.HasField("constraint"):
         raise _unsupported("constraint")
-    if submit.HasField("num_prompt_logprobs"):
-        raise _unsupported("num_prompt_logprobs")
 
 
 def _invalid(text: str) -> SubmissionError:

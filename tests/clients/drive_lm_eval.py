@@ -4,9 +4,9 @@ and `hf`, and writes the results of both as one JSON object.
 Runs in lm-eval's own environment (`.clients/lm-eval`), which lacks torch and transformers: those come from ours, behind
 its own packages.
 
-    python -m tests.clients.drive_lm_eval GATEWAY FOLDER TASKS PACKAGES RESULTS
+    python -m tests.clients.drive_lm_eval GATEWAY FOLDER SUITE PACKAGES RESULTS
 
-FOLDER is the model's, TASKS has the tasks, PACKAGES our installed packages.
+FOLDER is the model's, SUITE has the tasks, PACKAGES our installed packages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 TASKS = ("local_choice", "local_text")
 
 
-def evaluate(model: str, model_args: dict[str, Any], tasks: str) -> dict[str, Any]:
+def evaluate(model: str, model_args: dict[str, Any], suite: str) -> dict[str, Any]:
     """The metrics of each task, and of each of its documents the log likelihoods and whether they are greedy."""
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -30,7 +30,7 @@ def evaluate(model: str, model_args: dict[str, Any], tasks: str) -> dict[str, An
         model_args=model_args,
         tasks=list(TASKS),
         batch_size=8,
-        task_manager=TaskManager(include_path=tasks, include_defaults=False),
+        task_manager=TaskManager(include_path=suite, include_defaults=False),
         log_samples=True,
         bootstrap_iters=0,
     )
@@ -50,7 +50,7 @@ def served_model(gateway: str) -> str:
         return str(json.load(response)["data"][0]["id"])
 
 
-def main(gateway: str, folder: str, tasks: str, packages: str, results: str) -> None:
+def main(gateway: str, folder: str, suite: str, packages: str, results: str) -> None:
     sys.path.append(packages)
     ours = {
         "model": served_model(gateway),
@@ -61,8 +61,8 @@ def main(gateway: str, folder: str, tasks: str, packages: str, results: str) -> 
     }
     theirs = {"pretrained": folder, "dtype": "float32", "device": "cpu"}
     told = {
-        "local-completions": evaluate("local-completions", ours, tasks),
-        "hf": evaluate("hf", theirs, tasks),
+        "local-completions": evaluate("local-completions", ours, suite),
+        "hf": evaluate("hf", theirs, suite),
     }
     Path(results).write_text(json.dumps(told), encoding="utf-8")
 

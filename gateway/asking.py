@@ -62,6 +62,11 @@ class Ask:
     drops_output: bool = False
 
     @property
+    def scores_prompts(self) -> bool:
+        """Whether the answer has log probabilities of prompts."""
+        return self.num_prompt_top is not None or (self.echoes and self.num_top is not None)
+
+    @property
     def prompt_param(self) -> str:
         """The parameter with the prompt."""
         return "messages" if self.kind == "chat" else "prompt"

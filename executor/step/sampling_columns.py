@@ -125,7 +125,7 @@ class SamplingColumns:
             min_p=self._min_p[seats],
             is_greedy=len(banned_ids) == 0 and not processed and not temperature.any(),
             processed=processed,
-            reporting=self._reporting_rows(seats) + _scoring_rows(plan, len(seats)),
+            reporting=self._reporting_rows(seats) + (_scoring_rows(plan, len(seats)) if plan.scored else ()),
         )
 
     def _board(self, sequence: BoardedSequence) -> None:

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from executor.serving.router_session import Session
 from inflight import AsyncClient
 from inflight.v1 import inference_pb2, types_pb2
 from tests.cluster import Cluster, run_cluster, token_request
@@ -173,3 +174,17 @@ async def test_python_client_has_the_prompt_in_its_result(redis_url: str, pool: 
     assert [(one.chosen.token_id, one.chosen.logprob) for one in scores] == [(i, -i / 8) for i in PROMPT[1:]]
     assert all(one.chosen.rank == 1 and one.top[0] == one.chosen for one in scores)
     assert result.text.startswith("".join(f"t{token_id}" for token_id in PROMPT))
+
+
+async def test_executor_that_reports_nothing_fails_the_request_clearly(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of an earlier version, which does not know the field."""
+    monkeypatch.setattr(Session, "score", lambda *_: None)
+    async with run_cluster(redis_url, pool) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await collect(cluster.routers[0], request_of(1))
+        others = await collect(cluster.routers[0], token_request(PROMPT, NUM_TOKENS))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "log probabilities of the prompt" in (caught.value.details() or "")
+    assert ids_of(others) == expected_ids(PROMPT, NUM_TOKENS)

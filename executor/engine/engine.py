@@ -239,6 +239,7 @@ class Engine:
         self._publish(
             EngineOutput(
                 step=self.num_steps,
+                scored=outcome.scored,
                 tokens=outcome.tokens,
                 finished=list(outcome.finished),
                 status=status,

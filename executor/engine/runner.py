@@ -49,8 +49,8 @@ class PendingStep(Protocol):
         ...
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Returns the log probabilities by index among the rows that sample, for rows that report them. Call it after
-        `result`."""
+        """Returns the log probabilities by index among the rows that sample, for rows that report them, and behind them
+        those of the positions that score a prompt (`StepResult`). Call it after `result`."""
         ...
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from executor.attention.backend import LayerKv
 from executor.attention.gpu_host_tier import GpuHostTier
 from executor.engine.runner import PendingStep
@@ -34,7 +35,7 @@ from executor.step.sampling_columns import SamplingBatch, SamplingColumns
 
 
 class DeviceStep:
-    """Model, KV and buffers. After `compute`, `logits[:R]` and `buffers.sampled_ids[:R]` are the step's."""
+    """Model, KV and buffers. After `compute`, `logits[:R + Q]` and `buffers.sampled_ids[:R]` are the step's."""
 
     def __init__(
         self, decoder: GpuDecoder, kv: Sequence[LayerKv], buffers: StepBuffers, block_size: int, max_num_logits: int
@@ -52,9 +53,10 @@ class DeviceStep:
         """Fills in carried tokens, computes the model, and draws the next tokens."""
         self.buffers.resolve(layout)
         batch = self.buffers.batch(layout, num_decodes, self._block_size)
-        logits = self._decoder.forward(batch, self._kv, self.logits[: layout.num_logits])
-        if layout.num_logits:
-            draw(logits, self.buffers.draw_rows(layout), self.buffers.sampled_ids[: layout.num_logits])
+        num_rows = layout.num_logits
+        logits = self._decoder.forward(batch, self._kv, self.logits[: num_rows + layout.num_scored])
+        if num_rows:
+            draw(logits[:num_rows], self.buffers.draw_rows(layout), self.buffers.sampled_ids[:num_rows])
 
 
 log = logging.getLogger(__name__)
@@ -82,10 +84,11 @@ class GpuRunner:
         self._vocabulary_size = decoder.head.shape[0]
         self._columns = SamplingColumns(num_seats, self._vocabulary_size)
         self._follower = TableFollower(num_seats, self._max_blocks)
-        most = StepLayout(_max_step_tokens(limits), limits.max_num_sequences, limits.max_num_sequences)
+        most_sequences = limits.max_num_sequences
+        most = StepLayout(_max_step_tokens(limits), most_sequences, most_sequences, MAX_PROMPT_LOGPROB_ROWS)
         buffers = StepBuffers(self._device, most, num_seats, self._max_blocks)
         self._buffers = buffers
-        self._step = DeviceStep(decoder, kv, buffers, block_size, limits.max_num_sequences)
+        self._step = DeviceStep(decoder, kv, buffers, block_size, most_sequences + MAX_PROMPT_LOGPROB_ROWS)
         self._processing = Processing(
             self._device, self._vocabulary_size, limits.context_length, limits.max_num_sequences
         )
@@ -148,7 +151,8 @@ class GpuRunner:
             bucket = bucket_of(self._buckets, batch.num_sequences)
             if bucket is not None:
                 return StepLayout.of_decodes(bucket), bucket
-        return StepLayout(batch.num_tokens, batch.num_sequences, sampling.num_rows), None
+        num_scored = len(batch.target_ids)
+        return StepLayout(batch.num_tokens, batch.num_sequences, sampling.num_rows, num_scored), None
 
     def _compute(self, layout: StepLayout, bucket: int | None, num_decodes: int) -> None:
         graph = None if bucket is None else self._graphs.get(bucket)
@@ -172,8 +176,11 @@ class GpuRunner:
         if not sampling.reporting:
             return None
         num_rows, rows = sampling.num_rows, self._buffers.reported_rows(layout, len(sampling.reporting))
-        logits, sampled_ids = self._step.logits[:num_rows], self._buffers.sampled_ids[:num_rows]
-        return step_logprobs(logits, sampled_ids, sampling.reporting, rows).start_copy()
+        chosen_ids = self._buffers.sampled_ids[:num_rows]
+        if layout.num_scored:
+            chosen_ids = torch.cat([chosen_ids, self._buffers.target_ids(layout)])
+        logits = self._step.logits[: len(chosen_ids)]
+        return step_logprobs(logits, chosen_ids, sampling.reporting, rows).start_copy()
 
     def _compute_decodes(self, bucket: int) -> None:
         """Computes padding rows only, or captures the kernels for any rows of the bucket."""

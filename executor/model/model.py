@@ -153,7 +153,8 @@ class PagedModel:
         self._kv = ()
 
     def forward(self, batch: StepBatch) -> Tensor:
-        """Computes every token of the batch, stores its KV, and returns the logits `[R, vocabulary]` in float32."""
+        """Computes every token of the batch, stores its KV, and returns the logits `[R + Q, vocabulary]` in
+        float32."""
         batch = batch.to(self.device)
         if self.native is not None:
             return self.native.logits(batch, self._kv)
@@ -177,9 +178,11 @@ class PagedModel:
         if self.native is not None and sampling.is_greedy and not sampling.reporting:
             return self.native.greedy(batch, self._kv), None
         logits = self.forward(batch)
-        sampled_ids = self._choose(logits, sampling)
-        logprobs = step_logprobs(logits, sampled_ids, sampling.reporting) if sampling.reporting else None
-        return sampled_ids, logprobs
+        sampled_ids = self._choose(logits[: sampling.num_rows], sampling)
+        if not sampling.reporting:
+            return sampled_ids, None
+        chosen_ids = torch.cat([sampled_ids, batch.target_ids.to(sampled_ids.device)])
+        return sampled_ids, step_logprobs(logits, chosen_ids, sampling.reporting)
 
     def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
         if sampling.is_greedy:

@@ -65,7 +65,7 @@ from executor.scheduler.step_record import KvCounts
 
 class Boarding:
     """Seats waiting sequences: the preempted first, then the others in boarding order. A sequence is passed over only
-    while it waits for a prefix that another one is computing."""
+    while it waits for a prefix that another one is computing, or for rows of logits to score its prompt."""
 
     def __init__(
         self, limits: SchedulerLimits, queues: SequenceQueues, kv_policy: KvPolicy, pending_prefixes: PendingPrefixes
@@ -113,6 +113,9 @@ class Boarding:
                 return draft.closed_by
             if not self._is_static and self._pending_prefixes.should_wait(sequence):
                 end = StepConstraint.TWIN
+                continue
+            if not (self._is_static or draft.may_score(sequence)):
+                draft.is_cut = True
                 continue
             if not self._kv_policy.take(sequence, draft):
                 return StepConstraint.BLOCKS
@@ -225,6 +228,7 @@ class Scheduler:
         """
         plan = self._land(result.plan)
         result.keep_logprobs()
+        scored = tuple(rows for rows in plan.scored if rows.sequence not in self._queues.leaving)
         for restored in plan.restored:
             self.prefix_cache.publish_restored(restored)
         num_sampling = sum(plan.samples)
@@ -256,7 +260,7 @@ class Scheduler:
             tokens.token_ids.append(token_id)
             if end + 1 == sequence.length_limit or token_id in sequence.stopping.stop_token_ids:
                 finished.extend(self._end_after(sequence, token_id))
-        return StepOutcome(tokens, tuple(finished))
+        return StepOutcome(tokens, tuple(finished), scored)
 
     def fail(self, plan: StepPlan, error: str) -> StepOutcome:
         """Retires the oldest plan, whose step failed. Every sequence that the plan touched ends, with or without a row,

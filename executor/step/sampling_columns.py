@@ -29,8 +29,8 @@ class SamplingBatch:
 
     The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that every row
     takes its largest logit, and nothing is banned or changed. `processed` are the rows whose logits are changed first,
-    by row. `reporting` are the rows that report log probabilities, each with the
-    number of likeliest tokens to report.
+    by row. `reporting` are the rows that report log probabilities, each with the number of likeliest tokens to report;
+    the positions that score a prompt follow behind the R rows.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -130,7 +130,7 @@ class SamplingColumns:
             min_p=self._min_p[seats],
             is_greedy=len(banned_ids) == 0 and not processed and not temperature.any(),
             processed=processed,
-            reporting=self._reporting_rows(seats),
+            reporting=self._reporting_rows(seats) + (_scoring_rows(plan, len(seats)) if plan.scored else ()),
         )
 
     def _board(self, sequence: BoardedSequence, plan: StepPlan) -> None:
@@ -193,6 +193,11 @@ class SamplingColumns:
             return sequence.stopping.stop_token_ids
         del self._restrained[seat]
         return NO_IDS
+
+
+def _scoring_rows(plan: StepPlan, first: int) -> tuple[tuple[int, int], ...]:
+    num_top = (one.sequence.num_prompt_logprobs or 0 for one in plan.scored for _ in range(one.start, one.end))
+    return tuple(enumerate(num_top, start=first))
 
 
 def _columns_of_ids(

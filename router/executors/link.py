@@ -340,6 +340,9 @@ class ExecutorLink:
         for started in step.started:
             if stream := self._current(started.slot):
                 stream.start(started.cached_tokens)
+        for scored in step.prompt_logprobs:
+            if stream := self._current(scored.slot):
+                stream.prompt_logprobs(scored.position, scored.values)
         for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
             stream = self._current(slot)
             if stream is None:

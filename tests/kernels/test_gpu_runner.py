@@ -247,7 +247,7 @@ def test_log_probabilities_make_no_tensor_of_numbers_and_read_none(
     runner, scheduler = gpu_runner(folder), Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
     for number in range(2):
         some = sequence(number, 3, Sampling(0.0, 0, 1.0, 0), min_tokens=4, num_stops=40)
-        some.num_top_logprobs = 3
+        some.num_top_logprobs, some.num_prompt_logprobs = 3, 2
         assert scheduler.offer(some) is None
     plan = scheduler.schedule()
 
@@ -266,7 +266,7 @@ def test_log_probabilities_make_no_tensor_of_numbers_and_read_none(
     pending = runner.launch(plan)
 
     assert len(pending.result()) == 2
-    assert [len(values.top_ids) for values in pending.logprobs().values()] == [3, 3]
+    assert [len(values.top_ids) for values in pending.logprobs().values()] == [3, 3, 2, 2, 2, 2]
     runner.close()
 
 
@@ -283,3 +283,19 @@ def test_tokens_are_those_of_the_generic_runner(folder: Path) -> None:
             assert other.logprobs[offset].top_ids == values.top_ids
             assert other.logprobs[offset].top_logprobs == pytest.approx(values.top_logprobs, abs=1e-4)
             assert other.logprobs[offset].logprob == pytest.approx(values.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "numbers", [(0, 1, 2, 3, 4), (4,)], ids=["a batch", "a step that needs the logits of all rows"]
+)
+def test_scores_of_prompts_are_those_of_the_generic_runner(folder: Path, numbers: tuple[int, ...]) -> None:
+    generic, ours = ([requests()[number] for number in numbers] for _ in range(2))
+    for some in (*generic, *ours):
+        some.num_prompt_logprobs = None if some.request_id == "request-2" else 3
+    expected = outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), generic)
+    assert outputs(gpu_runner(folder), ours) == expected
+    for one, other in zip(generic, ours, strict=True):
+        assert len(one.prompt_logprobs) == (0 if one.num_prompt_logprobs is None else one.num_prompt_tokens - 1)
+        for values, others in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
+            assert (others.top_ids, others.rank) == (values.top_ids, values.rank)
+            assert others.logprob == pytest.approx(values.logprob, abs=1e-4)

@@ -140,4 +140,5 @@ def sequence_strategy(
         cache_salt=draw(st.sampled_from(SALTS)),
         priority=draw(st.sampled_from((0, 0, 1, 2))),
         deadline_ms=draw(st.sampled_from((None, None, 10, 20))),
+        num_prompt_logprobs=draw(st.sampled_from((None, None, None, 0, 2))),
     )

@@ -1,0 +1,54 @@
+"""Canonical grammars of constrained outputs: written by routers, compiled by executors.
+
+A grammar is the JSON text that llguidance takes, `{"grammars":[…]}`, in one spelling: no spaces, members in the order
+given (it is the order of an object's properties), characters other than controls unescaped. Its hash is SHA-256 of its
+UTF-8 bytes. Equal constraints have equal hashes, so compiled grammars are cached by hash. This module needs no llguidance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Final
+
+from common.protocol import MAX_GRAMMAR_BYTES
+from inflight.v1 import executor_pb2
+
+# Arguments of `llguidance.LLParserLimits`. Routers and executors compile with the same, so that a grammar that a router
+# accepts also compiles on an executor. A lexer state takes 1 to 2 kB. Verbose errors would repeat the user's grammar and
+# output.
+PARSER_LIMITS: Final = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+def canonical_grammar(member: str, grammar: Any) -> str:
+    """Returns the text of a grammar. `member` is `json_schema` with a schema, or `lark_grammar` with a text."""
+    parts = {"grammars": [{member: grammar}]}
+    return json.dumps(parts, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def grammar_hash(grammar: str) -> bytes:
+    """Returns the SHA-256 of a canonical grammar. Raises `UnicodeEncodeError` for text that is not Unicode."""
+    return hashlib.sha256(grammar.encode()).digest()
+
+
+def grammar_constraint(grammar: str) -> executor_pb2.GrammarConstraint:
+    """Returns a grammar as it travels to executors."""
+    return executor_pb2.GrammarConstraint(grammar=grammar, hash=grammar_hash(grammar))
+
+
+def grammar_violation(constraint: executor_pb2.GrammarConstraint) -> str | None:
+    """Returns what is wrong with a constraint that another process sent, without compiling it."""
+    num_bytes = len(constraint.grammar.encode())
+    if not 0 < num_bytes <= MAX_GRAMMAR_BYTES:
+        return f"the grammar has {num_bytes} bytes; must have 1 to {MAX_GRAMMAR_BYTES}"
+    if constraint.hash != grammar_hash(constraint.grammar):
+        return "the hash is not the SHA-256 of the grammar"
+    return None

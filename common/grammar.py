@@ -1,8 +1,9 @@
 """Canonical grammars of constrained outputs: written by routers, compiled by executors.
 
 A grammar is the JSON text that llguidance takes, `{"grammars":[…]}`, in one spelling: no spaces, members in the order
-given (it is the order of an object's properties), characters other than controls unescaped. Its hash is SHA-256 of its
-UTF-8 bytes. Equal constraints have equal hashes, so compiled grammars are cached by hash. This module needs no llguidance.
+given (it is the order of an object's properties), nothing escaped that JSON does not require. Its hash is the SHA-256
+of its UTF-8 bytes. Equal constraints have equal hashes, so compiled grammars are cached by hash. This module needs
+neither llguidance nor protobuf.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import json
 from typing import Any, Final
 
 from common.protocol import MAX_GRAMMAR_BYTES
-from inflight.v1 import executor_pb2
 
-# Arguments of `llguidance.LLParserLimits`. Routers and executors compile with the same, so that a grammar that a router
-# accepts also compiles on an executor. A lexer state takes 1 to 2 kB. Verbose errors would repeat the user's grammar and
-# output.
+# Arguments of `llguidance.LLParserLimits`. Routers and executors compile with the same, so that a grammar that a
+# router accepts compiles on an executor. A lexer state takes 1 to 2 kB. Verbose errors would repeat the grammar and
+# the output.
 PARSER_LIMITS: Final = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
@@ -35,20 +35,15 @@ def canonical_grammar(member: str, grammar: Any) -> str:
 
 
 def grammar_hash(grammar: str) -> bytes:
-    """Returns the SHA-256 of a canonical grammar. Raises `UnicodeEncodeError` for text that is not Unicode."""
+    """Returns the SHA-256 of a canonical grammar."""
     return hashlib.sha256(grammar.encode()).digest()
 
 
-def grammar_constraint(grammar: str) -> executor_pb2.GrammarConstraint:
-    """Returns a grammar as it travels to executors."""
-    return executor_pb2.GrammarConstraint(grammar=grammar, hash=grammar_hash(grammar))
-
-
-def grammar_violation(constraint: executor_pb2.GrammarConstraint) -> str | None:
-    """Returns what is wrong with a constraint that another process sent, without compiling it."""
-    num_bytes = len(constraint.grammar.encode())
+def grammar_violation(grammar: str, expected_hash: bytes) -> str | None:
+    """Returns what is wrong with a grammar that another process sent, without compiling it."""
+    num_bytes = len(grammar.encode())
     if not 0 < num_bytes <= MAX_GRAMMAR_BYTES:
         return f"the grammar has {num_bytes} bytes; must have 1 to {MAX_GRAMMAR_BYTES}"
-    if constraint.hash != grammar_hash(constraint.grammar):
+    if expected_hash != grammar_hash(grammar):
         return "the hash is not the SHA-256 of the grammar"
     return None

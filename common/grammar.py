@@ -17,7 +17,7 @@ from common.protocol import MAX_GRAMMAR_BYTES
 # Arguments of `llguidance.LLParserLimits`. Routers and executors compile with the same, so that a grammar that a
 # router accepts compiles on an executor. A lexer state takes 1 to 2 kB. Verbose errors would repeat the grammar and
 # the output.
-PARSER_LIMITS: Final = {
+PARSER_LIMITS: Final[dict[str, Any]] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,

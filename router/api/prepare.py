@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Tracer
 
+from common.grammar import grammar_hash
 from common.time_of_day import unix_ms
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
+from router.api.constraining import Constraining
 from router.api.tokenizing import Tokenizing, check_rates, most_tokens
 from router.api.validation import fit_tokens, validate_generate
 from router.auth.resume_token import ResumeTokens
@@ -135,6 +137,7 @@ class RequestPreparation:
         admission: TenantConfigFile,
         tokens: ResumeTokens,
         tokenizing: Tokenizing,
+        constraining: Constraining,
         tracer: Tracer,
     ) -> None:
         self._settings = settings
@@ -142,6 +145,7 @@ class RequestPreparation:
         self._tokens = tokens
         self._tracer = tracer
         self._tokenizing = tokenizing
+        self._constraining = constraining
 
     async def prepare(
         self,
@@ -159,10 +163,11 @@ class RequestPreparation:
         with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
             prompt_ids = await self._tokenizing.encode(pool.text, spec.prompt, most_tokens(spec, limits), names.tenant)
         fitted = fit_tokens(prompt_ids, spec, limits)
+        grammar = None if spec.constraint is None else await self._constraining.grammar(spec.constraint, names.tenant)
         context = _context(fitted, names, request.model, arrived)
         prior_ids, end = _prior_output(fitted)
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
-        terms = Terms(_submit(fitted, names, context), context, allowed, deadlines, arrived, prior_ids)
+        terms = Terms(_submit(fitted, names, context, grammar), context, allowed, deadlines, arrived, prior_ids)
         stream = open_stream(terms, pool, self._tokens)
         return PreparedRequest(spec, stream, has_ended=_ends(stream, prior_ids, end))
 
@@ -198,6 +203,7 @@ def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> Reque
         wants_text=context.wants_text,
         wants_token_ids=context.wants_token_ids,
         wants_logprobs=submit.HasField("num_top_logprobs"),
+        is_constrained=submit.HasField("constraint"),
         deadlines=deadlines,
         unattended_s=None if context.detach else _ttl_s(context) or 0.0,
         kept_s=_ttl_s(context),
@@ -267,7 +273,7 @@ def _prior_output(fitted: FittedRequest) -> tuple[tuple[int, ...], End | None]:
     prior_ids = fitted.spec.prior_ids
     for index, token_id in enumerate(prior_ids):
         if token_id in fitted.ending_token_ids and index >= fitted.spec.stopping.min_tokens:
-            return prior_ids[: index + 1], End(types_pb2.FINISH_REASON_STOP_TOKEN, token_id)
+            return prior_ids[: index + 1], End(types_pb2.FINISH_REASON_STOP_TOKEN, token_id, False)
     is_full = len(prior_ids) == fitted.max_tokens
     return prior_ids, End(types_pb2.FINISH_REASON_LENGTH, None) if is_full else None
 
@@ -302,7 +308,9 @@ def _rounded_ms(seconds: float) -> int:
     return int(nearest * 1.05) + 1
 
 
-def _submit(fitted: FittedRequest, names: Names, context: resume_pb2.RouterContext) -> executor_pb2.Submit:
+def _submit(
+    fitted: FittedRequest, names: Names, context: resume_pb2.RouterContext, grammar: str | None
+) -> executor_pb2.Submit:
     spec = fitted.spec
     salt = f"{names.tenant}\0{spec.cache_salt}"
     return executor_pb2.Submit(
@@ -316,4 +324,9 @@ def _submit(fitted: FittedRequest, names: Names, context: resume_pb2.RouterConte
         num_choices=1,
         num_top_logprobs=spec.output.num_top_logprobs,
         router_context=context.SerializeToString(),
+        constraint=None if grammar is None else _constraint(grammar),
     )
+
+
+def _constraint(grammar: str) -> executor_pb2.GrammarConstraint:
+    return executor_pb2.GrammarConstraint(grammar=grammar, hash=grammar_hash(grammar))

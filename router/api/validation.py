@@ -22,6 +22,7 @@ from google.protobuf.message import Message
 from common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
 from common.protocol import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from inflight.v1 import inference_pb2, types_pb2
+from router.api.constraining import constraint_source, constraint_violations
 from router.request.spec import (
     ChatPrompt,
     FittedRequest,
@@ -65,12 +66,6 @@ UNBUILT = (
     *(UnbuiltField(f"sampling.{unbuilt.path}", unbuilt.function, unbuilt.neutral) for unbuilt in UNBUILT_SAMPLING),
     UnbuiltField("n", "more than one choice is", (1,)),
     UnbuiltField("best_of", "choosing the best of several is", (1,)),
-    UnbuiltField("constraint.json_schema", "constrained output is"),
-    UnbuiltField("constraint.regex", "constrained output is"),
-    UnbuiltField("constraint.grammar", "constrained output is"),
-    UnbuiltField("constraint.choice", "constrained output is"),
-    UnbuiltField("constraint.json_object", "constrained output is"),
-    UnbuiltField("constraint.max_whitespace", "constrained output is"),
     UnbuiltField("output.prompt_logprobs", "reporting log probabilities of prompts is"),
     UnbuiltField("output.top_prompt_logprobs", "reporting log probabilities of prompts is"),
     UnbuiltField("output.echo", "echoing the prompt is"),
@@ -167,6 +162,7 @@ def validate_generate(
         prior_ids=tuple(request.prior_output.output_ids),
         place=_place(request.prior_output),
         metadata=tuple(sorted(request.metadata.items())),
+        constraint=constraint_source(request.constraint) if request.HasField("constraint") else None,
     )
 
 
@@ -359,8 +355,8 @@ def _min_tokens_violation(min_tokens: int, max_tokens: int) -> FieldViolation:
 
 
 def _constraint_violations(request: inference_pb2.GenerateRequest) -> Violations:
-    if request.HasField("constraint") and request.constraint.WhichOneof("kind") is None:
-        yield FieldViolation("constraint", "is empty; exactly one of json_schema, regex, grammar, choice is needed")
+    if request.HasField("constraint"):
+        yield from constraint_violations(request.constraint)
 
 
 def _service_violations(request: inference_pb2.GenerateRequest) -> Violations:

@@ -41,7 +41,7 @@ class HostLoop:
         )
         self._scheduler = Scheduler(limits, BlockPool(num_sequences * 64, BLOCK_SIZE))
         self._packer = StepPacker(limits.num_seat_rows, limits.context_length // BLOCK_SIZE, BLOCK_SIZE)
-        self._columns = SamplingColumns(limits.num_seat_rows)
+        self._columns = SamplingColumns(limits.num_seat_rows, vocabulary_size=2)
         self._session = Session("bench", 1, 1 << 30)
         self._num_made = 0
         self._launched: list[StepPlan] = []

@@ -77,7 +77,7 @@ class GpuRunner:
         self._device = decoder.head.device
         self._limits = limits
         self._packer = StepPacker(num_seats, self._max_blocks, block_size)
-        self._columns = SamplingColumns(num_seats)
+        self._columns = SamplingColumns(num_seats, decoder.head.shape[0])
         self._follower = TableFollower(num_seats, self._max_blocks)
         most = StepLayout(_max_step_tokens(limits), limits.max_num_sequences, limits.max_num_sequences)
         buffers = StepBuffers(self._device, most, num_seats, self._max_blocks)

@@ -93,7 +93,7 @@ class ModelRunner:
         self._model = model
         self._host_tier = open_host_tier(model.kv, limits.num_host_blocks) if limits.num_host_blocks else None
         self._packer = StepPacker(limits.num_seat_rows, -(-limits.context_length // block_size), block_size)
-        self._columns = SamplingColumns(limits.num_seat_rows)
+        self._columns = SamplingColumns(limits.num_seat_rows, model.description.vocabulary_size)
         self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
@@ -152,4 +152,6 @@ class ModelRunner:
         if self._host_tier is not None:
             self._host_tier.swap(step.swaps_out, step.swaps_in)
         sampled_ids, step.reported = self._model.step(batch, step.sampling)
+        if step.sampling.processed:
+            step.sampling.append(sampled_ids.tolist())
         return sampled_ids

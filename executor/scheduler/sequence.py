@@ -29,13 +29,34 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Processors:
+    """Changes of the logits before a token is chosen; see executor/logits/reference.py. The defaults change nothing.
+
+    `bias` are pairs of a token id and what is added to its logit, each id once. Empty `allowed_ids` allow all.
+    `bad_words` are sequences of ids, none of them empty.
+    """
+
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: frozenset[int] = frozenset()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    no_repeat_ngram_size: int = 0
+
+
+NO_PROCESSORS = Processors()
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
+    """How the next token is sampled. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep every token."""
 
     temperature: float
     top_k: int
     top_p: float
     seed: int
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +137,7 @@ class Sequence:
     num_prefix_wait_steps: int = 0
     num_top_logprobs: int | None = None
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    processors: Processors = NO_PROCESSORS
 
     @property
     def num_tokens(self) -> int:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
-from common.protocol import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
-from executor.scheduler.sequence import Sampling, Sequence, Stopping
+from common.protocol import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_IDS,
+    MAX_BAD_WORD_SEQUENCES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
+from executor.scheduler.sequence import Processors, Sampling, Sequence, Stopping
 from inflight.v1 import executor_pb2, types_pb2
 
 # The larger is served first. An unknown class counts as standard.
@@ -26,13 +36,7 @@ MAX_REQUEST_ID_CHARACTERS = 512
 MIN_TEMPERATURE = float(np.float32(1e-5))
 
 # Fields that are not implemented yet must have the value that changes nothing.
-NEUTRAL_SAMPLING = {
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
+NEUTRAL_SAMPLING = {"typical_p": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         cache_salt=None if submit.cache_bypass else submit.cache_salt,
         priority=PRIORITIES.get(submit.priority, 0),
         num_top_logprobs=_num_top_logprobs(submit),
+        processors=_processors(submit.sampling, limits.vocabulary_size),
     )
 
 
@@ -108,8 +113,37 @@ def _sampling(submit: executor_pb2.Submit) -> Sampling:
         raise _invalid("sampling.top_p must be in (0, 1]")
     if sampling.top_k < 0:
         raise _invalid("sampling.top_k must be at least 0")
+    if not 0 <= sampling.min_p <= 1:
+        raise _invalid("sampling.min_p must be in [0, 1]")
     temperature = sampling.temperature if sampling.temperature >= MIN_TEMPERATURE else 0.0
-    return Sampling(temperature, sampling.top_k, sampling.top_p, sampling.seed)
+    return Sampling(temperature, sampling.top_k, sampling.top_p, sampling.seed, sampling.min_p)
+
+
+def _processors(sampling: types_pb2.SamplingParams, vocabulary_size: int) -> Processors:
+    repetition_penalty = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+    if not 0 < repetition_penalty < math.inf:
+        raise _invalid("sampling.repetition_penalty must be finite and above 0")
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not -MAX_PENALTY <= getattr(sampling, name) <= MAX_PENALTY:
+            raise _invalid(f"sampling.{name} must be in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+    if not all(-MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS for value in sampling.logit_bias.values()):
+        raise _invalid(f"sampling.logit_bias must be in [{-MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]")
+    words = tuple(tuple(word.ids) for word in sampling.bad_word_ids)
+    if len(words) > MAX_BAD_WORD_SEQUENCES or not all(words) or sum(map(len, words)) > MAX_BAD_WORD_IDS:
+        raise _invalid("sampling.bad_word_ids has an empty sequence or too many ids")
+    if len(sampling.logit_bias) > MAX_LOGIT_BIASES or len(sampling.allowed_token_ids) > MAX_ALLOWED_TOKEN_IDS:
+        raise _invalid("sampling.logit_bias or sampling.allowed_token_ids has too many ids")
+    if max(chain(sampling.logit_bias, sampling.allowed_token_ids, *words), default=0) >= vocabulary_size:
+        raise _invalid(f"a token id of the sampling parameters is not below {vocabulary_size}")
+    return Processors(
+        bias=tuple(sampling.logit_bias.items()),
+        allowed_ids=frozenset(sampling.allowed_token_ids),
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        bad_words=words,
+        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+    )
 
 
 def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
@@ -118,9 +152,10 @@ def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
     for name, neutral in NEUTRAL_SAMPLING.items():
         if submit.sampling.HasField(name) and getattr(submit.sampling, name) != neutral:
             raise _unsupported(f"sampling.{name}")
-    for name in ("logit_bias", "allowed_token_ids", "bad_words"):
-        if getattr(submit.sampling, name):
-            raise _unsupported(f"sampling.{name}")
+    if submit.HasField("constraint"):
+        raise _unsupported("constraint")
+    if submit.HasField("num_prompt_logprobs"):
+        raise _unsupported("num_prompt_logprobs")
 
 
 def _invalid(text: str) -> SubmissionError:

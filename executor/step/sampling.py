@@ -6,8 +6,11 @@ So a row's token does not depend on the other rows, their order, chunking, preem
 
     row with temperature 0     the largest logit, the lowest id among equals; no random number (`executor.serving.
                                submission` rounds a temperature near 0 to 0)
-    otherwise                  logits / temperature, then the top_k largest, then the fewest of those that hold top_p of
-                               their probability; at least one token is always kept
+    otherwise                  logits / temperature, then those at least min_p times as likely as the likeliest, then
+                               the top_k largest, then the fewest of those that hold top_p of their probability; at
+                               least one token is always kept
+
+The changes of executor/logits come first, for rows that have any.
 
 A NaN is never chosen and has no weight. A row without a usable logit (every logit is NaN, -inf or banned) yields
 `NO_TOKEN`, which ends its sequence.
@@ -23,10 +26,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from executor.engine.runner import NO_TOKEN
+from executor.logits.reference import process_row
+from executor.logits.row import LogitsRow
 from executor.scheduler.sequence import Sampling
 from executor.step.philox import MASK, philox_words
 
@@ -40,21 +47,22 @@ LARGEST_UNIFORM = 1 - 2**-24
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """How one row of logits is sampled; `banned_ids` are excluded."""
+    """How one row of logits is sampled; `banned_ids` are excluded. `processed` changes its logits first."""
 
     sampling: Sampling
     output_index: int
     banned_ids: frozenset[int]
+    processed: LogitsRow | None = None
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Returns the token ids `[R]` int64 of `logits[R, vocabulary]`, which are not changed."""
     assert logits.shape[0] == len(rows)
-    logits = _without_banned(numbers_of(logits), rows)
+    logits = _without_banned(_processed(numbers_of(logits), rows), rows)
     token_ids = logits.argmax(-1)
     is_empty = logits.gather(1, token_ids[:, None])[:, 0] == float("-inf")
     random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    restricted = [i for i in random if rows[i].sampling.top_k > 0 or rows[i].sampling.top_p < 1]
+    restricted = [i for i in random if _restricts(rows[i].sampling)]
     free = sorted(set(random) - set(restricted))
     if free:
         token_ids[free] = _draw_from_all(_scaled(logits, rows, free), [rows[i] for i in free])
@@ -63,6 +71,13 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         scaled = _scaled(logits.masked_fill(is_empty[:, None], 0.0), rows, restricted)
         token_ids[restricted] = _draw_from_top(scaled, [rows[i] for i in restricted])
     return token_ids.masked_fill(is_empty, NO_TOKEN)
+
+
+def min_p_logs(min_p: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Returns the natural logarithms of `min_p`, -inf for 0. Every backend adds these float32 numbers to the largest
+    logit, so that all keep the same tokens."""
+    with np.errstate(divide="ignore"):
+        return np.log(min_p.astype(np.float64)).astype(np.float32)
 
 
 def choose_greedily(logits: Tensor) -> Tensor:
@@ -150,6 +165,9 @@ def _draw_from_all(scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 def _draw_from_top(scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     top_k = torch.tensor([row.sampling.top_k for row in rows], device=scaled.device)
     top_p = torch.tensor([row.sampling.top_p for row in rows], dtype=torch.float64, device=scaled.device)
+    least = min_p_logs(np.array([row.sampling.min_p for row in rows], np.float32))
+    edge = scaled.amax(1, keepdim=True) + torch.from_numpy(least).to(scaled.device)[:, None]
+    scaled = scaled.masked_fill(scaled < edge, float("-inf"))
     ids, is_kept = keep_top(scaled, top_k, top_p)
     ids, order = ids.sort(dim=1)  # so that the lowest id wins among equals
     noisy = (scaled.gather(1, ids) + gumbel_noise(rows, ids)).masked_fill(~is_kept.gather(1, order), float("-inf"))
@@ -176,6 +194,20 @@ def _gumbel(words: Tensor) -> Tensor:
 def _scaled(logits: Tensor, rows: Sequence[SampleRow], chosen: Sequence[int]) -> Tensor:
     temperatures = torch.tensor([rows[i].sampling.temperature for i in chosen], device=logits.device)
     return logits[list(chosen)].float() / temperatures[:, None]
+
+
+def _restricts(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+
+
+def _processed(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    changed = {i: row.processed for i, row in enumerate(rows) if row.processed is not None}
+    if not changed:
+        return logits
+    logits = logits.float().clone()
+    for i, row in changed.items():
+        logits[i] = process_row(logits[i], row)
+    return logits
 
 
 def _without_banned(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:

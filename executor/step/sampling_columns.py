@@ -6,17 +6,21 @@ sequence that has not reached its minimum number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from executor.scheduler.sequence import Sampling, Sequence, StepPlan
+from executor.logits.row import LogitsRow
+from executor.scheduler.sequence import NO_PROCESSORS, Sampling, StepPlan
+from executor.scheduler.sequence import Sequence as BoardedSequence
 from executor.step.batch import StepBatch
 from executor.step.sampling import SampleRow
 
 NO_IDS: frozenset[int] = frozenset()
+NO_ROWS: Mapping[int, LogitsRow] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +28,8 @@ class SamplingBatch:
     """Columns of the R rows that sample, each contiguous, as the C++ sampler requires.
 
     The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that every row
-    takes its largest logit and nothing is banned. `reporting` are the rows that report log probabilities, each with the
+    takes its largest logit, and nothing is banned or changed. `processed` are the rows whose logits are changed first,
+    by row. `reporting` are the rows that report log probabilities, each with the
     number of likeliest tokens to report.
     """
 
@@ -35,7 +40,9 @@ class SamplingBatch:
     output_index: npt.NDArray[np.int64]
     banned_starts: npt.NDArray[np.int32]  # [R + 1]
     banned_ids: npt.NDArray[np.int32]
+    min_p: npt.NDArray[np.float32]
     is_greedy: bool
+    processed: Mapping[int, LogitsRow] = field(default_factory=lambda: NO_ROWS)
     reporting: tuple[tuple[int, int], ...] = ()
 
     @classmethod
@@ -44,6 +51,7 @@ class SamplingBatch:
         samplings = [row.sampling for row in rows]
         temperature = np.array([sampling.temperature for sampling in samplings], np.float32)
         banned_starts, banned_ids = _columns_of_ids([row.banned_ids for row in rows])
+        processed = {i: row.processed for i, row in enumerate(rows) if row.processed is not None}
         return cls(
             temperature=temperature,
             top_k=np.array([sampling.top_k for sampling in samplings], np.int32),
@@ -52,7 +60,9 @@ class SamplingBatch:
             output_index=np.array([row.output_index for row in rows], np.int64),
             banned_starts=banned_starts,
             banned_ids=banned_ids,
-            is_greedy=len(banned_ids) == 0 and not temperature.any(),
+            min_p=np.array([sampling.min_p for sampling in samplings], np.float32),
+            is_greedy=len(banned_ids) == 0 and not processed and not temperature.any(),
+            processed=processed,
         )
 
     @property
@@ -64,23 +74,33 @@ class SamplingBatch:
         """Returns the rows as objects."""
         if not self.num_rows:
             return []
-        columns = (column.tolist() for column in (self.temperature, self.top_k, self.top_p, self.seed))
+        columns = (column.tolist() for column in (self.temperature, self.top_k, self.top_p, self.seed, self.min_p))
         samplings = [Sampling(*row) for row in zip(*columns, strict=True)]
         banned = [frozenset(ids.tolist()) for ids in np.split(self.banned_ids, self.banned_starts[1:-1])]
-        return [SampleRow(*row) for row in zip(samplings, self.output_index.tolist(), banned, strict=True)]
+        processed = [self.processed.get(i) for i in range(self.num_rows)]
+        return [SampleRow(*row) for row in zip(samplings, self.output_index.tolist(), banned, processed, strict=True)]
+
+    def append(self, sampled_ids: Sequence[int]) -> None:
+        """Adds the sampled tokens to the rows that depend on them. The thread that runs the steps calls it."""
+        for index, row in self.processed.items():
+            row.append(sampled_ids[index])
 
 
 class SamplingColumns:
     """The sampling parameters of the sequences on seats."""
 
-    def __init__(self, num_seats: int) -> None:
+    def __init__(self, num_seats: int, vocabulary_size: int) -> None:
+        self._vocabulary_size = vocabulary_size
         self._temperature = np.zeros(num_seats, np.float32)
         self._top_k = np.zeros(num_seats, np.int32)
         self._top_p = np.ones(num_seats)
         self._seed = np.zeros(num_seats, np.uint64)
+        self._min_p = np.zeros(num_seats, np.float32)
         self._prompt_length = np.zeros(num_seats, np.int64)
+        # Rows of seats whose logits are changed; usually empty.
+        self._processed: dict[int, LogitsRow] = {}
         # Seats whose sequence must not stop yet when it boards; usually empty.
-        self._restrained: dict[int, Sequence] = {}
+        self._restrained: dict[int, BoardedSequence] = {}
         # Seats that report log probabilities, and how many of the likeliest tokens.
         self._reporting: dict[int, int] = {}
 
@@ -93,6 +113,7 @@ class SamplingColumns:
         output_index = batch.context_lengths.numpy()[sampling_rows] - self._prompt_length[seats]
         temperature = self._temperature[seats]
         banned_starts, banned_ids = self._banned(seats, output_index)
+        processed = self._processed_rows(seats)
         return SamplingBatch(
             temperature=temperature,
             top_k=self._top_k[seats],
@@ -101,23 +122,47 @@ class SamplingColumns:
             output_index=output_index,
             banned_starts=banned_starts,
             banned_ids=banned_ids,
-            is_greedy=len(banned_ids) == 0 and not temperature.any(),
+            min_p=self._min_p[seats],
+            is_greedy=len(banned_ids) == 0 and not processed and not temperature.any(),
+            processed=processed,
             reporting=self._reporting_rows(seats),
         )
 
-    def _board(self, sequence: Sequence) -> None:
+    def _board(self, sequence: BoardedSequence) -> None:
         seat, sampling = sequence.seat_row, sequence.sampling
         self._temperature[seat] = sampling.temperature
         self._top_k[seat] = sampling.top_k
         self._top_p[seat] = sampling.top_p
         self._seed[seat] = sampling.seed
+        self._min_p[seat] = sampling.min_p
         self._prompt_length[seat] = sequence.num_prompt_tokens
+        self._processed.pop(seat, None)
+        if sequence.processors != NO_PROCESSORS:
+            self._processed[seat] = self._processed_row(sequence)
         self._restrained.pop(seat, None)
         if sequence.stopping.min_tokens > 0 and sequence.stopping.stop_token_ids:
             self._restrained[seat] = sequence
         self._reporting.pop(seat, None)
         if sequence.num_top_logprobs is not None:
             self._reporting[seat] = sequence.num_top_logprobs
+
+    def _processed_row(self, sequence: BoardedSequence) -> LogitsRow:
+        if sequence.num_pending:
+            # Its row would miss the tokens of the steps in flight.
+            raise RuntimeError(f"{sequence.request_id} boards while {sequence.num_pending} tokens are in flight")
+        return LogitsRow(
+            sequence.processors,
+            sequence.token_ids,
+            sequence.num_prompt_tokens,
+            sequence.length_limit,
+            self._vocabulary_size,
+        )
+
+    def _processed_rows(self, seats: npt.NDArray[np.int32]) -> Mapping[int, LogitsRow]:
+        if not self._processed:
+            return NO_ROWS
+        rows = ((row, self._processed.get(seat)) for row, seat in enumerate(seats.tolist()))
+        return {row: processed for row, processed in rows if processed is not None}
 
     def _reporting_rows(self, seats: npt.NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
         if not self._reporting:

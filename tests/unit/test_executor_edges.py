@@ -95,9 +95,9 @@ def test_impossible_submit_is_invalid(changes: dict[str, object]) -> None:
     "changes",
     [
         {"num_choices": 2},
-        {"sampling": types_pb2.SamplingParams(min_p=0.1)},
-        {"sampling": types_pb2.SamplingParams(repetition_penalty=1.2)},
-        {"sampling": types_pb2.SamplingParams(logit_bias={1: 2.0})},
+        {"sampling": types_pb2.SamplingParams(typical_p=0.5)},
+        {"num_prompt_logprobs": 2},
+        {"constraint": executor_pb2.GrammarConstraint(grammar="{}")},
     ],
 )
 def test_what_is_not_built_is_unsupported(changes: dict[str, object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ class AddingModel:
     """Samples the input token of a row plus its position; keeps what it was given."""
 
     device = torch.device("cpu")
+    description = SimpleNamespace(vocabulary_size=100)
 
     def __init__(self) -> None:
         self.steps: list[tuple[StepBatch, SamplingBatch]] = []

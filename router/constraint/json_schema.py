@@ -30,14 +30,29 @@ LAST_WITH_LONE_REFERENCES = 7
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 FORMATS = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
-# The compiler's own forms of these accept the 30th of February, and leap seconds at any time of day. Leap seconds are
-# left out here: most validators do not know them either.
+# The compiler's own forms of these accept the 30th of February, leap seconds at any time of day, and names of any
+# length. Leap seconds are left out here, and hyphens in a row within a name: validators differ about both.
 _DAY = (
     r"(?:[1-9]\d{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|"
     r"02-(?:0[1-9]|1\d|2[0-8]))|(?:[1-9]\d(?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)-02-29)"
 )
 _TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:[Zz]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
-PATTERN_OF_FORMAT = {"date": f"^{_DAY}$", "time": f"^{_TIME}$", "date-time": f"^{_DAY}[Tt]{_TIME}$"}
+_LABEL = r"[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*"
+_HOST = rf"{_LABEL}(?:\.{_LABEL})*"
+_LABEL_LENGTHS = r"[^.@]{1,63}(?:\.[^.@]{1,63})*"
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]+"
+# A text has the format if it matches all patterns.
+PATTERNS_OF_FORMAT = {
+    "date": (f"^{_DAY}$",),
+    "time": (f"^{_TIME}$",),
+    "date-time": (f"^{_DAY}[Tt]{_TIME}$",),
+    "hostname": (f"^{_HOST}$", f"^{_LABEL_LENGTHS}$", "^[^@]{1,253}$"),
+    "email": (
+        rf"^{_ATOM}(?:\.{_ATOM})*@{_HOST}$",
+        rf"^[^@]{{1,64}}@{_LABEL_LENGTHS}$",
+        r"^[^@]{1,64}@[^@]{1,189}$",
+    ),
+}
 ANNOTATIONS = frozenset(
     {
         "$comment",
@@ -156,6 +171,7 @@ class _Walk:
         for keyword, value in self._effective(schema).items():
             self._keyword(keyword, value, place, canonical)
         self._old_items(schema, place, canonical)
+        self._check_min_properties(canonical, place)
         _replace_format(canonical)
         return canonical
 
@@ -206,6 +222,14 @@ class _Walk:
         if "additionalItems" in schema:
             canonical["items"] = self.schema(schema["additionalItems"], f"{place}/additionalItems")
 
+    def _check_min_properties(self, canonical: dict[str, Any], place: str) -> None:
+        """Refuses a minimum that repeated names could seem to reach. The compiler repeats no name of `properties` or
+        `required`, but knows no names beyond them, so at most one such property counts."""
+        required, least = canonical.get("required", ()), canonical.get("minProperties", 0)
+        if is_count(least) and isinstance(required, list | tuple) and least > len(set(map(str, required))) + 1:
+            text = "must be at most the number of names in `required` plus 1; a larger minimum is not supported"
+            self._refuse(f"has `minProperties` {least}{_at(place)}: {text}")
+
     def _list(self, keyword: str, value: Any, place: str) -> list[Schema]:
         if not isinstance(value, list) or not value:
             self._refuse(f"has `{keyword}`{_at(place)}: must be a list of at least one schema")
@@ -248,15 +272,15 @@ class _Walk:
 
 
 def _replace_format(canonical: dict[str, Any]) -> None:
-    """Replaces a format that the compiler takes too widely by an exact pattern."""
-    pattern = PATTERN_OF_FORMAT.get(canonical.get("format", ""))
-    if pattern is None:
+    """Replaces a format that the compiler takes too widely by exact patterns."""
+    patterns = PATTERNS_OF_FORMAT.get(canonical.get("format", ""))
+    if patterns is None:
         return
     del canonical["format"]
-    if "pattern" in canonical:
-        canonical["allOf"] = [*canonical.get("allOf", ()), {"pattern": pattern}]
-    else:
-        canonical["pattern"] = pattern
+    if "pattern" not in canonical:
+        canonical["pattern"], *patterns = patterns
+    if patterns:
+        canonical["allOf"] = [*canonical.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
 
 
 def _escaped(name: str) -> str:

@@ -126,6 +126,7 @@ def test_regex_matches_the_whole_output(regex: str, text: str, other: str) -> No
         ({"exclusiveMinimum": True}, "`exclusiveMinimum`"),
         ({"minItems": 1_000_000_000}, '`minItems` "1000000000" at the root: must be an integer from 0 to 1000000'),
         ({"maxLength": -1}, "`maxLength`"),
+        ({"minProperties": 3, "required": ["a"]}, "`minProperties` 3 at the root: must be at most"),
         ({"multipleOf": 0}, "`multipleOf`"),
         ({"required": "a"}, "`required`"),
         ({"properties": []}, "`properties`"),

@@ -6,6 +6,7 @@ seed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -137,6 +138,7 @@ def _ask(
     is_running = options is not None and options.continuous_usage_stats
     output = requests[0].output
     num_top = output.top_logprobs if output.logprobs else None
+    renamed |= _constraint_names(body)
     form = (n, bool(body.stream), include_usage, num_top, is_running, renamed, body.prompt_logprobs)
     return Ask(kind, body.model, choices, *form)
 
@@ -166,6 +168,7 @@ def _request(body: Common, defaults: Defaults, max_tokens: int | None) -> infere
     request = inference_pb2.GenerateRequest(model=body.model, want_queue_events=bool(body.stream))
     _set_sampling(request.sampling, body)
     _set_stopping(request.stopping, body, max_tokens)
+    _set_constraint(request, body)
     priority = _priority(body.priority) or defaults.priority
     if priority is not None:
         request.priority = PRIORITIES[priority]
@@ -206,6 +209,64 @@ def _set_stopping(stopping: types_pb2.StoppingParams, body: Common, max_tokens: 
     stopping.stop_token_ids.extend(body.stop_token_ids or [])
     stopping.ignore_eos = bool(body.ignore_eos)
     stopping.include_stop = bool(body.include_stop_str_in_output)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A form that the output must have: the parameter that names it, the protocol's field, and its value."""
+
+    param: str
+    field: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    value: Any
+
+
+def _forms(body: Common) -> Iterator[_Form]:
+    """Yields every form that a body requests."""
+    if body.response_format is not None and body.response_format.json_schema is not None:
+        yield _Form("response_format.json_schema.schema", "json_schema", body.response_format.json_schema.schema_)
+    elif body.response_format is not None and body.response_format.type == "json_object":
+        yield _Form("response_format", "json_object", True)
+    asked = body.structured_outputs
+    forms = (
+        _Form("structured_outputs.json", "json_schema", asked and asked.json_),
+        _Form("structured_outputs.json_object", "json_object", (asked and asked.json_object) or None),
+        _Form("structured_outputs.regex", "regex", asked and asked.regex),
+        _Form("structured_outputs.choice", "choice", asked and asked.choice),
+        _Form("structured_outputs.grammar", "grammar", asked and asked.grammar),
+        _Form("guided_json", "json_schema", body.guided_json),
+        _Form("guided_regex", "regex", body.guided_regex),
+        _Form("guided_choice", "choice", body.guided_choice),
+        _Form("guided_grammar", "grammar", body.guided_grammar),
+    )
+    yield from (form for form in forms if form.value is not None)
+
+
+def _set_constraint(request: inference_pb2.GenerateRequest, body: Common) -> None:
+    forms = list(_forms(body))
+    if not forms:
+        return
+    if len(forms) > 1:
+        raise refused(forms[1].param, f"is given together with {forms[0].param}; give one of them")
+    form, constraint = forms[0], request.constraint
+    if form.field == "choice":
+        constraint.choice.choices.extend(form.value)
+        constraint.choice.SetInParent()
+    elif form.field == "json_schema" and not isinstance(form.value, str):
+        constraint.json_schema = json.dumps(form.value)
+    else:
+        setattr(constraint, form.field, form.value)
+    if form.field.startswith("json_") and body.structured_outputs and body.structured_outputs.disable_any_whitespace:
+        constraint.max_whitespace = 0
+
+
+def _constraint_names(body: Common) -> dict[str, str]:
+    """Returns what this API calls the fields of a constraint."""
+    names: dict[str, str] = {}
+    for form in _forms(body):
+        names[f"constraint.{form.field}"] = form.param
+        if form.field == "choice":
+            names["constraint.choice.choices"] = form.param
+    return names
 
 
 def _set_logprobs(request: inference_pb2.GenerateRequest, num_top: int) -> None:

@@ -118,12 +118,14 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A choice ended. `stop` or `stop_token_id` is what it matched."""
+    """A choice ended. `stop` or `stop_token_id` is what it matched. `constraint_unfinished`: the output does not
+    satisfy the request's constraint, such as JSON cut off by max_tokens."""
 
     choice: int
     reason: FinishReason
     stop: str | None = None
     stop_token_id: int | None = None
+    constraint_unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,7 @@ class Choice:
     num_tokens: int = 0
     finish_reason: FinishReason | None = None
     logprobs: list[PositionLogprobs | None] = field(default_factory=list)
+    constraint_unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +222,11 @@ class Completion:
     def finish_reason(self) -> FinishReason | None:
         """Why it ended."""
         return self.choices[0].finish_reason
+
+    @property
+    def constraint_unfinished(self) -> bool:
+        """Whether it ended before it satisfied the request's constraint."""
+        return self.choices[0].constraint_unfinished
 
     def __str__(self) -> str:
         return self.text
@@ -270,7 +278,9 @@ class Transcript:
                 choice.num_tokens += event.num_tokens
                 choice.logprobs.extend(event.logprobs)
             case Finished():
-                self._choice(event.choice).finish_reason = event.reason
+                choice = self._choice(event.choice)
+                choice.finish_reason = event.reason
+                choice.constraint_unfinished = event.constraint_unfinished
             case Done():
                 self.usage = event.usage
                 self.timing = event.timing
@@ -357,6 +367,7 @@ def _finished(wire: inference_pb2.Finished) -> Finished:
         reason=finish_reason(wire.reason),
         stop=wire.stop if matched == "stop" else None,
         stop_token_id=wire.stop_token_id if matched == "stop_token_id" else None,
+        constraint_unfinished=wire.constraint_unfinished,
     )
 
 

@@ -84,4 +84,6 @@ def describe_answer(stream: Stream, first_s: float | None, total_s: float) -> st
             parts.append(f"{(num_tokens - 1) / (total_s - first_s):.1f} tokens/s")
     if stream.finish_reason is not None:
         parts.append(stream.finish_reason.value.replace("_", " "))
+    if stream.transcript.choices[0].constraint_unfinished:
+        parts.append("the output does not satisfy the constraint")
     return " · ".join(parts)

@@ -46,6 +46,7 @@ def as_json(result: Completion, resume_token: str | None = None) -> str:
             "request_id": result.request_id,
             "text": result.text,
             "finish_reason": None if reason is None else reason.value,
+            "constraint_unfinished": result.constraint_unfinished,
             "usage": asdict(result.usage),
             "timing": asdict(result.timing),
             **_prompt_scores(result),

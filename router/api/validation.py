@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
 from common.protocol import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from inflight.v1 import inference_pb2, types_pb2
+from router.api.constraining import constraint_source, constraint_violations
 from router.request.sampling import resolve_sampling, sampling_violations
 from router.request.spec import (
     ChatPrompt,
@@ -52,12 +53,6 @@ UNBUILT = (
     UnbuiltField("sampling.typical_p", "locally typical sampling is", (1.0,)),
     UnbuiltField("n", "more than one choice is", (1,)),
     UnbuiltField("best_of", "choosing the best of several is", (1,)),
-    UnbuiltField("constraint.json_schema", "constrained output is"),
-    UnbuiltField("constraint.regex", "constrained output is"),
-    UnbuiltField("constraint.grammar", "constrained output is"),
-    UnbuiltField("constraint.choice", "constrained output is"),
-    UnbuiltField("constraint.json_object", "constrained output is"),
-    UnbuiltField("constraint.max_whitespace", "constrained output is"),
     UnbuiltField("output.coalesce_ms", "holding tokens back to send fewer events is"),
     UnbuiltField("adapter_id", "serving LoRA adapters is"),
 )
@@ -144,6 +139,7 @@ def validate_generate(
         prior_ids=tuple(request.prior_output.output_ids),
         place=_place(request.prior_output),
         metadata=tuple(sorted(request.metadata.items())),
+        constraint=constraint_source(request.constraint) if request.HasField("constraint") else None,
     )
 
 
@@ -333,8 +329,8 @@ def _min_tokens_violation(min_tokens: int, max_tokens: int) -> FieldViolation:
 
 
 def _constraint_violations(request: inference_pb2.GenerateRequest) -> Violations:
-    if request.HasField("constraint") and request.constraint.WhichOneof("kind") is None:
-        yield FieldViolation("constraint", "is empty; exactly one of json_schema, regex, grammar, choice is needed")
+    if request.HasField("constraint"):
+        yield from constraint_violations(request.constraint)
 
 
 def _service_violations(request: inference_pb2.GenerateRequest) -> Violations:

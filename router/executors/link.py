@@ -407,7 +407,10 @@ class ExecutorLink:
         self._mended.discard(key)
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         is_draining = self.report is not None and self.report.draining
-        self._tell(stream, SequenceEnded(attempt, finished.reason, stop_token_id, finished.error, is_draining))
+        ended = SequenceEnded(
+            attempt, finished.reason, stop_token_id, finished.error, is_draining, finished.constraint_unfinished
+        )
+        self._tell(stream, ended)
 
 
 def _refusal(rejected: executor_pb2.SequenceRejected) -> str | None:

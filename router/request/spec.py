@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inflight.v1 import inference_pb2, types_pb2
+from router.constraint.source import ConstraintSource
 from router.text.output import OutputText
 
 
@@ -46,6 +47,7 @@ class Delivery:
     prompt_ids: Sequence[int] = ()
     wants_prompt_logprobs: bool = False
     echoes: bool = False
+    is_constrained: bool = False
     unattended_s: float | None = 0.0
     kept_s: float | None = None
     digest: bytes = b""
@@ -200,6 +202,7 @@ class GenerateSpec:
     prior_ids: tuple[int, ...]
     place: ReadPosition
     metadata: tuple[tuple[str, str], ...]
+    constraint: ConstraintSource | None = None
 
 
 @dataclass(frozen=True, slots=True)

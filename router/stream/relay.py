@@ -276,9 +276,11 @@ class Relay:
         finished = inference_pb2.Finished(reason=types_pb2.FinishReason.Name(end.reason))
         if end.stop_token_id is not None:
             finished.stop_token_id = end.stop_token_id
-        await self._finish(finished)
+        await self._finish(finished, end.constraint_unfinished)
 
-    async def _finish(self, finished: inference_pb2.Finished) -> None:
+    async def _finish(self, finished: inference_pb2.Finished, constraint_unfinished: bool | None = None) -> None:
+        """Sends the end. Only the executor knows that a constraint is satisfied; None: it has not said so."""
+        finished.constraint_unfinished = self._reading.is_constrained and constraint_unfinished is not False
         self._end_name = types_pb2.FinishReason.Name(finished.reason)
         await self._send(inference_pb2.StreamEvent(finished=finished))
         usage = types_pb2.Usage(

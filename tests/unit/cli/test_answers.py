@@ -43,6 +43,40 @@ def test_generate_shows_how_to_ask_about_the_request_when_told(
     assert json.loads(capsys.readouterr().out)["resume_token"] == "secret"
 
 
+@pytest.mark.parametrize(
+    ("flags", "constraint"),
+    [
+        (["--json-schema", ' {"type": "null"}'], {"json_schema": ' {"type": "null"}'}),
+        (["--json-schema", "schema.json"], {"json_schema": "{}"}),
+        (["--json-object"], {"json_object": True}),
+        (["--regex", "a+"], {"regex": "a+"}),
+        (["--choice", "a", "--choice", "b"], {"choice": {"choices": ["a", "b"]}}),
+        (["--grammar", "grammar.lark"], {"grammar": 'start: "a"'}),
+        ([], None),
+    ],
+)
+def test_generate_asks_for_a_form_of_the_output(
+    flags: list[str], constraint: dict[str, Any] | None, address: str, router: ScriptedRouter, tmp_path: Path
+) -> None:
+    (tmp_path / "schema.json").write_text("{}")
+    (tmp_path / "grammar.lark").write_text('start: "a"')
+    flags = [str(tmp_path / flag) if flag.endswith((".json", ".lark")) else flag for flag in flags]
+    assert main(["generate", "hi", "--address", address, *flags]) == 0
+    (request,) = asked(router)
+    assert request.HasField("constraint") is (constraint is not None)
+    assert request.constraint == types_pb2.Constraint(**constraint or {})
+
+
+def test_two_forms_or_a_file_that_is_not_there_are_errors_of_use(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "hi", "--json-object", "--regex", "a"])
+    assert "not allowed with" in capsys.readouterr().err
+    assert main(["generate", "hi", "--address", address, "--json-schema", str(tmp_path / "none")]) == 2
+    assert "--json-schema: No such file" in capsys.readouterr().err
+
+
 def test_generate_passes_its_flags_on(address: str, router: ScriptedRouter) -> None:
     sampling = ["--temperature", "0", "--top-p", "0.5", "--top-k", "3", "--seed", "7"]
     service = ["--tenant", "acme", "--priority", "batch", "--deadline", "1.5", "--first-token-deadline", "0.5"]

@@ -76,6 +76,7 @@ class PlacedSequence:
             error=event.error,
             ended_s=now_s,
             logprobs=self.sequence.logprobs,
+            constraint_unfinished=event.constraint_unfinished,
         )
 
 

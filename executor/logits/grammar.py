@@ -28,6 +28,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
+from common.grammar import PARSER_LIMITS
 from executor.logits.row import MASK_BITS, LogitsRow, mask_of
 from executor.scheduler.sequence import Constraint, Stopping
 
@@ -38,7 +39,7 @@ Mask = npt.NDArray[np.int32]
 
 # Compiled grammars that are kept, and the length of their texts in all. A matcher takes more memory than its text: its
 # lexer gains states as texts are matched.
-MAX_GRAMMARS = 256
+MAX_GRAMMARS = 128
 MAX_GRAMMARS_BYTES = 16 << 20
 # Threads that compile. A second one goes on while the first works on a grammar near the limits.
 NUM_COMPILERS = 2
@@ -51,9 +52,8 @@ class GrammarError(ValueError):
 
 
 def parser_limits() -> LLParserLimits:
-    """Returns the limits of a grammar: about 20 ms of lexer construction, 20 ms for a mask, 50 MB of lexer states.
-    Errors must not quote the grammar or the output, because they are logged."""
-    return LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
+    """Returns the limits of a grammar: about 20 ms of lexer construction, 20 ms for a mask, 100 MB of lexer states."""
+    return LLParserLimits(**PARSER_LIMITS)
 
 
 class CompiledGrammar:

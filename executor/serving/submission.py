@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
+from common.grammar import grammar_violation
 from common.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
     MAX_BAD_WORD_SEQUENCES,
-    MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
     MAX_PENALTY,
@@ -104,14 +103,10 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
 def _constraint(submit: executor_pb2.Submit, eos_token_ids: frozenset[int]) -> Constraint | None:
     if not submit.HasField("constraint"):
         return None
-    text = submit.constraint.grammar.encode()
-    if len(text) > MAX_GRAMMAR_BYTES:
-        raise _invalid(f"constraint.grammar is larger than {MAX_GRAMMAR_BYTES} bytes")
-    if hashlib.sha256(text).digest() != submit.constraint.hash:
-        raise _invalid("constraint.hash is not the SHA-256 of the grammar")
-    return Constraint(
-        submit.constraint.grammar, submit.constraint.hash, eos_token_ids, ignores_eos=submit.stopping.ignore_eos
-    )
+    grammar, key = submit.constraint.grammar, submit.constraint.hash
+    if (violation := grammar_violation(grammar, key)) is not None:
+        raise _invalid(f"constraint: {violation}")
+    return Constraint(grammar, key, eos_token_ids, ignores_eos=submit.stopping.ignore_eos)
 
 
 def _num_top_logprobs(submit: executor_pb2.Submit) -> int | None:

@@ -68,8 +68,7 @@ def test_only_unready_sequences_make_no_plan_and_nothing_to_do() -> None:
     sequence = make_unready("a", [1])
     scheduler.offer(sequence)
     assert not scheduler.schedule().sequences
-    assert not scheduler.can_run
-    assert not scheduler.is_idle
+    assert (scheduler.can_run, scheduler.is_idle) == (False, False)
     assert list(scheduler.held()) == [sequence]
     scheduler.prepared(compile_for(sequence))
     assert scheduler.can_run

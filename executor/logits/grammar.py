@@ -43,6 +43,8 @@ MAX_GRAMMARS = 128
 MAX_GRAMMARS_BYTES = 16 << 20
 # Threads that compile. A second one goes on while the first works on a grammar near the limits.
 NUM_COMPILERS = 2
+# Newest states of a row of which the scheduler can learn whether the grammar accepts.
+NUM_STATES_KEPT = 8
 # A compiled grammar whose shared lexer is full is compiled again: once by another row, once by this one.
 MAX_RENEWALS = 2
 
@@ -124,7 +126,10 @@ class Guide:
             return None
         if token_ids and not self._matcher.consume_tokens(token_ids):
             self._recover(output)
-        self._constraint.accepts[len(output)] = not self._matcher.is_error() and self._matcher.is_accepting()
+        accepts = self._constraint.accepts
+        accepts[len(output)] = not self._matcher.is_error() and self._matcher.is_accepting()
+        # The end of a sequence is decided at most two tokens later.
+        accepts.pop(len(output) - NUM_STATES_KEPT, None)
         return self._matcher
 
     def mask(self, raw: Mask, output: npt.NDArray[np.int32]) -> Mask:
@@ -172,7 +177,9 @@ class MaskFiller:
     """Computes the masks of a step's rows in a thread of its own, while the forward pass runs."""
 
     def __init__(self, num_threads: int) -> None:
-        self._executor = LLExecutor(num_threads)
+        self._num_threads = num_threads
+        # Made at the first use, because it has threads of its own.
+        self._executor: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._scratch = np.zeros((0, 0), np.int32)
 
@@ -193,6 +200,8 @@ class MaskFiller:
             self._scratch = np.zeros((len(open_rows), num_words), np.int32)
         scratch = self._scratch
         matchers = [(matcher, i) for i, (_, _, matcher) in enumerate(open_rows)]
+        if self._executor is None:
+            self._executor = LLExecutor(self._num_threads)
         self._executor.unsafe_compute_mask_ptr(matchers, scratch.ctypes.data, 4 * num_words, len(scratch))
         for (row, guide, _), raw in zip(open_rows, scratch, strict=False):
             row.mask = guide.mask(raw, row.output)

@@ -89,8 +89,8 @@ class Constraint:
     that is only copied), None until it is ready. Where the grammar accepts the output, the `eos_token_ids` are allowed
     and end it; with `ignores_eos` only where nothing else is allowed.
 
-    The thread that computes masks writes the rest: `accepts` says for numbers of output tokens whether the grammar
-    accepts that output, and `error` why no token can follow.
+    The thread that computes masks writes the rest: `accepts` says for the newest numbers of output tokens whether the
+    grammar accepts that output, and `error` why no token can follow.
     """
 
     grammar: str

@@ -303,6 +303,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT_S):
                 compiling = asyncio.wrap_future(self._grammars.compile(sequence.constraint))
+                # Retrieved even after a timeout, or asyncio would log it.
+                compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
                 # Other sequences may wait for the same result.
                 sequence.constraint.compiled = await asyncio.shield(compiling)
         except GrammarError as failure:

@@ -21,6 +21,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,14 +98,21 @@ class Guide:
         self._constraint = constraint
         self._stopping = stopping
         self._allowed = allowed
+        self._vocabulary_size = vocabulary_size
         self._num_words = -(-vocabulary_size // MASK_BITS)
-        self._ends = mask_of(constraint.eos_token_ids, vocabulary_size)
-        self._stops = mask_of(stopping.stop_token_ids, vocabulary_size)
         # Made at the first use: to consume a long output takes milliseconds, and the forward pass runs meanwhile.
         self._source: LLMatcher | None = None
         self._matcher: LLMatcher | None = None
         self._num_consumed = 0
         self._has_ended = False
+
+    @cached_property
+    def _ends(self) -> Mask:
+        return mask_of(self._constraint.eos_token_ids, self._vocabulary_size)
+
+    @cached_property
+    def _stops(self) -> Mask:
+        return mask_of(self._stopping.stop_token_ids, self._vocabulary_size)
 
     @property
     def compiled(self) -> CompiledGrammar:
@@ -148,7 +156,7 @@ class Guide:
         choices = [text] if banned is None else [text & ~banned, text]
         if self._allowed is not None:
             choices.append(allowed & self._ends)
-        return next((choice for choice in choices if choice.any()), choices[-1])
+        return next((choice for choice in choices[:-1] if choice.any()), choices[-1])
 
     def _banned(self, num_output_tokens: int) -> Mask | None:
         is_early = num_output_tokens < self._stopping.min_tokens

@@ -56,7 +56,7 @@ class LogitsRow:
         # The position in the grammar of a constrained row. Until a mask is computed, it allows nothing.
         self.guide = guide
         if guide is not None:
-            self.mask = mask_of((), vocabulary_size)
+            self.mask = np.zeros(-(-vocabulary_size // MASK_BITS), np.int32)
 
     def append(self, token_id: int) -> None:
         """Adds a sampled token. One that is not a token of the vocabulary, or beyond the sequence's end, is ignored:

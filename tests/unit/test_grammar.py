@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
+from common.model_source import load_tokenizer, resolve_model
 from executor.logits import grammar as grammar_module
 from executor.logits.grammar import CompiledGrammar, GrammarCache, GrammarCompiler, GrammarError, Guide, MaskFiller
 from executor.logits.row import LogitsRow, bits_of
@@ -34,6 +35,7 @@ from tests.small_vocabulary import (
 )
 
 ENDS = {EOS_ID, OTHER_EOS_ID}
+SMOLLM2_VOCABULARY = 49_152
 SPECIAL_IDS = {PAD_ID, BOS_ID, *ENDS}
 PERSON = schema_grammar(
     {
@@ -352,3 +354,36 @@ def test_interpreter_runs_while_masks_are_computed(filler: MaskFiller) -> None:
     threading.Thread(target=passed.set).start()
     assert passed.wait(60)
     wait()
+
+
+@pytest.mark.slow
+def test_masks_of_the_default_model_are_exact(filler: MaskFiller) -> None:
+    source = resolve_model("")
+    compiler = GrammarCompiler(lambda: load_tokenizer(source), SMOLLM2_VOCABULARY, sorted(ENDS))
+    person = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"]}
+    for grammar in (schema_grammar(person), regex_grammar(r"[\w ]{3,9}, (é|日本|🙂)+")):
+        form = constraint(grammar, is_ready=False)
+        form.compiled = compiler.compile(form).result()
+        arguments = Stopping(90, 0, frozenset(ENDS)), None, SMOLLM2_VOCABULARY
+        row = LogitsRow(Processors(), [9], 1, 91, SMOLLM2_VOCABULARY, Guide(form, *arguments))
+        reference, choose = form.compiled.matcher.deep_copy(), random.Random(1)
+        for _ in range(16):
+            filler.fill([row])
+            assert row.mask is not None
+            ids = set(np.flatnonzero(bits_of(row.mask, SMOLLM2_VOCABULARY)).tolist())
+            accepted = {i for i in range(SMOLLM2_VOCABULARY) if reference.validate_tokens([i]) == 1}
+            if forced := reference.compute_ff_tokens():
+                # Where only one text can follow, it is written in the tokens that the tokenizer makes of it.
+                assert ids == {forced[0]} <= accepted
+            else:
+                assert ids - ENDS == accepted - ENDS
+            again = LogitsRow(
+                Processors(), [9, *row.output.tolist()], 1, 91, SMOLLM2_VOCABULARY, Guide(form, *arguments)
+            )
+            filler.fill([again])
+            assert np.array_equal(again.mask, row.mask), "replayed at once"
+            if not ids - ENDS:
+                break
+            row.append(choose.choice(sorted(ids - ENDS)))
+            reference.consume_token(int(row.output[-1]))
+    compiler.close()

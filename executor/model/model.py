@@ -8,7 +8,7 @@ model that cannot run correctly is refused at load with the reason (`checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,12 +172,16 @@ class PagedModel:
             ).logits
             return logits[0].float()
 
-    def step(self, batch: StepBatch, sampling: SamplingBatch) -> tuple[Tensor, StepLogprobs | None]:
-        """Computes the batch and samples. Returns the token ids `[R]` int64, on the model's device, and the log
-        probabilities that rows report."""
+    def step(
+        self, batch: StepBatch, sampling: SamplingBatch, before_sampling: Callable[[], None] | None = None
+    ) -> tuple[Tensor, StepLogprobs | None]:
+        """Computes the batch, calls `before_sampling`, and samples. Returns the token ids `[R]` int64, on the model's
+        device, and the log probabilities that rows report."""
         if self.native is not None and sampling.is_greedy and not sampling.reporting:
             return self.native.greedy(batch, self._kv), None
         logits = self.forward(batch)
+        if before_sampling is not None:
+            before_sampling()
         sampled_ids = self._choose(logits[: sampling.num_rows], sampling)
         if not sampling.reporting:
             return sampled_ids, None

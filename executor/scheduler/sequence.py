@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from executor.scheduler.step_constraint import StepConstraint
 
@@ -85,6 +85,38 @@ NO_LOGPROBS: Mapping[int, TokenLogprobs] = MappingProxyType({})
 ALL_EXCLUDED = -2
 
 
+@dataclass(slots=True, eq=False)
+class Constraint:
+    """The form that the output must have; see executor/logits/grammar.py.
+
+    `grammar` is text in llguidance's format and `key` its SHA-256. `compiled` is the compiled grammar (an `LLMatcher`
+    that is only copied), None until it is ready. Where the grammar accepts the output, the `eos_token_ids` are allowed
+    and end it; with `ignores_eos` only where nothing else is allowed.
+
+    The thread that computes masks writes the rest: `accepts` says for the newest numbers of output tokens whether the
+    grammar accepts that output, and `error` why no token can follow.
+    """
+
+    grammar: str
+    key: bytes
+    eos_token_ids: frozenset[int]
+    ignores_eos: bool = False
+    compiled: Any = None
+    accepts: dict[int, bool] = field(default_factory=dict)
+    error: str = ""
+
+    def is_unfinished(self, reason: FinishReason, num_output_tokens: int, stop_token_id: int | None) -> bool:
+        """Returns whether the output ended before the grammar accepted it. A stop token of the request is not part of
+        the output. A stop string cuts the text within what the grammar describes."""
+        if reason is FinishReason.STOP_STRING:
+            return True
+        if reason is FinishReason.LENGTH:
+            return not self.accepts.get(num_output_tokens, False)
+        if reason is FinishReason.STOP_TOKEN and stop_token_id not in self.eos_token_ids:
+            return not self.accepts.get(num_output_tokens - 1, False)
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class HostCopy:
     """The KV of a preempted sequence in host memory. `host_blocks[i]` holds the content of block `first_index + i` of
@@ -149,6 +181,12 @@ class Sequence:
     num_scored: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     processors: Processors = NO_PROCESSORS
+    constraint: Constraint | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may board: its grammar, if it has one, is compiled."""
+        return self.constraint is None or self.constraint.compiled is not None
 
     @property
     def num_tokens(self) -> int:
@@ -339,6 +377,18 @@ class FinishEvent:
     reason: FinishReason
     stop_token_id: int | None = None
     error: str = ""
+    constraint_unfinished: bool = False
+
+    @classmethod
+    def of(
+        cls, sequence: Sequence, reason: FinishReason, stop_token_id: int | None = None, error: str = ""
+    ) -> FinishEvent:
+        """Makes the event of a sequence whose tokens are all known."""
+        constraint = sequence.constraint
+        is_unfinished = constraint is not None and constraint.is_unfinished(
+            reason, sequence.num_output_tokens, stop_token_id
+        )
+        return cls(sequence, reason, stop_token_id, error, is_unfinished)
 
 
 @dataclass(frozen=True, slots=True)

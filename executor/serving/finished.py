@@ -65,6 +65,7 @@ class Ended:
     ended_s: float
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: ReadOnlyList[TokenLogprobs] = ()
+    constraint_unfinished: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +74,8 @@ class Ended:
         token_bytes = PROMPT_TOKEN_BYTES * len(submit.prompt_ids) + OUTPUT_TOKEN_BYTES * len(self.output_ids)
         logprobs_bytes = len(self.logprobs) * (LOGPROBS_BYTES + TOP_LOGPROB_BYTES * submit.num_top_logprobs)
         scores_bytes = len(self.prompt_logprobs) * (LOGPROBS_BYTES + TOP_LOGPROB_BYTES * submit.num_prompt_logprobs)
-        return RECORD_BYTES + token_bytes + logprobs_bytes + scores_bytes + len(submit.router_context)
+        text_bytes = len(submit.router_context) + len(submit.constraint.grammar)
+        return RECORD_BYTES + token_bytes + logprobs_bytes + scores_bytes + text_bytes
 
 
 class EndedSequences:

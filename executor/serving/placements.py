@@ -79,6 +79,7 @@ class PlacedSequence:
             ended_s=now_s,
             logprobs=self.sequence.logprobs,
             prompt_logprobs=self.sequence.prompt_logprobs[: self.num_scored],
+            constraint_unfinished=event.constraint_unfinished,
         )
 
 

@@ -111,7 +111,7 @@ class Session:
         slot = self._attach(attached, offset, ended.output_ids[offset:], ended.logprobs)
         scores = ended.prompt_logprobs
         self._score(slot, ended.placed.submit.prompt_ids, scores, 0, len(scores))
-        self._end_slot(slot, ended.reason, ended.stop_token_id, ended.error)
+        self._end_slot(slot, ended)
 
     def _attach(
         self,
@@ -204,11 +204,17 @@ class Session:
         """Adds the end of a sequence to the pending frame."""
         slot = self._slots.pop(event.sequence)
         self._paused_slots.pop(slot, None)
-        self._end_slot(slot, event.reason, event.stop_token_id, event.error)
+        self._end_slot(slot, event)
 
-    def _end_slot(self, slot: int, reason: FinishReason, stop_token_id: int | None, error: str) -> None:
+    def _end_slot(self, slot: int, end: FinishEvent | Ended) -> None:
         self._ended_slots.append(slot)
-        self._step.finished.add(slot=slot, reason=FINISH_REASON_PROTO[reason], stop_token_id=stop_token_id, error=error)
+        self._step.finished.add(
+            slot=slot,
+            reason=FINISH_REASON_PROTO[end.reason],
+            stop_token_id=end.stop_token_id,
+            error=end.error,
+            constraint_unfinished=end.constraint_unfinished,
+        )
         self._wake.set()
 
     def end_step(self, step: int) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from common.grammar import grammar_violation
 from common.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
@@ -19,7 +20,7 @@ from common.protocol import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
-from executor.scheduler.sequence import Processors, Sampling, Sequence, Stopping
+from executor.scheduler.sequence import Constraint, Processors, Sampling, Sequence, Stopping
 from inflight.v1 import executor_pb2, types_pb2
 
 # The larger is served first. An unknown class counts as standard.
@@ -77,7 +78,8 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
     if not len(submit.prior_output_ids) < max_tokens <= limits.context_length - len(submit.prompt_ids):
         raise _invalid(f"max_tokens {max_tokens} does not fit the context of {limits.context_length} tokens")
     stop_token_ids = frozenset(submit.stopping.stop_token_ids)
-    if not submit.stopping.ignore_eos:
+    # A constrained sequence ends at its grammar's end, even if eos is ignored.
+    if submit.HasField("constraint") or not submit.stopping.ignore_eos:
         stop_token_ids |= limits.eos_token_ids
     if len(submit.stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise _invalid(f"at most {MAX_STOP_TOKEN_IDS} stop token ids are allowed")
@@ -96,7 +98,17 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         num_top_logprobs=_num_likeliest(submit, "num_top_logprobs"),
         num_prompt_logprobs=_num_likeliest(submit, "num_prompt_logprobs"),
         processors=_processors(submit.sampling, limits.vocabulary_size),
+        constraint=_constraint(submit, limits.eos_token_ids),
     )
+
+
+def _constraint(submit: executor_pb2.Submit, eos_token_ids: frozenset[int]) -> Constraint | None:
+    if not submit.HasField("constraint"):
+        return None
+    grammar, key = submit.constraint.grammar, submit.constraint.hash
+    if (violation := grammar_violation(grammar, key)) is not None:
+        raise _invalid(f"constraint: {violation}")
+    return Constraint(grammar, key, eos_token_ids, ignores_eos=submit.stopping.ignore_eos)
 
 
 def _num_likeliest(
@@ -157,8 +169,6 @@ def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
     for name, neutral in NEUTRAL_SAMPLING.items():
         if submit.sampling.HasField(name) and getattr(submit.sampling, name) != neutral:
             raise _unsupported(f"sampling.{name}")
-    if submit.HasField("constraint"):
-        raise _unsupported("constraint")
 
 
 def _invalid(text: str) -> SubmissionError:

@@ -34,9 +34,30 @@ SCHEDULER = (
     Mutation(
         "a stop token ends a sequence one token before min_tokens",
         "executor/scheduler/scheduler.py",
-        "sequence.num_output_tokens > stopping.min_tokens:",
-        "sequence.num_output_tokens >= stopping.min_tokens:",
+        "sequence.num_output_tokens > stopping.min_tokens\n",
+        "sequence.num_output_tokens >= stopping.min_tokens\n",
         SCHEDULER_TESTS,
+    ),
+    Mutation(
+        "a sequence boards before its grammar is compiled",
+        "executor/scheduler/scheduler.py",
+        "queue = self._queues.waiting if sequence.is_ready else self._queues.preparing",
+        "queue = self._queues.waiting",
+        ("tests/unit/test_preparing.py", *SCHEDULER_TESTS),
+    ),
+    Mutation(
+        "a matcher that failed ends its sequence as if the output were complete",
+        "executor/logits/grammar.py",
+        "        if self._matcher.is_error():\n            # The mask",
+        "        if False:\n            # The mask",
+        ("tests/unit/test_grammar.py",),
+    ),
+    Mutation(
+        "the end of a complete output is excluded by allowed_token_ids",
+        "executor/logits/grammar.py",
+        "choices.append(allowed & self._ends)",
+        "choices.append(text & self._ends)",
+        ("tests/unit/test_grammar.py",),
     ),
     Mutation(
         "the blocks of a finished sequence are free while a step in flight still writes to them",

@@ -44,6 +44,10 @@ MAX_GRAMMARS = 128
 MAX_GRAMMARS_BYTES = 16 << 20
 # Threads that compile. A second one goes on while the first works on a grammar near the limits.
 NUM_COMPILERS = 2
+# Parts of llguidance's errors: of a lexer at one of its limits, and of a token that the grammar does not allow. The
+# reason that it gives besides is the same for all failures.
+LEXER_ERROR = "lexer error"
+REFUSED = "doesn't satisfy the grammar"
 # Newest states of a row of which the scheduler can learn whether the grammar accepts.
 NUM_STATES_KEPT = 8
 # A compiled grammar whose shared lexer is full is compiled again: once by another row, once by this one.
@@ -132,7 +136,7 @@ class Guide:
         if token_ids and token_ids[-1] in self._constraint.eos_token_ids:
             self._has_ended = True
             return None
-        if token_ids and not self._matcher.consume_tokens(token_ids):
+        if token_ids and not self._matcher.consume_tokens(token_ids) and _has_full_lexer(self._matcher):
             self._recover(output)
         accepts = self._constraint.accepts
         accepts[len(output)] = not self._matcher.is_error() and self._matcher.is_accepting()
@@ -145,7 +149,7 @@ class Guide:
         assert self._matcher is not None
         if self._matcher.is_error():
             # The mask of a matcher that failed allows the end of the sequence.
-            recovered = self._recover(output)
+            recovered = self._recover(output) if _has_full_lexer(self._matcher) else None
             if recovered is None:
                 self._constraint.error = _reason(self._matcher)
                 return np.zeros(self._num_words, np.int32)
@@ -165,8 +169,8 @@ class Guide:
         return self._stops if is_early else None
 
     def _recover(self, output: npt.NDArray[np.int32]) -> Mask | None:
-        """Consumes the output again with a lexer that is not full. Returns the mask, None if the grammar itself is the
-        reason of the failure."""
+        """Consumes the output again with a lexer that others have not filled. Returns the mask, None if that fails,
+        too."""
         for _ in range(MAX_RENEWALS):
             assert self._source is not None
             try:
@@ -309,11 +313,15 @@ def _read_vocabulary(
         raise GrammarError(f"the model's tokenizer cannot be used for constrained output: {error}") from error
 
 
+def _has_full_lexer(failed: LLMatcher) -> bool:
+    return LEXER_ERROR in failed.get_error()
+
+
 def _reason(failed: LLMatcher) -> str:
     """Returns why no token can follow. llguidance's own text would quote the output."""
-    if failed.stop_reason() in ("ParserTooComplex", "LexerTooComplex"):
-        return "the grammar of the constraint is too complex to continue this output"
-    return "the output so far does not satisfy the grammar of the constraint"
+    if REFUSED in failed.get_error():
+        return "the output so far does not satisfy the grammar of the constraint"
+    return "the grammar of the constraint is too complex to continue this output"
 
 
 def _first_line(text: str) -> str:

@@ -170,8 +170,9 @@ def test_complete_output_can_only_end_and_is_not_advanced_behind_its_end(filler:
 
 def test_token_that_the_grammar_refuses_leaves_no_token(filler: MaskFiller) -> None:
     form = constraint(regex_grammar("[ab]+"))
-    row = make_row(form, [TEXTS.index("a"), TEXTS.index("z")])
+    row, matcher = make_row(form, [TEXTS.index("a"), TEXTS.index("z")]), form.compiled.matcher
     assert allowed_ids(filler, row) == set()
+    assert form.compiled.matcher is matcher, "compiled again, which would not help"
     assert form.error == "the output so far does not satisfy the grammar of the constraint"
 
 
@@ -246,6 +247,17 @@ def test_lexer_that_others_have_filled_ends_no_sequence(filler: MaskFiller, monk
         assert allowed_ids(filler, row) == ENDS
         assert form.error == ""
     assert shared.matcher is not first
+
+
+def test_grammar_that_is_too_complex_says_so(filler: MaskFiller, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = [f"{letter}{other}" for letter in "abcdef" for other in "ghijk"]
+    form = constraint(regex_grammar("|".join(f"{start}({start}){{20}}" for start in starts)), is_ready=False)
+    form.compiled = CompiledGrammar(small_llguidance(), form.grammar)
+    few = LLParserLimits(max_lexer_states=20, verbose_errors=False)
+    monkeypatch.setattr(grammar_module, "parser_limits", lambda: few)
+    form.compiled.matcher = LLMatcher(small_llguidance(), form.grammar, log_level=0, limits=few)
+    assert allowed_ids(filler, make_row(form, [TEXTS.index("a")])) == set()
+    assert "too complex" in form.error
 
 
 def test_cache_is_bounded_by_number_and_bytes() -> None:
@@ -381,6 +393,7 @@ def test_masks_of_the_default_model_are_exact(filler: MaskFiller) -> None:
                 Processors(), [9, *row.output.tolist()], 1, 91, SMOLLM2_VOCABULARY, Guide(form, *arguments)
             )
             filler.fill([again])
+            assert again.mask is not None
             assert np.array_equal(again.mask, row.mask), "replayed at once"
             if not ids - ENDS:
                 break

@@ -278,7 +278,7 @@ def _replace_format(canonical: dict[str, Any]) -> None:
         return
     del canonical["format"]
     if "pattern" not in canonical:
-        canonical["pattern"], *patterns = patterns
+        canonical["pattern"], patterns = patterns[0], patterns[1:]
     if patterns:
         canonical["allOf"] = [*canonical.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
 

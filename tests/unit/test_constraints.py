@@ -119,6 +119,7 @@ def test_regex_matches_the_whole_output(regex: str, text: str, other: str) -> No
         ({"additionalItems": False}, "keyword `additionalItems`"),
         ({"format": "unheard-of"}, '`format` "unheard-of" at the root: must be one of date, date-time'),
         ({"type": "integer", "format": "int32"}, "`format`"),
+        ({"format": [], "minProperties": {}, "required": [[]]}, "`format`"),
         ({"type": "text"}, "`type`"),
         ({"type": []}, "`type`"),
         ({"enum": []}, "`enum`"),
@@ -155,7 +156,7 @@ def test_unsupported_schema_is_refused_by_name(schema: Any, named: str) -> None:
 
 def test_all_unsupported_keywords_are_named_up_to_a_bound() -> None:
     assert len(violations("json_schema", json.dumps({"not": {}, "if": {}, "contains": {}}))) == 3
-    many = {"properties": {str(i): {"not": {}} for i in range(1000)}}
+    many: Any = {"properties": {str(i): {"not": {}} for i in range(1000)}}
     assert len(violations("json_schema", json.dumps(many))) == 16
 
 
@@ -226,7 +227,7 @@ def test_exclusive_alternatives_behind_references_are_a_union() -> None:
     grammar = schema_grammar(union)
     assert accepts(grammar, '{"kind":"dog","n":1}')
     assert not accepts(grammar, '{"kind":"cow"}')
-    optional = {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in ("Cat", "Dog")], "$defs": {}}
+    optional: Any = {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in ("Cat", "Dog")], "$defs": {}}
     optional["$defs"] = {name: animal(name) | {"required": []} for name in ("Cat", "Dog")}
     assert "oneOf" in schema_violations(optional)
 

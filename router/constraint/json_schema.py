@@ -273,12 +273,12 @@ class _Walk:
 
 def _replace_format(canonical: dict[str, Any]) -> None:
     """Replaces a format that the compiler takes too widely by exact patterns."""
-    patterns = list(PATTERNS_OF_FORMAT.get(canonical.get("format", ""), ()))
-    if not patterns:
+    patterns = PATTERNS_OF_FORMAT.get(canonical.get("format", ""))
+    if patterns is None:
         return
     del canonical["format"]
     if "pattern" not in canonical:
-        canonical["pattern"] = patterns.pop(0)
+        canonical["pattern"], patterns = patterns[0], patterns[1:]
     if patterns:
         canonical["allOf"] = [*canonical.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
 

@@ -27,6 +27,8 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 # Limit of one frame, at 15 bytes a token at most. Tokens collected for a slow reader, or repeated for a router that
 # attaches, must not exceed the largest message.
 MAX_FRAME_TOKENS = 2**20
+# The same for log probabilities of prompts, at 340 bytes each.
+MAX_FRAME_PROMPT_LOGPROBS = 2**15
 
 # Intervals of the statistics that a reader subscribes to.
 DEFAULT_STATS_INTERVAL_MS = 1000

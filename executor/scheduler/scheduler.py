@@ -50,6 +50,7 @@ from executor.scheduler.prefix_cache import PrefixCache
 from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.seat_view import Seating
 from executor.scheduler.sequence import (
+    ALL_EXCLUDED,
     FinishEvent,
     FinishReason,
     NewTokens,
@@ -65,7 +66,7 @@ from executor.scheduler.step_record import KvCounts
 
 class Boarding:
     """Seats waiting sequences: the preempted first, then the others in boarding order. A sequence is passed over only
-    while it waits for a prefix that another one is computing."""
+    while it waits for a prefix that another one is computing, or for rows of logits to score its prompt."""
 
     def __init__(
         self, limits: SchedulerLimits, queues: SequenceQueues, kv_policy: KvPolicy, pending_prefixes: PendingPrefixes
@@ -114,6 +115,9 @@ class Boarding:
             if not self._is_static and self._pending_prefixes.should_wait(sequence):
                 end = StepConstraint.TWIN
                 continue
+            if not (self._is_static or draft.may_score(sequence)):
+                draft.is_cut = True
+                continue
             if not self._kv_policy.take(sequence, draft):
                 return StepConstraint.BLOCKS
             queues.seat(sequence)
@@ -127,10 +131,9 @@ class Boarding:
         return StepConstraint.SEATS if self._queues.num_seated >= self._limits.max_num_sequences else constraint
 
 
-# The error of a sequence whose row has no logit above -inf after bans.
+# The errors of a sequence whose row has no logit above -inf: from the model, or after the request's bans.
 INVALID_LOGITS = "the model returned no usable logits (NaN or -inf only)"
-# The same for a constrained sequence.
-NO_TOKEN_ALLOWED = "no token is left: the constraint and the sampling parameters exclude all, or the logits are NaN"
+NOTHING_ALLOWED = "no token is allowed: constraint, allowed ids, bad words, n-grams and min_tokens exclude all of them"
 
 __all__ = ["Batching", "Refusal", "Scheduler", "SchedulerLimits", "SchedulerPolicy"]
 
@@ -236,10 +239,11 @@ class Scheduler:
     def update(self, result: StepResult) -> StepOutcome:
         """Retires the oldest plan: appends the sampled tokens, publishes full blocks and ends sequences.
 
-        A row without a usable logit ends its own sequence only.
+        A row without a token ends its own sequence only.
         """
         plan = self._land(result.plan)
         result.keep_logprobs()
+        scored = tuple(rows for rows in plan.scored if rows.sequence not in self._queues.leaving)
         for restored in plan.restored:
             self.prefix_cache.publish_restored(restored)
         num_sampling = sum(plan.samples)
@@ -257,8 +261,8 @@ class Scheduler:
                 finished.extend(self._release_leaving(sequence))
                 continue
             end = start + length
-            if token_id is None and samples:
-                finished.append(self._end_without_token(sequence))
+            if samples and (token_id is None or token_id == ALL_EXCLUDED):
+                finished.append(self._end_without_token(sequence, token_id))
                 continue
             if (length > 1 or end % block_size == 0) and (error := self._publish(sequence, start, end)):
                 finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
@@ -271,7 +275,7 @@ class Scheduler:
             tokens.token_ids.append(token_id)
             if end + 1 == sequence.length_limit or token_id in sequence.stopping.stop_token_ids:
                 finished.extend(self._end_after(sequence, token_id))
-        return StepOutcome(tokens, tuple(finished))
+        return StepOutcome(tokens, tuple(finished), scored)
 
     def fail(self, plan: StepPlan, error: str) -> StepOutcome:
         """Retires the oldest plan, whose step failed. Every sequence that the plan touched ends, with or without a row,
@@ -467,15 +471,16 @@ class Scheduler:
             if self._gate.find(sequence.request_id) is sequence:
                 yield self._finish(sequence, FinishReason.ERROR, error=error)
 
-    def _end_without_token(self, sequence: Sequence) -> FinishEvent:
-        """Ends a sequence without a usable logit. Its KV is withdrawn from the prefix cache, since it may be
-        corrupt."""
+    def _end_without_token(self, sequence: Sequence, token_id: int | None) -> FinishEvent:
+        """Ends a sequence that excludes every token, or has no usable logit. In that case its KV is withdrawn from the
+        prefix cache, since it may be corrupt."""
+        if sequence.constraint is not None and sequence.constraint.error:
+            return self._finish(sequence, FinishReason.ERROR, error=sequence.constraint.error)
+        if token_id == ALL_EXCLUDED:
+            return self._finish(sequence, FinishReason.ERROR, error=NOTHING_ALLOWED)
         self.num_invalid_logits += 1
         self.prefix_cache.retract(sequence)
-        error = INVALID_LOGITS
-        if sequence.constraint is not None:
-            error = sequence.constraint.error or NO_TOKEN_ALLOWED
-        return self._finish(sequence, FinishReason.ERROR, error=error)
+        return self._finish(sequence, FinishReason.ERROR, error=INVALID_LOGITS)
 
     def _end_after(self, sequence: Sequence, token_id: int) -> Iterator[FinishEvent]:
         """Ends the sequence if this token, its newest, is its last. The end of a constrained output comes before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 
@@ -94,7 +95,8 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         num_reserved_blocks=submit.reserved_blocks,
         cache_salt=None if submit.cache_bypass else submit.cache_salt,
         priority=PRIORITIES.get(submit.priority, 0),
-        num_top_logprobs=_num_top_logprobs(submit),
+        num_top_logprobs=_num_likeliest(submit, "num_top_logprobs"),
+        num_prompt_logprobs=_num_likeliest(submit, "num_prompt_logprobs"),
         processors=_processors(submit.sampling, limits.vocabulary_size),
         constraint=_constraint(submit, limits.eos_token_ids),
     )
@@ -109,12 +111,15 @@ def _constraint(submit: executor_pb2.Submit, eos_token_ids: frozenset[int]) -> C
     return Constraint(grammar, key, eos_token_ids, ignores_eos=submit.stopping.ignore_eos)
 
 
-def _num_top_logprobs(submit: executor_pb2.Submit) -> int | None:
-    if not submit.HasField("num_top_logprobs"):
+def _num_likeliest(
+    submit: executor_pb2.Submit, field: Literal["num_top_logprobs", "num_prompt_logprobs"]
+) -> int | None:
+    if not submit.HasField(field):
         return None
-    if submit.num_top_logprobs > MAX_TOP_LOGPROBS:
-        raise _invalid(f"num_top_logprobs must be at most {MAX_TOP_LOGPROBS}")
-    return submit.num_top_logprobs
+    count: int = getattr(submit, field)
+    if count > MAX_TOP_LOGPROBS:
+        raise _invalid(f"{field} must be at most {MAX_TOP_LOGPROBS}")
+    return count
 
 
 def _sampling(submit: executor_pb2.Submit) -> Sampling:
@@ -164,8 +169,6 @@ def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
     for name, neutral in NEUTRAL_SAMPLING.items():
         if submit.sampling.HasField(name) and getattr(submit.sampling, name) != neutral:
             raise _unsupported(f"sampling.{name}")
-    if submit.HasField("num_prompt_logprobs"):
-        raise _unsupported("num_prompt_logprobs")
 
 
 def _invalid(text: str) -> SubmissionError:

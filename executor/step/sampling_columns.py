@@ -30,8 +30,8 @@ class SamplingBatch:
 
     The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that every row
     takes its largest logit, and nothing is banned or changed. `processed` are the rows whose logits are changed first,
-    by row. `reporting` are the rows that report log probabilities, each with the
-    number of likeliest tokens to report.
+    by row. `reporting` are the rows that report log probabilities, each with the number of likeliest tokens to report;
+    the positions that score a prompt follow behind the R rows.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -70,6 +70,11 @@ class SamplingBatch:
     def num_rows(self) -> int:
         """R."""
         return len(self.output_index)
+
+    @property
+    def excludes(self) -> bool:
+        """Whether a request may exclude tokens from its row."""
+        return len(self.processed) > 0 or len(self.banned_ids) > 0
 
     def rows(self) -> list[SampleRow]:
         """Returns the rows as objects."""
@@ -112,7 +117,7 @@ class SamplingColumns:
     def select(self, plan: StepPlan, batch: StepBatch) -> SamplingBatch:
         """Returns the columns of the rows that sample. Plans must come in the order in which they are made."""
         for sequence in plan.boarded:
-            self._board(sequence)
+            self._board(sequence, plan)
         sampling_rows = np.flatnonzero(plan.samples)
         seats = batch.table_rows.numpy()[sampling_rows]
         output_index = batch.context_lengths.numpy()[sampling_rows] - self._prompt_length[seats]
@@ -130,10 +135,10 @@ class SamplingColumns:
             min_p=self._min_p[seats],
             is_greedy=len(banned_ids) == 0 and not processed and not temperature.any(),
             processed=processed,
-            reporting=self._reporting_rows(seats),
+            reporting=self._reporting_rows(seats) + (_scoring_rows(plan, len(seats)) if plan.scored else ()),
         )
 
-    def _board(self, sequence: BoardedSequence) -> None:
+    def _board(self, sequence: BoardedSequence, plan: StepPlan) -> None:
         seat, sampling = sequence.seat_row, sequence.sampling
         self._temperature[seat] = sampling.temperature
         self._top_k[seat] = sampling.top_k
@@ -143,7 +148,7 @@ class SamplingColumns:
         self._prompt_length[seat] = sequence.num_prompt_tokens
         self._processed.pop(seat, None)
         if sequence.processors != NO_PROCESSORS or sequence.constraint is not None:
-            self._processed[seat] = self._processed_row(sequence)
+            self._processed[seat] = self._processed_row(sequence, plan)
         self._restrained.pop(seat, None)
         # The mask of a constrained sequence says when it may stop.
         is_restrained = sequence.stopping.min_tokens > 0 and sequence.constraint is None
@@ -153,10 +158,10 @@ class SamplingColumns:
         if sequence.num_top_logprobs is not None:
             self._reporting[seat] = sequence.num_top_logprobs
 
-    def _processed_row(self, sequence: BoardedSequence) -> LogitsRow:
-        if sequence.num_in_flight > 1:
-            # Besides this step. Its row would miss their tokens.
-            raise RuntimeError(f"{sequence.request_id} boards while {sequence.num_in_flight} steps are in flight")
+    def _processed_row(self, sequence: BoardedSequence, plan: StepPlan) -> LogitsRow:
+        if sequence.num_in_flight > plan.sequences.count(sequence):
+            # Its row would miss the tokens of the steps in flight.
+            raise RuntimeError(f"{sequence.request_id} boards while steps of it are in flight")
         return LogitsRow(
             sequence.processors,
             sequence.token_ids,
@@ -203,6 +208,11 @@ class SamplingColumns:
             return sequence.stopping.stop_token_ids
         del self._restrained[seat]
         return NO_IDS
+
+
+def _scoring_rows(plan: StepPlan, first: int) -> tuple[tuple[int, int], ...]:
+    num_top = (one.sequence.num_prompt_logprobs or 0 for one in plan.scored for _ in range(one.start, one.end))
+    return tuple(enumerate(num_top, start=first))
 
 
 def _columns_of_ids(

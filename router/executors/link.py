@@ -340,6 +340,9 @@ class ExecutorLink:
         for started in step.started:
             if stream := self._current(started.slot):
                 stream.start(started.cached_tokens)
+        for scored in step.prompt_logprobs:
+            if stream := self._current(scored.slot):
+                stream.prompt_logprobs(scored.position, scored.values)
         for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
             stream = self._current(slot)
             if stream is None:
@@ -404,7 +407,10 @@ class ExecutorLink:
         self._mended.discard(key)
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         is_draining = self.report is not None and self.report.draining
-        self._tell(stream, SequenceEnded(attempt, finished.reason, stop_token_id, finished.error, is_draining))
+        ended = SequenceEnded(
+            attempt, finished.reason, stop_token_id, finished.error, is_draining, finished.constraint_unfinished
+        )
+        self._tell(stream, ended)
 
 
 def _refusal(rejected: executor_pb2.SequenceRejected) -> str | None:

@@ -81,7 +81,7 @@ SCHEDULER = (
     Mutation(
         "a prompt that is cached as a whole leaves no token to compute logits from",
         "executor/scheduler/prefix_cache.py",
-        "num_usable = (sequence.num_tokens - 1) // block_size",
+        "num_usable = sequence.num_reusable_tokens // block_size",
         "num_usable = sequence.num_tokens // block_size",
         ("tests/unit/test_prefix_cache.py", *SCHEDULER_TESTS),
     ),

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.queues import turn
-from executor.scheduler.scheduler import INVALID_LOGITS, NO_TOKEN_ALLOWED, Refusal, Scheduler, SchedulerLimits
+from executor.scheduler.scheduler import INVALID_LOGITS, NOTHING_ALLOWED, Refusal, Scheduler, SchedulerLimits
 from executor.scheduler.sequence import (
     FinishEvent,
     FinishReason,
@@ -19,7 +19,7 @@ from executor.scheduler.sequence import (
     StepPlan,
     StepResult,
 )
-from tests.fake_device import FakeDevice, solo_output
+from tests.fake_device import FakeDevice, logprobs_of, solo_output, token_logprobs
 from tests.property.scheduler_checks import OvercommittedChecks, ReservedChecks, Standing
 from tests.property.scheduler_model import Expectation, Promises, limits_strategy, sequence_strategy
 
@@ -32,6 +32,14 @@ class Launched:
 
     plan: StepPlan
     sampled_ids: tuple[int | None, ...] | None = None
+
+
+def check_scores(sequence: Sequence) -> None:
+    """Asserts that each position of the prompt was scored at most once, in order."""
+    scores, num_top = sequence.prompt_logprobs, sequence.num_prompt_logprobs
+    assert not scores or num_top is not None
+    prompt = sequence.token_ids[1 : sequence.num_prompt_tokens]
+    assert scores == [token_logprobs(token_id, num_top or 0) for token_id in prompt[: len(scores)]]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -312,7 +320,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._run_device(1)
         launched = self.launched.pop(0)
         assert launched.sampled_ids is not None
-        self._receive(self.scheduler.update(StepResult(launched.plan, launched.sampled_ids)))
+        logprobs = logprobs_of(launched.plan, launched.sampled_ids)
+        self._receive(self.scheduler.update(StepResult(launched.plan, launched.sampled_ids, logprobs)))
+        for sequence in launched.plan.sequences:
+            check_scores(sequence)
 
     def _step(self) -> None:
         """A turn of the loop."""
@@ -362,6 +373,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _receive(self, outcome: StepOutcome) -> None:
         for sequence, offset, token_id in outcome.tokens:
+            is_scored = sequence.num_prompt_logprobs is not None
+            assert len(sequence.prompt_logprobs) == (sequence.num_prompt_tokens - 1) * is_scored
             self._receive_token(self.expectations[sequence], offset, token_id)
         for event in outcome.finished:
             self._finish(event)
@@ -385,7 +398,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.promises.held.remove(event.sequence)
         if event.reason is FinishReason.ERROR:
-            assert event.error in ("lost", INVALID_LOGITS, NO_TOKEN_ALLOWED)
+            assert event.error in ("lost", INVALID_LOGITS, NOTHING_ALLOWED)
             return
         if event.reason is FinishReason.PREEMPTED:
             assert event.sequence.num_preemptions > 0

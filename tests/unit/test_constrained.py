@@ -20,7 +20,7 @@ from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.limits import Overcommit
-from executor.scheduler.scheduler import NO_TOKEN_ALLOWED, Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from executor.scheduler.scheduler import NOTHING_ALLOWED, Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.sequence import FinishEvent, FinishReason, Processors, Sampling, Sequence, Stopping
 from tests.small_vocabulary import (
     EOS_ID,
@@ -295,7 +295,7 @@ def test_no_token_allowed_ends_with_an_error(model: PagedModel) -> None:
     outside = make("outside", grammar, 2, processors=Processors(allowed_ids=frozenset({TEXTS.index("z")})))
     answers = run(model, [banned, outside, make("other", None, 3)])
     for name in ("banned", "outside"):
-        assert answers[name] == Answer([], FinishReason.ERROR, False, NO_TOKEN_ALLOWED)
+        assert answers[name] == Answer([], FinishReason.ERROR, False, NOTHING_ALLOWED)
     assert not answers["other"].error
 
 

@@ -395,6 +395,8 @@ def test_masks_of_the_default_model_are_exact(filler: MaskFiller) -> None:
             )
             filler.fill([again])
             assert again.mask is not None
+            assert again.mask is not None
+            assert row.mask is not None
             assert np.array_equal(again.mask, row.mask), "replayed at once"
             if not ids - ENDS:
                 break

@@ -281,7 +281,8 @@ def compiler() -> Any:
     made.close()
 
 
-def test_text_is_compiled_once_and_grammars_do_not_pile_up(compiler: GrammarCompiler) -> None:
+@pytest.mark.parametrize("num_grammars", [100, pytest.param(3000, marks=pytest.mark.slow)])
+def test_text_is_compiled_once_and_grammars_do_not_pile_up(compiler: GrammarCompiler, num_grammars: int) -> None:
     form = constraint(PERSON, is_ready=False)
     first, second = compiler.compile(form), compiler.compile(form)
     assert first.result() is second.result() is compiler.compile(form).result() is compiler.find(form.key)
@@ -289,7 +290,7 @@ def test_text_is_compiled_once_and_grammars_do_not_pile_up(compiler: GrammarComp
         list(
             threads.map(
                 lambda future: future.result(),
-                [compiler.compile(constraint(regex_grammar(f"a{i}"), is_ready=False)) for i in range(1000)],
+                [compiler.compile(constraint(regex_grammar(f"a{i}"), is_ready=False)) for i in range(num_grammars)],
             )
         )
     assert len(compiler.cache) == 8

@@ -27,6 +27,7 @@ from executor.gpu.sampling import draw
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout
 from executor.gpu.table_entries import NO_ENTRIES, TableFollower
+from executor.logits.grammar import MaskFiller
 from executor.scheduler.limits import SchedulerLimits
 from executor.scheduler.sequence import StepPlan
 from executor.step.batch import StepBatch, StepPacker
@@ -92,6 +93,7 @@ class GpuRunner:
         self._processing = Processing(
             self._device, self._vocabulary_size, limits.context_length, limits.max_num_sequences
         )
+        self._masks = MaskFiller(torch.get_num_threads())
         self._host_tier = GpuHostTier(kv, limits.num_host_blocks) if limits.num_host_blocks else None
         self._read_back = ReadBack(MAX_IN_FLIGHT, limits.max_num_sequences, self._device)
         self._buckets = decode_buckets(limits.max_num_sequences)
@@ -121,6 +123,9 @@ class GpuRunner:
         sampling = self._columns.select(plan, batch)
         layout, bucket = self._layout_of(batch, sampling)
         timer = StepTimer(self._device)
+        # The masks are filled while the device computes.
+        constrained = sampling.constrained()
+        are_filled = self._masks.start(constrained) if constrained else None
         with torch.inference_mode():
             # On the stream of the step: after the previous steps, whose KV it moves, and before the graph's replay.
             if self._host_tier is not None:
@@ -128,6 +133,8 @@ class GpuRunner:
             self._buffers.upload(layout, batch, sampling, entries)
             self._follower.sent()
             self._compute(layout, bucket, batch.num_decodes)
+            if are_filled is not None:
+                are_filled()
             self._process(layout, sampling)
             reported = self._report(layout, sampling)
             on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
@@ -142,6 +149,7 @@ class GpuRunner:
 
     def close(self) -> None:
         """Waits for the launched steps."""
+        self._masks.close()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

@@ -11,11 +11,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from gateway.answers import FinishedChoice
+from gateway.answers import FinishedChoice, shown_usage
 from gateway.asking import Ask
 from gateway.event_ids import Place
+from gateway.logprobs import prompt_positions
 from inflight import AsyncClient, AsyncStream
-from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs, Usage
+from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs, Prompt, Usage
 from inflight.v1 import inference_pb2
 
 MAX_KEYS = 4
@@ -40,7 +41,7 @@ class Source:
             has_output, was_cancelled = False, False
             async with aclosing(stream.events()) as events:
                 async for event in events:
-                    has_output = has_output or isinstance(event, Delta)
+                    has_output = has_output or isinstance(event, Delta | Prompt)
                     if not is_last and _is_cancelled(event) and (takes_back or not has_output):
                         was_cancelled = True
                         break
@@ -65,29 +66,37 @@ class Source:
         """Returns the choices and the usage of every prompt. Raises as `begun`, and cancels the others then."""
         try:
             async with asyncio.TaskGroup() as group:
-                reading = [group.create_task(self._collect(request, ask.n)) for request in ask.requests]
+                reading = [group.create_task(self._collect(ask, request)) for request in ask.requests]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [choices.result() for choices in reading]
 
-    async def _collect(self, request: inference_pb2.GenerateRequest, n: int) -> tuple[list[FinishedChoice], Usage]:
-        texts: list[list[str]] = [[] for _ in range(n)]
-        logprobs: list[list[PositionLogprobs | None]] = [[] for _ in range(n)]
-        reasons = [FinishReason.UNKNOWN] * n
+    async def _collect(self, ask: Ask, request: inference_pb2.GenerateRequest) -> tuple[list[FinishedChoice], Usage]:
+        texts: list[list[str]] = [[] for _ in range(ask.n)]
+        logprobs: list[list[PositionLogprobs | None]] = [[] for _ in range(ask.n)]
+        num_tokens = [0] * ask.n
+        prompt: list[PositionLogprobs | None] = []
+        reasons = [FinishReason.UNKNOWN] * ask.n
         async with aclosing(self.begun(request, takes_back=True)) as events:
             async for event in events:
                 match event:
                     case Accepted():
-                        texts = [[] for _ in range(n)]
-                        logprobs = [[] for _ in range(n)]
-                    case Delta():
-                        texts[event.choice].append(event.text)
-                        logprobs[event.choice].extend(event.logprobs)
+                        texts = [[] for _ in range(ask.n)]
+                        logprobs = [[] for _ in range(ask.n)]
+                        num_tokens = [0] * ask.n
+                        prompt.clear()
+                    case Prompt():
+                        prompt.extend(prompt_positions(event))
+                    case Delta(choice=choice):
+                        num_tokens[choice] += event.num_tokens
+                        if not (ask.drops_output and num_tokens[choice]):
+                            texts[choice].append(event.text)
+                            logprobs[choice].extend(event.logprobs)
                     case Finished():
                         reasons[event.choice] = event.reason
                     case Done():
                         parts = zip(map("".join, texts), reasons, logprobs, strict=True)
-                        return [FinishedChoice(*one) for one in parts], event.usage
+                        return [FinishedChoice(*one, prompt) for one in parts], shown_usage(ask, event.usage)
         raise AssertionError("a stream without an error ends with Done")
 
 

@@ -82,7 +82,11 @@ class GatewayService:
         except InflightError as error:
             raise from_router(error, ask.prompt_param, ask.renamed) from None
         choices = [choice for choices, _ in collected for choice in choices]
-        return _json(encoded(whole_answer(ask, answer, choices, [usage for _, usage in collected])))
+        usages = [usage for _, usage in collected]
+        if not ask.scores_prompts:
+            return _json(encoded(whole_answer(ask, answer, choices, usages)))
+        # Its log probabilities may be as many as the tokens of many prompts: streams go on meanwhile.
+        return _json(await asyncio.to_thread(lambda: encoded(whole_answer(ask, answer, choices, usages))))
 
     def _resume(self, ask: Ask, last_id: str, source: Source) -> EventStream:
         """Resumes after an event of an earlier answer, of any gateway. The body must be the same."""

@@ -4,6 +4,8 @@ Each choice is a request of its own in the ledger and on executors, with a `Rela
 request has once, the first one is sent: Accepted, Started and the queue events of choice 0. One Done ends the sequence
 after every choice has finished; a choice that fails ends all with its error.
 
+Log probabilities of the prompt come from choice 0; the output of the others waits until these are sent.
+
 If the client gets the best choices only, nothing of the output is sent before all choices have finished. The best ones
 are then read again from the beginning, and numbered by rank.
 """
@@ -26,7 +28,7 @@ from router.stream.request_stream import RequestStream
 
 Result = TypeVar("Result")
 
-OUTPUT = frozenset({"delta", "finished", "prompt"})
+OUTPUT = frozenset({"delta", "finished"})
 
 
 async def run_all(work: Iterable[Awaitable[Result]]) -> list[Result]:
@@ -64,6 +66,10 @@ class ChoicesRelay:
         self._has_told_accepted = False
         self._has_told_started = any(place.is_started for place in self._places)
         self._holds_output = self._counts.picks_best
+        # Set when the log probabilities of the prompt have been sent.
+        self._prompt_told = asyncio.Event()
+        if not reading.wants_prompt_logprobs:
+            self._prompt_told.set()
         self._done: dict[int, inference_pb2.Done] = {}
         self._reasons: Counter[str] = Counter()
         places = (BEGINNING,) * len(self._streams) if self._holds_output else self._places
@@ -95,6 +101,7 @@ class ChoicesRelay:
         await run_all([relay.run() for relay in self._relays])
         if self._holds_output:
             self._holds_output = False
+            self._prompt_told.set()
             best = self._best()
             for stream in best:
                 stream.attend()
@@ -119,10 +126,16 @@ class ChoicesRelay:
         if kind == "done":
             self._done.setdefault(choice, event.done)
             return
-        if self._holds_output and kind in OUTPUT:
-            return
+        if kind in OUTPUT:
+            if choice == 0:
+                self._prompt_told.set()
+            if self._holds_output:
+                return
+            await self._prompt_told.wait()
         match kind:
-            case "queued" | "prompt" if choice:
+            case "prompt" if self._prompt_told.is_set():
+                return
+            case "queued" if choice:
                 return
             case "queued" if self._has_told_accepted:
                 return

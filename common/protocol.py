@@ -4,9 +4,12 @@ from __future__ import annotations
 
 # Older versions are accepted too, so that executors can be replaced before routers or after them.
 MIN_PROTOCOL_VERSION = 1
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 # The first version with `Attach`, `attached` and `detached`.
 ATTACH_VERSION = 2
+# The first version whose executors read everything that changes logits, constraints, and prompt scores. Older ones
+# refuse the values that they know and ignore the others.
+LOGITS_VERSION = 3
 
 # As in OpenAI's API.
 MAX_TOP_LOGPROBS = 20

@@ -275,8 +275,8 @@ class Engine:
             return self._scheduler.fail(plan, f"the step failed on the device: {type(error).__name__}"), NO_TIMES
         self._num_failures = 0
         times = self._speed.observe(plan, step)
-        if not (plan.swaps_out or plan.swaps_in):
-            # The time of copies would be attributed to the rows.
+        if not (plan.swaps_out or plan.swaps_in or plan.scored):
+            # The time of copies, or of the logits that score a prompt, would be attributed to the rows.
             self._step_time.observe(StepLoad.of(plan), times.busy_s)
         outcome = self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs()))
         self._log_errors(outcome.finished)

@@ -123,6 +123,9 @@ class GpuRunner:
         sampling = self._columns.select(plan, batch)
         layout, bucket = self._layout_of(batch, sampling)
         timer = StepTimer(self._device)
+        # The masks are filled while the device computes.
+        constrained = sampling.constrained()
+        are_filled = self._masks.start(constrained) if constrained else None
         with torch.inference_mode():
             # On the stream of the step: after the previous steps, whose KV it moves, and before the graph's replay.
             if self._host_tier is not None:
@@ -130,9 +133,8 @@ class GpuRunner:
             self._buffers.upload(layout, batch, sampling, entries)
             self._follower.sent()
             self._compute(layout, bucket, batch.num_decodes)
-            # While the device computes. Its rows' newest tokens have been read: see `allows_next`.
-            if constrained := sampling.constrained():
-                self._masks.fill(constrained)
+            if are_filled is not None:
+                are_filled()
             self._process(layout, sampling)
             reported = self._report(layout, sampling)
             on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])

@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterator
 from common.errors import FieldViolation, Reason, RequestError, invalid
 from inflight.v1 import types_pb2
 from router.api.tokenizer_turns import TokenizerTurns
-from router.constraint.process import CompilerLostError, CompilerTimeoutError, CompilingProcess
+from router.constraint.process import (
+    CompilerFailedError,
+    CompilerLostError,
+    CompilerTimeoutError,
+    CompilingProcess,
+)
 from router.constraint.source import (
     DEFAULT_MAX_WHITESPACE,
     MAX_CHOICES,
@@ -91,7 +96,7 @@ class Constraining:
 
     def __init__(self, start: Callable[[], CompilingProcess] = CompilingProcess) -> None:
         self._start = start
-        self._turns = TokenizerTurns(NUM_PROCESSES, MAX_WAITING_BYTES, "compiled")
+        self._turns = TokenizerTurns(NUM_PROCESSES, MAX_WAITING_BYTES, "compile")
         # Processes without work. A thread takes one and puts it back: never more than there are threads.
         self._idle: list[CompilingProcess] = []
         # By the constraint's text: its grammar, or why there is none. The least recently used is first.
@@ -132,6 +137,8 @@ class Constraining:
             return self._ask(source)
         except ConstraintError as error:
             return error
+        except CompilerFailedError:
+            raise RequestError(Reason.INTERNAL, "the constraint could not be compiled") from None
         except CompilerLostError:
             text = "the process that compiles constraints was ended; try again"
         except CompilerTimeoutError:

@@ -43,14 +43,14 @@ class TokenizerTurns:
         self,
         num_threads: int | None = None,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
-        what_is_done: str = "tokenized",
+        verb: str = "tokenize",
     ) -> None:
         self._num_threads = num_threads or default_threads()
-        self._what_is_done = what_is_done
+        self._verb = verb
         # No tenant may hold all of several threads.
         self._max_per_tenant = max(1, self._num_threads // 2)
         self._max_waiting_bytes = max_waiting_bytes
-        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix=what_is_done)
+        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix=verb)
         self._running: Counter[str] = Counter()
         # Tenants in the order of their turns.
         self._lines: OrderedDict[str, deque[_Waiting]] = OrderedDict()
@@ -75,7 +75,7 @@ class TokenizerTurns:
             self._running[tenant] += 1
             return
         if self._waiting_bytes[tenant] + num_bytes > self._max_waiting_bytes and self._waiting_bytes[tenant]:
-            raise _too_much_waits(self._what_is_done)
+            raise _too_much_waits(self._verb)
         one = _Waiting(asyncio.get_running_loop().create_future(), num_bytes)
         self._lines.setdefault(tenant, deque()).append(one)
         self._waiting_bytes[tenant] += num_bytes
@@ -119,7 +119,6 @@ class TokenizerTurns:
             del self._lines[tenant], self._waiting_bytes[tenant]
 
 
-def _too_much_waits(what_is_done: str) -> RequestError:
-    text = f"too much text of the tenant waits to be {what_is_done}"
-    quota = f"tenant text to be {what_is_done}"
-    return RequestError(Reason.QUEUE_FULL, text, retry_after_ms=RETRY_AFTER_MS, quota=quota)
+def _too_much_waits(verb: str) -> RequestError:
+    text = f"too much text of the tenant waits to be {verb}d"
+    return RequestError(Reason.QUEUE_FULL, text, retry_after_ms=RETRY_AFTER_MS, quota=f"tenant text to {verb}")

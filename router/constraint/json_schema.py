@@ -199,7 +199,7 @@ class _Walk:
         elif keyword in SCHEMA_MAPS:
             canonical[keyword] = self._map(keyword, value, inside)
         elif keyword in VALUES:
-            canonical[keyword] = self._value(keyword, value, place)
+            self._value(keyword, value, place, canonical)
         elif keyword == "$ref":
             self._reference(value, place)
             canonical[keyword] = value
@@ -226,7 +226,7 @@ class _Walk:
         """Refuses a minimum that repeated names could seem to reach. The compiler repeats no name of `properties` or
         `required`, but knows no names beyond them, so at most one such property counts."""
         required, least = canonical.get("required", ()), canonical.get("minProperties", 0)
-        if is_count(least) and isinstance(required, list | tuple) and least > len(set(map(str, required))) + 1:
+        if least > len(set(required)) + 1:
             text = "must be at most the number of names in `required` plus 1; a larger minimum is not supported"
             self._refuse(f"has `minProperties` {least}{_at(place)}: {text}")
 
@@ -246,12 +246,12 @@ class _Walk:
             for name, part in value.items()
         }
 
-    def _value(self, keyword: str, value: Any, place: str) -> Any:
+    def _value(self, keyword: str, value: Any, place: str, canonical: dict[str, Any]) -> None:
         is_allowed, allowed = VALUES[keyword]
-        if not is_allowed(value):
+        if is_allowed(value):
+            canonical[keyword] = self._pattern(value, place) if keyword == "pattern" else value
+        else:
             self._refuse(f"has `{keyword}` {shortened(str(value))}{_at(place)}: must be {allowed}")
-            return value
-        return self._pattern(value, place) if keyword == "pattern" else value
 
     def _pattern(self, pattern: str, place: str) -> str:
         try:

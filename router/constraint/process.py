@@ -22,13 +22,20 @@ ROOT = Path(__file__).parents[2]
 # Of the wall clock, which runs on while the machine is busy elsewhere. The process ends itself after much less
 # processor time.
 MAX_WAIT_S = 20.0
+# Before each text in a pipe.
 LENGTH_BYTES = 4
+# The exit code of a process whose allocation failed.
+OUT_OF_MEMORY = 3
 TOO_LONG = "takes too long to compile; simplify it"
 TOO_LARGE = "takes too much memory to compile; simplify it"
 
 
 class CompilerLostError(Exception):
     """The process is gone, for no fault of the constraint that it had."""
+
+
+class CompilerFailedError(Exception):
+    """The process ended by an error of its own."""
 
 
 class CompilerTimeoutError(Exception):
@@ -62,7 +69,7 @@ class CompilingProcess:
 
     def compile(self, source: ConstraintSource, timeout_s: float = MAX_WAIT_S) -> str:
         """Returns the canonical grammar. Blocks. Raises `ConstraintError`, also for a constraint that ended the
-        process, and `CompilerLostError` or `CompilerTimeoutError`."""
+        process, `CompilerLostError`, `CompilerFailedError` or `CompilerTimeoutError`."""
         try:
             answer = self._exchange(source.to_json().encode(), time.monotonic() + timeout_s)
         except (BrokenPipeError, EOFError):
@@ -108,7 +115,9 @@ class CompilingProcess:
             return ConstraintError([TOO_LONG])
         if code in (-signal.SIGKILL, -signal.SIGTERM):
             return CompilerLostError()
-        return ConstraintError([TOO_LARGE])
+        if code == OUT_OF_MEMORY or code < 0:  # failed allocations in compiled code abort
+            return ConstraintError([TOO_LARGE])
+        return CompilerFailedError()
 
 
 def _environment() -> dict[str, str]:

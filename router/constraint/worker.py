@@ -13,7 +13,6 @@ import os
 import random
 import resource
 import signal
-import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -23,14 +22,13 @@ from typing import BinaryIO
 import llguidance
 
 from common.grammar import PARSER_LIMITS
+from router.constraint.process import LENGTH_BYTES, OUT_OF_MEMORY
 from router.constraint.source import ConstraintError, canonical, source_of
 
-LENGTH = struct.Struct(">I")
 # Processor time for one constraint.
 MAX_COMPILE_S = 2.0
 # Address space, of which Python and llguidance take about 60 MiB.
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
-OUT_OF_MEMORY = 3
 # A grammar that compiles may still have no output at all, or need more than the limits after its first tokens.
 PROBED_STEPS = 64
 # Processor time for these steps. With a model's vocabulary a step costs more, and each token needs one.
@@ -107,14 +105,14 @@ def answer(compiler: Compiler, source: str) -> str:
 
 def read_frame(stream: BinaryIO) -> str | None:
     """Returns the next text; None at the end."""
-    header = stream.read(LENGTH.size)
-    return None if len(header) < LENGTH.size else stream.read(LENGTH.unpack(header)[0]).decode()
+    header = stream.read(LENGTH_BYTES)
+    return None if len(header) < LENGTH_BYTES else stream.read(int.from_bytes(header, "big")).decode()
 
 
 def frame(text: str) -> bytes:
     """Returns a text as it is sent."""
     encoded = text.encode()
-    return LENGTH.pack(len(encoded)) + encoded
+    return len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded
 
 
 def main() -> None:

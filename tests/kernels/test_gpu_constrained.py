@@ -1,4 +1,4 @@
-"""Constrained rows on the GPU runner, by Triton's interpreter: the same tokens as on a CPU."""
+"""Constrained rows on the GPU runner, under Triton's interpreter, beside others: the tokens of the generic runner."""
 
 from __future__ import annotations
 
@@ -8,89 +8,47 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from common.model_source import resolve_model
 from executor.gpu.runner import GpuRunner
-from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
-from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Batching, SchedulerLimits
-from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sampling, Sequence, Stopping
-from tests.scheduling import run_overlapped
-from tests.small_vocabulary import (
-    EOS_ID,
-    OTHER_EOS_ID,
-    VOCABULARY_SIZE,
-    constraint,
-    regex_grammar,
-    schema_grammar,
-    text_of,
-)
+from executor.scheduler.sequence import Processors, Sequence
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, load, outputs
+from tests.small_vocabulary import EOS_ID, OTHER_EOS_ID, VOCABULARY_SIZE, schema_grammar
 from tests.tiny_models import save_model, sizes
 from tests.torch_threads import torch_threads
+from tests.unit.test_constrained import make
 
-BLOCK_SIZE = 16
-NUM_BLOCKS = 16
-LIMITS = SchedulerLimits(
-    max_num_sequences=3,
-    num_standby_sequences=4,
-    max_num_tokens=16,
-    context_length=64,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
+GRAMMARS = (
+    schema_grammar({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 5}),
+    None,
+    schema_grammar({"type": "string", "maxLength": 12}),
+    schema_grammar({"type": ["boolean", "null"]}),
 )
-ENDS = frozenset({EOS_ID, OTHER_EOS_ID})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    config = LlamaConfig(**sizes(vocab_size=VOCABULARY_SIZE, num_hidden_layers=1))
-    with torch_threads(1):
-        yield save_model(config, tmp_path_factory.mktemp("model") / "tiny")
-
-
-def load(folder: Path, backend_name: str) -> PagedModel:
-    source = resolve_model(str(folder))
-    model = PagedModel.load(source, dtype_name="float32", backend_name=backend_name, device_name="cpu")
-    model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
-    return model
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(**sizes(num_hidden_layers=1, vocab_size=VOCABULARY_SIZE, eos_token_id=[EOS_ID, OTHER_EOS_ID]))
+    return save_model(config, tmp_path_factory.mktemp("model") / "tiny")
 
 
 def requests() -> list[Sequence]:
-    forms = [schema_grammar({"enum": ["abc", 12, None]}), None, regex_grammar("[ab]{2,4}c?")]
-    prompt = [40, 7, 55]
-    return [
-        Sequence(
-            f"r{i}",
-            1,
-            [*prompt, i],
-            4,
-            Sampling(1.0 if i % 2 else 0.0, 0, 1.0, i),
-            Stopping(9, 0, ENDS),
-            1,
-            b"",
-            constraint=None if (form := forms[i % 3]) is None else constraint(form),
-        )
-        for i in range(5)
-    ]
+    """More than there are seats, one of them with penalties besides its grammar."""
+    sequences = [make(f"r{i}", grammar, i, max_tokens=14) for i, grammar in enumerate(GRAMMARS)]
+    sequences[2].processors = Processors(presence_penalty=1.0, bad_words=((20,),))
+    return sequences
 
 
-def test_constrained_rows_get_the_tokens_of_the_cpu(folder: Path) -> None:
-    outputs = []
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_constrained_rows_beside_others_are_those_of_the_generic_runner(folder: Path, num_ahead: int) -> None:
+    expected = outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), requests(), num_ahead=0)
     model = load(folder, "triton")
     assert model.gpu_decoder is not None
-    reference = load(folder, "reference")
-    for runner in (
-        GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE),
-        ModelRunner(reference, LIMITS, BLOCK_SIZE),
-    ):
-        sequences = requests()
-        scheduler = Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
-        for sequence in sequences:
-            assert scheduler.offer(sequence) is None
-        run_overlapped(scheduler, runner, 1)
-        runner.close()
-        outputs.append([sequence.token_ids[4:] for sequence in sequences])
-        assert text_of(outputs[-1][0]) in ('"abc"', "12", "null")
-    assert outputs[0] == outputs[1]
+    runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE)
+    assert outputs(runner, requests(), num_ahead=num_ahead) == expected
+    assert all(expected)

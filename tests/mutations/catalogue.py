@@ -209,4 +209,27 @@ AUTHENTICATION = (
         ("tests/unit/test_doors.py",),
     ),
 )
-MUTATIONS = (*SCHEDULER, *LEDGER, *LIFE_CYCLE, *STREAMS, *AUTHENTICATION)
+SAMPLING = (
+    Mutation(
+        "a bad word is excluded at the beginning of a line only",
+        "router/api/tokenizing.py",
+        """for form in (bare, f" {bare}")]""",
+        """for form in (bare,)]""",
+        ("tests/unit/test_bad_words.py",),
+    ),
+    Mutation(
+        "the bad words of a request come on top of the model's",
+        "router/request/sampling.py",
+        '("bad_words", "bad_word_ids"))',
+        '("bad_words",), ("bad_word_ids",))',
+        ("tests/unit/test_validation.py",),
+    ),
+    Mutation(
+        "an executor gets a request whose bad words it ignores",
+        "router/executors/link.py",
+        "if version >= LOGITS_VERSION else",
+        "if version >= ATTACH_VERSION else",
+        ("tests/integration/test_sampling_parameters.py",),
+    ),
+)
+MUTATIONS = (*SCHEDULER, *LEDGER, *LIFE_CYCLE, *STREAMS, *AUTHENTICATION, *SAMPLING)

@@ -119,6 +119,7 @@ def test_regex_matches_the_whole_output(regex: str, text: str, other: str) -> No
         ({"additionalItems": False}, "keyword `additionalItems`"),
         ({"format": "unheard-of"}, '`format` "unheard-of" at the root: must be one of date, date-time'),
         ({"type": "integer", "format": "int32"}, "`format`"),
+        ({"format": [], "minProperties": {}, "required": [[]]}, "`format`"),
         ({"type": "text"}, "`type`"),
         ({"type": []}, "`type`"),
         ({"enum": []}, "`enum`"),

@@ -120,6 +120,7 @@ class Common(_Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     priority: Literal["interactive", "standard", "batch"] | Annotated[int, Field(ge=-(2**31), le=MAX_INT32)] | None = (
         None
     )
@@ -138,6 +139,8 @@ class Common(_Body):
         options = self.stream_options
         if options is not None and options.continuous_usage_stats and not options.include_usage:
             raise ValueError("stream_options.continuous_usage_stats: is allowed only with include_usage")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: is allowed only without stream")
         return self
 
     @field_validator("logit_bias")
@@ -208,6 +211,7 @@ class CompletionBody(Common):
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -247,7 +251,6 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
 }
 UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 

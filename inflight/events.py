@@ -30,13 +30,15 @@ class FinishReason(Enum):
 class Logprob:
     """A token with the natural logarithm of its probability, which is minus infinity for an impossible token.
 
-    A character may need the `text_bytes` of several tokens. The text leaves out a token that `is_special`.
+    A character may need the `text_bytes` of several tokens. The text leaves out a token that `is_special`. `rank` is 1
+    for the likeliest token at its position; 0 if it is not known.
     """
 
     token_id: int
     logprob: float
     text_bytes: bytes = b""
     is_special: bool = False
+    rank: int = 0
 
     @property
     def text(self) -> str:
@@ -79,6 +81,21 @@ class Started:
     executor_id: str
     cached_tokens: int
     queue_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens of the prompt from position `offset` on, with their log probabilities: `None` for the first of the prompt.
+
+    Sent before the output with `want_prompt_logprobs` or `top_prompt_logprobs`. With offset 0, `first_text_bytes` is
+    the text of the first token, which the text leaves out if `first_is_special`.
+    """
+
+    offset: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs | None, ...]
+    first_text_bytes: bytes = b""
+    first_is_special: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +173,7 @@ class Resumed:
     cause: str
 
 
-Event = Accepted | Queued | Started | Delta | Finished | Done | Notice | Resumed
+Event = Accepted | Queued | Started | Prompt | Delta | Finished | Done | Notice | Resumed
 
 
 @dataclass(slots=True)
@@ -173,12 +190,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole result of a request. `text`, `token_ids`, `logprobs` and `finish_reason` are the first choice's."""
+    """The whole result of a request. `text`, `token_ids`, `logprobs` and `finish_reason` are the first choice's.
+
+    `prompt_token_ids` and `prompt_logprobs`, which begin with `None`, are empty unless `want_prompt_logprobs` or
+    `top_prompt_logprobs` was set.
+    """
 
     request_id: str
     choices: tuple[Choice, ...]
     usage: Usage
     timing: Timing
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
 
     @property
     def text(self) -> str:
@@ -226,6 +249,8 @@ class Transcript:
         self.resume_token: str | None = None
         self.prompt_tokens: int | None = None
         self.executor_id: str | None = None
+        self.prompt_token_ids: list[int] = []
+        self.prompt_logprobs: list[PositionLogprobs | None] = []
         self.choices: list[Choice] = [Choice()]
         self.usage: Usage | None = None
         self.timing: Timing | None = None
@@ -243,6 +268,9 @@ class Transcript:
                 self.resume_token = event.resume_token
             case Started():
                 self.executor_id = event.executor_id
+            case Prompt():
+                self.prompt_token_ids.extend(event.token_ids)
+                self.prompt_logprobs.extend(event.logprobs)
             case Delta():
                 choice = self._choice(event.choice)
                 choice.text += event.text
@@ -273,7 +301,8 @@ class Transcript:
             cancelled = self.choices[0].finish_reason is FinishReason.CANCELLED
             code = grpc.StatusCode.CANCELLED if cancelled else grpc.StatusCode.INTERNAL
             raise InflightError(code, "the stream ended before its last event")
-        return Completion(self.request_id or "", tuple(self.choices), self.usage, self.timing)
+        prompt = (tuple(self.prompt_token_ids), tuple(self.prompt_logprobs))
+        return Completion(self.request_id or "", tuple(self.choices), self.usage, self.timing, *prompt)
 
     def _choice(self, index: int) -> Choice:
         while len(self.choices) <= index:
@@ -295,6 +324,8 @@ def decode_event(wire: inference_pb2.StreamEvent) -> Event | None:
         case "started":
             queue_s = _seconds(wire.started.queue) if wire.started.HasField("queue") else None
             return Started(wire.started.executor_id, wire.started.cached_tokens, queue_s)
+        case "prompt":
+            return _prompt(wire.prompt)
         case "delta":
             return _delta(wire.delta)
         case "finished":
@@ -306,6 +337,16 @@ def decode_event(wire: inference_pb2.StreamEvent) -> Event | None:
             return Notice(kind, wire.notice.text)
         case _:
             return None
+
+
+def _prompt(wire: inference_pb2.Prompt) -> Prompt:
+    return Prompt(
+        offset=wire.offset,
+        token_ids=tuple(wire.token_ids),
+        logprobs=tuple(map(_position, wire.logprobs)),
+        first_text_bytes=wire.first_text_bytes,
+        first_is_special=wire.first_is_special,
+    )
 
 
 def _delta(wire: inference_pb2.Delta) -> Delta:
@@ -344,7 +385,7 @@ def _position(wire: types_pb2.PositionLogprobs) -> PositionLogprobs | None:
 
 
 def _logprob(wire: types_pb2.TokenLogprob) -> Logprob:
-    return Logprob(wire.token_id, wire.logprob, wire.text_bytes, wire.is_special)
+    return Logprob(wire.token_id, wire.logprob, wire.text_bytes, wire.is_special, wire.rank)
 
 
 def _usage(wire: types_pb2.Usage) -> Usage:

@@ -71,6 +71,8 @@ class GenerateOptions(TypedDict, total=False):
     want_token_ids: bool
     want_logprobs: bool
     top_logprobs: int
+    want_prompt_logprobs: bool
+    top_prompt_logprobs: int
     want_queue_events: bool
     coalesce_ms: int
     echo: bool
@@ -127,6 +129,8 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "want_token_ids": ("output", "token_ids"),
     "want_logprobs": ("output", "logprobs"),
     "top_logprobs": ("output", "top_logprobs"),
+    "want_prompt_logprobs": ("output", "prompt_logprobs"),
+    "top_prompt_logprobs": ("output", "top_prompt_logprobs"),
     "want_queue_events": ("want_queue_events",),
     "coalesce_ms": ("output", "coalesce_ms"),
     "echo": ("output", "echo"),

@@ -34,7 +34,7 @@ from torch import Tensor
 from executor.engine.runner import NO_TOKEN
 from executor.logits.reference import process_row
 from executor.logits.row import LogitsRow
-from executor.scheduler.sequence import Sampling
+from executor.scheduler.sequence import ALL_EXCLUDED, Sampling
 from executor.step.philox import MASK, philox_words
 
 # Candidates examined first for a row with top_p but no top_k. If they hold too little probability, all are sorted.
@@ -80,6 +80,13 @@ def min_p_logs(min_p: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         return np.log(min_p.astype(np.float64)).astype(np.float32)
 
 
+def name_excluded(token_ids: Tensor, logits: Tensor) -> Tensor:
+    """Returns the token ids `[R]` with `ALL_EXCLUDED` in place of `NO_TOKEN` where the model's `logits[R, vocabulary]`
+    have a usable number."""
+    is_excluded = (token_ids == NO_TOKEN) & (numbers_of(logits) > float("-inf")).any(1)
+    return token_ids.masked_fill(is_excluded, ALL_EXCLUDED)
+
+
 def choose_greedily(logits: Tensor) -> Tensor:
     """Returns the ids `[R]` int64 of the largest of `logits[R, vocabulary]`, the lowest id among equals."""
     largest, token_ids = numbers_of(logits).max(-1)
@@ -89,6 +96,17 @@ def choose_greedily(logits: Tensor) -> Tensor:
 def numbers_of(logits: Tensor) -> Tensor:
     """Returns the logits with -inf in place of NaN, which torch would treat as the largest."""
     return logits.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+
+
+def keep_likeliest(scaled: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+    """Returns the candidates of each row of `scaled[N, V]`, as `keep_top` does, by min_p, top_k and top_p."""
+    top_k = torch.tensor([sampling.top_k for sampling in samplings], device=scaled.device)
+    top_p = torch.tensor([sampling.top_p for sampling in samplings], dtype=torch.float64, device=scaled.device)
+    least = min_p_logs(np.array([sampling.min_p for sampling in samplings], np.float32))
+    edge = scaled.amax(1, keepdim=True) + torch.from_numpy(least).to(scaled.device)[:, None]
+    likely = scaled.masked_fill(scaled < edge, float("-inf"))
+    ids, is_kept = keep_top(likely, top_k, top_p)
+    return ids, is_kept & (likely.gather(1, ids) > float("-inf"))
 
 
 def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,12 +181,7 @@ def _draw_from_all(scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _draw_from_top(scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    top_k = torch.tensor([row.sampling.top_k for row in rows], device=scaled.device)
-    top_p = torch.tensor([row.sampling.top_p for row in rows], dtype=torch.float64, device=scaled.device)
-    least = min_p_logs(np.array([row.sampling.min_p for row in rows], np.float32))
-    edge = scaled.amax(1, keepdim=True) + torch.from_numpy(least).to(scaled.device)[:, None]
-    scaled = scaled.masked_fill(scaled < edge, float("-inf"))
-    ids, is_kept = keep_top(scaled, top_k, top_p)
+    ids, is_kept = keep_likeliest(scaled, [row.sampling for row in rows])
     ids, order = ids.sort(dim=1)  # so that the lowest id wins among equals
     noisy = (scaled.gather(1, ids) + gumbel_noise(rows, ids)).masked_fill(~is_kept.gather(1, order), float("-inf"))
     return ids.gather(1, noisy.argmax(1, keepdim=True)).squeeze(1)

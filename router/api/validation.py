@@ -53,9 +53,6 @@ UNBUILT = (
     UnbuiltField("sampling.typical_p", "locally typical sampling is", (1.0,)),
     UnbuiltField("n", "more than one choice is", (1,)),
     UnbuiltField("best_of", "choosing the best of several is", (1,)),
-    UnbuiltField("output.prompt_logprobs", "reporting log probabilities of prompts is"),
-    UnbuiltField("output.top_prompt_logprobs", "reporting log probabilities of prompts is"),
-    UnbuiltField("output.echo", "echoing the prompt is"),
     UnbuiltField("output.coalesce_ms", "holding tokens back to send fewer events is"),
     UnbuiltField("adapter_id", "serving LoRA adapters is"),
 )
@@ -152,10 +149,13 @@ def _first(*violations: Violations) -> tuple[FieldViolation, ...]:
 
 
 def _output_flags(output: inference_pb2.OutputOptions) -> OutputFlags:
+    scores = output.prompt_logprobs or output.top_prompt_logprobs
     return OutputFlags(
         text=output.text if output.HasField("text") else True,
         token_ids=output.token_ids,
         num_top_logprobs=output.top_logprobs if output.logprobs or output.top_logprobs else None,
+        num_prompt_logprobs=output.top_prompt_logprobs if scores else None,
+        echo=output.echo,
     )
 
 
@@ -294,8 +294,11 @@ def _utf8_violations(text: bytes) -> Violations:
 
 
 def _output_violations(output: inference_pb2.OutputOptions) -> Violations:
-    if output.top_logprobs > MAX_TOP_LOGPROBS:
-        yield FieldViolation("output.top_logprobs", f"is {output.top_logprobs}; at most {MAX_TOP_LOGPROBS} are allowed")
+    for field in ("top_logprobs", "top_prompt_logprobs"):
+        if (count := getattr(output, field)) > MAX_TOP_LOGPROBS:
+            yield FieldViolation(f"output.{field}", f"is {count}; at most {MAX_TOP_LOGPROBS} are allowed")
+    if output.echo and output.HasField("text") and not output.text:
+        yield FieldViolation("output.echo", "begins the text with the prompt, but output.text is false")
 
 
 def _stopping_violations(stopping: types_pb2.StoppingParams, limits: ModelLimits) -> Violations:

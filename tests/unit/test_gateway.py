@@ -263,7 +263,7 @@ def test_prompts_that_are_none_are_refused(prompt: Any) -> None:
     assert refused.value.status == 400
 
 
-@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}])
+@pytest.mark.parametrize("fields", [{"suffix": "x"}, {"best_of": 2}])
 def test_unsupported_parameters_of_completions_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         completion(**fields)
@@ -282,6 +282,7 @@ def test_unsupported_parameters_are_taken_where_they_ask_for_nothing() -> None:
 def test_event_ids_say_where_the_client_is() -> None:
     places = [
         Place("key-1", "t_1-", 5, 17), Place("a.b:c", "t2", 0, 0, has_finished=True), Place("d", "t3", 2, 9, False, 4),
+        Place("e", "t4", 0, 0, False, 0, 7),
     ]  # fmt: skip
     answer = AnswerId("chatcmpl-12", 1700000000)
     text = event_id(answer, places)

@@ -94,6 +94,37 @@ def test_generate_passes_its_flags_on(address: str, router: ScriptedRouter) -> N
     assert request.deadlines.first_token.ToMilliseconds() == 500
 
 
+def test_generate_prints_the_scores_of_the_prompt(
+    address: str, router: ScriptedRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def named(token_id: int, logprob: float, rank: int) -> types_pb2.TokenLogprob:
+        text = f"w{token_id}".encode()
+        return types_pb2.TokenLogprob(token_id=token_id, logprob=logprob, text_bytes=text, rank=rank)
+
+    scores = types_pb2.PositionLogprobs(chosen=named(7, -1.5, 2), top=[named(8, -0.5, 1)])
+    logprobs = [types_pb2.PositionLogprobs(), scores]
+    prompt = inference_pb2.Prompt(token_ids=[6, 7], logprobs=logprobs, first_text_bytes=b"w6")
+    told = inference_pb2.StreamEvent(prompt=prompt)
+    router.script = lambda request, context: iter([accepted(), told, *speak(WORDS)])
+    flags = ["--raw", "--echo", "--prompt-logprobs", "1", "--address", address]
+    assert main(["generate", "hi", *flags]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split() for line in lines[:2]] == [["'w6'"], ["-1.500", "2", "'w7'", "('w8'", "-0.500)"]]
+    (request,) = asked(router)
+    assert (request.output.echo, request.output.prompt_logprobs, request.output.top_prompt_logprobs) == (True, True, 1)
+    assert main(["generate", "hi", "--json", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_logprobs"] == [
+        {"token_id": 6},
+        {
+            "token_id": 7,
+            "text": "w7",
+            "logprob": -1.5,
+            "rank": 2,
+            "top": [{"token_id": 8, "text": "w8", "logprob": -0.5, "rank": 1}],
+        },
+    ]
+
+
 def test_generate_passes_penalties_biases_and_bad_words_on(address: str, router: ScriptedRouter) -> None:
     flags = ["--min-p", "0.25", "--presence-penalty", "-1", "--frequency-penalty", "0.5", "--repetition-penalty", "1.5"]
     flags += ["--logit-bias", "5=-100", "--logit-bias", "7=2.5", "--allowed-token-ids", "5,7", "--bad-word", "a"]

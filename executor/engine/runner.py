@@ -35,6 +35,11 @@ class PendingStep(Protocol):
         """End by the engine's clock."""
         ...
 
+    @property
+    def allows_next(self) -> bool:
+        """Whether the next step may be launched before this one was read."""
+        ...
+
     def result(self) -> tuple[int | None, ...]:
         """Waits, and returns the sampled token ids of the rows that sample, in the order of the plan's rows; for a row
         without a token what `StepResult` has in its place.
@@ -44,13 +49,15 @@ class PendingStep(Protocol):
         ...
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Returns the log probabilities by index among the rows that sample, for rows that report them. Call it after
-        `result`."""
+        """Returns the log probabilities by index among the rows that sample, for rows that report them, and behind them
+        those of the positions that score a prompt (`StepResult`). Call it after `result`."""
         ...
 
 
 class FailedStep:
-    """A step that could not be launched. `result` raises the error."""
+    """A step that could not be launched. `result` raises the error. It yields no tokens for the next step to carry."""
+
+    allows_next = False
 
     def __init__(self, error: Exception) -> None:
         self.began_s = self.ended_s = time.perf_counter()

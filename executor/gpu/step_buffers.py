@@ -88,6 +88,7 @@ class StepBuffers:
             carried_from=nothing,
             num_decodes=num_decodes,
             block_size=block_size,
+            target_ids=of(layout, "target_ids"),
         )
 
     def draw_rows(self, layout: StepLayout) -> DrawRows:
@@ -97,6 +98,7 @@ class StepBuffers:
             temperatures=of(layout, "temperatures").view(torch.float32),
             top_ks=of(layout, "top_ks"),
             top_ps=of(layout, "top_ps").view(torch.float32),
+            min_p_logs=of(layout, "min_p_logs").view(torch.float32),
             seeds_low=of(layout, "seeds_low"),
             seeds_high=of(layout, "seeds_high"),
             output_indices=of(layout, "output_indices"),
@@ -107,6 +109,10 @@ class StepBuffers:
     def reported_rows(self, layout: StepLayout, count: int) -> Tensor:
         """Returns the first `count` of the rows that report log probabilities, int32."""
         return self._field(layout, "reported_rows")[:count]
+
+    def target_ids(self, layout: StepLayout) -> Tensor:
+        """Returns the tokens behind the positions that score, int32."""
+        return self._field(layout, "target_ids")
 
     def resolve(self, layout: StepLayout) -> None:
         """Fills in the tokens that the previous step sampled."""

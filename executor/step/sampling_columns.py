@@ -13,7 +13,8 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from executor.logits.row import LogitsRow
+from executor.logits.grammar import Guide
+from executor.logits.row import LogitsRow, mask_of
 from executor.scheduler.sequence import NO_PROCESSORS, Sampling, StepPlan
 from executor.scheduler.sequence import Sequence as BoardedSequence
 from executor.step.batch import StepBatch
@@ -29,8 +30,8 @@ class SamplingBatch:
 
     The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that every row
     takes its largest logit, and nothing is banned or changed. `processed` are the rows whose logits are changed first,
-    by row. `reporting` are the rows that report log probabilities, each with the
-    number of likeliest tokens to report.
+    by row. `reporting` are the rows that report log probabilities, each with the number of likeliest tokens to report;
+    the positions that score a prompt follow behind the R rows.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -85,6 +86,10 @@ class SamplingBatch:
         processed = [self.processed.get(i) for i in range(self.num_rows)]
         return [SampleRow(*row) for row in zip(samplings, self.output_index.tolist(), banned, processed, strict=True)]
 
+    def constrained(self) -> list[LogitsRow]:
+        """Returns the rows whose mask has to be computed before they are sampled."""
+        return [row for row in self.processed.values() if row.guide is not None] if self.processed else []
+
     def append(self, sampled_ids: Sequence[int]) -> None:
         """Adds the sampled tokens to the rows that depend on them. The thread that runs the steps calls it."""
         for index, row in self.processed.items():
@@ -130,7 +135,7 @@ class SamplingColumns:
             min_p=self._min_p[seats],
             is_greedy=len(banned_ids) == 0 and not processed and not temperature.any(),
             processed=processed,
-            reporting=self._reporting_rows(seats),
+            reporting=self._reporting_rows(seats) + (_scoring_rows(plan, len(seats)) if plan.scored else ()),
         )
 
     def _board(self, sequence: BoardedSequence, plan: StepPlan) -> None:
@@ -142,10 +147,12 @@ class SamplingColumns:
         self._min_p[seat] = sampling.min_p
         self._prompt_length[seat] = sequence.num_prompt_tokens
         self._processed.pop(seat, None)
-        if sequence.processors != NO_PROCESSORS:
+        if sequence.processors != NO_PROCESSORS or sequence.constraint is not None:
             self._processed[seat] = self._processed_row(sequence, plan)
         self._restrained.pop(seat, None)
-        if sequence.stopping.min_tokens > 0 and sequence.stopping.stop_token_ids:
+        # The mask of a constrained sequence says when it may stop.
+        is_restrained = sequence.stopping.min_tokens > 0 and sequence.constraint is None
+        if is_restrained and sequence.stopping.stop_token_ids:
             self._restrained[seat] = sequence
         self._reporting.pop(seat, None)
         if sequence.num_top_logprobs is not None:
@@ -161,7 +168,15 @@ class SamplingColumns:
             sequence.num_prompt_tokens,
             sequence.length_limit,
             self._vocabulary_size,
+            self._guide(sequence),
         )
+
+    def _guide(self, sequence: BoardedSequence) -> Guide | None:
+        if sequence.constraint is None:
+            return None
+        allowed_ids = sequence.processors.allowed_ids
+        allowed = mask_of(allowed_ids, self._vocabulary_size) if allowed_ids else None
+        return Guide(sequence.constraint, sequence.stopping, allowed, self._vocabulary_size)
 
     def _processed_rows(self, seats: npt.NDArray[np.int32]) -> Mapping[int, LogitsRow]:
         if not self._processed:
@@ -193,6 +208,11 @@ class SamplingColumns:
             return sequence.stopping.stop_token_ids
         del self._restrained[seat]
         return NO_IDS
+
+
+def _scoring_rows(plan: StepPlan, first: int) -> tuple[tuple[int, int], ...]:
+    num_top = (one.sequence.num_prompt_logprobs or 0 for one in plan.scored for _ in range(one.start, one.end))
+    return tuple(enumerate(num_top, start=first))
 
 
 def _columns_of_ids(

@@ -11,6 +11,7 @@ from executor.gpu.sampling import DrawRows, draw
 from executor.scheduler.sequence import Sampling
 from executor.step.sampling import SampleRow, sample
 from tests.kernels.comparison import assert_attends_as_the_reference
+from tests.kernels.test_triton_processing import assert_every_combination_as_the_reference
 from tests.paged_cases import Spec
 
 pytestmark = pytest.mark.gpu
@@ -68,7 +69,11 @@ def test_draws_are_those_of_the_torch_sampler(gpu: torch.device) -> None:
     num_rows, vocabulary_size = 64, 128_256
     logits = torch.randn(num_rows, vocabulary_size, device=gpu) * 3
     rows = [
-        SampleRow(Sampling(0.1 * (i % 16), 50 * (i % 3), 1.0 - 0.1 * (i % 2), 2**40 * i + i), 1000 * i, frozenset())
+        SampleRow(
+            Sampling(0.1 * (i % 16), 50 * (i % 3), 1.0 - 0.1 * (i % 2), 2**40 * i + i, 0.01 * (i % 4)),
+            1000 * i,
+            frozenset(),
+        )
         for i in range(num_rows)
     ]
     words = torch.zeros(num_rows, dtype=torch.int32, device=gpu)
@@ -80,6 +85,7 @@ def test_draws_are_those_of_the_torch_sampler(gpu: torch.device) -> None:
             temperatures=torch.tensor([row.sampling.temperature for row in rows], device=gpu),
             top_ks=torch.tensor([row.sampling.top_k for row in rows], dtype=torch.int32, device=gpu),
             top_ps=torch.tensor([row.sampling.top_p for row in rows], device=gpu),
+            min_p_logs=torch.tensor([row.sampling.min_p for row in rows], device=gpu).log(),
             seeds_low=(seeds & 0x7FFF_FFFF).to(gpu, torch.int32),
             seeds_high=(seeds >> 32).to(gpu, torch.int32),
             output_indices=torch.tensor([row.output_index for row in rows], dtype=torch.int32, device=gpu),
@@ -89,3 +95,8 @@ def test_draws_are_those_of_the_torch_sampler(gpu: torch.device) -> None:
         token_ids,
     )
     assert token_ids.tolist() == sample(logits, rows).tolist()
+
+
+@pytest.mark.parametrize("vocabulary_size", [45, 128_256])
+def test_changed_logits_are_bit_for_bit_the_reference(gpu: torch.device, vocabulary_size: int) -> None:
+    assert_every_combination_as_the_reference(vocabulary_size, gpu)

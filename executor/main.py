@@ -32,6 +32,7 @@ from common.settings import SettingError, describe, load
 from common.telemetry.logs import start_logging
 from common.telemetry.tracing import Tracing, open_tracing
 from executor.attention.gpu_host_tier import staging_bytes
+from executor.checkpoint.files import GenerationDefaults
 from executor.engine.engine import Engine
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput
@@ -363,9 +364,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         context_length=limits.context_length,
         vocabulary_size=model.vocabulary_size,
         eos_token_ids=model.eos_token_ids,
-        default_sampling=types_pb2.SamplingParams(
-            temperature=model.default_temperature, top_k=model.default_top_k, top_p=model.default_top_p
-        ),
+        default_sampling=_default_sampling(model.defaults),
         batching=BATCHING_PROTO[settings.batching],
         scheduler_policy=policy_proto(limits),
         backend=loaded.model.backend_name,
@@ -375,6 +374,18 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
     )
     submission = SubmissionLimits(limits.context_length, model.vocabulary_size, frozenset(model.eos_token_ids))
     return Identity(description, submission)
+
+
+def _default_sampling(defaults: GenerationDefaults) -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(
+        temperature=defaults.temperature,
+        top_k=defaults.top_k,
+        top_p=defaults.top_p,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+        no_repeat_ngram_size=defaults.no_repeat_ngram_size,
+        bad_word_ids=[types_pb2.TokenSequence(ids=ids) for ids in defaults.bad_word_ids],
+    )
 
 
 def _default_executor_id(listen: str) -> str:

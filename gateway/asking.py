@@ -24,7 +24,7 @@ MAX_KEY_CHARACTERS = 100
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "no_repeat_ngram_size"),
 )
 _TIERS: Mapping[str | None, Priority] = {"priority": "interactive", "flex": "batch"}
 
@@ -170,6 +170,8 @@ def _set_sampling(sampling: types_pb2.SamplingParams, body: Common) -> None:
         sampling.seed = body.seed % UINT64
     for token_id, bias in (body.logit_bias or {}).items():
         sampling.logit_bias[int(token_id)] = bias
+    sampling.bad_words.extend(body.bad_words or [])
+    sampling.allowed_token_ids.extend(body.allowed_token_ids or [])
 
 
 def _set_stopping(stopping: types_pb2.StoppingParams, body: Common, max_tokens: int | None) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, from_json
 
+from common.protocol import MAX_ALLOWED_TOKEN_IDS
 from common.rpc.json_counts import has_more_values
 from gateway.errors import ApiError, refused, unsupported
 
@@ -19,8 +20,10 @@ MAX_UINT32 = 2**32 - 1
 MAX_UINT32_DIGITS = len(str(MAX_UINT32))
 MAX_INT32 = 2**31 - 1
 
-# Of all lists and objects of a body together, without a prompt's token ids: parsing a body blocks all streams.
+# Of all lists and objects of a body together, without lists of token ids that have limits of their own: parsing a body
+# blocks all streams.
 MAX_VALUES = 2**14
+ID_LISTS = frozenset({"prompt", "allowed_token_ids"})
 # Of all lists of a prompt together; more than any model's context.
 MAX_PROMPT_VALUES = 2**20
 
@@ -62,6 +65,9 @@ class Common(_Body):
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT32)] | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None
+    no_repeat_ngram_size: Tokens | None = None
+    bad_words: list[Text] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     min_tokens: Tokens | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
@@ -216,7 +222,7 @@ def _parse(kind: type[Kind], raw: bytes, unsupported_params: Mapping[str, tuple[
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    _check_num_values({name: value for name, value in body.items() if name != "prompt"})
+    _check_num_values({name: value for name, value in body.items() if name not in ID_LISTS})
     for name, neutral in unsupported_params.items():
         value = body.pop(name, None)
         if value is not None and value not in neutral:

@@ -36,7 +36,9 @@ class GenerateOptions(TypedDict, total=False):
     seed: int
     logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int]
-    bad_words: Sequence[str]
+    bad_words: str | Sequence[str]
+    bad_word_ids: Sequence[Sequence[int]]
+    no_repeat_ngram_size: int
     max_tokens: int
     min_tokens: int
     stop: str | Sequence[str]
@@ -85,6 +87,8 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "logit_bias": ("sampling", "logit_bias"),
     "allowed_token_ids": ("sampling", "allowed_token_ids"),
     "bad_words": ("sampling", "bad_words"),
+    "bad_word_ids": ("sampling", "bad_word_ids"),
+    "no_repeat_ngram_size": ("sampling", "no_repeat_ngram_size"),
     "max_tokens": ("stopping", "max_tokens"),
     "min_tokens": ("stopping", "min_tokens"),
     "stop": ("stopping", "stop"),
@@ -216,7 +220,7 @@ def _set_option(request: inference_pb2.GenerateRequest, keyword: str, value: Any
         if value not in PRIORITIES:
             raise ValueError(f"priority: {value!r} is not one of {', '.join(PRIORITIES)}")
         value = PRIORITIES[value]
-    elif keyword == "stop" and isinstance(value, str):
+    elif keyword in ("stop", "bad_words") and isinstance(value, str):
         value = (value,)
     _assign(owner, field, value, keyword=keyword)
 
@@ -230,6 +234,8 @@ def _assign(owner: Message, field: str, value: Any, *, keyword: str) -> None:
             getattr(owner, field).update(value)
         elif isinstance(value, str) or not isinstance(value, Sequence):
             setattr(owner, field, value)
+        elif keyword == "bad_word_ids":
+            getattr(owner, field).extend(types_pb2.TokenSequence(ids=ids) for ids in value)
         else:
             getattr(owner, field).extend(value)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:

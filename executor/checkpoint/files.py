@@ -6,12 +6,18 @@ This module does not need torch, so an incomplete download is detected before an
 from __future__ import annotations
 
 import json
+import logging
+import math
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.model_source import ModelError, read_json
+from common.protocol import MAX_BAD_WORD_IDS, MAX_BAD_WORD_SEQUENCES
+
+log = logging.getLogger(__name__)
 
 # Far above any real header (Llama-405B: 130 kB); a larger number means that these bytes are not a length.
 MAX_HEADER_BYTES = 100_000_000
@@ -22,9 +28,35 @@ class GenerationDefaults:
     """Content of `generation_config.json`; None for fields that it lacks."""
 
     eos_token_ids: tuple[int, ...]
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+
+# Values that `generation_config.json` may have, and the rule in words.
+_ALLOWED: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda value: 0 <= value < math.inf, "at least 0"),
+    "top_k": (lambda value: 0 <= value < 2**31, "at least 0"),
+    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "above 0"),
+    "no_repeat_ngram_size": (lambda value: 0 <= value < 2**32, "at least 0"),
+}
+_INTEGERS = frozenset({"top_k", "no_repeat_ngram_size"})
+# Fields that change the output of transformers and are not implemented, with the values that change nothing.
+_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "num_beams": (1,),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({}, []),
+}
 
 
 def check_weights(folder: Path) -> None:
@@ -40,16 +72,47 @@ def check_weights(folder: Path) -> None:
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
-    """Reads the end-of-sequence ids and sampling of a model folder. The ids may be in config.json instead."""
+    """Reads the end-of-sequence ids and sampling of a model folder. The ids may be in config.json instead. Raises
+    `ModelError` for a value out of range."""
     generation = read_json(folder / "generation_config.json")
     config = read_json(folder / "config.json")
     eos = generation.get("eos_token_id", config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id")))
+    eos_token_ids = _as_ids(eos)
+    for name, neutral in _WITHOUT_EFFECT.items():
+        if generation.get(name) not in (None, *neutral):
+            log.warning("generation_config.json: %s has no effect: it is not implemented", name)
     return GenerationDefaults(
-        eos_token_ids=_as_ids(eos),
-        temperature=generation.get("temperature"),
-        top_k=generation.get("top_k"),
-        top_p=generation.get("top_p"),
+        eos_token_ids=eos_token_ids,
+        bad_word_ids=_bad_word_ids(generation.get("bad_words_ids"), eos_token_ids),
+        **{name: _number(name, generation.get(name)) for name in _ALLOWED},
     )
+
+
+def _number(name: str, value: Any) -> Any:
+    """Returns a value of `generation_config.json`, or None."""
+    if value is None:
+        return None
+    holds, rule = _ALLOWED[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not holds(value) or (name in _INTEGERS and value != int(value)):
+        raise ModelError(f"generation_config.json: {name} is {value!r}; must be {rule}")
+    return int(value) if name in _INTEGERS else float(value)
+
+
+def _bad_word_ids(sequences: Any, eos_token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Returns the sequences without those that are an end-of-sequence id, which transformers leaves out, too."""
+    try:
+        found = tuple(tuple(int(token_id) for token_id in one) for one in sequences or ())
+    except (TypeError, ValueError):
+        raise ModelError("generation_config.json: bad_words_ids must be a list of lists of token ids") from None
+    kept = tuple(one for one in found if one and not (len(one) == 1 and one[0] in eos_token_ids))
+    num_ids = sum(map(len, kept))
+    if len(kept) > MAX_BAD_WORD_SEQUENCES or num_ids > MAX_BAD_WORD_IDS:
+        raise ModelError(
+            f"generation_config.json: bad_words_ids has {len(kept)} sequences of {num_ids} ids; at most "
+            f"{MAX_BAD_WORD_SEQUENCES} sequences of {MAX_BAD_WORD_IDS} ids are allowed"
+        )
+    return kept
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:

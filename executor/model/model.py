@@ -24,7 +24,7 @@ from executor.attention.choice import BackendChoice, choose_backend
 from executor.attention.cpu import CpuAttention
 from executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, PagedStep, register_attention
 from executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
-from executor.checkpoint.files import check_weights, read_generation_defaults
+from executor.checkpoint.files import GenerationDefaults, check_weights, read_generation_defaults
 from executor.checkpoint.gguf import import_gguf
 from executor.checkpoint.packed_linear import pack_linears
 from executor.checkpoint.quiet import quiet_transformers
@@ -58,10 +58,12 @@ class ModelDescription:
     head_dim: int
     vocabulary_size: int
     context_length: int
-    eos_token_ids: tuple[int, ...]
-    default_temperature: float | None
-    default_top_k: int | None
-    default_top_p: float | None
+    defaults: GenerationDefaults
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end an output."""
+        return self.defaults.eos_token_ids
 
 
 class PagedModel:
@@ -322,20 +324,25 @@ def _describe(
     context_length = next((int(length) for length in lengths if length), None)
     if context_length is None:
         raise ModelError("its configuration has no context length")
-    defaults = read_generation_defaults(folder)
+    vocabulary_size = _vocabulary_size(network)
     return ModelDescription(
         architecture=network.config.model_type,
         revision=source.revision,
         num_layers=len(layers),
         num_kv_heads=layers[0].shape.num_kv_heads,
         head_dim=layers[0].shape.head_dim,
-        vocabulary_size=_vocabulary_size(network),
+        vocabulary_size=vocabulary_size,
         context_length=context_length,
-        eos_token_ids=defaults.eos_token_ids,
-        default_temperature=defaults.temperature,
-        default_top_k=defaults.top_k,
-        default_top_p=defaults.top_p,
+        defaults=_defaults(folder, vocabulary_size),
     )
+
+
+def _defaults(folder: Path, vocabulary_size: int) -> GenerationDefaults:
+    defaults = read_generation_defaults(folder)
+    highest = max((max(ids) for ids in defaults.bad_word_ids), default=0)
+    if highest >= vocabulary_size:
+        raise ModelError(f"generation_config.json: bad_words_ids has token id {highest} of {vocabulary_size}")
+    return defaults
 
 
 def _vocabulary_size(network: PreTrainedModel) -> int:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 from inflight.access import AccessOptions
 from inflight.cli.console import EXIT_USAGE, CommandError, errors_in_words
@@ -180,54 +181,83 @@ def resume_token_of(flags: argparse.Namespace, environment: Mapping[str, str]) -
     return str(flags.resume_token or environment.get(RESUME_TOKEN_VARIABLE, ""))
 
 
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS") from None
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(token_id) for token_id in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids") from None
+
+
+def _flag(metavar: str, description: str, read: Callable[[str], Any] | None = None, **how: Any) -> dict[str, Any]:
+    return {"metavar": metavar, "help": description, "type": read, **how}
+
+
+# Keyword of `Client.generate` → its flag, and how argparse reads it.
+_REQUEST_FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "model": ("--model", _flag("NAME", "name of the model, see `inflight models`; default: the only one")),
+    "temperature": ("--temperature", _flag("T", "sampling temperature; 0 is greedy", float)),
+    "top_p": ("--top-p", _flag("P", "sample from the most likely tokens whose probabilities sum to P", float)),
+    "top_k": ("--top-k", _flag("K", "sample from the K most likely tokens; 0: from all", int)),
+    "min_p": (
+        "--min-p",
+        _flag("P", "sample from tokens that are at least P times as likely as the most likely one", float),
+    ),
+    "presence_penalty": (
+        "--presence-penalty",
+        _flag("X", "lower the logit of tokens of the output by X, -2 to 2", float),
+    ),
+    "frequency_penalty": (
+        "--frequency-penalty",
+        _flag("X", "lower the logit of a token by X for each time it is in the output, -2 to 2", float),
+    ),
+    "repetition_penalty": (
+        "--repetition-penalty",
+        _flag("X", "make tokens of prompt and output less likely by the factor X; 1: off", float),
+    ),
+    "no_repeat_ngram_size": (
+        "--no-repeat-ngram-size",
+        _flag("N", "produce no N tokens in order that prompt or output contain already; 0: off", int),
+    ),
+    "logit_bias": (
+        "--logit-bias",
+        _flag("ID=BIAS", "add BIAS, -100 to 100, to the logit of a token id; may be repeated", _bias, action="append"),
+    ),
+    "allowed_token_ids": ("--allowed-token-ids", _flag("ID[,ID…]", "produce no other token ids", _token_ids)),
+    "bad_words": (
+        "--bad-word",
+        _flag("TEXT", "never produce the tokens of this text; may be repeated", action="append"),
+    ),
+    "seed": ("--seed", _flag("N", "random seed; the same seed gives the same output", int)),
+    "max_tokens": ("--max-tokens", _flag("N", "maximum number of output tokens", int)),
+    "min_tokens": ("--min-tokens", _flag("N", "number of output tokens before a stop condition applies", int)),
+    "stop": ("--stop", _flag("TEXT", "stop before this text; may be repeated", action="append")),
+    "tenant": ("--tenant", _flag("NAME", "tenant of the request; default: default")),
+    "priority": ("--priority", {"choices": PRIORITIES, "help": "priority class; default: standard"}),
+    "deadline_s": ("--deadline", _flag("SECONDS", "time limit of the request, including queueing", float)),
+    "first_token_deadline_s": ("--first-token-deadline", _flag("SECONDS", "time limit for the first token", float)),
+    "session_id": ("--session", _flag("NAME", "session; its requests go to the same model variant")),
+}
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Adds flags for model, sampling, stopping and admission. The default of each is the model's."""
     group = parser.add_argument_group("request", "The defaults are the model's.")
-    group.add_argument(
-        "--model", metavar="NAME", help="name of the model, see `inflight models`; default: the only one"
-    )
-    group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy")
-    group.add_argument(
-        "--top-p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities sum to P"
-    )
-    group.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens; 0: from all")
-    group.add_argument("--seed", type=int, metavar="N", help="random seed; the same seed gives the same output")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of output tokens")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; may be repeated")
-    group.add_argument("--tenant", metavar="NAME", help="tenant of the request; default: default")
-    group.add_argument("--priority", choices=PRIORITIES, help="priority class; default: standard")
-    group.add_argument(
-        "--deadline", type=float, metavar="SECONDS", help="time limit of the request, including queueing"
-    )
-    group.add_argument("--first-token-deadline", type=float, metavar="SECONDS", help="time limit for the first token")
-    group.add_argument("--session", metavar="NAME", help="session; its requests go to the same model variant")
+    for keyword, (flag, how) in _REQUEST_FLAGS.items():
+        group.add_argument(flag, dest=keyword, **how)
 
 
 def request_options(flags: argparse.Namespace) -> GenerateOptions:
     """Returns the keywords of `Client.generate` that the flags set."""
-    options: GenerateOptions = {}
-    if flags.model is not None:
-        options["model"] = flags.model
-    if flags.temperature is not None:
-        options["temperature"] = flags.temperature
-    if flags.top_p is not None:
-        options["top_p"] = flags.top_p
-    if flags.top_k is not None:
-        options["top_k"] = flags.top_k
-    if flags.seed is not None:
-        options["seed"] = flags.seed
-    if flags.max_tokens is not None:
-        options["max_tokens"] = flags.max_tokens
-    if flags.stop:
-        options["stop"] = flags.stop
-    if flags.tenant is not None:
-        options["tenant"] = flags.tenant
-    if flags.priority is not None:
-        options["priority"] = flags.priority
-    if flags.deadline is not None:
-        options["deadline_s"] = flags.deadline
-    if flags.first_token_deadline is not None:
-        options["first_token_deadline_s"] = flags.first_token_deadline
-    if flags.session is not None:
-        options["session_id"] = flags.session
-    return options
+    given = {keyword: getattr(flags, keyword) for keyword in _REQUEST_FLAGS}
+    options = {keyword: value for keyword, value in given.items() if value is not None}
+    if "logit_bias" in options:
+        options["logit_bias"] = dict(options["logit_bias"])
+    return cast("GenerateOptions", options)

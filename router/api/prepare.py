@@ -158,6 +158,8 @@ class RequestPreparation:
         await check_rates(pool, spec, allowed, names.tenant, ledger_id(names.tenant, names.request_id))
         with self._tracer.start_as_current_span("inflight.tokenize", record_exception=False):
             prompt_ids = await self._tokenizing.encode(pool.text, spec.prompt, most_tokens(spec, limits), names.tenant)
+            sampling = await self._tokenizing.encode_bad_words(pool.text, spec.sampling, limits, names.tenant)
+        spec = dataclasses.replace(spec, sampling=sampling)
         fitted = fit_tokens(prompt_ids, spec, limits)
         context = _context(fitted, names, request.model, arrived)
         prior_ids, end = _prior_output(fitted)

@@ -8,17 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from common.errors import FieldViolation, invalid
 from router.api.tokenizer_turns import TokenizerTurns
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pools import ModelBackend
 from router.request.errors import refusal
-from router.request.spec import ChatPrompt, GenerateSpec, ModelLimits, Prompt, TextPrompt, TokenPrompt
+from router.request.sampling import with_bad_word_ids
+from router.request.spec import (
+    ChatPrompt,
+    GenerateSpec,
+    ModelLimits,
+    Prompt,
+    ResolvedSampling,
+    TextPrompt,
+    TokenPrompt,
+)
 from router.store.types import TenantLimits
 from router.text.tokenizer import ENCODE_IN_THREAD_CHARACTERS, TextModel
 
 # A text that need not fit the context, because it is truncated or only tokenized, may have this many contexts of
 # tokens.
 MAX_CONTEXTS = 16
+# The cost of one call of a tokenizer, in characters of a long text.
+CHARACTERS_PER_CALL = 200
 # Detokenizing takes about a microsecond per id.
 DECODE_IN_THREAD_IDS = 1024
 
@@ -85,6 +97,21 @@ class Tokenizing:
             return encode_now(text, prompt, most)
         return await self._turns.run(tenant, num_bytes, lambda: encode_now(text, prompt, most))
 
+    async def encode_bad_words(
+        self, text: TextModel, sampling: ResolvedSampling, limits: ModelLimits, tenant: str
+    ) -> ResolvedSampling:
+        """Returns the parameters with the token sequences of `bad_words`. Raises `RequestError`."""
+
+        def encode_words_now() -> list[tuple[int, ...]]:
+            return bad_word_sequences(text, sampling.bad_words, limits.vocabulary_size)
+
+        if not sampling.bad_words:
+            return sampling
+        num_characters = 2 * sum(len(word) + CHARACTERS_PER_CALL for word in sampling.bad_words)
+        if num_characters <= ENCODE_IN_THREAD_CHARACTERS:
+            return with_bad_word_ids(sampling, encode_words_now())
+        return with_bad_word_ids(sampling, await self._turns.run(tenant, num_characters, encode_words_now))
+
     async def decode(self, text: TextModel, ids: Sequence[int], tenant: str, *, skip_special_tokens: bool) -> str:
         """Returns the text of token ids. Raises `RequestError`."""
 
@@ -102,3 +129,16 @@ def encode_now(text: TextModel, prompt: TextPrompt | ChatPrompt, most: int) -> l
         return text.encode_chat(prompt.chat, most_tokens=most)
     text.check_length(prompt.text, most, prompt.field)
     return text.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+
+
+def bad_word_sequences(text: TextModel, words: Sequence[str], vocabulary_size: int) -> list[tuple[int, ...]]:
+    """Returns the token ids of words with and without a space before them. Blocks. Raises `RequestError` for a word
+    without tokens. The model cannot produce a sequence with an id outside its vocabulary, which is left out."""
+    sequences: list[tuple[int, ...]] = []
+    for i, word in enumerate(words):
+        bare = word.lstrip(" ") or word
+        of_word = [tuple(text.encode_inside(form)) for form in (bare, f" {bare}")]
+        if not any(of_word):
+            raise invalid(FieldViolation(f"sampling.bad_words[{i}]", "has no tokens in the model's vocabulary"))
+        sequences += [ids for ids in of_word if ids and max(ids) < vocabulary_size]
+    return sequences

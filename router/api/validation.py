@@ -9,7 +9,6 @@ read, or refused by `refuse_unsupported`.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from google.protobuf.message import Message
 from common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
 from common.protocol import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from inflight.v1 import inference_pb2, types_pb2
+from router.request.sampling import resolve_sampling, sampling_violations
 from router.request.spec import (
     ChatPrompt,
     FittedRequest,
@@ -30,11 +30,11 @@ from router.request.spec import (
     OutputFlags,
     Prompt,
     ReadPosition,
-    ResolvedSampling,
     ResolvedStopping,
     TextPrompt,
     TokenPrompt,
 )
+from router.request.vocabulary import first_outside, outside_violation
 from router.text.chat import chat_violations
 from router.text.count_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
 
@@ -48,21 +48,8 @@ class UnbuiltField:
     neutral: tuple[float, ...] = ()
 
 
-UNBUILT_SAMPLING = (
-    UnbuiltField("min_p", "min-p sampling is", (0.0,)),
-    UnbuiltField("typical_p", "locally typical sampling is", (1.0,)),
-    UnbuiltField("presence_penalty", "the presence penalty is", (0.0,)),
-    UnbuiltField("frequency_penalty", "the frequency penalty is", (0.0,)),
-    UnbuiltField("repetition_penalty", "the repetition penalty is", (1.0,)),
-    UnbuiltField("logit_bias", "logit bias is"),
-    UnbuiltField("allowed_token_ids", "a list of allowed token ids is"),
-    UnbuiltField("bad_words", "a list of bad words is"),
-    UnbuiltField("bad_word_ids", "a list of bad words is"),
-    UnbuiltField("no_repeat_ngram_size", "excluding repeated n-grams is", (0,)),
-)
-
 UNBUILT = (
-    *(UnbuiltField(f"sampling.{unbuilt.path}", unbuilt.function, unbuilt.neutral) for unbuilt in UNBUILT_SAMPLING),
+    UnbuiltField("sampling.typical_p", "locally typical sampling is", (1.0,)),
     UnbuiltField("n", "more than one choice is", (1,)),
     UnbuiltField("best_of", "choosing the best of several is", (1,)),
     UnbuiltField("constraint.json_schema", "constrained output is"),
@@ -89,13 +76,6 @@ def refuse_unsupported(request: inference_pb2.GenerateRequest) -> None:
     ]
     if violations:
         raise _refusal(violations)
-
-
-def unsupported_defaults(default_sampling: types_pb2.SamplingParams) -> Iterator[str]:
-    """Yields the fields of a model's generation config that have no effect, for a warning at start."""
-    for unbuilt in UNBUILT_SAMPLING:
-        if _asks_for(default_sampling, unbuilt):
-            yield unbuilt.path
 
 
 def _refusal(violations: list[FieldViolation]) -> RequestError:
@@ -134,7 +114,7 @@ def validate_generate(
     violations = _first(
         _name_violations(request),
         _prompt_violations(request, limits),
-        _sampling_violations(request.sampling),
+        sampling_violations(request.sampling, limits.vocabulary_size),
         _output_violations(request.output),
         _stopping_violations(request.stopping, limits),
         _constraint_violations(request),
@@ -151,7 +131,7 @@ def validate_generate(
         tenant=request.tenant or None,
         prompt=_prompt(request),
         truncate_prompt_tokens=request.truncate_prompt_tokens or None,
-        sampling=_resolve_sampling(request.sampling, limits.default_sampling, choose_seed),
+        sampling=resolve_sampling(request.sampling, limits.default_sampling, choose_seed),
         stopping=_resolve_stopping(request.stopping),
         output=_output_flags(request.output),
         priority=request.priority or types_pb2.PRIORITY_CLASS_STANDARD,
@@ -245,9 +225,9 @@ def validate_detokenize(request: inference_pb2.DetokenizeRequest, limits: ModelL
     if len(request.token_ids) > most:
         raise invalid(FieldViolation("token_ids", f"has {len(request.token_ids)} ids; at most {most} are allowed"))
     ids = tuple(request.token_ids)
-    outside = _first_outside(ids, limits.vocabulary_size)
+    outside = first_outside(ids, limits.vocabulary_size)
     if outside is not None:
-        raise invalid(_outside_violation(f"token_ids[{outside}]", ids[outside], limits.vocabulary_size))
+        raise invalid(outside_violation(f"token_ids[{outside}]", ids[outside], limits.vocabulary_size))
     return ids
 
 
@@ -317,15 +297,6 @@ def _utf8_violations(text: bytes) -> Violations:
         yield FieldViolation("text_bytes", f"is not UTF-8: {error.reason} at byte {error.start}")
 
 
-def _sampling_violations(sampling: types_pb2.SamplingParams) -> Violations:
-    if sampling.HasField("temperature") and not 0 <= sampling.temperature < math.inf:
-        yield FieldViolation("sampling.temperature", f"is {sampling.temperature:g}; must be a number of at least 0")
-    if sampling.top_k < 0:
-        yield FieldViolation("sampling.top_k", f"is {sampling.top_k}; must be at least 0 (0 keeps all tokens)")
-    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        yield FieldViolation("sampling.top_p", f"is {sampling.top_p:g}; must be above 0 and at most 1")
-
-
 def _output_violations(output: inference_pb2.OutputOptions) -> Violations:
     if output.top_logprobs > MAX_TOP_LOGPROBS:
         yield FieldViolation("output.top_logprobs", f"is {output.top_logprobs}; at most {MAX_TOP_LOGPROBS} are allowed")
@@ -351,7 +322,7 @@ def _stopping_violations(stopping: types_pb2.StoppingParams, limits: ModelLimits
         )
     for i, token_id in enumerate(stopping.stop_token_ids[:MAX_STOP_TOKEN_IDS]):
         if token_id >= limits.vocabulary_size:
-            yield _outside_violation(f"stopping.stop_token_ids[{i}]", token_id, limits.vocabulary_size)
+            yield outside_violation(f"stopping.stop_token_ids[{i}]", token_id, limits.vocabulary_size)
 
 
 def _min_tokens_violation(min_tokens: int, max_tokens: int) -> FieldViolation:
@@ -388,10 +359,10 @@ def _resuming_violations(request: inference_pb2.GenerateRequest, limits: ModelLi
     if too_many := tuple(_count_violations("prior_output.output_ids", len(prior_ids), limits)):
         yield from too_many
         return
-    outside = _first_outside(prior_ids, limits.vocabulary_size)
+    outside = first_outside(prior_ids, limits.vocabulary_size)
     if outside is not None:
         field = f"prior_output.output_ids[{outside}]"
-        yield _outside_violation(field, prior_ids[outside], limits.vocabulary_size)
+        yield outside_violation(field, prior_ids[outside], limits.vocabulary_size)
 
 
 def _metadata_violations(request: inference_pb2.GenerateRequest) -> Violations:
@@ -422,22 +393,6 @@ def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
             return ChatPrompt("chat", request.chat)
 
 
-def _resolve_sampling(
-    asked: types_pb2.SamplingParams, defaults: types_pb2.SamplingParams, choose_seed: Callable[[], int]
-) -> ResolvedSampling:
-    """Returns the request's values, else the model's generation config, else the protocol's defaults."""
-    given = types_pb2.SamplingParams(temperature=1.0, top_k=0, top_p=1.0)
-    for source in (defaults, asked):
-        if source.HasField("temperature"):
-            given.temperature = source.temperature
-        if source.HasField("top_k"):
-            given.top_k = source.top_k
-        if source.HasField("top_p"):
-            given.top_p = source.top_p
-    seed = asked.seed if asked.HasField("seed") else choose_seed()
-    return ResolvedSampling(given.temperature, given.top_k, given.top_p, seed)
-
-
 def _resolve_stopping(stopping: types_pb2.StoppingParams) -> ResolvedStopping:
     return ResolvedStopping(
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
@@ -464,23 +419,9 @@ def _place(prior: inference_pb2.PriorOutput) -> ReadPosition:
 
 
 def _vocabulary_violation(prompt_ids: Sequence[int], prompt: Prompt, vocabulary_size: int) -> FieldViolation | None:
-    outside = _first_outside(prompt_ids, vocabulary_size)
+    outside = first_outside(prompt_ids, vocabulary_size)
     if outside is None:
         return None
     # A tokenizer may know ids that its model does not.
     field = f"token_ids.ids[{outside}]" if isinstance(prompt, TokenPrompt) else prompt.field
-    return _outside_violation(field, prompt_ids[outside], vocabulary_size)
-
-
-def _first_outside(ids: Sequence[int], vocabulary_size: int) -> int | None:
-    """Index of the first id that the model does not have."""
-    if max(ids, default=0) < vocabulary_size:
-        return None
-    return next(i for i, token_id in enumerate(ids) if token_id >= vocabulary_size)
-
-
-def _outside_violation(field: str, token_id: int, vocabulary_size: int) -> FieldViolation:
-    return FieldViolation(
-        field,
-        f"token id {token_id} is outside the model's vocabulary of {vocabulary_size} ids (0 to {vocabulary_size - 1})",
-    )
+    return outside_violation(field, prompt_ids[outside], vocabulary_size)

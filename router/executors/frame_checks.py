@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from common.protocol import MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
 from inflight.v1 import executor_pb2, types_pb2
 from router.request.executor_context import FrameError
+from router.request.sampling import sampling_violations
 
 # The ledger's scripts count in doubles, which are exact up to here.
 MAX_COUNT = 2**53
@@ -36,9 +37,9 @@ def check_description(description: executor_pb2.DescribeResponse) -> None:
         value = getattr(description, name)
         if not 0 < value <= MAX_COUNT:
             raise FrameError(f"{name} is {value}")
-    defaults = description.default_sampling
-    if not 0 <= defaults.temperature < math.inf or not 0 <= defaults.top_p <= 1 or defaults.top_k < 0:
-        raise FrameError("default_sampling is out of range")
+    wrong = next(sampling_violations(description.default_sampling, description.vocabulary_size), None)
+    if wrong is not None:
+        raise FrameError(f"default_{wrong.field} {wrong.description}")
 
 
 def check_frame(

@@ -87,6 +87,7 @@ OPTIONS = (
     _sampling(
         *(Kind.FLOAT, "FP32", "sampling.frequency_penalty"), "frequency_penalty", "sampling_param_frequency_penalty"
     ),
+    _sampling(Kind.INT, "INT32", "sampling.no_repeat_ngram_size", "no_repeat_ngram_size"),
     _sampling(Kind.TEXTS, BYTES, "", "bad_words", dims=-1),
     _sampling(Kind.INTS, "INT32", "sampling.allowed_token_ids", "allowed_token_ids", dims=-1),
     _sampling(Kind.INT, "INT32", "truncate_prompt_tokens", "truncate_prompt_tokens"),

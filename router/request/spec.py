@@ -104,12 +104,24 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSampling:
-    """How tokens are chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token."""
+    """How tokens are chosen. `temperature` 0 is greedy; the defaults of the other values change nothing.
+
+    `logit_bias` is in order of the ids. `bad_word_ids` have the sequences of `bad_words` once these are tokenized.
+    """
 
     temperature: float
     top_k: int
     top_p: float
     seed: int
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     def to_proto(self) -> types_pb2.SamplingParams:
         """With every default filled in, as `Accepted` and `Submit` carry it."""
@@ -117,12 +129,17 @@ class ResolvedSampling:
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
-            min_p=0.0,
+            min_p=self.min_p,
             typical_p=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            repetition_penalty=1.0,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
             seed=self.seed,
+            logit_bias=dict(self.logit_bias),
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
+            bad_word_ids=[types_pb2.TokenSequence(ids=ids) for ids in self.bad_word_ids],
         )
 
 

@@ -25,6 +25,8 @@ from router.text.roles import USUAL_ROLES, Messages, role_violations, supported_
 from router.text.token_bound import read_bound
 
 ENCODE_IN_THREAD_CHARACTERS = 2048
+# No word begins or ends with it, so that tokens of words do not contain it.
+LINE_END = "\n"
 MAX_UTF8_BYTES = 4
 # Characters of a template's error; templates may quote whole messages.
 MAX_COMPLAINT_CHARACTERS = 300
@@ -42,6 +44,8 @@ class TextModel:
         # A stored tokenizer may have settings for truncation and padding. The first call resets them, which must not
         # happen while another thread encodes.
         self.encode("")
+        line_end = self.encode(LINE_END, add_special_tokens=False)
+        self._line_end_ids = None if self.unknown_token_id in line_end else line_end
         templates = _templates(tokenizer)
         self._roles = supported_roles(self._probe, templates) if templates else USUAL_ROLES
         controls = control_tokens(tokenizer, written_prompts(self._probe) if templates else [])
@@ -102,6 +106,15 @@ class TextModel:
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         ids: list[int] = encoded["input_ids"]
         return ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Returns the token ids of text within an output. Some tokenizers put a space before a text of its own."""
+        if self._line_end_ids is not None:
+            num_before = len(self._line_end_ids)
+            ids = self.encode(LINE_END + text, add_special_tokens=False)
+            if ids[:num_before] == self._line_end_ids and len(ids) > num_before:
+                return ids[num_before:]
+        return self.encode(text, add_special_tokens=False)
 
     def encode_chat(
         self, chat: inference_pb2.Chat, *, field: str = "chat", most_tokens: int | None = None

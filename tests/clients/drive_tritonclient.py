@@ -154,7 +154,7 @@ def refusals(client: Any, model: str) -> Any:
         "unknown": tensor("lora_task_id", [1], "UINT64"),
         "beams": tensor("beam_width", [4], "INT32"),
         "logits": tensor("return_context_logits", [True], "BOOL"),
-        "penalty": tensor("repetition_penalty", [1.2], "FP32"),
+        "penalty": tensor("repetition_penalty", [-1.0], "FP32"),
         "top_p": tensor("runtime_top_p", [2.0], "FP32"),
         "streamed": tensor("stream", [True], "BOOL"),
         "batch": tensor("max_tokens", [1, 2], "INT32"),

@@ -301,6 +301,24 @@ def test_description_by_which_nothing_can_be_placed_is_refused(field: str, value
         check_description(description)
 
 
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"repetition_penalty": float("nan")},
+        {"bad_word_ids": [{"ids": [2**31]}]},
+        {"logit_bias": {2**31: 1.0}},
+    ],
+)
+def test_description_whose_defaults_no_request_could_have_is_refused(defaults: dict[str, Any]) -> None:
+    description = executor_pb2.DescribeResponse()
+    description.CopyFrom(DESCRIPTION)
+    description.default_sampling.MergeFrom(types_pb2.SamplingParams(**defaults))
+    with pytest.raises(FrameError, match=f"default_sampling.{next(iter(defaults))}"):
+        check_description(description)
+
+
 async def test_start_that_claims_more_cached_tokens_than_the_prompt_has_is_no_credit() -> None:
     router, link, stream = await offered()
     async with router.running():

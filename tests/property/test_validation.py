@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
 from router.api.validation import fit_tokens, validate_generate
+from router.request.sampling import resolve_sampling, sampling_violations
 from router.request.spec import ModelLimits
 from tests.examples import examples
 
@@ -32,6 +33,14 @@ SAMPLING = some(
     top_p=FLOATS,
     seed=st.integers(0, 2**64 - 1),
     min_p=FLOATS,
+    presence_penalty=FLOATS,
+    frequency_penalty=FLOATS,
+    repetition_penalty=FLOATS,
+    logit_bias=st.dictionaries(UINT32, FLOATS, max_size=3),
+    allowed_token_ids=IDS,
+    bad_words=st.lists(TEXT, max_size=3),
+    bad_word_ids=st.lists(some(ids=IDS), max_size=3),
+    no_repeat_ngram_size=UINT32,
 )
 STOPPING = some(
     max_tokens=UINT32, min_tokens=UINT32, stop=st.lists(TEXT, max_size=3), stop_token_ids=IDS, ignore_eos=st.booleans()
@@ -86,6 +95,14 @@ def test_request_is_refused_by_name_or_sound(
     assert 0 <= spec.sampling.temperature < math.inf
     assert 0 < spec.sampling.top_p <= 1
     assert spec.sampling.top_k >= 0
+    sent = spec.sampling.to_proto()
+    assert next(sampling_violations(sent, limits.vocabulary_size), None) is None
+    # The resolved parameters are those of the request: every value that it sets, and nothing else in its lists.
+    asked = types_pb2.SamplingParams(**rest.get("sampling", {}))
+    for field, value in asked.ListFields():
+        assert getattr(sent, field.name) == value
+    # A router that reads them back, such as one that takes the request over, gets the same again.
+    assert resolve_sampling(sent, limits.default_sampling, lambda: 0) == spec.sampling
     assert all(d is None or 0 < d < math.inf for d in (spec.first_token_deadline_s, spec.total_deadline_s))
     assert 1 <= len(fitted.prompt_ids) <= len(prompt_ids)
     assert tuple(prompt_ids[-len(fitted.prompt_ids) :]) == fitted.prompt_ids

@@ -121,7 +121,7 @@ def test_refusals(scenario: Any) -> None:
         "unknown": "StatusCode.INVALID_ARGUMENT",
         "beams": "StatusCode.UNIMPLEMENTED",
         "logits": "StatusCode.UNIMPLEMENTED",
-        "penalty": "StatusCode.UNIMPLEMENTED",
+        "penalty": "StatusCode.INVALID_ARGUMENT",
         "top_p": "StatusCode.INVALID_ARGUMENT",
         "streamed": "StatusCode.UNIMPLEMENTED",
         "batch": "StatusCode.INVALID_ARGUMENT",
@@ -130,7 +130,7 @@ def test_refusals(scenario: Any) -> None:
         "sequence": "StatusCode.INVALID_ARGUMENT",
     }
     assert "inputs[lora_task_id]" in scenario["unknown"]["text"]
-    assert "inputs[repetition_penalty]" in scenario["penalty"]["text"]
+    assert "inputs[repetition_penalty]: is -1; must be a number above 0" in scenario["penalty"]["text"]
     assert "inputs[runtime_top_p]: is 2" in scenario["top_p"]["text"]
     assert "doesn't support models with decoupled transaction policy" in scenario["streamed"]["text"]
     assert scenario["model"]["text"] == "model_name: there is no model 'unknown'; known: tiny"

@@ -47,6 +47,10 @@ def test_a_keyword_of_each_shape_lands_in_its_field() -> None:
         stop="END",
         stop_token_ids=(1, 2),
         logit_bias={5: -1.5},
+        bad_words="no",
+        bad_word_ids=[[1, 2], (3,)],
+        allowed_token_ids=range(3),
+        no_repeat_ngram_size=4,
         priority="batch",
         deadline_s=1.5,
         metadata={"trace": "t"},
@@ -56,6 +60,10 @@ def test_a_keyword_of_each_shape_lands_in_its_field() -> None:
     assert list(request.stopping.stop) == ["END"]
     assert list(request.stopping.stop_token_ids) == [1, 2]
     assert dict(request.sampling.logit_bias) == {5: -1.5}
+    assert list(request.sampling.bad_words) == ["no"]
+    assert [list(sequence.ids) for sequence in request.sampling.bad_word_ids] == [[1, 2], [3]]
+    assert list(request.sampling.allowed_token_ids) == [0, 1, 2]
+    assert request.sampling.no_repeat_ngram_size == 4
     assert request.priority == types_pb2.PRIORITY_CLASS_BATCH
     assert request.deadlines.total.ToMilliseconds() == 1500
     assert dict(request.metadata) == {"trace": "t"}
@@ -71,6 +79,14 @@ def test_a_keyword_of_each_shape_lands_in_its_field() -> None:
         ({"temperature": "hot"}, "temperature"),
         ({"stop_token_ids": [-5]}, "stop_token_ids"),
         ({"stop": [1]}, "stop"),
+        ({"logit_bias": {-1: 1}}, "logit_bias"),
+        ({"logit_bias": {5: "much"}}, "logit_bias"),
+        ({"bad_words": [1]}, "bad_words"),
+        ({"bad_word_ids": 5}, "bad_word_ids"),
+        ({"bad_word_ids": [5]}, "bad_word_ids"),
+        ({"bad_word_ids": [[-5]]}, "bad_word_ids"),
+        ({"allowed_token_ids": ["x"]}, "allowed_token_ids"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
         ({"priority": "urgent"}, "priority"),
         ({"deadline_s": float("inf")}, "deadline_s"),
         ({"metadata": {"a": 1}}, "metadata"),

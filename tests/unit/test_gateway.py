@@ -54,11 +54,24 @@ def test_parameters_become_the_routers_fields() -> None:
         temperature=0.5, top_p=0.9, top_k=-1, seed=-1, stop="x", max_completion_tokens=7, min_tokens=2, ignore_eos=True,
         stop_token_ids=[3], frequency_penalty=1, logit_bias={"5": -100}, user="u", metadata={"a": "b"},
         prompt_cache_key="s", priority=1, chat_template_kwargs={"thinking": False}, truncate_prompt_tokens=9,
+        presence_penalty=-1, repetition_penalty=1.5, min_p=0.25, no_repeat_ngram_size=3, bad_words=["no"],
+        allowed_token_ids=[5, 6],
     )  # fmt: skip
     expected = inference_pb2.GenerateRequest(
         model="m",
         sampling=types_pb2.SamplingParams(
-            temperature=0.5, top_p=0.9, top_k=0, seed=2**64 - 1, frequency_penalty=1, logit_bias={5: -100}
+            temperature=0.5,
+            top_p=0.9,
+            top_k=0,
+            seed=2**64 - 1,
+            frequency_penalty=1,
+            logit_bias={5: -100},
+            presence_penalty=-1,
+            repetition_penalty=1.5,
+            min_p=0.25,
+            no_repeat_ngram_size=3,
+            bad_words=["no"],
+            allowed_token_ids=[5, 6],
         ),
         stopping=types_pb2.StoppingParams(max_tokens=7, min_tokens=2, stop=["x"], stop_token_ids=[3], ignore_eos=True),
         priority=types_pb2.PRIORITY_CLASS_BATCH,
@@ -102,6 +115,11 @@ def test_messages_keep_roles_parts_and_calls() -> None:
 def test_prompts_may_be_texts_and_token_ids(prompt: Any, prompts: list[Any]) -> None:
     ask = completion(prompt=prompt)
     assert [request.text or list(request.token_ids.ids) for request in ask.requests] == prompts
+
+
+def test_allowed_token_ids_may_be_a_large_part_of_the_vocabulary() -> None:
+    (request,) = completion(allowed_token_ids=list(range(65_536))).requests
+    assert list(request.sampling.allowed_token_ids) == list(range(65_536))
 
 
 def test_choices_of_a_prompt_differ_by_their_seed_and_every_choice_by_its_key() -> None:
@@ -153,6 +171,12 @@ def test_a_stream_goes_on_without_its_client_only_where_that_is_asked_for() -> N
         ({"n": 0}, "n"),
         ({"seed": 2**64}, "seed"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"bad_words": "x"}, "bad_words"),
+        ({"bad_words": ["x", 1]}, "bad_words[1]"),
+        ({"allowed_token_ids": [1, -1]}, "allowed_token_ids[1]"),
+        ({"allowed_token_ids": [1] * 65_537}, "allowed_token_ids"),
+        ({"allowed_token_ids": [[1]]}, "allowed_token_ids[0]"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
         ({"logit_bias": {"0" * 11 + "9" * 11: 1}}, "logit_bias"),
         ({"logit_bias": {"0" * 5000: 1}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -7,12 +7,13 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
 
 from common.model_source import ModelError, load_tokenizer, resolve_model
-from executor.checkpoint.files import check_weights, read_generation_defaults
+from executor.checkpoint.files import GenerationDefaults, check_weights, read_generation_defaults
 
 
 def write_folder(folder: Path, **files: str) -> Path:
@@ -186,4 +187,48 @@ def test_sampling_that_the_model_asks_for(tmp_path: Path) -> None:
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, None, 0.9)
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read as JSON"):
+        read_generation_defaults(folder)
+
+
+def test_penalties_and_bad_words_that_the_model_asks_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asked = {
+        "eos_token_id": [2],
+        "repetition_penalty": 1.1,
+        "min_p": 0.05,
+        "no_repeat_ngram_size": 3,
+        "top_k": None,
+        # transformers leaves out a sequence that is only the end-of-sequence id.
+        "bad_words_ids": [[5, 6], [2], [7]],
+        "typical_p": 0.9,
+        "num_beams": 1,
+    }
+    folder = write_folder(tmp_path / "model", **{"generation_config.json": json.dumps(asked)})
+    assert read_generation_defaults(folder) == GenerationDefaults(
+        eos_token_ids=(2,),
+        min_p=0.05,
+        repetition_penalty=1.1,
+        no_repeat_ngram_size=3,
+        bad_word_ids=((5, 6), (7,)),
+    )
+    assert [record.getMessage().split()[1] for record in caplog.records] == ["typical_p"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"repetition_penalty": 0},
+        {"repetition_penalty": "1.1"},
+        {"min_p": 2},
+        {"top_p": 0},
+        {"no_repeat_ngram_size": 1.5},
+        {"no_repeat_ngram_size": True},
+        {"bad_words_ids": 5},
+        {"bad_words_ids": [5]},
+        {"bad_words_ids": [[5]] * 257},
+        {"bad_words_ids": [list(range(1025))]},
+    ],
+)
+def test_generation_config_out_of_range_is_refused_by_name(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    folder = write_folder(tmp_path / "model", **{"generation_config.json": json.dumps(wrong)})
+    with pytest.raises(ModelError, match=f"generation_config.json: {next(iter(wrong))} "):
         read_generation_defaults(folder)

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
-from router.api.validation import MAX_DEADLINE_S, unsupported_defaults, validate_generate
+from router.api.validation import MAX_DEADLINE_S, validate_generate
 from router.request.spec import ChatPrompt, ModelLimits, ResolvedSampling, TextPrompt, TokenPrompt
 from tests.validated import SEED, limits_of, validated
 
@@ -45,6 +45,45 @@ def test_unset_sampling_follows_the_models_generation_config() -> None:
     assert validated(limits).sampling == ResolvedSampling(0.25, 40, 0.5, SEED)
     asked = validated(limits, sampling={"temperature": 0, "top_k": 0, "seed": 0}).sampling
     assert asked == ResolvedSampling(0.0, 0, 0.5, 0)
+
+
+def test_every_default_of_the_generation_config_applies_until_a_request_replaces_it() -> None:
+    sequences = [types_pb2.TokenSequence(ids=[7, 8])]
+    defaults = types_pb2.SamplingParams(
+        min_p=0.25, repetition_penalty=1.5, no_repeat_ngram_size=3, bad_word_ids=sequences
+    )
+    limits = limits_of(default_sampling=defaults)
+    expected = ResolvedSampling(
+        1.0, 0, 1.0, SEED, min_p=0.25, repetition_penalty=1.5, no_repeat_ngram_size=3, bad_word_ids=((7, 8),)
+    )
+    assert validated(limits).sampling == expected
+    asked = validated(
+        limits, sampling={"min_p": 0, "repetition_penalty": 1, "no_repeat_ngram_size": 0, "bad_words": ["x"]}
+    ).sampling
+    assert asked == ResolvedSampling(1.0, 0, 1.0, SEED, bad_words=("x",))
+    assert validated(limits, sampling={"bad_word_ids": [{"ids": [5]}]}).sampling.bad_word_ids == ((5,),)
+
+
+def test_all_sampling_parameters_reach_the_executor() -> None:
+    asked = types_pb2.SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.25,
+        typical_p=1,
+        presence_penalty=-2,
+        frequency_penalty=2,
+        repetition_penalty=1.5,
+        seed=9,
+        logit_bias={999: -100, 0: 100},
+        allowed_token_ids=[999, 1],
+        bad_words=["x"],
+        no_repeat_ngram_size=2,
+        bad_word_ids=[types_pb2.TokenSequence(ids=[1, 2])],
+    )
+    assert {field.name for field, _ in asked.ListFields()} == {field.name for field in asked.DESCRIPTOR.fields}
+    request = inference_pb2.GenerateRequest(text="hi", sampling=asked)
+    assert validate_generate(request, limits_of(), lambda: SEED).sampling.to_proto() == asked
 
 
 def test_resolved_sampling_names_every_value_on_the_wire() -> None:
@@ -175,6 +214,31 @@ def test_prompt_beyond_the_byte_limit_is_refused(prompt: dict[str, Any], field: 
         ({"sampling": {"top_p": 0.0}}, "sampling.top_p"),
         ({"sampling": {"top_p": 1.01}}, "sampling.top_p"),
         ({"sampling": {"top_p": math.nan}}, "sampling.top_p"),
+        ({"sampling": {"min_p": math.nan}}, "sampling.min_p"),
+        ({"sampling": {"min_p": -0.1}}, "sampling.min_p"),
+        ({"sampling": {"min_p": 1.5}}, "sampling.min_p"),
+        ({"sampling": {"presence_penalty": 2.5}}, "sampling.presence_penalty"),
+        ({"sampling": {"presence_penalty": math.nan}}, "sampling.presence_penalty"),
+        ({"sampling": {"frequency_penalty": -2.5}}, "sampling.frequency_penalty"),
+        ({"sampling": {"frequency_penalty": math.inf}}, "sampling.frequency_penalty"),
+        ({"sampling": {"repetition_penalty": 0}}, "sampling.repetition_penalty"),
+        ({"sampling": {"repetition_penalty": -1}}, "sampling.repetition_penalty"),
+        ({"sampling": {"repetition_penalty": math.inf}}, "sampling.repetition_penalty"),
+        ({"sampling": {"logit_bias": {1000: 1}}}, "sampling.logit_bias[1000]"),
+        ({"sampling": {"logit_bias": {5: 101}}}, "sampling.logit_bias[5]"),
+        ({"sampling": {"logit_bias": {5: -math.inf}}}, "sampling.logit_bias[5]"),
+        ({"sampling": {"logit_bias": {5: math.nan}}}, "sampling.logit_bias[5]"),
+        ({"sampling": {"logit_bias": dict.fromkeys(range(1025), 1)}}, "sampling.logit_bias"),
+        ({"sampling": {"allowed_token_ids": [999, 1000]}}, "sampling.allowed_token_ids[1]"),
+        ({"sampling": {"allowed_token_ids": [1] * 65_537}}, "sampling.allowed_token_ids"),
+        ({"sampling": {"bad_words": ["x"] * 129}}, "sampling.bad_words"),
+        ({"sampling": {"bad_words": ["x"] * 1000}}, "sampling.bad_words"),
+        ({"sampling": {"bad_words": ["x", ""]}}, "sampling.bad_words[1]"),
+        ({"sampling": {"bad_words": ["x" * 1025]}}, "sampling.bad_words[0]"),
+        ({"sampling": {"bad_word_ids": [{"ids": [1]}, {}]}}, "sampling.bad_word_ids[1].ids"),
+        ({"sampling": {"bad_word_ids": [{"ids": [1, 1000]}]}}, "sampling.bad_word_ids[0].ids[1]"),
+        ({"sampling": {"bad_word_ids": [{"ids": [1]}] * 257}}, "sampling.bad_word_ids"),
+        ({"sampling": {"bad_word_ids": [{"ids": [1] * 513}] * 2}}, "sampling.bad_word_ids"),
         ({"stopping": {"max_tokens": 0}}, "stopping.max_tokens"),
         ({"stopping": {"max_tokens": 4, "min_tokens": 5}}, "stopping.min_tokens"),
         ({"stopping": {"stop": ["x"] * 65}}, "stopping.stop"),
@@ -211,6 +275,10 @@ def test_value_out_of_range_is_refused(fields: dict[str, Any], field: str) -> No
     [
         {"sampling": {"temperature": 0, "top_k": 0, "top_p": 1}},
         {"sampling": {"temperature": 100, "top_k": 2**31 - 1, "top_p": 1e-6}},
+        {"sampling": {"min_p": 1, "presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 1e-6}},
+        {"sampling": {"logit_bias": dict.fromkeys(range(1000), -100) | {0: 100}}},
+        {"sampling": {"allowed_token_ids": [999] * 65_536, "no_repeat_ngram_size": 2**32 - 1}},
+        {"sampling": {"bad_words": ["x" * 1024] * 128, "bad_word_ids": [{"ids": [0, 1, 2, 999]}] * 256}},
         {"stopping": {"max_tokens": 1, "min_tokens": 1}},
         {"stopping": {"stop": ["x" * 1024] * 64, "stop_token_ids": [999] * 256}},
         {"request_id": "x" * 128},
@@ -240,7 +308,7 @@ def test_everything_wrong_is_told_at_once() -> None:
     "fields",
     [
         {"sampling": {"min_p": 0, "typical_p": 1, "presence_penalty": 0, "frequency_penalty": 0}},
-        {"sampling": {"repetition_penalty": 1}},
+        {"sampling": {"repetition_penalty": 1, "no_repeat_ngram_size": 0}},
         {"n": 1, "best_of": 1},
         {"n": 0, "best_of": 0},
         {"prior_output": {}},
@@ -254,8 +322,8 @@ def test_value_that_asks_for_nothing_is_taken(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"sampling": {"repetition_penalty": 0}}, "sampling.repetition_penalty"),
-        ({"sampling": {"min_p": math.nan}}, "sampling.min_p"),
+        ({"sampling": {"typical_p": 0.5}}, "sampling.typical_p"),
+        ({"sampling": {"typical_p": math.nan}}, "sampling.typical_p"),
         ({"n": 2}, "n"),
         ({"best_of": 2}, "best_of"),
         ({"constraint": {"json_schema": ""}}, "constraint.json_schema"),
@@ -271,10 +339,5 @@ def test_function_that_is_not_built_is_refused(fields: dict[str, Any], field: st
 
 def test_all_functions_that_are_not_built_are_named() -> None:
     with pytest.raises(RequestError) as caught:
-        validated(n=3, adapter_id="x", sampling={"min_p": 0.1})
-    assert [violation.field for violation in caught.value.violations] == ["sampling.min_p", "n", "adapter_id"]
-
-
-def test_generation_config_that_has_no_effect_is_known() -> None:
-    defaults = types_pb2.SamplingParams(temperature=0.6, min_p=0, repetition_penalty=1.1, typical_p=0.9)
-    assert list(unsupported_defaults(defaults)) == ["typical_p", "repetition_penalty"]
+        validated(n=3, adapter_id="x", sampling={"typical_p": 0.1})
+    assert [violation.field for violation in caught.value.violations] == ["sampling.typical_p", "n", "adapter_id"]

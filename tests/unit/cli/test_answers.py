@@ -60,6 +60,42 @@ def test_generate_passes_its_flags_on(address: str, router: ScriptedRouter) -> N
     assert request.deadlines.first_token.ToMilliseconds() == 500
 
 
+def test_generate_passes_penalties_biases_and_bad_words_on(address: str, router: ScriptedRouter) -> None:
+    flags = ["--min-p", "0.25", "--presence-penalty", "-1", "--frequency-penalty", "0.5", "--repetition-penalty", "1.5"]
+    flags += ["--logit-bias", "5=-100", "--logit-bias", "7=2.5", "--allowed-token-ids", "5,7", "--bad-word", "a"]
+    flags += ["--bad-word", "b c", "--no-repeat-ngram-size", "3", "--min-tokens", "4"]
+    assert main(["generate", "hi", "--address", address, *flags]) == 0
+    (request,) = asked(router)
+    assert request.sampling == types_pb2.SamplingParams(
+        min_p=0.25,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        repetition_penalty=1.5,
+        logit_bias={5: -100, 7: 2.5},
+        allowed_token_ids=[5, 7],
+        bad_words=["a", "b c"],
+        no_repeat_ngram_size=3,
+    )
+    assert request.stopping == types_pb2.StoppingParams(min_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "error"),
+    [
+        ("--logit-bias", "5", "argument --logit-bias: '5' is not ID=BIAS"),
+        ("--logit-bias", "x=1", "argument --logit-bias: 'x=1' is not ID=BIAS"),
+        ("--allowed-token-ids", "1,,2", "argument --allowed-token-ids: '1,,2' is not a list of token ids"),
+    ],
+)
+def test_flag_that_cannot_be_read_is_a_usage_error(
+    flag: str, value: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "hi", flag, value])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {error}\n")
+
+
 def test_a_prompt_is_chat_where_the_model_has_a_template_and_text_where_not(
     address: str, router: ScriptedRouter
 ) -> None:

@@ -164,6 +164,8 @@ def test_free_port_has_no_holder() -> None:
         ("/set temperature nan", "temperature: is nan; must be a number of at least 0"),
         ("/set top_p 2", "top_p: is 2; must be above 0 and at most 1"),
         ("/set top_k -1", "top_k: is -1; must be at least 0"),
+        ("/set presence_penalty 3", "presence_penalty: is 3; must be at least -2 and at most 2"),
+        ("/set no_repeat_ngram_size -1", "no_repeat_ngram_size: is -1; must be at least 0"),
         ("/set max_tokens 0", "max_tokens: is 0; must be at least 1"),
         ("/set min_tokens -1", "min_tokens: is -1; must be at least 0"),
         ("/set seed -1", "seed: is -1; must be at least 0"),

@@ -1,0 +1,161 @@
+"""Sampling parameters: their ranges, and the values that apply where a request or its model sets none.
+
+Pure. The same ranges hold for requests and for the defaults that an executor reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from common.errors import FieldViolation, invalid
+from common.protocol import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_IDS,
+    MAX_BAD_WORD_SEQUENCES,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_PENALTY,
+)
+from inflight.v1 import types_pb2
+from router.request.spec import ResolvedSampling
+from router.request.vocabulary import first_outside, outside_violation
+
+MAX_BAD_WORD_CHARACTERS = 1024
+
+Violations = Iterator[FieldViolation]
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """The values that a number may have, and the rule in words."""
+
+    holds: Callable[[float], bool]
+    rule: str
+
+
+_PENALTY = _Range(lambda value: abs(value) <= MAX_PENALTY, f"at least -{MAX_PENALTY:g} and at most {MAX_PENALTY:g}")
+_RANGES = {
+    "temperature": _Range(lambda value: 0 <= value < math.inf, "a number of at least 0"),
+    "top_k": _Range(lambda value: value >= 0, "at least 0 (0 keeps all tokens)"),
+    "top_p": _Range(lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "min_p": _Range(lambda value: 0 <= value <= 1, "at least 0 and at most 1"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": _Range(lambda value: 0 < value < math.inf, "a number above 0"),
+}
+# Values of a request replace those of its model; both fields together are the list of bad words.
+_LISTS = (("logit_bias",), ("allowed_token_ids",), ("bad_words", "bad_word_ids"))
+
+
+def sampling_violations(sampling: types_pb2.SamplingParams, vocabulary_size: int) -> Violations:
+    """Yields what is wrong with the parameters of a request, or with a model's defaults."""
+    for name, allowed in _RANGES.items():
+        value = getattr(sampling, name)
+        if sampling.HasField(name) and not allowed.holds(value):
+            shown = f"{value:g}" if isinstance(value, float) else f"{value}"
+            yield FieldViolation(f"sampling.{name}", f"is {shown}; must be {allowed.rule}")
+    yield from _bias_violations(sampling, vocabulary_size)
+    yield from _allowed_id_violations(sampling, vocabulary_size)
+    yield from _bad_word_violations(sampling)
+    yield from _bad_word_id_violations(sampling, vocabulary_size)
+
+
+def _bias_violations(sampling: types_pb2.SamplingParams, vocabulary_size: int) -> Violations:
+    if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
+        yield _too_many("sampling.logit_bias", len(sampling.logit_bias), "ids", MAX_LOGIT_BIASES)
+        return
+    for token_id, bias in sorted(sampling.logit_bias.items()):
+        field = f"sampling.logit_bias[{token_id}]"
+        if token_id >= vocabulary_size:
+            yield outside_violation(field, token_id, vocabulary_size)
+        elif not abs(bias) <= MAX_LOGIT_BIAS:
+            rule = f"at least -{MAX_LOGIT_BIAS:g} and at most {MAX_LOGIT_BIAS:g}"
+            yield FieldViolation(field, f"is {bias:g}; must be {rule}")
+
+
+def _allowed_id_violations(sampling: types_pb2.SamplingParams, vocabulary_size: int) -> Violations:
+    ids = sampling.allowed_token_ids
+    if len(ids) > MAX_ALLOWED_TOKEN_IDS:
+        yield _too_many("sampling.allowed_token_ids", len(ids), "ids", MAX_ALLOWED_TOKEN_IDS)
+        return
+    outside = first_outside(ids, vocabulary_size)
+    if outside is not None:
+        yield outside_violation(f"sampling.allowed_token_ids[{outside}]", ids[outside], vocabulary_size)
+
+
+def _bad_word_violations(sampling: types_pb2.SamplingParams) -> Violations:
+    if len(sampling.bad_words) > MAX_BAD_WORDS:
+        yield _too_many("sampling.bad_words", len(sampling.bad_words), "texts", MAX_BAD_WORDS)
+        return
+    for i, word in enumerate(sampling.bad_words):
+        if not 1 <= len(word) <= MAX_BAD_WORD_CHARACTERS:
+            text = f"has {len(word)} characters; must have 1 to {MAX_BAD_WORD_CHARACTERS}"
+            yield FieldViolation(f"sampling.bad_words[{i}]", text)
+
+
+def _bad_word_id_violations(sampling: types_pb2.SamplingParams, vocabulary_size: int) -> Violations:
+    field, sequences = "sampling.bad_word_ids", sampling.bad_word_ids
+    if len(sequences) > MAX_BAD_WORD_SEQUENCES:
+        yield _too_many(field, len(sequences), "sequences", MAX_BAD_WORD_SEQUENCES)
+        return
+    num_ids = sum(len(sequence.ids) for sequence in sequences)
+    if num_ids > MAX_BAD_WORD_IDS:
+        yield _too_many(field, num_ids, "ids", MAX_BAD_WORD_IDS)
+        return
+    for i, sequence in enumerate(sequences):
+        outside = first_outside(sequence.ids, vocabulary_size)
+        if not sequence.ids:
+            yield FieldViolation(f"{field}[{i}].ids", "is empty; a sequence needs at least one id")
+        elif outside is not None:
+            yield outside_violation(f"{field}[{i}].ids[{outside}]", sequence.ids[outside], vocabulary_size)
+
+
+def _too_many(field: str, count: int, what: str, most: int) -> FieldViolation:
+    return FieldViolation(field, f"has {count} {what}; at most {most} are allowed")
+
+
+def resolve_sampling(
+    asked: types_pb2.SamplingParams, defaults: types_pb2.SamplingParams, choose_seed: Callable[[], int]
+) -> ResolvedSampling:
+    """Returns the request's values, else the model's generation config, else the protocol's defaults."""
+    given = types_pb2.SamplingParams(temperature=1.0, top_p=1.0, repetition_penalty=1.0)
+    given.MergeFrom(defaults)
+    for fields in _LISTS:
+        if any(getattr(asked, name) for name in fields):
+            for name in fields:
+                given.ClearField(name)
+    given.MergeFrom(asked)
+    return ResolvedSampling(
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
+        seed=asked.seed if asked.HasField("seed") else choose_seed(),
+        min_p=given.min_p,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        repetition_penalty=given.repetition_penalty,
+        no_repeat_ngram_size=given.no_repeat_ngram_size,
+        logit_bias=tuple(sorted(given.logit_bias.items())),
+        allowed_token_ids=tuple(given.allowed_token_ids),
+        bad_words=tuple(given.bad_words),
+        bad_word_ids=tuple(tuple(sequence.ids) for sequence in given.bad_word_ids),
+    )
+
+
+def with_bad_word_ids(sampling: ResolvedSampling, of_words: Iterable[tuple[int, ...]]) -> ResolvedSampling:
+    """Returns the parameters with the token sequences of `bad_words` added. Raises `RequestError` if there are too
+    many."""
+    sequences = tuple(dict.fromkeys((*sampling.bad_word_ids, *of_words)))
+    counts = (
+        (len(sequences), "token sequences", MAX_BAD_WORD_SEQUENCES),
+        (sum(map(len, sequences)), "token ids", MAX_BAD_WORD_IDS),
+    )
+    for count, what, most in counts:
+        if count > most:
+            text = f"has {count} {what} together with bad_word_ids; at most {most} are allowed"
+            raise invalid(FieldViolation("sampling.bad_words", text))
+    return dataclasses.replace(sampling, bad_word_ids=sequences)

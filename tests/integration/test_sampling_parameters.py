@@ -1,0 +1,125 @@
+"""Sampling parameters on their way: all reach every executor that continues a request, and every router shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from executor.serving import service
+from executor.serving.submission import SubmissionLimits, sequence_from_submit
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from tests.cluster import Cluster, run_cluster
+from tests.integration.test_requests import collect, rest
+from tests.integration.test_resuming import NUM_TOKENS, Client, request_of
+
+ASKED = types_pb2.SamplingParams(
+    temperature=0.5,
+    top_k=4,
+    top_p=0.5,
+    min_p=0.25,
+    typical_p=1.0,
+    presence_penalty=-0.5,
+    frequency_penalty=0.5,
+    repetition_penalty=1.25,
+    seed=7,
+    logit_bias={1: 2.0, 3: -100.0},
+    allowed_token_ids=[0, 1, 2, 3],
+    bad_words=["t1 t2", "t4"],
+    no_repeat_ngram_size=3,
+    bad_word_ids=[types_pb2.TokenSequence(ids=[2, 2])],
+)
+
+
+def shown() -> types_pb2.SamplingParams:
+    """The parameters with the token sequences of the words."""
+    expected = types_pb2.SamplingParams()
+    expected.CopyFrom(ASKED)
+    expected.bad_word_ids.add(ids=[1, 2])
+    expected.bad_word_ids.add(ids=[4])
+    return expected
+
+
+@pytest.fixture
+def submits(monkeypatch: pytest.MonkeyPatch) -> list[executor_pb2.Submit]:
+    """What executors are sent."""
+    received: list[executor_pb2.Submit] = []
+
+    def record(submit: executor_pb2.Submit, limits: SubmissionLimits) -> Any:
+        received.append(executor_pb2.Submit.FromString(submit.SerializeToString()))
+        return sequence_from_submit(submit, limits)
+
+    monkeypatch.setattr(service, "sequence_from_submit", record)
+    return received
+
+
+async def begun(cluster: Cluster, num_tokens: int) -> tuple[Client, Any]:
+    """A request with all parameters that has brought so many tokens, and stands still."""
+    client, request = Client(), request_of()
+    request.sampling.CopyFrom(ASKED)
+    for executor in cluster.executors:
+        executor.brake.hold()
+        executor.brake.permit(num_tokens + 1)
+    call = cluster.routers[0].stub.Generate(request)
+    await client.read_tokens(call, num_tokens)
+    return client, call
+
+
+async def test_executor_that_continues_a_request_gets_the_same_parameters(
+    redis_url: str, pool: str, submits: list[executor_pb2.Submit]
+) -> None:
+    async with run_cluster(redis_url, pool, executors=2) as cluster:
+        client, call = await begun(cluster, 5)
+        (first,) = (executor for executor in cluster.executors if executor.device.boarded)
+        (other,) = (executor for executor in cluster.executors if executor is not first)
+        await first.stop()
+        other.brake.release()
+        await client.read_rest(call)
+    assert len(client.ids) == NUM_TOKENS
+    assert [submit.sampling for submit in submits] == [shown(), shown()]
+    assert len(submits[1].prior_output_ids) >= 5
+    assert client.events[0].accepted.sampling == shown()
+
+
+async def test_router_that_takes_a_request_over_shows_the_same_parameters(
+    redis_url: str, pool: str, submits: list[executor_pb2.Submit]
+) -> None:
+    async with run_cluster(redis_url, pool, routers=2) as cluster:
+        client, call = await begun(cluster, 5)
+        await cluster.routers[0].kill()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await rest(call)
+        resumed = client.resume(cluster.routers[1])
+        assert (await resumed.read()).event.accepted == client.events[0].accepted
+        cluster.executors[0].brake.release()
+        await client.read_rest(resumed)
+    assert len(client.ids) == NUM_TOKENS
+    assert [submit.sampling for submit in submits] == [shown()]
+
+
+async def test_repeat_with_an_idempotency_key_needs_the_same_parameters(redis_url: str, pool: str) -> None:
+    request = request_of(idempotency_key="k")
+    request.sampling.CopyFrom(ASKED)
+    other = inference_pb2.GenerateRequest()
+    other.CopyFrom(request)
+    other.sampling.logit_bias[1] = 1.0
+    async with run_cluster(redis_url, pool) as cluster:
+        first = await collect(cluster.routers[0], request)
+        again = await collect(cluster.routers[0], request)
+        with pytest.raises(grpc.aio.AioRpcError) as mismatch:
+            await collect(cluster.routers[0], other)
+    assert again[0].accepted == first[0].accepted
+    assert mismatch.value.code() is grpc.StatusCode.ALREADY_EXISTS
+
+
+async def test_words_with_too_many_tokens_are_refused_by_name(redis_url: str, pool: str) -> None:
+    request = request_of()
+    request.sampling.bad_words.extend(f"t{i % 5} " * 100 for i in range(11))
+    request.sampling.bad_word_ids.extend(types_pb2.TokenSequence(ids=[1, 2, i % 5] * 100) for i in range(3))
+    async with run_cluster(redis_url, pool) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await collect(cluster.routers[0], request)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "sampling.bad_words: has 1400 token ids together with bad_word_ids" in (refused.value.details() or "")

@@ -100,6 +100,7 @@ class ExecutorShape:
 class BrakedStep:
     """A step that ends when the brake lets it."""
 
+    allows_next = True
     began_s = 0.0
     ended_s = 0.0
 

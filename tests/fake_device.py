@@ -52,6 +52,7 @@ def _logprobs(plan: StepPlan, sampled_ids: tuple[int, ...]) -> dict[int, TokenLo
 class RunStep:
     """A step that is through."""
 
+    allows_next = True
     began_s = 0.0
     ended_s = 0.0
 

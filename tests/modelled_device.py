@@ -26,6 +26,7 @@ def step_seconds(load: StepLoad) -> float:
 class ModelledStep:
     """A step with its place in virtual time."""
 
+    allows_next = True
     began_s: float
     ended_s: float
     num_sampled: int

@@ -11,13 +11,16 @@ exponentials, each right to some units of 2^-24, decides.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from executor.scheduler.sequence import Sampling
 from executor.step.philox import philox_words
-from executor.step.sampling import LARGEST_UNIFORM, SampleRow, keep_top
+from executor.step.sampling import LARGEST_UNIFORM, SampleRow, keep_likeliest
 
 TOP_P_TOLERANCE = 1e-6
 # Counter, key and words: the known answers for 10 rounds that the authors ship with Random123 (kat_vectors).
@@ -52,11 +55,11 @@ def _kept(scaled: Tensor, row: SampleRow) -> list[NDArray[np.int64]]:
     """The ids that stay, and those that stay where top_p is a little more or less."""
     top_p = row.sampling.top_p
     several = [top_p] if top_p >= 1 else [top_p, top_p - TOP_P_TOLERANCE, min(top_p + TOP_P_TOLERANCE, 1.0)]
-    return [_keep_top(scaled, row.sampling.top_k, some) for some in several]
+    return [_keep_likeliest(scaled, replace(row.sampling, top_p=some)) for some in several]
 
 
-def _keep_top(scaled: Tensor, top_k: int, top_p: float) -> NDArray[np.int64]:
-    ids, is_kept = keep_top(scaled[None], torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64))
+def _keep_likeliest(scaled: Tensor, sampling: Sampling) -> NDArray[np.int64]:
+    ids, is_kept = keep_likeliest(scaled[None], [sampling])
     return ids[is_kept].numpy()
 
 

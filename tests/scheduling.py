@@ -78,14 +78,16 @@ def step(scheduler: Scheduler, token_id: int = 1) -> StepOutcome:
     return retire(scheduler, scheduler.schedule(), token_id)
 
 
-def run_overlapped(scheduler: Scheduler, runner: StepRunner) -> None:
-    """To the end of everyone held, each step launched before the one before is read."""
+def run_overlapped(scheduler: Scheduler, runner: StepRunner, num_ahead: int = 1) -> None:
+    """To the end of everyone held, each step launched before the one before is read, if that one allows it. With
+    `num_ahead` 0 it is read first."""
     launched: deque[tuple[StepPlan, PendingStep]] = deque()
     while launched or not scheduler.is_idle:
         plan = scheduler.schedule()
         if plan.sequences:
             launched.append((plan, runner.launch(plan)))
-        if len(launched) > (1 if plan.sequences else 0):
+        num_left = num_ahead if plan.sequences and launched[-1][1].allows_next else 0
+        while len(launched) > num_left:
             done, pending = launched.popleft()
             scheduler.update(StepResult(done, pending.result(), pending.logprobs()))
 

@@ -47,6 +47,7 @@ SLOW = StepCost(0.200, 2e-3, 2e-6, 1e-6, 1e-3)
 class _Step:
     """A step under way. Implements `PendingStep`."""
 
+    allows_next = True
     began_s: float
     ended_s: float
     sampled_ids: tuple[int, ...]

@@ -12,13 +12,14 @@ import weakref
 from ctypes import c_int64, c_void_p
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from executor.cpu.logits import NativeRows, address
 from executor.native.build import BuildFailure
 from executor.native.library import NativeLibrary, load_native
 from executor.native.pool import NativePool
+from executor.step.sampling import min_p_logs
 from executor.step.sampling_columns import SamplingBatch
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class NativeSampler:
         self._sample_rows.argtypes = (c_void_p, c_void_p, c_void_p)
         self._sample_rows.restype = c_int64
         self._pool = pool
+        self._rows = NativeRows()
         self._sampler = new()
         if not self._sampler:
             raise MemoryError("not enough memory for the sampler")
@@ -52,15 +54,19 @@ class NativeSampler:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         token_ids = torch.empty(num_rows, dtype=torch.int64)
+        least = min_p_logs(sampling.min_p) if sampling.min_p.any() else None
+        processed = self._rows.addresses(sampling.processed, num_rows)
         call = _SampleCall(
             logits=logits.data_ptr(),
-            temperatures=_address(sampling.temperature, np.float32),
-            top_ks=_address(sampling.top_k, np.int32),
-            top_ps=_address(sampling.top_p, np.float64),
-            seeds=_address(sampling.seed, np.uint64),
-            output_indices=_address(sampling.output_index, np.int64),
-            banned_ids=_address(sampling.banned_ids, np.int32),
-            banned_starts=_address(sampling.banned_starts, np.int32),
+            temperatures=address(sampling.temperature, np.float32),
+            top_ks=address(sampling.top_k, np.int32),
+            top_ps=address(sampling.top_p, np.float64),
+            seeds=address(sampling.seed, np.uint64),
+            output_indices=address(sampling.output_index, np.int64),
+            banned_ids=address(sampling.banned_ids, np.int32),
+            banned_starts=address(sampling.banned_starts, np.int32),
+            min_p_logs=None if least is None else address(least, np.float32),
+            processed=None if processed is None else ctypes.addressof(processed),
             token_ids=token_ids.data_ptr(),
             num_rows=num_rows,
             vocabulary_size=vocabulary_size,
@@ -90,12 +96,7 @@ class _SampleCall(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("logits", "temperatures", "top_ks", "top_ps", "seeds")),
-        *((name, c_void_p) for name in ("output_indices", "banned_ids", "banned_starts", "token_ids")),
+        *((name, c_void_p) for name in ("output_indices", "banned_ids", "banned_starts", "min_p_logs", "processed")),
+        ("token_ids", c_void_p),
         *((name, c_int64) for name in ("num_rows", "vocabulary_size", "row_stride")),
     )
-
-
-def _address(column: npt.NDArray[np.generic], dtype: type[np.generic]) -> int:
-    if column.dtype != dtype or not column.flags.c_contiguous:
-        raise ValueError(f"a column is {column.dtype}, not {np.dtype(dtype)}, or not contiguous")
-    return column.ctypes.data

@@ -2,7 +2,8 @@
 
 `step()` shows the order of one iteration: read commands, plan, launch, publish answers and boardings, retire. With
 overlap the next step is planned and launched while the device computes the current one: retire step N - 1, plan N + 1,
-launch it, read N. Without overlap each step is retired before the next is planned.
+launch it, read N. Without overlap each step is retired before the next is planned, and so is a step that does not allow
+the next one (`PendingStep.allows_next`).
 
 A step that fails at launch or at reading ends its own sequences only. If the loop cannot go on (a bug, or a device on
 which every step fails), the thread ends and calls `on_death`.
@@ -131,8 +132,7 @@ class Engine:
         if plan.sequences:
             step = self._launch(plan)
             self._launched.append((plan, PlanCounts.of(plan), step))
-            # A step that was never launched yields no tokens to carry, so the next step is not planned on top of it.
-            num_ahead = int(self.overlaps and not isinstance(step, FailedStep))
+            num_ahead = int(self.overlaps and step.allows_next)
         self._parts.end(LoopPart.LAUNCH)
         self._publish_answers(output)
         self._parts.end(LoopPart.PUBLISH)

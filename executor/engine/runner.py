@@ -34,6 +34,11 @@ class PendingStep(Protocol):
         """End by the engine's clock."""
         ...
 
+    @property
+    def allows_next(self) -> bool:
+        """Whether the next step may be launched before this one was read."""
+        ...
+
     def result(self) -> tuple[int | None, ...]:
         """Waits, and returns the sampled token ids of the rows that sample, in the order of the plan's rows; None for a
         row without a usable logit.
@@ -49,7 +54,9 @@ class PendingStep(Protocol):
 
 
 class FailedStep:
-    """A step that could not be launched. `result` raises the error."""
+    """A step that could not be launched. `result` raises the error. It yields no tokens for the next step to carry."""
+
+    allows_next = False
 
     def __init__(self, error: Exception) -> None:
         self.began_s = self.ended_s = time.perf_counter()

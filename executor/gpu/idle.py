@@ -6,12 +6,14 @@ Every token is written to the spare block, and reads only that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from executor.kernels.tiling import MAX_ROWS, MIN_ROWS
-from executor.scheduler.sequence import Sampling
+from executor.logits.row import LogitsRow
+from executor.scheduler.sequence import Processors, Sampling
 from executor.step.batch import StepBatch
 from executor.step.sampling import SampleRow
 from executor.step.sampling_columns import SamplingBatch
@@ -60,3 +62,9 @@ def idle_batch(lengths: Sequence[int], table_row: int, block_size: int) -> StepB
 
 def idle_sampling(num_rows: int) -> SamplingBatch:
     return SamplingBatch.of([GREEDY_ROW] * num_rows)
+
+
+def idle_processed_sampling(vocabulary_size: int) -> SamplingBatch:
+    """Returns a row whose logits are changed in every way."""
+    row = LogitsRow(Processors(presence_penalty=1.0, bad_words=((0,),)), [0], 0, 1, vocabulary_size)
+    return SamplingBatch.of([replace(GREEDY_ROW, processed=row)])

@@ -12,6 +12,7 @@ from torch import Tensor
 from executor.engine.runner import token_ids_of
 from executor.scheduler.sequence import NO_LOGPROBS, TokenLogprobs
 from executor.step.logprobs import StepLogprobs
+from executor.step.sampling_columns import SamplingBatch
 
 
 class ReadBack:
@@ -67,14 +68,17 @@ class StepTimer:
 
 
 class GpuStep:
-    """A pending step. Steps must be read in the order of launch; `before` is the previous one."""
+    """A pending step. Steps must be read in the order of launch; `before` is the previous one.
+
+    `allows_next` is False until the step was read, if it has rows that depend on its tokens: those are known then.
+    """
 
     def __init__(
         self,
         timer: StepTimer,
         read_back: ReadBack,
         on_host: Tensor,
-        num_ids: int,
+        sampling: SamplingBatch,
         before: GpuStep | None,
         reported: StepLogprobs | None = None,
     ) -> None:
@@ -83,7 +87,8 @@ class GpuStep:
         self._timer = timer
         self._read_back = read_back
         self._on_host = on_host
-        self._num_ids = num_ids
+        self._sampling = sampling
+        self.allows_next = not sampling.processed
         self._before = before
         self._reported = reported
 
@@ -92,8 +97,11 @@ class GpuStep:
         before, self._before = self._before, None  # otherwise every step would keep the previous one alive
         try:
             self.ended_s = self._timer.wait(before.ended_s if before is not None else 0.0)
-            return token_ids_of(self._on_host[: self._num_ids].tolist())
+            sampled_ids = self._on_host[: self._sampling.num_rows].tolist()
+            self._sampling.append(sampled_ids)
+            return token_ids_of(sampled_ids)
         finally:
+            self.allows_next = True
             self._read_back.give_back(self._on_host)
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:

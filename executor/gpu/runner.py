@@ -1,7 +1,8 @@
 """Runner of plans on a GPU: it packs a step into one buffer, copies it once, launches, and reads the ids back on
 demand.
 
-Launching waits for nothing, so the caller's thread makes the next plan while the device computes. A step of decodes
+Launching waits for nothing, so the caller's thread makes the next plan while the device computes. Only a step with rows
+whose logits are changed must be read before the next one is launched. A step of decodes
 alone is the replay of a CUDA graph; a step with prefill chunks is launched kernel by kernel. Without a GPU the same
 code computes immediately, as in the tests.
 """
@@ -18,8 +19,9 @@ from executor.attention.gpu_host_tier import GpuHostTier
 from executor.engine.runner import PendingStep
 from executor.gpu.decoder import GpuDecoder
 from executor.gpu.graphs import bucket_of, capture, decode_buckets
-from executor.gpu.idle import idle_batch, idle_sampling, warm_up_lengths
+from executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
 from executor.gpu.pending import GpuStep, ReadBack, StepTimer
+from executor.gpu.processing import Processing
 from executor.gpu.sampling import draw
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout
@@ -77,12 +79,16 @@ class GpuRunner:
         self._device = decoder.head.device
         self._limits = limits
         self._packer = StepPacker(num_seats, self._max_blocks, block_size)
-        self._columns = SamplingColumns(num_seats, decoder.head.shape[0])
+        self._vocabulary_size = decoder.head.shape[0]
+        self._columns = SamplingColumns(num_seats, self._vocabulary_size)
         self._follower = TableFollower(num_seats, self._max_blocks)
         most = StepLayout(_max_step_tokens(limits), limits.max_num_sequences, limits.max_num_sequences)
         buffers = StepBuffers(self._device, most, num_seats, self._max_blocks)
         self._buffers = buffers
         self._step = DeviceStep(decoder, kv, buffers, block_size, limits.max_num_sequences)
+        self._processing = Processing(
+            self._device, self._vocabulary_size, limits.context_length, limits.max_num_sequences
+        )
         self._host_tier = GpuHostTier(kv, limits.num_host_blocks) if limits.num_host_blocks else None
         self._read_back = ReadBack(MAX_IN_FLIGHT, limits.max_num_sequences, self._device)
         self._buckets = decode_buckets(limits.max_num_sequences)
@@ -100,10 +106,13 @@ class GpuRunner:
             for lengths in (*warm_up_lengths(self._group, *sizes), *([1] * bucket for bucket in self._buckets)):
                 layout = self._upload_idle(lengths)
                 self._step.compute(layout, len(lengths) if max(lengths) == 1 else 0)
+            self._process(self._upload_idle([1]), idle_processed_sampling(self._vocabulary_size))
             if self._uses_graphs:
                 self._graphs = dict(capture(self._compute_decodes, self._buckets))
 
     def launch(self, plan: StepPlan) -> PendingStep:
+        if self._newest is not None and not self._newest.allows_next:
+            raise RuntimeError("a step was launched before tokens were read that its rows depend on")
         batch = self._packer.pack(plan)
         entries = self._follower.follow(plan)
         sampling = self._columns.select(plan, batch)
@@ -116,10 +125,11 @@ class GpuRunner:
             self._buffers.upload(layout, batch, sampling, entries)
             self._follower.sent()
             self._compute(layout, bucket, batch.num_decodes)
+            self._process(layout, sampling)
             reported = self._report(layout, sampling)
             on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
         timer.stop()
-        self._newest = GpuStep(timer, self._read_back, on_host, sampling.num_rows, self._newest, reported)
+        self._newest = GpuStep(timer, self._read_back, on_host, sampling, self._newest, reported)
         return self._newest
 
     def repeat_decodes(self, bucket: int) -> None:
@@ -146,6 +156,12 @@ class GpuRunner:
             graph.replay()
         else:
             self._step.compute(layout, num_decodes if bucket is None else bucket)
+
+    def _process(self, layout: StepLayout, sampling: SamplingBatch) -> None:
+        """Draws the rows whose logits are changed. The model's logits are left as they are."""
+        if sampling.processed:
+            rows = self._buffers.draw_rows(layout)
+            self._processing.draw(self._step.logits, rows, sampling, self._buffers.sampled_ids)
 
     def _report(self, layout: StepLayout, sampling: SamplingBatch) -> StepLogprobs | None:
         """Starts the copy of the log probabilities that rows report."""

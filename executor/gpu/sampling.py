@@ -1,11 +1,11 @@
 """Sampling on the GPU by the Triton kernels. The host waits for nothing.
 
-Rows that restrict the draw (top_k, top_p) get a threshold first, which costs the other rows nothing.
+Rows that restrict the draw (min_p, top_k, top_p) get a threshold first, which costs the other rows nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ RESTRICTION_WARPS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawRows:
-    """Parameters of the draws: `temperatures` (0 is greedy) and `top_ps` float32, the others int32; all `[R]` except
-    `banned_ids` and `banned_starts[R + 1]`.
+    """Parameters of the draws: `temperatures` (0 is greedy), `top_ps` and `min_p_logs` (-inf is none) float32, the
+    others int32; all `[R]` except `banned_ids` and `banned_starts[R + 1]`.
 
     A seed is 64 bits, in two words. The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`.
     """
@@ -32,11 +32,19 @@ class DrawRows:
     temperatures: Tensor
     top_ks: Tensor
     top_ps: Tensor
+    min_p_logs: Tensor
     seeds_low: Tensor
     seeds_high: Tensor
     output_indices: Tensor
     banned_ids: Tensor
     banned_starts: Tensor
+
+    def part(self, first: int, last: int) -> DrawRows:
+        """Returns the rows `[first, last)`."""
+        columns = {field.name: getattr(self, field.name)[first:last] for field in fields(self)}
+        return DrawRows(
+            **columns | {"banned_ids": self.banned_ids, "banned_starts": self.banned_starts[first : last + 1]}
+        )
 
 
 def restrict(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
@@ -46,7 +54,8 @@ def restrict(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
     edges = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     last_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     restrict_kernel[(num_rows,)](
-        *(logits, rows.temperatures, rows.top_ks, rows.top_ps, rows.banned_ids, rows.banned_starts, edges, last_ids),
+        *(logits, rows.temperatures, rows.top_ks, rows.top_ps, rows.min_p_logs),
+        *(rows.banned_ids, rows.banned_starts, edges, last_ids),
         *(vocabulary_size, logits.stride(0)),
         CHUNK=min(RESTRICTION_CHUNK, power_of_two(vocabulary_size)),
         num_warps=RESTRICTION_WARPS,

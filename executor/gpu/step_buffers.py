@@ -97,6 +97,7 @@ class StepBuffers:
             temperatures=of(layout, "temperatures").view(torch.float32),
             top_ks=of(layout, "top_ks"),
             top_ps=of(layout, "top_ps").view(torch.float32),
+            min_p_logs=of(layout, "min_p_logs").view(torch.float32),
             seeds_low=of(layout, "seeds_low"),
             seeds_high=of(layout, "seeds_high"),
             output_indices=of(layout, "output_indices"),

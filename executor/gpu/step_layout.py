@@ -4,7 +4,7 @@ With T tokens, S sequences and R rows that sample, each field starts at a multip
 
     token_ids, positions, slot_mapping [T]
     query_starts [S + 1], context_lengths, table_rows, is_carried, carried_from [S]
-    logit_rows, temperatures and top_ps (float32), top_ks, seeds_low, seeds_high, output_indices [R]
+    logit_rows, temperatures, top_ps and min_p_logs (float32), top_ks, seeds_low, seeds_high, output_indices [R]
     reported_rows [R], of which the first are those that report log probabilities
     banned_starts [R + 1]
     banned_ids [320 R], of row i: [banned_starts[i], banned_starts[i + 1])
@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from common.protocol import MAX_STOP_TOKEN_IDS
 from executor.step.batch import StepBatch
+from executor.step.sampling import min_p_logs
 from executor.step.sampling_columns import SamplingBatch
 
 Words = npt.NDArray[np.int32]
@@ -55,7 +56,7 @@ class StepLayout:
             *((name, tokens) for name in ("token_ids", "positions", "slot_mapping")),
             ("query_starts", sequences + 1),
             *((name, sequences) for name in ("context_lengths", "table_rows", "is_carried", "carried_from")),
-            *((name, logits) for name in ("logit_rows", "temperatures", "top_ks", "top_ps")),
+            *((name, logits) for name in ("logit_rows", "temperatures", "top_ks", "top_ps", "min_p_logs")),
             *((name, logits) for name in ("seeds_low", "seeds_high", "output_indices", "reported_rows")),
             ("banned_starts", logits + 1),
             ("banned_ids", logits * MAX_BANNED),
@@ -112,6 +113,7 @@ def _fill_sampling(views: dict[str, Words], sampling: SamplingBatch) -> None:
     temperatures = views["temperatures"].view(np.float32)
     temperatures[:num_rows], temperatures[num_rows:] = sampling.temperature, 0.0
     views["top_ps"].view(np.float32)[:num_rows] = sampling.top_p
+    views["min_p_logs"].view(np.float32)[:num_rows] = min_p_logs(sampling.min_p) if sampling.min_p.any() else -np.inf
     views["top_ks"][:num_rows] = sampling.top_k
     seeds = sampling.seed.view(np.uint32).reshape(-1, 2).view(np.int32)  # little-endian: the low word comes first
     views["seeds_low"][:num_rows], views["seeds_high"][:num_rows] = seeds[:, 0], seeds[:, 1]

@@ -1,9 +1,10 @@
-"""top_k and top_p in Triton: a threshold for each row that restricts the draw, found by bisection.
+"""min_p, top_k and top_p in Triton: a threshold for each row that restricts the draw, found by bisection.
 
 Float32 numbers are compared as integers in the same order (`key_of`), so that 32 passes over a row find an exact value:
 
-    top_k      the largest value that at least k tokens reach
-    top_p      the smallest value above which there is less than top_p of the probability within top_k
+    min_p      the largest value plus the logarithm of min_p, which the host computes
+    top_k      the largest value that at least k of those tokens reach
+    top_p      the smallest value above which there is less than top_p of the probability within these
 
 Of the tokens equal to the threshold as many are kept as top_k and top_p allow, the lowest ids first.
 """
@@ -18,7 +19,7 @@ ALL_IDS = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def restrict_kernel(
-    logits, temperatures, top_ks, top_ps, banned_ids, banned_starts,
+    logits, temperatures, top_ks, top_ps, min_p_logs, banned_ids, banned_starts,
     edges,  # tokens above it are kept,
     last_ids,  # and those equal to it up to this id
     vocabulary_size, logits_stride, CHUNK: tl.constexpr,
@@ -26,10 +27,11 @@ def restrict_kernel(
     """Computes the thresholds. Grid: rows. A row without restrictions keeps everything and is not read."""
     row = tl.program_id(0)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
+    min_p_log = tl.load(min_p_logs + row)  # -inf for none
     limit = tl.where((top_k > 0) & (top_k < vocabulary_size), top_k, vocabulary_size)
     tl.store(edges + row, float("-inf"))
     tl.store(last_ids + row, ALL_IDS)
-    if (temperature > 0.0) & ((limit < vocabulary_size) | (top_p < 1.0)):
+    if (temperature > 0.0) & ((limit < vocabulary_size) | (top_p < 1.0) | (min_p_log > float("-inf"))):
         values = logits + row.to(tl.int64) * logits_stride
         first_banned = tl.load(banned_starts + row)
         banned, count = banned_ids + first_banned, tl.load(banned_starts + row + 1) - first_banned
@@ -37,8 +39,13 @@ def restrict_kernel(
         # Nothing is drawn from a row without a usable logit, whatever is kept.
         highest = tl.where(highest > float("-inf"), highest, 0.0)
         key = kth_largest(values, vocabulary_size, temperature, banned, count, limit, highest, CHUNK)
+        floor = key_of(highest + min_p_log)
+        if floor > key:
+            # Fewer tokens reach min_p than top_k would keep.
+            key = floor
+            limit, _ = above(values, vocabulary_size, temperature, banned, count, floor - 1, highest, CHUNK)
         num_above, mass = above(values, vocabulary_size, temperature, banned, count, key, highest, CHUNK)
-        # Without top_k the key is that of -inf, and tokens equal to it have no weight.
+        # Without a restriction so far the key is that of -inf, and tokens equal to it have no weight.
         total = mass + (limit - num_above) * tl.exp(value_of(key) - highest)
         room = limit - num_above
         if top_p < 1.0:

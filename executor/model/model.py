@@ -184,7 +184,7 @@ class PagedModel:
     def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
         if sampling.is_greedy:
             return choose_greedily(logits)
-        if self._sampler is not None and not sampling.processed and not sampling.min_p.any():
+        if self._sampler is not None:
             return self._sampler.sample(logits, sampling)
         return sample(logits, sampling.rows())
 

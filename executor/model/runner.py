@@ -27,7 +27,9 @@ from executor.step.sampling_columns import SamplingBatch, SamplingColumns
 
 
 class LaunchedStep:
-    """A step launched on the device thread."""
+    """A step launched on the device thread, which appends its tokens to the rows that depend on them."""
+
+    allows_next = True
 
     def __init__(self, plan: StepPlan, batch: StepBatch, sampling: SamplingBatch) -> None:
         self.batch = batch

@@ -82,21 +82,27 @@ struct Phase {
     alignas(64) Signal ended;
 };
 
-// Makes this thread treat denormal numbers as zero during its lifetime: each would cost some hundred cycles.
-class FlushDenormals {
+// Makes this thread treat denormal numbers as zero during its lifetime, or as the numbers that they are.
+template <bool FLUSH>
+class Denormals {
   public:
 #if defined(__x86_64__)
-    FlushDenormals() : saved_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(saved_ | 0x8040); }
-    ~FlushDenormals() { __builtin_ia32_ldmxcsr(saved_); }
-    FlushDenormals(const FlushDenormals&) = delete;
-    FlushDenormals& operator=(const FlushDenormals&) = delete;
+    Denormals() : saved_(__builtin_ia32_stmxcsr()) {
+        __builtin_ia32_ldmxcsr(FLUSH ? saved_ | BITS : saved_ & ~BITS);
+    }
+    ~Denormals() { __builtin_ia32_ldmxcsr(saved_); }
+    Denormals(const Denormals&) = delete;
+    Denormals& operator=(const Denormals&) = delete;
 
   private:
+    static constexpr unsigned BITS = 0x8040;
     const unsigned saved_;
 #else
-    FlushDenormals() {}
+    Denormals() {}
 #endif
 };
+using FlushDenormals = Denormals<true>;  // each would cost some hundred cycles
+using KeepDenormals = Denormals<false>;
 
 // Memory of one thread, kept between runs. Not on a stack, because threads may have small ones.
 class ThreadBuffer {

@@ -21,6 +21,8 @@ struct SampleCall {
     const int64_t* output_indices;
     const int32_t* banned_ids;     // of row i: [banned_starts[i], banned_starts[i + 1])
     const int32_t* banned_starts;  // [num_rows + 1]
+    const float* min_p_logs;       // null: no row has a min_p
+    const LogitsRow* const* processed;  // null for a row whose logits are not changed; null: no row's are
     int64_t* token_ids;            // output
     int64_t num_rows, vocabulary_size, row_stride;
 };
@@ -51,24 +53,27 @@ class Sampler {
     static SampleRow row_of(const SampleCall& call, int64_t index) {
         const int32_t start = call.banned_starts[index];
         return {call.temperatures[index],
+                call.min_p_logs == nullptr ? sampling::NOTHING : call.min_p_logs[index],
                 call.top_ks[index],
                 call.top_ps[index],
                 call.seeds[index],
                 call.output_indices[index],
                 call.banned_ids + start,
-                call.banned_starts[index + 1] - start};
+                call.banned_starts[index + 1] - start,
+                call.processed == nullptr ? nullptr : call.processed[index]};
     }
 
     void reserve(int num_threads, const SampleCall& call) {
-        bool copies = false, restricted = false;
+        bool copies = false, restricted = false, counts_ids = false;
         for (int64_t index = 0; index < call.num_rows; ++index) {
             const SampleRow row = row_of(call, index);
             copies |= changes_logits(row, call.vocabulary_size);
             restricted |= restricts(row, call.vocabulary_size);
+            counts_ids |= row.processed != nullptr && row.processed->counts_ids();
         }
         while ((int)kept_.size() < num_threads) kept_.push_back(std::make_unique<Kept>());
         for (int thread = 0; thread < num_threads; ++thread) {
-            kept_[thread]->scratch.reserve(call.vocabulary_size, restricted);
+            kept_[thread]->scratch.reserve(call.vocabulary_size, restricted, counts_ids);
             if (copies) kept_[thread]->copy.reserve(call.vocabulary_size);
         }
     }
@@ -98,6 +103,15 @@ void inflight_sampler_free(void* sampler) { delete static_cast<Sampler*>(sampler
 // Returns 0, or 1 if there is not enough memory. `pool` may be null: then the caller's thread samples all rows.
 int64_t inflight_sample_rows(void* sampler, void* pool, const SampleCall* call) {
     return or_out_of_memory([&] { static_cast<Sampler*>(sampler)->sample(static_cast<Pool*>(pool), *call); });
+}
+
+// For tests: the logits stage of one row, in place. Returns 0, or 1 if there is not enough memory.
+int64_t inflight_process_row(float* row, int64_t vocabulary_size, const LogitsRow* processed) {
+    return or_out_of_memory([&] {
+        std::vector<int32_t> counts(vocabulary_size);
+        const FlushDenormals as_in_a_pool;
+        logits::process(row, vocabulary_size, *processed, counts.data());
+    });
 }
 
 // For tests: Philox of one counter, and the words and the noise of 64 ids.

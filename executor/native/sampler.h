@@ -1,6 +1,6 @@
 // Sampling of the next token of one row of logits, as in executor/step/sampling.py, whose torch code is the reference.
 //
-// A row is processed in groups of 64 ids. Random words come from Philox4x32-10, 16 counters for a group, and most
+// A row that has any changes of its logits gets them first (logits.h). It is sampled in groups of 64 ids. Random words come from Philox4x32-10, 16 counters for a group, and most
 // groups end there: an upper bound of the noise, taken from the exponent of the uniform number, already shows that no
 // token of the group can win. The few that might are computed exactly, in double precision rounded to float, so that
 // the result is the same on every processor. top_k and top_p search for the smallest value that is kept, not for an
@@ -14,19 +14,23 @@
 #include <functional>
 #include <vector>
 
+#include "logits.h"
 #include "noise.h"
 
 namespace inflight {
 
-// How a row is sampled: greedily unless `temperature` > 0; `top_k` 0 and `top_p` 1 keep every token.
+// How a row is sampled: greedily unless `temperature` > 0; `min_p_log` -inf, `top_k` 0 and `top_p` 1 keep every token.
+// `processed` is null if its logits are not changed first.
 struct SampleRow {
     float temperature;
+    float min_p_log;
     int32_t top_k;
     double top_p;
     uint64_t seed;
     int64_t output_index;
     const int32_t* banned;
     int32_t num_banned;
+    const LogitsRow* processed;
 };
 
 namespace sampling {
@@ -35,10 +39,11 @@ struct Scratch {
     std::vector<float> maxima;      // of every group, divided by the temperature
     std::vector<float> candidates;  // values that may be kept
     std::vector<double> masses;     // of top_p's bins
+    std::vector<int32_t> counts;    // of ids, all 0
     alignas(64) float tail[GROUP];  // the last group, where the vocabulary does not fill it
 
     // Reserves memory for rows of this many logits, so that sampling them allocates nothing. Throws std::bad_alloc.
-    void reserve(int64_t vocabulary_size, bool restricts);
+    void reserve(int64_t vocabulary_size, bool restricts, bool counts_ids);
 };
 
 // A row as groups; a value is the number in memory, divided by `divisor`.
@@ -74,7 +79,7 @@ inline int64_t find_maxima(const Values& values) {
     return first;
 }
 
-// ---- top_k and top_p ----
+// ---- min_p, top_k and top_p ----
 
 // Values above `value` are kept, and of those equal to it the `num_equal` lowest ids.
 struct Edge {
@@ -161,6 +166,7 @@ inline Edge find_top_k(const Values& values, float largest, int64_t top_k, doubl
 inline double total_mass(const Values& values, float largest) {
     Doubles low = {}, high = {};
     for (int64_t i = 0; i < values.num_groups; ++i) {
+        if (values.maxima[i] == NOTHING) continue;
         const float* group = values.group(i);
         Floats sum = {};
         for (int v = 0; v < GROUP_VECTORS; ++v) sum += small_exponential(values.vector(group, v) - largest);
@@ -183,6 +189,7 @@ ALWAYS_INLINE Ints bins_of(Floats values, float largest) {
 // Sums of e^(value - largest) by bin.
 inline void weigh_bins(const Values& values, float largest, double* masses) {
     for (int64_t i = 0; i < values.num_groups; ++i) {
+        if (values.maxima[i] == NOTHING) continue;
         const float* group = values.group(i);
         for (int v = 0; v < GROUP_VECTORS; ++v) {
             const Floats value = values.vector(group, v), weight = small_exponential(value - largest);
@@ -199,6 +206,7 @@ inline void weigh_bins(const Values& values, float largest, double* masses) {
 inline void collect_bin(const Values& values, float largest, int wanted, std::vector<float>& found) {
     found.clear();
     for (int64_t i = 0; i < values.num_groups; ++i) {
+        if (values.maxima[i] == NOTHING) continue;
         const float* group = values.group(i);
         for (int v = 0; v < GROUP_VECTORS; ++v) {
             const Floats value = values.vector(group, v);
@@ -233,8 +241,9 @@ inline Edge find_top_p(const Values& values, float largest, double top_p, Scratc
     return count > 0 ? edge_of(likeliest.data(), count) : find_in_bins(values, largest, needed, scratch);
 }
 
-// Writes the values that are kept, and -inf for the others; groups without any are marked by their maximum instead.
-inline void keep(const Values& values, Edge edge) {
+// Writes the values that are kept, and -inf for the others; groups without any are marked by their maximum instead. From
+// then on the values in memory are not divided.
+inline void keep(Values& values, Edge edge) {
     for (int64_t i = 0; i < values.num_groups; ++i) {
         if (!(values.maxima[i] >= edge.value)) {
             values.maxima[i] = NOTHING;
@@ -250,6 +259,17 @@ inline void keep(const Values& values, Edge edge) {
                     if (at_edge[lane] && edge.num_equal > 0) stays[lane] = -1, --edge.num_equal;
             store(group + v * WIDTH, stays ? value : all(NOTHING));
         }
+    }
+    values.divisor = 1;
+}
+
+// Of the `largest` value, so that min_p comes before top_k and top_p.
+inline void keep_likeliest(Values& values, float largest, const SampleRow& row, bool has_top_k, Scratch& scratch) {
+    if (row.min_p_log > NOTHING) keep(values, {largest + row.min_p_log, std::numeric_limits<int64_t>::max()});
+    if (has_top_k) {
+        keep(values, find_top_k(values, largest, row.top_k, row.top_p, scratch));
+    } else if (row.top_p < 1) {
+        keep(values, find_top_p(values, largest, row.top_p, scratch));
     }
 }
 
@@ -295,13 +315,18 @@ inline int64_t draw(const Values& values, int64_t first, uint64_t seed, int64_t 
     return draw.id;
 }
 
-inline bool restricts(const SampleRow& row, int64_t vocabulary_size) {
-    return (row.top_k > 0 && row.top_k < vocabulary_size) || row.top_p < 1;
+inline bool has_top_k(const SampleRow& row, int64_t vocabulary_size) {
+    return row.top_k > 0 && row.top_k < vocabulary_size;
 }
 
-inline void Scratch::reserve(int64_t vocabulary_size, bool restricts) {
+inline bool restricts(const SampleRow& row, int64_t vocabulary_size) {
+    return has_top_k(row, vocabulary_size) || row.top_p < 1 || row.min_p_log > NOTHING;
+}
+
+inline void Scratch::reserve(int64_t vocabulary_size, bool restricts, bool counts_ids) {
     const int64_t num_groups = (vocabulary_size + GROUP - 1) / GROUP;
     maxima.reserve(num_groups);
+    if (counts_ids && (int64_t)counts.size() < vocabulary_size) counts.resize(vocabulary_size);
     if (!restricts) return;
     candidates.reserve(num_groups * GROUP);
     masses.reserve(NUM_BINS);
@@ -309,11 +334,12 @@ inline void Scratch::reserve(int64_t vocabulary_size, bool restricts) {
 
 // Returns whether sample_row writes to the logits of this row.
 inline bool changes_logits(const SampleRow& row, int64_t vocabulary_size) {
-    return row.num_banned > 0 || (row.temperature > 0 && restricts(row, vocabulary_size));
+    return row.processed != nullptr || row.num_banned > 0 || (row.temperature > 0 && restricts(row, vocabulary_size));
 }
 
 // Returns the next token of a row of at least one logit.
 inline int64_t sample_row(float* logits, int64_t vocabulary_size, const SampleRow& row, Scratch& scratch) {
+    if (row.processed != nullptr) logits::process(logits, vocabulary_size, *row.processed, scratch.counts.data());
     for (int32_t i = 0; i < row.num_banned; ++i)
         if (row.banned[i] >= 0 && row.banned[i] < vocabulary_size) logits[row.banned[i]] = NOTHING;
     Values values = as_groups(logits, vocabulary_size, scratch);
@@ -329,12 +355,7 @@ inline int64_t sample_row(float* logits, int64_t vocabulary_size, const SampleRo
     for (int64_t i = 0; i < values.num_groups; ++i) values.maxima[i] /= values.divisor;
     const float scaled = values.maxima[first];
     // An infinite value always wins, the lowest id of several.
-    if (restricts(row, vocabulary_size) && !std::isinf(scaled)) {
-        const bool has_top_k = row.top_k > 0 && row.top_k < vocabulary_size;
-        keep(values, has_top_k ? find_top_k(values, scaled, row.top_k, row.top_p, scratch)
-                               : find_top_p(values, scaled, row.top_p, scratch));
-        values.divisor = 1;
-    }
+    if (!std::isinf(scaled)) keep_likeliest(values, scaled, row, has_top_k(row, vocabulary_size), scratch);
     return draw(values, first, row.seed, row.output_index);
 }
 

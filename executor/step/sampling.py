@@ -91,6 +91,17 @@ def numbers_of(logits: Tensor) -> Tensor:
     return logits.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
 
 
+def keep_likeliest(scaled: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+    """Returns the candidates of each row of `scaled[N, V]`, as `keep_top` does, by min_p, top_k and top_p."""
+    top_k = torch.tensor([sampling.top_k for sampling in samplings], device=scaled.device)
+    top_p = torch.tensor([sampling.top_p for sampling in samplings], dtype=torch.float64, device=scaled.device)
+    least = min_p_logs(np.array([sampling.min_p for sampling in samplings], np.float32))
+    edge = scaled.amax(1, keepdim=True) + torch.from_numpy(least).to(scaled.device)[:, None]
+    likely = scaled.masked_fill(scaled < edge, float("-inf"))
+    ids, is_kept = keep_top(likely, top_k, top_p)
+    return ids, is_kept & (likely.gather(1, ids) > float("-inf"))
+
+
 def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the candidate token ids `[N, M]` of each row of `scaled[N, V]`, and a boolean `[N, M]` of those that are
     kept.
@@ -163,12 +174,7 @@ def _draw_from_all(scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def _draw_from_top(scaled: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    top_k = torch.tensor([row.sampling.top_k for row in rows], device=scaled.device)
-    top_p = torch.tensor([row.sampling.top_p for row in rows], dtype=torch.float64, device=scaled.device)
-    least = min_p_logs(np.array([row.sampling.min_p for row in rows], np.float32))
-    edge = scaled.amax(1, keepdim=True) + torch.from_numpy(least).to(scaled.device)[:, None]
-    scaled = scaled.masked_fill(scaled < edge, float("-inf"))
-    ids, is_kept = keep_top(scaled, top_k, top_p)
+    ids, is_kept = keep_likeliest(scaled, [row.sampling for row in rows])
     ids, order = ids.sort(dim=1)  # so that the lowest id wins among equals
     noisy = (scaled.gather(1, ids) + gumbel_noise(rows, ids)).masked_fill(~is_kept.gather(1, order), float("-inf"))
     return ids.gather(1, noisy.argmax(1, keepdim=True)).squeeze(1)

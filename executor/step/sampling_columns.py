@@ -147,9 +147,9 @@ class SamplingColumns:
             self._reporting[seat] = sequence.num_top_logprobs
 
     def _processed_row(self, sequence: BoardedSequence) -> LogitsRow:
-        if sequence.num_pending:
-            # Its row would miss the tokens of the steps in flight.
-            raise RuntimeError(f"{sequence.request_id} boards while {sequence.num_pending} tokens are in flight")
+        if sequence.num_in_flight > 1:
+            # Besides this step. Its row would miss their tokens.
+            raise RuntimeError(f"{sequence.request_id} boards while {sequence.num_in_flight} steps are in flight")
         return LogitsRow(
             sequence.processors,
             sequence.token_ids,

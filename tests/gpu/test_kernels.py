@@ -68,7 +68,11 @@ def test_draws_are_those_of_the_torch_sampler(gpu: torch.device) -> None:
     num_rows, vocabulary_size = 64, 128_256
     logits = torch.randn(num_rows, vocabulary_size, device=gpu) * 3
     rows = [
-        SampleRow(Sampling(0.1 * (i % 16), 50 * (i % 3), 1.0 - 0.1 * (i % 2), 2**40 * i + i), 1000 * i, frozenset())
+        SampleRow(
+            Sampling(0.1 * (i % 16), 50 * (i % 3), 1.0 - 0.1 * (i % 2), 2**40 * i + i, 0.01 * (i % 4)),
+            1000 * i,
+            frozenset(),
+        )
         for i in range(num_rows)
     ]
     words = torch.zeros(num_rows, dtype=torch.int32, device=gpu)
@@ -80,6 +84,7 @@ def test_draws_are_those_of_the_torch_sampler(gpu: torch.device) -> None:
             temperatures=torch.tensor([row.sampling.temperature for row in rows], device=gpu),
             top_ks=torch.tensor([row.sampling.top_k for row in rows], dtype=torch.int32, device=gpu),
             top_ps=torch.tensor([row.sampling.top_p for row in rows], device=gpu),
+            min_p_logs=torch.tensor([row.sampling.min_p for row in rows], device=gpu).log(),
             seeds_low=(seeds & 0x7FFF_FFFF).to(gpu, torch.int32),
             seeds_high=(seeds >> 32).to(gpu, torch.int32),
             output_indices=torch.tensor([row.output_index for row in rows], dtype=torch.int32, device=gpu),

@@ -21,7 +21,9 @@ from triton.runtime.jit import JITFunction
 
 from executor.attention.backend import KvShape, Scoring
 from executor.attention.triton import TritonAttention
+from executor.gpu.idle import idle_processed_sampling
 from executor.gpu.layers import gated, residual_norm, rope_write
+from executor.gpu.processing import Processing
 from executor.gpu.sampling import DrawRows, draw
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout
@@ -76,7 +78,8 @@ def main(capability: int) -> int:
             return
         seen.add(key)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        print(json.dumps({"kernel": kernel.__name__, "shared_bytes": compiled.metadata.shared, **options}))
+        figures = {"shared_bytes": compiled.metadata.shared, "num_fused": compiled.asm["ptx"].count("fma.")}
+        print(json.dumps({"kernel": kernel.__name__, **figures, **options}))
 
     JITFunction.run = compile_launch
     for variant in VARIANTS:
@@ -147,8 +150,11 @@ def launch_layers() -> None:
         gated(empty(8, 2 * intermediate_size, dtype=torch.bfloat16))
         words = empty(8, dtype=torch.int32)
         numbers = empty(8, dtype=torch.float32)
-        rows = DrawRows(numbers, words, numbers, words, words, words, words, empty(9, dtype=torch.int32))
-        draw(empty(8, vocabulary_size, dtype=torch.bfloat16), rows, words)
+        rows = DrawRows(numbers, words, numbers, numbers, words, words, words, words, empty(9, dtype=torch.int32))
+        logits = empty(8, vocabulary_size, dtype=torch.bfloat16)
+        draw(logits, rows, words)
+        sampling = idle_processed_sampling(vocabulary_size)
+        Processing(META, vocabulary_size, 8192, 8).draw(logits, rows, sampling, words)
     layout = StepLayout(100, 20, 20)
     buffers = StepBuffers(META, layout, 40, 512)
     buffers.resolve(layout)

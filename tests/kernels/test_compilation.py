@@ -14,6 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 KERNELS = {
     *("attend_kernel", "combine_kernel", "write_kernel", "rope_write_kernel", "residual_norm_kernel", "gated_kernel"),
     *("restrict_kernel", "draw_kernel", "choose_kernel", "resolve_kernel", "follow_tables_kernel"),
+    *("copy_kernel", "change_kernel"),
 }
 # What a program may use (CUDA C++ programming guide, technical specifications per compute capability).
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -31,3 +32,7 @@ def test_everything_that_is_launched_compiles_and_fits(tmp_path: Path, capabilit
     assert {kernel["kernel"] for kernel in compiled} == KERNELS
     too_large = [kernel for kernel in compiled if kernel["shared_bytes"] > MAX_SHARED_BYTES[capability]]
     assert not too_large
+    # A penalty is a product and a subtraction, each rounded, as in torch and C++
+    fused = [kernel["num_fused"] for kernel in compiled if kernel["kernel"] == "change_kernel"]
+    assert fused
+    assert not any(fused)

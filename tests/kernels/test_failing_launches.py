@@ -103,6 +103,7 @@ class UnreadableStep:
 
     def __init__(self, step: PendingStep) -> None:
         self.began_s, self.ended_s = step.began_s, step.ended_s
+        self.allows_next = step.allows_next
         self._step = step
 
     def result(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from executor.gpu.runner import MAX_IN_FLIGHT, DeviceStep, GpuRunner
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
-from executor.scheduler.limits import Batching, SchedulerLimits
+from executor.scheduler.limits import Batching, Overcommit, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import Sampling, Sequence, Stopping
+from executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, Stopping
 from tests.scheduling import run_overlapped
 from tests.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.torch_threads import torch_threads
@@ -80,14 +81,115 @@ def requests() -> list[Sequence]:
     ]
 
 
-def outputs(runner: StepRunner, sequences: list[Sequence]) -> list[list[int]]:
-    """What the sequences yield, each step launched before the one before is read."""
-    scheduler = Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
+def outputs(
+    runner: StepRunner, sequences: list[Sequence], scheduler: Scheduler | None = None, num_ahead: int = 1
+) -> list[list[int]]:
+    """What the sequences yield, each step launched before the one before is read, if that one allows it."""
+    scheduler = scheduler or Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
     for some in sequences:
         assert scheduler.offer(some) is None
-    run_overlapped(scheduler, runner)
+    run_overlapped(scheduler, runner, num_ahead)
     runner.close()
     return [some.token_ids[some.num_prompt_tokens :] for some in sequences]
+
+
+EVERYTHING = Processors(((3, 2.0), (9, -50.0)), frozenset(range(90)), 1.3, 0.4, 0.2, ((5,), (7, 8)), 3)
+CHANGES = {
+    0: EVERYTHING,
+    2: Processors(repetition_penalty=1.5, no_repeat_ngram_size=1),
+    3: Processors(bad_words=tuple((token_id,) for token_id in range(0, VOCABULARY_SIZE, 2))),
+    5: Processors(((11, 30.0),), frequency_penalty=2.0, presence_penalty=2.0),
+}
+
+
+def changed_requests() -> list[Sequence]:
+    """Requests of which four of seven have their logits changed. One of them continues an earlier output."""
+    sequences = requests()
+    sequences += [sequence(5, 4, Sampling(0.7, 0, 1.0, 3, 0.05)), sequence(6, 9, Sampling(1.2, 0, 1.0, 4, 0.2))]
+    sequences[5].token_ids += [11, 12, 11]
+    for number, some in enumerate(sequences):
+        some.processors = CHANGES.get(number, NO_PROCESSORS)
+        some.stopping = Stopping(12, some.stopping.min_tokens, some.stopping.stop_token_ids)
+        some.num_reserved_blocks = -(-(some.num_prompt_tokens + 13) // BLOCK_SIZE)
+        some.num_top_logprobs = 2
+    return sequences
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Sequence]:
+    """The requests as the generic runner completes them, with one step at a time."""
+    sequences = changed_requests()
+    outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), sequences, num_ahead=0)
+    return sequences
+
+
+def assert_same(ours: list[Sequence], generic: list[Sequence]) -> None:
+    """The same tokens and the same log probabilities."""
+    assert [some.token_ids for some in ours] == [some.token_ids for some in generic]
+    for some, other in zip(ours, generic, strict=True):
+        assert sorted(some.logprobs) == sorted(other.logprobs)
+        for offset, values in some.logprobs.items():
+            assert values.top_ids == other.logprobs[offset].top_ids
+            assert values.top_logprobs == pytest.approx(other.logprobs[offset].top_logprobs, abs=1e-4)
+            assert values.logprob == pytest.approx(other.logprobs[offset].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_changed_rows_beside_others_are_those_of_the_generic_runner(
+    folder: Path, expected: list[Sequence], num_ahead: int
+) -> None:
+    ours = changed_requests()
+    outputs(gpu_runner(folder), ours, num_ahead=num_ahead)
+    assert_same(ours, expected)
+    assert any(len(some.token_ids) > some.num_prompt_tokens + 9 for some in ours if some.processors != NO_PROCESSORS)
+
+
+def test_log_probabilities_of_a_changed_row_are_the_models_own(folder: Path, expected: list[Sequence]) -> None:
+    plain = changed_requests()
+    for some in plain:
+        some.processors = NO_PROCESSORS
+    outputs(gpu_runner(folder), plain)
+    for some, other in zip(expected, plain, strict=True):
+        ours, others = some.logprobs[min(some.logprobs)], other.logprobs[min(other.logprobs)]
+        assert ours.top_logprobs == pytest.approx(others.top_logprobs, abs=1e-4)
+        assert ours.top_ids == others.top_ids
+    assert not all(some.token_ids == other.token_ids for some, other in zip(expected, plain, strict=True))
+
+
+def test_changed_rows_go_on_after_a_preemption(folder: Path, expected: list[Sequence]) -> None:
+    # Given blocks that do not suffice for those who run
+    policy, overcommit = SchedulerPolicy.MAX_UTILIZATION, Overcommit(watermark=0.0, margin=0.0)
+    scheduler = Scheduler(replace(LIMITS, policy=policy, overcommit=overcommit), BlockPool(6, BLOCK_SIZE))
+    ours = changed_requests()[:4]
+    del ours[1]
+    for some in ours:
+        some.num_reserved_blocks = some.num_prompt_tokens // BLOCK_SIZE + 1
+
+    outputs(gpu_runner(folder), ours, scheduler)
+
+    assert scheduler.num_preemptions > 0
+    assert_same(ours, [expected[0], *expected[2:4]])
+
+
+def test_a_step_is_not_launched_before_the_tokens_that_its_rows_depend_on_are_read(folder: Path) -> None:
+    runner, scheduler = gpu_runner(folder), Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
+    some, plain = changed_requests()[5], changed_requests()[1]
+    assert scheduler.offer(plain) is None
+    first_plan = scheduler.schedule()
+    first = runner.launch(first_plan)
+    assert scheduler.offer(some) is None
+    second_plan = scheduler.schedule()
+
+    # Given a step with a changed row, launched before one without is read
+    second = runner.launch(second_plan)
+
+    assert (first.allows_next, second.allows_next) == (True, False)
+    with pytest.raises(RuntimeError, match="before tokens were read"):
+        runner.launch(second_plan)
+    first.result()
+    second.result()
+    assert second.allows_next
+    runner.close()
 
 
 def test_what_compiles_kernels_at_the_start_changes_no_token(folder: Path) -> None:

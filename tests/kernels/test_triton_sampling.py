@@ -13,7 +13,7 @@ from executor.gpu.sampling import CHUNK, DrawRows, draw, restrict
 from executor.scheduler.sequence import Sampling
 from executor.step.philox import MASK
 from executor.step.philox import philox_words as torch_philox
-from executor.step.sampling import LARGEST_UNIFORM, SampleRow, sample
+from executor.step.sampling import LARGEST_UNIFORM, SampleRow, min_p_logs, sample
 from executor.step.sampling_columns import SamplingBatch
 from tests.kernels.probes import noise_kernel, words_kernel
 from tests.torch_threads import torch_threads
@@ -38,6 +38,7 @@ def draw_rows(rows: Sequence[SampleRow]) -> DrawRows:
         temperatures=torch.tensor([row.sampling.temperature for row in rows]),
         top_ks=torch.tensor([row.sampling.top_k for row in rows], dtype=torch.int32),
         top_ps=torch.tensor([row.sampling.top_p for row in rows]),
+        min_p_logs=torch.from_numpy(min_p_logs(batch.min_p)),
         seeds_low=signed([row.sampling.seed & MASK for row in rows]),
         seeds_high=signed([row.sampling.seed >> 32 for row in rows]),
         output_indices=torch.tensor([row.output_index for row in rows], dtype=torch.int32),
@@ -59,8 +60,9 @@ def row(
     banned: Sequence[int] = (),
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> SampleRow:
-    return SampleRow(Sampling(temperature, top_k, top_p, seed), output_index, frozenset(banned))
+    return SampleRow(Sampling(temperature, top_k, top_p, seed, min_p), output_index, frozenset(banned))
 
 
 def test_words_are_bit_for_bit_those_of_the_torch_generator() -> None:
@@ -138,10 +140,25 @@ def test_restricted_tokens_are_those_of_the_torch_sampler(top_k: int) -> None:
     assert drawn(logits, rows) == sample(logits, rows).tolist()
 
 
-def kept_ids(logits: list[float], top_k: int, top_p: float) -> set[int]:
+@pytest.mark.parametrize("top_k", [0, 40])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_min_p_keeps_the_tokens_of_the_torch_sampler(top_k: int, top_p: float) -> None:
+    # Given rows in which min_p keeps fewer tokens than top_k, more, only the largest, or all
+    logits = torch.randn(6, VOCABULARY_SIZE, generator=torch.Generator().manual_seed(4)) * 3
+    several = ((1.0, 0.1), (2.0, 0.02), (5.0, 1e-3), (0.7, 1.0), (1.0, 1e-30), (0.0, 0.5))
+    rows = [
+        row(temperature, seed=i, top_k=top_k, top_p=top_p, min_p=min_p)
+        for i, (temperature, min_p) in enumerate(several)
+    ]
+    logits = torch.cat((logits, torch.full((1, VOCABULARY_SIZE), float("nan"))))
+    rows.append(row(1.0, top_k=top_k, top_p=top_p, min_p=0.3))
+    assert drawn(logits, rows) == sample(logits, rows).tolist()
+
+
+def kept_ids(logits: list[float], top_k: int, top_p: float, min_p: float = 0.0) -> set[int]:
     """What the thresholds leave of a few tokens."""
     values = torch.tensor([logits])
-    edges, last_ids = restrict(values, draw_rows([row(1.0, top_k=top_k, top_p=top_p)]))
+    edges, last_ids = restrict(values, draw_rows([row(1.0, top_k=top_k, top_p=top_p, min_p=min_p)]))
     edge, last_id = float(edges[0]), int(last_ids[0])
     return {i for i, value in enumerate(logits) if value > edge or (value == edge and i <= last_id)}
 
@@ -158,6 +175,23 @@ def kept_ids(logits: list[float], top_k: int, top_p: float) -> set[int]:
 )
 def test_equal_tokens_at_the_edge_are_kept_by_their_ids(top_k: int, top_p: float, kept: set[int]) -> None:
     assert kept_ids([1.0, 1.0, 1.0, 1.0, -80.0], top_k, top_p) == kept
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p", "kept"),
+    [
+        (0, 1.0, 0.3, {0, 1, 2}),  # of probabilities relative to the largest: 1, 1, 0.37, 0.14, 0.05
+        (0, 1.0, 0.1, {0, 1, 2, 3}),
+        (1, 1.0, 0.1, {0}),
+        (3, 1.0, 0.3, {0, 1, 2}),
+        (4, 1.0, 1.0, {0, 1}),
+        (0, 0.5, 0.3, {0, 1}),
+        (0, 0.8, 1e-9, {0, 1, 2}),  # the first two hold 0.781 of all five,
+        (0, 0.8, 0.3, {0, 1}),  # and 0.845 of the three that are likely enough
+    ],
+)
+def test_min_p_comes_before_top_k_and_top_p(top_k: int, top_p: float, min_p: float, kept: set[int]) -> None:
+    assert kept_ids([1.0, 1.0, 0.0, -1.0, -2.0], top_k, top_p, min_p) == kept
 
 
 def test_zero_and_minus_zero_are_equal_at_the_edge() -> None:

@@ -30,6 +30,7 @@ samplings = st.builds(
     top_k=st.sampled_from([0, 1, 2, 5, 50, 299, 300, 5000]),
     top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1 - 1e-12, 1.0]),
     seed=st.integers(0, 2**64 - 1),
+    min_p=st.sampled_from([0.0, 0.0, 1e-9, 0.02, 0.5, 1.0]),
 )
 rows = st.builds(SampleRow, samplings, st.integers(0, 2**31), st.frozensets(st.integers(0, 299), max_size=3))
 

@@ -35,6 +35,7 @@ TIMEOUT_S = 20
 class WatchedStep:
     """A step that can be kept from ending, and that can fail."""
 
+    allows_next = True
     began_s: float
     ended_s: float
     sampled_ids: tuple[int | None, ...]

@@ -1,0 +1,56 @@
+"""Changes of logits before the draw in Triton: biases, penalties and masks, as in `executor.logits.reference`.
+
+A row is copied as float32, with -inf for NaN and for the ids that its mask leaves out, and then changed at the ids that
+have a bias or a penalty. The reference applies the mask last; the result is the same, since no change turns -inf into
+another number.
+
+Each operation is rounded by itself. `change_kernel` must be compiled with `enable_fp_fusion=False`: otherwise a product
+and the subtraction behind it may become one operation, with one rounding. Its division is that of IEEE 754; `/` would
+be an approximation on a GPU.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def copy_kernel(
+    logits,  # [rows, vocabulary_size]
+    changed,  # [rows, vocabulary_size] float32, contiguous
+    mask_indices,  # of each row; negative: every id is allowed
+    masks,  # bit `id % 32` of word `id // 32` is set if the id is allowed
+    vocabulary_size, logits_stride, num_mask_words, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Copies a chunk of a row. Grid: rows, chunks."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    exists = ids < vocabulary_size
+    value = tl.load(logits + row.to(tl.int64) * logits_stride + ids, mask=exists, other=float("-inf")).to(tl.float32)
+    value = tl.where(value == value, value, float("-inf"))
+    index = tl.load(mask_indices + row)
+    words = tl.load(masks + index * num_mask_words + ids // 32, mask=exists & (index >= 0), other=-1)
+    value = tl.where(((words >> (ids & 31)) & 1) != 0, value, float("-inf"))
+    tl.store(changed + row.to(tl.int64) * vocabulary_size + ids, value, mask=exists)
+
+
+@triton.jit
+def change_kernel(
+    changed,  # [rows, vocabulary_size] float32, contiguous
+    starts,  # row i has the entries [starts[i], starts[i + 1])
+    ids, biases,  # of each entry; no id twice in a row
+    counts,  # of each entry: how often the id is in the output; negative: not in the prompt either
+    repetitions, frequencies, presences,  # penalties of each row
+    vocabulary_size, TILE: tl.constexpr,
+):  # fmt: skip
+    """Changes a row at a tile of its entries. Grid: rows, tiles."""
+    row = tl.program_id(0)
+    entry = tl.load(starts + row) + tl.program_id(1) * TILE + tl.arange(0, TILE)
+    exists = entry < tl.load(starts + row + 1)
+    place = changed + row.to(tl.int64) * vocabulary_size + tl.load(ids + entry, mask=exists, other=0)
+    repetition = tl.load(repetitions + row)
+    value = tl.load(place, mask=exists, other=0.0) + tl.load(biases + entry, mask=exists, other=0.0)
+    count = tl.load(counts + entry, mask=exists, other=-1)
+    repeated = tl.where(value > 0.0, tl.div_rn(value, repetition), value * repetition)
+    value = tl.where(count >= 0, repeated, value)
+    less = value - count.to(tl.float32) * tl.load(frequencies + row) - tl.load(presences + row)
+    tl.store(place, tl.where(count > 0, less, value), mask=exists)

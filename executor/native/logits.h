@@ -1,0 +1,133 @@
+// The logits stage of one row, as in executor/logits/reference.py, whose torch code is the reference: bit by bit the same
+// float32 results, so that a token does not depend on the backend.
+//
+// A change looks only at the row's own ids, and the mask at every logit. A NaN stays one: the sampler never chooses it.
+// Nothing is allocated. An id outside the vocabulary is ignored.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "pool.h"
+
+namespace inflight {
+
+// The fields of logits.py's structure, in the same order. `ids` are prompt and output; bad word i is
+// `bad_ids[bad_starts[i]]` to `bad_ids[bad_starts[i + 1] - 1]`. Bit `id % 32` of `mask[id / 32]` is set if the id is
+// allowed; a null mask allows all.
+struct LogitsRow {
+    const int32_t* ids;
+    const int32_t* bias_ids;
+    const float* bias_values;
+    const int32_t* bad_starts;
+    const int32_t* bad_ids;
+    const int32_t* mask;
+    int64_t num_ids, num_prompt, num_biases, num_bad_words, num_mask_words, ngram_size;
+    float repetition_penalty, frequency_penalty, presence_penalty;
+
+    bool counts_ids() const {
+        return repetition_penalty != 1.0f || frequency_penalty != 0.0f || presence_penalty != 0.0f;
+    }
+};
+
+namespace logits {
+
+constexpr int MASK_BITS = 32;
+
+struct Row {
+    float* logits;
+    int64_t size;
+    int32_t* counts;  // [size], all 0 between changes; only for a row that counts ids
+
+    bool has(int32_t id) const { return id >= 0 && id < size; }
+    void ban(int32_t id) const {
+        if (has(id)) logits[id] = -std::numeric_limits<float>::infinity();
+    }
+};
+
+inline void add_bias(const Row& row, const LogitsRow& of) {
+    for (int64_t i = 0; i < of.num_biases; ++i)
+        if (row.has(of.bias_ids[i])) row.logits[of.bias_ids[i]] += of.bias_values[i];
+}
+
+inline void penalise_repetition(const Row& row, const int32_t* ids, int64_t count, float penalty) {
+    for (int64_t i = 0; i < count; ++i) {
+        if (!row.has(ids[i]) || row.counts[ids[i]]++ > 0) continue;
+        float& logit = row.logits[ids[i]];
+        logit = logit > 0 ? logit / penalty : logit * penalty;
+    }
+    for (int64_t i = 0; i < count; ++i)
+        if (row.has(ids[i])) row.counts[ids[i]] = 0;
+}
+
+inline void penalise_counts(const Row& row, const int32_t* ids, int64_t count, float frequency, float presence) {
+    for (int64_t i = 0; i < count; ++i)
+        if (row.has(ids[i])) ++row.counts[ids[i]];
+    for (int64_t i = 0; i < count; ++i) {
+        if (!row.has(ids[i]) || row.counts[ids[i]] == 0) continue;
+        // volatile: the product is rounded before it is subtracted, whatever instructions the processor has.
+        const volatile float product = frequency * (float)row.counts[ids[i]];
+        row.counts[ids[i]] = 0;
+        row.logits[ids[i]] = row.logits[ids[i]] - product - presence;
+    }
+}
+
+// Bans the ends of bad words whose beginning is the end of the output.
+inline void ban_words(const Row& row, const LogitsRow& of) {
+    const int32_t* const end = of.ids + of.num_ids;
+    const int64_t num_output = of.num_ids - of.num_prompt;
+    for (int64_t i = 0; i < of.num_bad_words; ++i) {
+        const int32_t *const word = of.bad_ids + of.bad_starts[i], *const last = of.bad_ids + of.bad_starts[i + 1] - 1;
+        if (last - word <= num_output && std::equal(word, last, end - (last - word))) row.ban(*last);
+    }
+}
+
+// Bans the ends of n-grams in prompt and output whose beginning is the end of the output.
+inline void ban_ngrams(const Row& row, const int32_t* ids, int64_t count, int64_t size) {
+    if (size <= 0 || size > count) return;
+    const int32_t* const begin = ids + count - (size - 1);
+    for (const int32_t *at = ids, *last = at + size - 1; last < ids + count; ++at, ++last) {
+        // The last id before the end differs most often.
+        if (size > 1 && (last[-1] != begin[size - 2] || !std::equal(at, last, begin))) continue;
+        row.ban(*last);
+    }
+}
+
+inline void apply_mask(const Row& row, const int32_t* mask, int64_t num_words) {
+    constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+    for (int64_t start = 0; start < row.size; start += MASK_BITS) {
+        const int64_t index = start / MASK_BITS;
+        const uint32_t word = index < num_words ? (uint32_t)mask[index] : 0;
+        if (word == 0xffffffffu) continue;
+        float* const some = row.logits + start;
+        if (row.size - start >= MASK_BITS) {
+            for (int bit = 0; bit < MASK_BITS; ++bit) some[bit] = (word >> bit & 1) != 0 ? some[bit] : NOTHING;
+        } else {
+            for (int bit = 0; bit < row.size - start; ++bit)
+                if ((word >> bit & 1) == 0) some[bit] = NOTHING;
+        }
+    }
+}
+
+// Not inlined, so that denormals are kept during all of it.
+__attribute__((noinline)) inline void change(const Row& row, const LogitsRow& of) {
+    add_bias(row, of);
+    if (of.repetition_penalty != 1.0f) penalise_repetition(row, of.ids, of.num_ids, of.repetition_penalty);
+    if (of.frequency_penalty != 0.0f || of.presence_penalty != 0.0f)
+        penalise_counts(row, of.ids + of.num_prompt, of.num_ids - of.num_prompt, of.frequency_penalty,
+                        of.presence_penalty);
+    ban_words(row, of);
+    ban_ngrams(row, of.ids, of.num_ids, of.ngram_size);
+    if (of.mask != nullptr) apply_mask(row, of.mask, of.num_mask_words);
+}
+
+// Changes the logits in place. `counts[size]` is all 0 before and after; it may be null unless the row counts ids.
+inline void process(float* logits, int64_t size, const LogitsRow& of, int32_t* counts) {
+    const KeepDenormals keep_denormals;
+    change({logits, size, counts}, of);
+}
+
+}  // namespace logits
+}  // namespace inflight

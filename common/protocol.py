@@ -4,9 +4,12 @@ from __future__ import annotations
 
 # Older versions are accepted too, so that executors can be replaced before routers or after them.
 MIN_PROTOCOL_VERSION = 1
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 # The first version with `Attach`, `attached` and `detached`.
 ATTACH_VERSION = 2
+# The first version whose executors read everything that changes logits, constraints, and prompt scores. Older ones
+# refuse the values that they know and ignore the others.
+LOGITS_VERSION = 3
 
 # As in OpenAI's API.
 MAX_TOP_LOGPROBS = 20
@@ -27,6 +30,8 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 # Limit of one frame, at 15 bytes a token at most. Tokens collected for a slow reader, or repeated for a router that
 # attaches, must not exceed the largest message.
 MAX_FRAME_TOKENS = 2**20
+# The same for log probabilities of prompts, at 340 bytes each.
+MAX_FRAME_PROMPT_LOGPROBS = 2**15
 
 # Intervals of the statistics that a reader subscribes to.
 DEFAULT_STATS_INTERVAL_MS = 1000

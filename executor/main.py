@@ -7,6 +7,7 @@ Exit codes: 0 after a drain, 2 for a setting or model that cannot be used, 3 for
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import socket
@@ -23,7 +24,7 @@ from common.http.metrics_page import metrics_route
 from common.http.port import HttpPort
 from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from common.machine import num_available_memory_bytes, num_usable_cores
-from common.model_source import ModelSource, resolve_model
+from common.model_source import ModelSource, load_tokenizer, resolve_model
 from common.process import EXIT_FAILED, run_process
 from common.protocol import PROTOCOL_VERSION
 from common.rpc.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals, check_listen
@@ -38,6 +39,7 @@ from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput
 from executor.engine.runner import StepRunner
 from executor.engine.watchdog import watch_engine
+from executor.logits.grammar import GrammarCompiler
 from executor.model.model import PagedModel
 from executor.model.runner import ModelRunner
 from executor.scheduler.blocks import BlockPool
@@ -277,7 +279,11 @@ def build_executor(
     retention = RetentionPolicy(settings.orphan_grace_s, settings.retain_ended_s)
     own_identity = identity(settings, loaded)
     tracing = open_tracing("executor", own_identity.description.executor_id, settings.otlp_endpoint)
-    service = ExecutorService(own_identity, engine, retention, tracing=tracing)
+    model = loaded.model.description
+    grammars = GrammarCompiler(
+        functools.partial(load_tokenizer, loaded.source), model.vocabulary_size, model.eos_token_ids
+    )
+    service = ExecutorService(own_identity, engine, retention, tracing=tracing, grammars=grammars)
     server = _server(settings, tls)
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     http = HttpPort(Starlette(routes=[metrics_route(executor_metrics(service))])) if settings.http_listen else None

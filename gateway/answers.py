@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gateway import logprobs as openai_logprobs
@@ -29,6 +29,7 @@ class FinishedChoice:
     reason: FinishReason
     usage: Usage
     logprobs: Sequence[PositionLogprobs | None] = ()
+    prompt: Sequence[PositionLogprobs | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ _UNFINISHED = {"logprobs": None, "finish_reason": None}
 
 def whole_answer(ask: Ask, answer: AnswerId, choices: Sequence[FinishedChoice]) -> dict[str, Any]:
     """Returns the whole answer. Raises `ApiError` if a choice ended for a reason that OpenAI's API does not have."""
-    return {
+    whole = {
         "id": answer.name,
         "object": "chat.completion" if ask.kind == "chat" else "text_completion",
         "created": answer.created,
@@ -97,22 +98,34 @@ def whole_answer(ask: Ask, answer: AnswerId, choices: Sequence[FinishedChoice]) 
         "choices": [_whole_choice(ask, index, choice) for index, choice in enumerate(choices)],
         "usage": usage_of([choice.usage for choice in choices], ask.n),
     }
+    # As in vLLM: a chat has one prompt, a completion one for each choice.
+    return whole | _prompt_logprobs(ask, choices[0]) if ask.kind == "chat" else whole
 
 
 def _whole_choice(ask: Ask, index: int, choice: FinishedChoice) -> dict[str, Any]:
-    end = {"logprobs": logprobs_of(ask, choice.logprobs), "finish_reason": openai_finish_reason(choice.reason)}
+    positions = [*choice.prompt, *choice.logprobs] if ask.echoes else choice.logprobs
+    end = {"logprobs": logprobs_of(ask, positions), "finish_reason": openai_finish_reason(choice.reason)}
     if ask.kind == "completion":
-        return {"index": index, "text": choice.text, **end}
+        return {"index": index, "text": choice.text, **end, **_prompt_logprobs(ask, choice)}
     return {"index": index, "message": {"role": "assistant", "content": choice.text, "refusal": None}, **end}
 
 
 def logprobs_of(ask: Ask, positions: Sequence[PositionLogprobs | None], text_offset: int = 0) -> dict[str, Any] | None:
     """Returns the log probabilities of tokens, if requested. `text_offset` is the number of characters before them."""
-    if not ask.has_logprobs or not positions:
+    if ask.num_top is None or not positions:
         return None
     if ask.kind == "chat":
         return openai_logprobs.of_chat(positions)
-    return openai_logprobs.of_completion(positions, text_offset)
+    # The prompt may have more of the likeliest tokens, for `prompt_logprobs`.
+    shown = [None if one is None else replace(one, top=one.top[: ask.num_top]) for one in positions]
+    return openai_logprobs.of_completion(shown, text_offset)
+
+
+def _prompt_logprobs(ask: Ask, choice: FinishedChoice) -> dict[str, Any]:
+    """Returns vLLM's field, if requested."""
+    if ask.num_prompt_top is None:
+        return {}
+    return {"prompt_logprobs": openai_logprobs.of_prompt(choice.prompt, ask.num_prompt_top)}
 
 
 def openai_finish_reason(reason: FinishReason) -> Literal["stop", "length"]:
@@ -120,6 +133,11 @@ def openai_finish_reason(reason: FinishReason) -> Literal["stop", "length"]:
     if reason not in _FINISH:
         raise from_end(reason)
     return _FINISH[reason]
+
+
+def shown_usage(ask: Ask, usage: Usage) -> Usage:
+    """Returns the usage of a choice, without output that its client does not get."""
+    return replace(usage, output_tokens=0) if ask.drops_output else usage
 
 
 def usage_of(usages: Sequence[Usage], n: int) -> dict[str, Any]:

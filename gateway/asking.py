@@ -6,8 +6,9 @@ seed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from google.protobuf.message import Error as MessageError
@@ -41,7 +42,12 @@ class Defaults:
 @dataclass(frozen=True, slots=True)
 class Ask:
     """The requests to the router, and the form of the answer. `renamed` maps fields of the router to parameters of this
-    API."""
+    API.
+
+    `num_top` is the number of likeliest tokens per position; None: no log probabilities. `num_prompt_top` is the same
+    for vLLM's `prompt_logprobs`. With `echoes` the answer begins with the prompt. With `drops_output` it has only that:
+    the router's requests generate at least one token.
+    """
 
     kind: Literal["chat", "completion"]
     model: str
@@ -49,9 +55,17 @@ class Ask:
     n: int
     is_stream: bool
     include_usage: bool
-    has_logprobs: bool
+    num_top: int | None = None
     includes_running_usage: bool = False
     renamed: dict[str, str] = field(default_factory=dict)
+    num_prompt_top: int | None = None
+    echoes: bool = False
+    drops_output: bool = False
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether the answer has log probabilities of prompts."""
+        return self.num_prompt_top is not None or (self.echoes and self.num_top is not None)
 
     @property
     def prompt_param(self) -> str:
@@ -83,6 +97,9 @@ def ask_chat(body: ChatBody, defaults: Defaults, key: str) -> Ask:
 def ask_completion(body: CompletionBody, defaults: Defaults, key: str) -> Ask:
     """Converts a completion. `key` is the idempotency key, or empty. Raises `ApiError`."""
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    drops_output = bool(body.echo) and max_tokens == 0
+    if drops_output:
+        max_tokens = 1
     prompts = _prompts(body.prompt)
     # Checked before each prompt becomes a request.
     _check_count(len(prompts) * (body.n or 1), defaults)
@@ -95,8 +112,12 @@ def ask_completion(body: CompletionBody, defaults: Defaults, key: str) -> Ask:
             request.token_ids.ids.extend(prompt)
         if body.logprobs is not None:
             _set_logprobs(request, body.logprobs)
+        if body.echo:
+            request.output.echo = True
+            _score(request, body.logprobs)
         requests.append(request)
-    return _ask("completion", body, requests, defaults, key, {})
+    ask = _ask("completion", body, requests, defaults, key, {})
+    return replace(ask, echoes=bool(body.echo), drops_output=drops_output)
 
 
 def _ask(
@@ -115,8 +136,11 @@ def _ask(
     options = body.stream_options
     include_usage = options is not None and options.include_usage
     is_running = options is not None and options.continuous_usage_stats
-    has_logprobs = requests[0].output.logprobs
-    return Ask(kind, body.model, choices, n, bool(body.stream), include_usage, has_logprobs, is_running, renamed)
+    output = requests[0].output
+    num_top = output.top_logprobs if output.logprobs else None
+    renamed |= _constraint_names(body)
+    form = (n, bool(body.stream), include_usage, num_top, is_running, renamed, body.prompt_logprobs)
+    return Ask(kind, body.model, choices, *form)
 
 
 def _check_count(num_choices: int, defaults: Defaults) -> None:
@@ -144,6 +168,7 @@ def _request(body: Common, defaults: Defaults, max_tokens: int | None) -> infere
     request = inference_pb2.GenerateRequest(model=body.model, want_queue_events=bool(body.stream))
     _set_sampling(request.sampling, body)
     _set_stopping(request.stopping, body, max_tokens)
+    _set_constraint(request, body)
     priority = _priority(body.priority) or defaults.priority
     if priority is not None:
         request.priority = PRIORITIES[priority]
@@ -156,6 +181,7 @@ def _request(body: Common, defaults: Defaults, max_tokens: int | None) -> infere
     request.metadata.update(body.metadata or {})
     if body.user:
         request.metadata["user"] = body.user
+    _score(request, body.prompt_logprobs)
     return request
 
 
@@ -185,9 +211,74 @@ def _set_stopping(stopping: types_pb2.StoppingParams, body: Common, max_tokens: 
     stopping.include_stop = bool(body.include_stop_str_in_output)
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A form that the output must have: the parameter that names it, the protocol's field, and its value."""
+
+    param: str
+    field: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    value: Any
+
+
+def _forms(body: Common) -> Iterator[_Form]:
+    """Yields every form that a body requests."""
+    if body.response_format is not None and body.response_format.json_schema is not None:
+        yield _Form("response_format.json_schema.schema", "json_schema", body.response_format.json_schema.schema_)
+    elif body.response_format is not None and body.response_format.type == "json_object":
+        yield _Form("response_format", "json_object", True)
+    asked = body.structured_outputs
+    forms = (
+        _Form("structured_outputs.json", "json_schema", asked and asked.json_),
+        _Form("structured_outputs.json_object", "json_object", (asked and asked.json_object) or None),
+        _Form("structured_outputs.regex", "regex", asked and asked.regex),
+        _Form("structured_outputs.choice", "choice", asked and asked.choice),
+        _Form("structured_outputs.grammar", "grammar", asked and asked.grammar),
+        _Form("guided_json", "json_schema", body.guided_json),
+        _Form("guided_regex", "regex", body.guided_regex),
+        _Form("guided_choice", "choice", body.guided_choice),
+        _Form("guided_grammar", "grammar", body.guided_grammar),
+    )
+    yield from (form for form in forms if form.value is not None)
+
+
+def _set_constraint(request: inference_pb2.GenerateRequest, body: Common) -> None:
+    forms = list(_forms(body))
+    if not forms:
+        return
+    if len(forms) > 1:
+        raise refused(forms[1].param, f"is given together with {forms[0].param}; give one of them")
+    form, constraint = forms[0], request.constraint
+    if form.field == "choice":
+        constraint.choice.choices.extend(form.value)
+        constraint.choice.SetInParent()
+    elif form.field == "json_schema" and not isinstance(form.value, str):
+        constraint.json_schema = json.dumps(form.value)
+    else:
+        setattr(constraint, form.field, form.value)
+    if form.field.startswith("json_") and body.structured_outputs and body.structured_outputs.disable_any_whitespace:
+        constraint.max_whitespace = 0
+
+
+def _constraint_names(body: Common) -> dict[str, str]:
+    """Returns what this API calls the fields of a constraint."""
+    names: dict[str, str] = {}
+    for form in _forms(body):
+        names[f"constraint.{form.field}"] = form.param
+        if form.field == "choice":
+            names["constraint.choice.choices"] = form.param
+    return names
+
+
 def _set_logprobs(request: inference_pb2.GenerateRequest, num_top: int) -> None:
     request.output.logprobs = True
     request.output.top_logprobs = num_top
+
+
+def _score(request: inference_pb2.GenerateRequest, num_top: int | None) -> None:
+    """Requests log probabilities of the prompt, with at least so many of the likeliest tokens; None requests none."""
+    if num_top is not None:
+        request.output.prompt_logprobs = True
+        request.output.top_prompt_logprobs = max(request.output.top_prompt_logprobs, num_top)
 
 
 def _priority(asked: Literal["interactive", "standard", "batch"] | int | None) -> Priority | None:

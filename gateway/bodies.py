@@ -45,6 +45,53 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
+class JsonSchemaFormat(_Body):
+    """OpenAI's form of a JSON schema. It is always enforced, as if `strict` were true."""
+
+    name: Text
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise ValueError("json_schema is needed with the type json_schema, and with no other")
+        return self
+
+
+class StructuredOutputs(_Body):
+    """vLLM's `structured_outputs`."""
+
+    json_: str | dict[str, Any] | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_fallback: bool | None = None  # there is no other backend to fall back to
+    whitespace_pattern: Any = None
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> StructuredOutputs:
+        if self.whitespace_pattern is not None:
+            raise ValueError(
+                "whitespace_pattern is not supported: whitespace is at most 8 characters, or none with "
+                "disable_any_whitespace"
+            )
+        kinds = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None)
+        if sum(kind is not None for kind in kinds) != 1:
+            raise ValueError("needs exactly one of json, regex, choice, grammar, json_object")
+        return self
+
+
 class Common(_Body):
     """Parameters of both kinds of request. Extensions of this project and of vLLM are at the end."""
 
@@ -73,10 +120,17 @@ class Common(_Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     priority: Literal["interactive", "standard", "batch"] | Annotated[int, Field(ge=-(2**31), le=MAX_INT32)] | None = (
         None
     )
     resume_ttl_s: Annotated[float, Field(ge=0, le=3600)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Common:
@@ -85,6 +139,8 @@ class Common(_Body):
         options = self.stream_options
         if options is not None and options.continuous_usage_stats and not options.include_usage:
             raise ValueError("stream_options.continuous_usage_stats: is allowed only with include_usage")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: is allowed only without stream")
         return self
 
     @field_validator("logit_bias")
@@ -155,6 +211,7 @@ class CompletionBody(Common):
 
     prompt: str | list[Any]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -186,7 +243,6 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -195,7 +251,6 @@ UNSUPPORTED_IN_CHAT: Mapping[str, tuple[Any, ...]] = {
 }
 UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 
@@ -274,7 +329,7 @@ def _path(detail: ErrorDetails) -> str:
     for part in detail["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not ("[" in part or part in ("str", "int", "constrained-int")):
+        elif not ("[" in part or part in ("str", "int", "bool", "constrained-int")):
             path += f".{part[:64]}" if path else part[:64]
     return path
 

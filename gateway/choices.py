@@ -11,11 +11,12 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from gateway.answers import FinishedChoice
+from gateway.answers import FinishedChoice, shown_usage
 from gateway.asking import Ask
 from gateway.event_ids import Place
+from gateway.logprobs import prompt_positions
 from inflight import AsyncClient, AsyncStream
-from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs
+from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, PositionLogprobs, Prompt
 from inflight.v1 import inference_pb2
 
 MAX_KEYS = 4
@@ -40,7 +41,7 @@ class Source:
             has_output, was_cancelled = False, False
             async with aclosing(stream.events()) as events:
                 async for event in events:
-                    has_output = has_output or isinstance(event, Delta)
+                    has_output = has_output or isinstance(event, Delta | Prompt)
                     if not is_last and _is_cancelled(event) and (takes_back or not has_output):
                         was_cancelled = True
                         break
@@ -65,14 +66,16 @@ class Source:
         """Returns every complete choice. Raises as `begun`, and cancels the others then."""
         try:
             async with asyncio.TaskGroup() as group:
-                reading = [group.create_task(self._collect(request)) for request in ask.requests]
+                reading = [group.create_task(self._collect(ask, request)) for request in ask.requests]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [choice.result() for choice in reading]
 
-    async def _collect(self, request: inference_pb2.GenerateRequest) -> FinishedChoice:
+    async def _collect(self, ask: Ask, request: inference_pb2.GenerateRequest) -> FinishedChoice:
         texts: list[str] = []
         logprobs: list[PositionLogprobs | None] = []
+        prompt: list[PositionLogprobs | None] = []
+        num_tokens = 0
         reason = FinishReason.UNKNOWN
         async with aclosing(self.begun(request, takes_back=True)) as events:
             async for event in events:
@@ -80,13 +83,19 @@ class Source:
                     case Accepted():
                         texts.clear()
                         logprobs.clear()
+                        prompt.clear()
+                        num_tokens = 0
+                    case Prompt():
+                        prompt.extend(prompt_positions(event))
                     case Delta():
-                        texts.append(event.text)
-                        logprobs.extend(event.logprobs)
+                        num_tokens += event.num_tokens
+                        if not (ask.drops_output and num_tokens):
+                            texts.append(event.text)
+                            logprobs.extend(event.logprobs)
                     case Finished():
                         reason = event.reason
                     case Done():
-                        return FinishedChoice("".join(texts), reason, event.usage, logprobs)
+                        return FinishedChoice("".join(texts), reason, shown_usage(ask, event.usage), logprobs, prompt)
         raise AssertionError("a stream without an error ends with Done")
 
 

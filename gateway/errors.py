@@ -115,6 +115,7 @@ _UNKNOWN = _Form(500, "server_error")
 # Fields of the router with another name at OpenAI. Otherwise the last part of the path is the parameter.
 _PARAMS = {
     "output.top_logprobs": "top_logprobs",
+    "output.top_prompt_logprobs": "prompt_logprobs",
     "session_id": "prompt_cache_key",
     "idempotency_key": "Idempotency-Key",
     "deadlines.total": "timeout",

@@ -3,7 +3,8 @@
     1~<answer's id>~<created>~<request id>,<resume token>,<tokens>,<bytes of text>,<f where it has finished>~…
 
 There is one group for each choice, in order. With log probabilities a group ends in a comma and the number of
-characters that their tokens stand for. An id is as secret as the resume tokens in it.
+characters that their tokens stand for, and with those of a prompt in another comma and the number of its tokens. An id
+is as secret as the resume tokens in it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ HEADER = "Last-Event-ID"
 MAX_CHOICES = 8
 _ANSWER_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
 _GROUP = re.compile(
-    r"([A-Za-z0-9._:-]{1,128}),([A-Za-z0-9_-]{1,2048}),([0-9]{1,9}),([0-9]{1,10}),(f?)(?:,([0-9]{1,10}))?"
+    r"([A-Za-z0-9._:-]{1,128}),([A-Za-z0-9_-]{1,2048}),([0-9]{1,9}),([0-9]{1,10}),(f?)"
+    r"(?:,([0-9]{1,10})(?:,([0-9]{1,9}))?)?"
 )
 _CREATED = re.compile(r"[0-9]{1,12}")
 
@@ -29,7 +31,8 @@ _CREATED = re.compile(r"[0-9]{1,12}")
 class Place:
     """The client's position in one choice: tokens, bytes of their text, and whether it knows that the choice ended.
 
-    `num_characters` counts the characters of the tokens whose log probabilities it has.
+    `num_characters` counts the characters of the tokens whose log probabilities it has, `num_prompt_tokens` those of
+    the prompt among them.
     """
 
     request_id: str = ""
@@ -38,6 +41,7 @@ class Place:
     text_bytes: int = 0
     has_finished: bool = False
     num_characters: int = 0
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ def read_event_id(text: str) -> tuple[AnswerId, list[Place]]:
     if not (_ANSWER_ID.fullmatch(name) and _CREATED.fullmatch(created)) or None in found:
         raise _no_id()
     places = [
-        Place(one[1], one[2], int(one[3]), int(one[4]), bool(one[5]), int(one[6] or 0))
+        Place(one[1], one[2], int(one[3]), int(one[4]), bool(one[5]), int(one[6] or 0), int(one[7] or 0))
         for one in found
         if one is not None
     ]
@@ -75,8 +79,9 @@ def read_event_id(text: str) -> tuple[AnswerId, list[Place]]:
 
 def _group(place: Place) -> str:
     parts = (place.request_id, place.resume_token, place.num_tokens, place.text_bytes, "f" * place.has_finished)
-    characters = (place.num_characters,) if place.num_characters else ()
-    return ",".join(map(str, (*parts, *characters)))
+    counts = (place.num_characters, place.num_prompt_tokens)
+    shown = counts if place.num_prompt_tokens else counts[: bool(place.num_characters)]
+    return ",".join(map(str, (*parts, *shown)))
 
 
 def _no_id() -> ApiError:

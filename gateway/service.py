@@ -78,7 +78,10 @@ class GatewayService:
             choices = await while_connected(request.receive, source.collected(ask))
         except InflightError as error:
             raise from_router(error, ask.prompt_param, ask.renamed) from None
-        return _json(encoded(whole_answer(ask, answer, choices)))
+        if not ask.scores_prompts:
+            return _json(encoded(whole_answer(ask, answer, choices)))
+        # Its log probabilities may be as many as the tokens of many prompts: streams go on meanwhile.
+        return _json(await asyncio.to_thread(lambda: encoded(whole_answer(ask, answer, choices))))
 
     def _resume(self, ask: Ask, last_id: str, source: Source) -> EventStream:
         """Resumes after an event of an earlier answer, of any gateway. The body must be the same."""

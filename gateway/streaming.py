@@ -16,14 +16,14 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from gateway.answers import Chunks, encoded, logprobs_of
+from gateway.answers import Chunks, encoded, logprobs_of, shown_usage
 from gateway.errors import ApiError, from_router
 from gateway.event_ids import Place, event_id
 from gateway.leaving import while_connected
-from gateway.logprobs import num_characters
+from gateway.logprobs import num_characters, prompt_positions
 from gateway.metrics import Metrics
 from inflight.errors import InflightError
-from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, Queued, Usage
+from inflight.events import Accepted, Delta, Done, Event, Finished, FinishReason, Prompt, Queued, Usage
 
 # Of all choices together. A full queue blocks the readers of its choices, which the router's flow control notices.
 MAX_WAITING_EVENTS = 64
@@ -152,6 +152,14 @@ class EventStream:
                 self._name(place, accepted)
                 self._prompt_tokens[index] = accepted.prompt_tokens
                 yield from self._opening(index)
+            case Prompt() as prompt if self._chunks.ask.echoes:
+                positions = prompt_positions(prompt)[max(0, place.num_prompt_tokens - prompt.offset) :]
+                if logprobs := logprobs_of(self._chunks.ask, positions, place.num_characters):
+                    place.num_prompt_tokens += len(positions)
+                    place.num_characters += num_characters(positions)
+                    yield self._event(self._chunks.text(index, "", logprobs))
+            case Delta() as delta if self._chunks.ask.drops_output and (delta.num_tokens or place.num_tokens):
+                place.num_tokens = delta.offset + delta.num_tokens
             case Delta() as delta:
                 logprobs = logprobs_of(self._chunks.ask, delta.logprobs, place.num_characters)
                 place.num_tokens = delta.offset + delta.num_tokens
@@ -163,7 +171,7 @@ class EventStream:
             case Finished() as finished if not place.has_finished:
                 yield self._finished(index, finished.reason)
             case Done() as done:
-                self._usages[index] = done.usage
+                self._usages[index] = shown_usage(self._chunks.ask, done.usage)
 
     def _name(self, place: Place, event: Accepted | Queued) -> None:
         if event.request_id and event.resume_token:

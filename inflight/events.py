@@ -30,13 +30,15 @@ class FinishReason(Enum):
 class Logprob:
     """A token with the natural logarithm of its probability, which is minus infinity for an impossible token.
 
-    A character may need the `text_bytes` of several tokens. The text leaves out a token that `is_special`.
+    A character may need the `text_bytes` of several tokens. The text leaves out a token that `is_special`. `rank` is 1
+    for the likeliest token at its position; 0 if it is not known.
     """
 
     token_id: int
     logprob: float
     text_bytes: bytes = b""
     is_special: bool = False
+    rank: int = 0
 
     @property
     def text(self) -> str:
@@ -82,6 +84,21 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens of the prompt from position `offset` on, with their log probabilities: `None` for the first of the prompt.
+
+    Sent before the output with `want_prompt_logprobs` or `top_prompt_logprobs`. With offset 0, `first_text_bytes` is
+    the text of the first token, which the text leaves out if `first_is_special`.
+    """
+
+    offset: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs | None, ...]
+    first_text_bytes: bytes = b""
+    first_is_special: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """More output. `offset` is the index of its first token among the choice's output tokens.
 
@@ -101,12 +118,14 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A choice ended. `stop` or `stop_token_id` is what it matched."""
+    """A choice ended. `stop` or `stop_token_id` is what it matched. `constraint_unfinished`: the output does not
+    satisfy the request's constraint, such as JSON cut off by max_tokens."""
 
     choice: int
     reason: FinishReason
     stop: str | None = None
     stop_token_id: int | None = None
+    constraint_unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +173,7 @@ class Resumed:
     cause: str
 
 
-Event = Accepted | Queued | Started | Delta | Finished | Done | Notice | Resumed
+Event = Accepted | Queued | Started | Prompt | Delta | Finished | Done | Notice | Resumed
 
 
 @dataclass(slots=True)
@@ -166,16 +185,23 @@ class Choice:
     num_tokens: int = 0
     finish_reason: FinishReason | None = None
     logprobs: list[PositionLogprobs | None] = field(default_factory=list)
+    constraint_unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The whole result of a request. `text`, `token_ids`, `logprobs` and `finish_reason` are the first choice's."""
+    """The whole result of a request. `text`, `token_ids`, `logprobs` and `finish_reason` are the first choice's.
+
+    `prompt_token_ids` and `prompt_logprobs`, which begin with `None`, are empty unless `want_prompt_logprobs` or
+    `top_prompt_logprobs` was set.
+    """
 
     request_id: str
     choices: tuple[Choice, ...]
     usage: Usage
     timing: Timing
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
 
     @property
     def text(self) -> str:
@@ -196,6 +222,11 @@ class Completion:
     def finish_reason(self) -> FinishReason | None:
         """Why it ended."""
         return self.choices[0].finish_reason
+
+    @property
+    def constraint_unfinished(self) -> bool:
+        """Whether it ended before it satisfied the request's constraint."""
+        return self.choices[0].constraint_unfinished
 
     def __str__(self) -> str:
         return self.text
@@ -218,6 +249,8 @@ class Transcript:
         self.resume_token: str | None = None
         self.prompt_tokens: int | None = None
         self.executor_id: str | None = None
+        self.prompt_token_ids: list[int] = []
+        self.prompt_logprobs: list[PositionLogprobs | None] = []
         self.choices: list[Choice] = [Choice()]
         self.usage: Usage | None = None
         self.timing: Timing | None = None
@@ -235,6 +268,9 @@ class Transcript:
                 self.resume_token = event.resume_token
             case Started():
                 self.executor_id = event.executor_id
+            case Prompt():
+                self.prompt_token_ids.extend(event.token_ids)
+                self.prompt_logprobs.extend(event.logprobs)
             case Delta():
                 choice = self._choice(event.choice)
                 choice.text += event.text
@@ -242,7 +278,9 @@ class Transcript:
                 choice.num_tokens += event.num_tokens
                 choice.logprobs.extend(event.logprobs)
             case Finished():
-                self._choice(event.choice).finish_reason = event.reason
+                choice = self._choice(event.choice)
+                choice.finish_reason = event.reason
+                choice.constraint_unfinished = event.constraint_unfinished
             case Done():
                 self.usage = event.usage
                 self.timing = event.timing
@@ -263,7 +301,8 @@ class Transcript:
             cancelled = self.choices[0].finish_reason is FinishReason.CANCELLED
             code = grpc.StatusCode.CANCELLED if cancelled else grpc.StatusCode.INTERNAL
             raise InflightError(code, "the stream ended before its last event")
-        return Completion(self.request_id or "", tuple(self.choices), self.usage, self.timing)
+        prompt = (tuple(self.prompt_token_ids), tuple(self.prompt_logprobs))
+        return Completion(self.request_id or "", tuple(self.choices), self.usage, self.timing, *prompt)
 
     def _choice(self, index: int) -> Choice:
         while len(self.choices) <= index:
@@ -285,6 +324,8 @@ def decode_event(wire: inference_pb2.StreamEvent) -> Event | None:
         case "started":
             queue_s = _seconds(wire.started.queue) if wire.started.HasField("queue") else None
             return Started(wire.started.executor_id, wire.started.cached_tokens, queue_s)
+        case "prompt":
+            return _prompt(wire.prompt)
         case "delta":
             return _delta(wire.delta)
         case "finished":
@@ -296,6 +337,16 @@ def decode_event(wire: inference_pb2.StreamEvent) -> Event | None:
             return Notice(kind, wire.notice.text)
         case _:
             return None
+
+
+def _prompt(wire: inference_pb2.Prompt) -> Prompt:
+    return Prompt(
+        offset=wire.offset,
+        token_ids=tuple(wire.token_ids),
+        logprobs=tuple(map(_position, wire.logprobs)),
+        first_text_bytes=wire.first_text_bytes,
+        first_is_special=wire.first_is_special,
+    )
 
 
 def _delta(wire: inference_pb2.Delta) -> Delta:
@@ -316,6 +367,7 @@ def _finished(wire: inference_pb2.Finished) -> Finished:
         reason=finish_reason(wire.reason),
         stop=wire.stop if matched == "stop" else None,
         stop_token_id=wire.stop_token_id if matched == "stop_token_id" else None,
+        constraint_unfinished=wire.constraint_unfinished,
     )
 
 
@@ -333,7 +385,7 @@ def _position(wire: types_pb2.PositionLogprobs) -> PositionLogprobs | None:
 
 
 def _logprob(wire: types_pb2.TokenLogprob) -> Logprob:
-    return Logprob(wire.token_id, wire.logprob, wire.text_bytes, wire.is_special)
+    return Logprob(wire.token_id, wire.logprob, wire.text_bytes, wire.is_special, wire.rank)
 
 
 def _usage(wire: types_pb2.Usage) -> Usage:

@@ -386,6 +386,8 @@ class Recovery:
             case "started" if self.transcript.executor_id is not None:
                 self.transcript.add(wire)
                 return None
+            case "prompt":
+                return self._new_prompt(wire)
             case "delta":
                 return self._new_delta(wire)
             case "finished":
@@ -404,6 +406,17 @@ class Recovery:
             return wire
         self.transcript.add(wire)
         return None
+
+    def _new_prompt(self, wire: inference_pb2.StreamEvent) -> inference_pb2.StreamEvent | None:
+        """Cuts what was received before, which a stream that continues before the output sends again."""
+        prompt, num_known = wire.prompt, len(self.transcript.prompt_token_ids)
+        if prompt.offset > num_known:
+            text = f"tokens [{num_known}, {prompt.offset}) of the prompt never came"
+            raise InflightError(grpc.StatusCode.INTERNAL, text)
+        num_repeated = num_known - prompt.offset
+        del prompt.token_ids[:num_repeated], prompt.logprobs[:num_repeated]
+        prompt.offset = num_known
+        return wire if prompt.token_ids else None
 
     def _new_delta(self, wire: inference_pb2.StreamEvent) -> inference_pb2.StreamEvent | None:
         while len(self._received) <= wire.delta.choice:

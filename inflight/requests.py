@@ -7,8 +7,11 @@ type is refused here.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypedDict
 
 from google.protobuf.message import Message
 
@@ -18,6 +21,17 @@ from inflight.v1 import inference_pb2, types_pb2
 ChatMessage = Mapping[str, str | Sequence[str]]
 Chat = str | Sequence[ChatMessage]
 Priority = Literal["interactive", "standard", "batch"]
+
+
+class SchemaModel(Protocol):
+    """A class with a JSON schema, such as a pydantic model."""
+
+    def model_json_schema(self) -> dict[str, Any]:
+        """Returns the schema."""
+
+
+# A JSON schema: as a value, as text, in a file, or of a class.
+JsonSchema = Mapping[str, Any] | str | os.PathLike[str] | SchemaModel
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -45,12 +59,20 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     include_stop: bool
     ignore_eos: bool
+    json_schema: JsonSchema
+    json_object: bool
+    regex: str
+    grammar: str
+    choice: Sequence[str]
+    max_whitespace: int
     n: int
     best_of: int
     want_text: bool
     want_token_ids: bool
     want_logprobs: bool
     top_logprobs: int
+    want_prompt_logprobs: bool
+    top_prompt_logprobs: int
     want_queue_events: bool
     coalesce_ms: int
     echo: bool
@@ -95,12 +117,20 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "stop_token_ids": ("stopping", "stop_token_ids"),
     "include_stop": ("stopping", "include_stop"),
     "ignore_eos": ("stopping", "ignore_eos"),
+    "json_schema": ("constraint", "json_schema"),
+    "json_object": ("constraint", "json_object"),
+    "regex": ("constraint", "regex"),
+    "grammar": ("constraint", "grammar"),
+    "choice": ("constraint", "choice", "choices"),
+    "max_whitespace": ("constraint", "max_whitespace"),
     "n": ("n",),
     "best_of": ("best_of",),
     "want_text": ("output", "text"),
     "want_token_ids": ("output", "token_ids"),
     "want_logprobs": ("output", "logprobs"),
     "top_logprobs": ("output", "top_logprobs"),
+    "want_prompt_logprobs": ("output", "prompt_logprobs"),
+    "top_prompt_logprobs": ("output", "top_prompt_logprobs"),
     "want_queue_events": ("want_queue_events",),
     "coalesce_ms": ("output", "coalesce_ms"),
     "echo": ("output", "echo"),
@@ -121,6 +151,9 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "metadata": ("metadata",),
 }
 
+# At most one of them.
+CONSTRAINTS = ("json_schema", "json_object", "regex", "grammar", "choice")
+
 PRIORITIES: dict[Priority, types_pb2.PriorityClass] = {
     "interactive": types_pb2.PRIORITY_CLASS_INTERACTIVE,
     "standard": types_pb2.PRIORITY_CLASS_STANDARD,
@@ -138,11 +171,14 @@ def generate_request(
     """Returns the request for one prompt, given as text, as chat or as token ids.
 
     Raises:
-        TypeError: not exactly one prompt, or an unknown keyword.
+        TypeError: not exactly one prompt, more than one constraint, or an unknown keyword.
         ValueError: a value does not fit its field; the text names the keyword.
     """
     if sum(given is not None for given in (prompt, chat, token_ids)) != 1:
         raise TypeError("give exactly one of prompt, chat and token_ids")
+    constraints = [keyword for keyword in CONSTRAINTS if not _is_left_out(keyword, options.get(keyword))]
+    if len(constraints) > 1:
+        raise TypeError(f"give one of {' and '.join(constraints)}")
     request = inference_pb2.GenerateRequest()
     if isinstance(prompt, bytes):
         request.text_bytes = prompt
@@ -210,7 +246,7 @@ def resume_request(
 def _set_option(request: inference_pb2.GenerateRequest, keyword: str, value: Any) -> None:
     if keyword not in _PATHS:
         raise TypeError(f"unknown keyword {keyword!r}")
-    if value is None:
+    if _is_left_out(keyword, value):
         return
     *parents, field = _PATHS[keyword]
     owner: Message = request
@@ -222,7 +258,36 @@ def _set_option(request: inference_pb2.GenerateRequest, keyword: str, value: Any
         value = PRIORITIES[value]
     elif keyword in ("stop", "bad_words") and isinstance(value, str):
         value = (value,)
+    elif keyword == "json_schema":
+        value = _schema_text(value)
+    elif keyword == "choice":
+        if isinstance(value, str):
+            raise ValueError("choice: must be several texts, not one text")
+        request.constraint.choice.SetInParent()
     _assign(owner, field, value, keyword=keyword)
+
+
+def _is_left_out(keyword: str, value: Any) -> bool:
+    return value is None or (keyword == "json_object" and value is False)
+
+
+def _schema_text(schema: JsonSchema) -> str:
+    """Returns the text of a JSON schema. Raises `ValueError`, or `OSError` for a file that cannot be read."""
+    if isinstance(schema, str):
+        return schema
+    if isinstance(schema, os.PathLike):
+        return Path(schema).read_text(encoding="utf-8")
+    described = schema if isinstance(schema, Mapping) else _schema_of(schema)
+    try:
+        return json.dumps(described, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json_schema: is not JSON: {error}") from None
+
+
+def _schema_of(model: SchemaModel) -> Mapping[str, Any]:
+    if not hasattr(model, "model_json_schema"):
+        raise ValueError(f"json_schema: {model!r:.80} is no mapping, text, path or class with model_json_schema")
+    return model.model_json_schema()
 
 
 def _assign(owner: Message, field: str, value: Any, *, keyword: str) -> None:

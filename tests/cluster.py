@@ -26,6 +26,7 @@ from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput
 from executor.engine.runner import PendingStep
 from executor.engine.watchdog import watch_engine
+from executor.logits.grammar import GrammarCompiler
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from executor.scheduler.sequence import StepPlan, TokenLogprobs
@@ -217,6 +218,7 @@ async def start_executor(
     retention: RetentionPolicy | None = None,
     watchdog_s: float | None = None,
     tracing: Tracing = NO_TRACING,
+    grammars: GrammarCompiler | None = None,
 ) -> RunningExecutor:
     """Starts an executor on a free port, or on the port given; without `watchdog_s` it may stand still."""
     loop = asyncio.get_running_loop()
@@ -241,7 +243,7 @@ async def start_executor(
     device = BrakedDevice(FakeDevice(pool), brake)
     engine = Engine(scheduler, device, publish, lambda error: None, overlap=shape.overlap)
     identity = _identity(name, model, shape, generation, limits)
-    service = ExecutorService(identity, engine, retention, tracing=tracing)
+    service = ExecutorService(identity, engine, retention, tracing=tracing, grammars=grammars)
     server = GrpcServer(["inflight.v1.ExecutorService"])
     executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
     address = await server.start(f"127.0.0.1:{port}")

@@ -32,6 +32,7 @@ SLOW = (
     "deploy/test_exercise.py",
     "fuzz/test_call_sequences.py",
     "fuzz/test_client_api.py",
+    "fuzz/test_constraints.py",
     "fuzz/test_frames_to_an_executor.py",
     "fuzz/test_gateway_bodies.py",
     "fuzz/test_hostile_executor.py",

@@ -37,16 +37,21 @@ def sampled_id(content: int) -> int:
 def token_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     """What is reported of a token: that it was the likeliest, before the ids that follow it."""
     top_ids = tuple((token_id + i) % VOCABULARY_SIZE for i in range(num_top))
-    return TokenLogprobs(-token_id / 8, top_ids, tuple(-(token_id + i) / 8 for i in range(num_top)))
+    return TokenLogprobs(-token_id / 8, top_ids, tuple(-(token_id + i) / 8 for i in range(num_top)), rank=1)
 
 
-def _logprobs(plan: StepPlan, sampled_ids: tuple[int, ...]) -> dict[int, TokenLogprobs]:
+def logprobs_of(plan: StepPlan, sampled_ids: tuple[int | None, ...]) -> dict[int, TokenLogprobs]:
+    """What the step reports."""
     sampling = [row.sequence for row in plan.rows if row.samples]
-    return {
+    logprobs = {
         row: token_logprobs(token_id, sequence.num_top_logprobs)
         for row, (sequence, token_id) in enumerate(zip(sampling, sampled_ids, strict=True))
-        if sequence.num_top_logprobs is not None
+        if sequence.num_top_logprobs is not None and token_id is not None
     }
+    scored = [(one.sequence, token_id) for one in plan.scored for token_id in one.target_ids]
+    for row, (sequence, token_id) in enumerate(scored, start=len(sampling)):
+        logprobs[row] = token_logprobs(token_id, sequence.num_prompt_logprobs or 0)
+    return logprobs
 
 
 class RunStep:
@@ -83,7 +88,7 @@ class FakeDevice:
     def launch(self, plan: StepPlan) -> PendingStep:
         """See `StepRunner`. The device is infinitely fast."""
         sampled_ids = self.run(plan)
-        return RunStep(sampled_ids, _logprobs(plan, sampled_ids))
+        return RunStep(sampled_ids, logprobs_of(plan, sampled_ids))
 
     def close(self) -> None:
         """See `StepRunner`."""

@@ -66,6 +66,7 @@ class GpuFigures:
     copy_bytes_per_s: float
     matrix_operations_per_s: float
     decodes: list[DecodePoint] = field(default_factory=list)
+    penalised_decodes: list[DecodePoint] = field(default_factory=list)
     prefills: list[PrefillPoint] = field(default_factory=list)
     attention: list[AttentionPoint] = field(default_factory=list)
     served: list[ServedRun] = field(default_factory=list)

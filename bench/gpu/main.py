@@ -56,18 +56,23 @@ def measure(shape: ModelShape, arguments: argparse.Namespace) -> GpuFigures:
     session = attempt(figures, "the model", lambda: gpu.GpuSession(gpu.Sizes(**sizes)))
     if session is None:
         return figures
-    _measure_steps(figures, session)
+    _measure_steps(figures, session, has_penalties=arguments.penalties)
     for name in arguments.workloads.split(","):
         workload = build_workload(name, vocabulary_size=shape.vocabulary_size, num_requests=arguments.requests)
         _measure_workload(figures, session, workload, arguments)
     return figures
 
 
-def _measure_steps(figures: GpuFigures, session: gpu.GpuSession) -> None:
+def _measure_steps(figures: GpuFigures, session: gpu.GpuSession, *, has_penalties: bool) -> None:
     for count in DECODE_COUNTS:
         decode = attempt(figures, f"decode, {count} sequences", partial(session.decode_s, count, CONTEXT))
         if decode is not None:
             figures.decodes.append(DecodePoint(count, CONTEXT, *decode))
+    for count in DECODE_COUNTS if has_penalties else ():
+        work = partial(session.decode_s, count, CONTEXT, has_penalties=True)
+        decode = attempt(figures, f"decode with penalties, {count} sequences", work)
+        if decode is not None:
+            figures.penalised_decodes.append(DecodePoint(count, CONTEXT, *decode))
     for num_tokens in PROMPT_TOKENS:
         prefill_s = attempt(figures, f"prefill, {num_tokens} tokens", partial(session.prefill_s, num_tokens))
         if prefill_s is not None:
@@ -132,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         "--seats", type=int, default=64, help="sequences in a batch, of every engine; default: %(default)s"
     )
     parser.add_argument("--max-num-tokens", type=int, default=2048, help="tokens in a step; default: %(default)s")
+    parser.add_argument("--penalties", action="store_true", help="measure decodes with penalties too")
     parser.add_argument("--without-peers", action="store_true", help="leave transformers' own serving out")
     parser.add_argument("--out", type=Path, default=REPORTS, help="folder of the reports; default: %(default)s")
     return parser

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from bench.gpu.figures import GpuFigures, ServedRun
+from bench.gpu.figures import DecodePoint, GpuFigures, ServedRun
 from bench.gpu.roofline import SHAPES, Limits, ModelShape
 from bench.report.page import Page, Part
 from bench.report.table import UNKNOWN, Table, shown
@@ -40,7 +40,14 @@ def page(figures: GpuFigures, shape: ModelShape) -> Page:
         f"{limits.matrix_operations_per_s / 1e12:.0f} TFLOP/s."
     )
     parts = [
-        Part("Decode", f"Goal: {DECODE_GOAL:.0%} at 32 to 128 sequences.", table=_decodes(figures, shape, limits)),
+        Part(
+            "Decode", f"Goal: {DECODE_GOAL:.0%} at 32 to 128 sequences.", table=_decodes(figures.decodes, shape, limits)
+        ),
+        Part(
+            "Decode with penalties",
+            "Every sequence has penalties. The device's time is that of a step without them.",
+            table=_decodes(figures.penalised_decodes, shape, limits),
+        ),
         Part("Prefill", f"Goal: {PREFILL_GOAL:.0%}.", table=_prefills(figures, shape, limits)),
         Part("Attention of one layer", table=_attention(figures, shape, limits)),
         Part("Workloads", found=_against_peers(figures.served), table=_served(figures.served)),
@@ -50,10 +57,10 @@ def page(figures: GpuFigures, shape: ModelShape) -> Page:
     return Page(title, figures.circumstances, [part for part in parts if part.table and part.table.rows], note)
 
 
-def _decodes(figures: GpuFigures, shape: ModelShape, limits: Limits) -> Table:
+def _decodes(points: Iterable[DecodePoint], shape: ModelShape, limits: Limits) -> Table:
     header = ["sequences", "context", "step ms", "limit ms", "of limit", "device ms", "host ms exposed", "tokens/s"]
     rows = []
-    for point in figures.decodes:
+    for point in points:
         limit_s = limits.decode_s(shape, point.num_sequences, point.context)
         rows.append(
             [

@@ -15,6 +15,14 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """Lets a submitted sequence board, now that its grammar is compiled, or ends it with an error."""
+
+    sequence: Sequence
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class CancelCommand:
     """Ends a sequence."""
 
@@ -38,4 +46,4 @@ class Listing:
     """Requests the list of held sequences."""
 
 
-Command = Submitted | CancelCommand | Draining | StopCommand | Listing
+Command = Submitted | Prepared | CancelCommand | Draining | StopCommand | Listing

@@ -35,6 +35,10 @@ class DeadlineHeap:
                 self._heap = known
                 heapq.heapify(self._heap)
 
+    def time_left_s(self, now_ms: float) -> float | None:
+        """Returns the time until the earliest deadline, at least 0; None without one."""
+        return max(0.0, self._heap[0][0] - now_ms) / 1000 if self._heap else None
+
     def take_due(self, now_ms: int) -> Iterator[tuple[str, int]]:
         """Yields request and attempt of each sequence whose deadline has passed, in order of the deadlines."""
         while self._heap and self._heap[0][0] <= now_ms:

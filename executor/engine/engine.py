@@ -21,8 +21,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
-from executor.engine.commands import CancelCommand, Command, Draining, Listing, StopCommand, Submitted
+from executor.engine.commands import CancelCommand, Command, Draining, Listing, Prepared, StopCommand, Submitted
 from executor.engine.deadlines import DeadlineHeap
 from executor.engine.gc import GarbageCollection
 from executor.engine.output import EngineOutput, EngineStatus, ReportedSequence, step_record
@@ -99,6 +100,10 @@ class Engine:
             sequence.deadline_ms = self._now_ms() + time_left_ms
         self._inbox.put(Submitted(sequence))
 
+    def prepared(self, sequence: Sequence, error: str = "") -> None:
+        """Lets a submitted sequence board whose grammar is compiled now, or ends it with an error."""
+        self._inbox.put(Prepared(sequence, error))
+
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Ends a sequence if this attempt is still held. Its end comes through `publish`."""
         self._inbox.put(CancelCommand(request_id, attempt, reason))
@@ -173,10 +178,10 @@ class Engine:
 
     def _take_inbox(self) -> EngineOutput:
         output = EngineOutput(self.num_steps)
-        if self._scheduler.is_idle:
+        if not self._scheduler.can_run:
             if self._garbage_collection is not None:
                 self._garbage_collection.when_idle()
-            self._execute(self._inbox.get(), output)
+            self._wait(output)
             now_s = self._clock()
             self._speed.wake(now_s)
             self._parts.begin(now_s)
@@ -185,6 +190,12 @@ class Engine:
                 self._execute(self._inbox.get_nowait(), output)
             except queue.Empty:
                 return output
+
+    def _wait(self, output: EngineOutput) -> None:
+        """Waits for a command. Sequences that are being prepared may have deadlines."""
+        timeout_s = None if self._scheduler.is_idle else self._deadlines.time_left_s(self._clock() * 1000)
+        with suppress(queue.Empty):
+            self._execute(self._inbox.get(timeout=timeout_s), output)
 
     def _expire(self, output: EngineOutput) -> None:
         """Ends the sequences whose deadline has passed. A sequence that has ended already is not found."""
@@ -215,6 +226,10 @@ class Engine:
                     self._standby.refilled(self._clock())
                 else:
                     output.rejected.append((sequence, refusal))
+            case Prepared(sequence, error):
+                event = self._scheduler.prepared(sequence, error)
+                if event is not None:
+                    output.finished.append(event)
             case CancelCommand(request_id, attempt, reason):
                 event = self._scheduler.cancel(request_id, attempt, reason)
                 if event is not None:
@@ -239,6 +254,7 @@ class Engine:
         self._publish(
             EngineOutput(
                 step=self.num_steps,
+                scored=outcome.scored,
                 tokens=outcome.tokens,
                 finished=list(outcome.finished),
                 status=status,
@@ -259,8 +275,8 @@ class Engine:
             return self._scheduler.fail(plan, f"the step failed on the device: {type(error).__name__}"), NO_TIMES
         self._num_failures = 0
         times = self._speed.observe(plan, step)
-        if not (plan.swaps_out or plan.swaps_in):
-            # The time of copies would be attributed to the rows.
+        if not (plan.swaps_out or plan.swaps_in or plan.scored):
+            # The time of copies, or of the logits that score a prompt, would be attributed to the rows.
             self._step_time.observe(StepLoad.of(plan), times.busy_s)
         outcome = self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs()))
         self._log_errors(outcome.finished)

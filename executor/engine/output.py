@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from executor.engine.timing import LoopParts
 from executor.scheduler.admission import Refusal
 from executor.scheduler.seat_view import SequencePhase, SequenceSnapshot
-from executor.scheduler.sequence import FinishEvent, NewTokens, Sequence, StepOutcome
+from executor.scheduler.sequence import FinishEvent, NewTokens, ScoredRows, Sequence, StepOutcome
 from executor.scheduler.step_constraint import StepConstraint
 from executor.scheduler.step_record import DeviceTimes, KvCounts, PlanCounts, StepRecord
 
@@ -64,7 +64,8 @@ class EngineStatus:
 
 @dataclass(slots=True)
 class EngineOutput:
-    """Results of one iteration, in this order: acceptances, preemptions, boardings, tokens, ends.
+    """Results of one iteration, in this order: acceptances, preemptions, boardings, log probabilities of prompts,
+    tokens, ends.
 
     `record` describes the step that was retired. `sequences` lists the held sequences if they were requested.
     """
@@ -74,6 +75,7 @@ class EngineOutput:
     rejected: list[tuple[Sequence, Refusal]] = field(default_factory=list)
     paused: tuple[Sequence, ...] = ()
     started: tuple[Sequence, ...] = ()
+    scored: tuple[ScoredRows, ...] = ()
     tokens: NewTokens = field(default_factory=NewTokens)
     finished: list[FinishEvent] = field(default_factory=list)
     status: EngineStatus | None = None

@@ -9,7 +9,8 @@ from typing import Protocol
 
 from executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 
-# Returned by a device for a row without a usable logit. If it is carried into the next step, it counts as 0.
+# Returned by a device for a row without a usable logit. If it, or `ALL_EXCLUDED`, is carried into the next step, it
+# counts as 0.
 NO_TOKEN = -1
 
 
@@ -40,16 +41,16 @@ class PendingStep(Protocol):
         ...
 
     def result(self) -> tuple[int | None, ...]:
-        """Waits, and returns the sampled token ids of the rows that sample, in the order of the plan's rows; None for a
-        row without a usable logit.
+        """Waits, and returns the sampled token ids of the rows that sample, in the order of the plan's rows; for a row
+        without a token what `StepResult` has in its place.
 
         Raises when the step failed, whatever the reason.
         """
         ...
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """Returns the log probabilities by index among the rows that sample, for rows that report them. Call it after
-        `result`."""
+        """Returns the log probabilities by index among the rows that sample, for rows that report them, and behind them
+        those of the positions that score a prompt (`StepResult`). Call it after `result`."""
         ...
 
 

@@ -55,7 +55,7 @@ class GpuDecoder:
         return self._head
 
     def forward(self, batch: StepBatch, kv: Sequence[LayerKv], logits: Tensor | None = None) -> Tensor:
-        """Computes every token of a batch on the device, stores its KV, and returns the logits `[R, vocabulary]`.
+        """Computes every token of a batch on the device, stores its KV, and returns the logits `[R + Q, vocabulary]`.
 
         They have the weights' dtype, and are written to `logits` if that is given.
         """
@@ -68,7 +68,7 @@ class GpuDecoder:
             normed = residual_norm(hidden, delta, layer.post_attention_norm, self._epsilon)
             delta = functional.linear(gated(functional.linear(normed, layer.gate_up)), layer.down)
         assert delta is not None
-        if batch.logit_rows.shape[0] != batch.num_tokens:
+        if batch.logit_rows.shape[0] != batch.num_tokens or batch.target_ids.shape[0]:
             hidden, delta = hidden[batch.logit_rows], delta[batch.logit_rows]
         normed = residual_norm(hidden, delta, self._final_norm, self._epsilon)
         return torch.mm(normed, self._head.t(), out=logits)

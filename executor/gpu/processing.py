@@ -24,7 +24,7 @@ from common.protocol import MAX_LOGIT_BIASES
 from executor.gpu.sampling import CHUNK, DrawRows, draw
 from executor.gpu.step_buffers import HostRing
 from executor.gpu.step_layout import ALIGNMENT_WORDS, Words
-from executor.kernels.processing import change_kernel, copy_kernel
+from executor.kernels.processing import change_kernel, copy_kernel, name_excluded_kernel
 from executor.logits.row import MASK_BITS, LogitsRow
 from executor.step.sampling_columns import SamplingBatch
 
@@ -110,6 +110,13 @@ def _ends_of_ngrams(row: LogitsRow) -> npt.NDArray[np.int32]:
     return ids[starts + size - 1]
 
 
+def name_excluded(logits: Tensor, token_ids: Tensor) -> None:
+    """Writes `ALL_EXCLUDED` to `token_ids[R]` in place of `NO_TOKEN` where the model's `logits[R, vocabulary]` have a
+    usable number."""
+    num_rows, vocabulary_size = logits.shape
+    name_excluded_kernel[(num_rows,)](logits, token_ids, vocabulary_size, logits.stride(0), CHUNK=CHUNK)
+
+
 @dataclass(slots=True)
 class _Words:
     """The words of a copy, written and read in the same order, each field at a multiple of 16 bytes."""
@@ -144,7 +151,10 @@ class Processing:
         self._changed_ids: WeakKeyDictionary[LogitsRow, ChangedIds] = WeakKeyDictionary()
 
     def draw(self, logits: Tensor, rows: DrawRows, sampling: SamplingBatch, token_ids: Tensor) -> None:
-        """Draws the rows of `logits[:R]` that are changed, and those beside them again, into `token_ids[:R]`."""
+        """Draws the rows of `logits[:R]` that are changed, and those beside them again, into `token_ids[:R]`.
+
+        The host waits only in a step of more than `2 * ROWS` such rows, until earlier ones are copied.
+        """
         for first in range(0, sampling.num_rows, ROWS):
             last = min(first + ROWS, sampling.num_rows)
             processed = {i - first: row for i, row in sampling.processed.items() if first <= i < last}

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from executor.attention.backend import LayerKv
 from executor.attention.gpu_host_tier import GpuHostTier
 from executor.engine.runner import PendingStep
@@ -21,11 +22,12 @@ from executor.gpu.decoder import GpuDecoder
 from executor.gpu.graphs import bucket_of, capture, decode_buckets
 from executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
 from executor.gpu.pending import GpuStep, ReadBack, StepTimer
-from executor.gpu.processing import Processing
+from executor.gpu.processing import Processing, name_excluded
 from executor.gpu.sampling import draw
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout
 from executor.gpu.table_entries import NO_ENTRIES, TableFollower
+from executor.logits.grammar import MaskFiller
 from executor.scheduler.limits import SchedulerLimits
 from executor.scheduler.sequence import StepPlan
 from executor.step.batch import StepBatch, StepPacker
@@ -34,7 +36,7 @@ from executor.step.sampling_columns import SamplingBatch, SamplingColumns
 
 
 class DeviceStep:
-    """Model, KV and buffers. After `compute`, `logits[:R]` and `buffers.sampled_ids[:R]` are the step's."""
+    """Model, KV and buffers. After `compute`, `logits[:R + Q]` and `buffers.sampled_ids[:R]` are the step's."""
 
     def __init__(
         self, decoder: GpuDecoder, kv: Sequence[LayerKv], buffers: StepBuffers, block_size: int, max_num_logits: int
@@ -52,9 +54,10 @@ class DeviceStep:
         """Fills in carried tokens, computes the model, and draws the next tokens."""
         self.buffers.resolve(layout)
         batch = self.buffers.batch(layout, num_decodes, self._block_size)
-        logits = self._decoder.forward(batch, self._kv, self.logits[: layout.num_logits])
-        if layout.num_logits:
-            draw(logits, self.buffers.draw_rows(layout), self.buffers.sampled_ids[: layout.num_logits])
+        num_rows = layout.num_logits
+        logits = self._decoder.forward(batch, self._kv, self.logits[: num_rows + layout.num_scored])
+        if num_rows:
+            draw(logits[:num_rows], self.buffers.draw_rows(layout), self.buffers.sampled_ids[:num_rows])
 
 
 log = logging.getLogger(__name__)
@@ -82,13 +85,15 @@ class GpuRunner:
         self._vocabulary_size = decoder.head.shape[0]
         self._columns = SamplingColumns(num_seats, self._vocabulary_size)
         self._follower = TableFollower(num_seats, self._max_blocks)
-        most = StepLayout(_max_step_tokens(limits), limits.max_num_sequences, limits.max_num_sequences)
+        most_sequences = limits.max_num_sequences
+        most = StepLayout(_max_step_tokens(limits), most_sequences, most_sequences, MAX_PROMPT_LOGPROB_ROWS)
         buffers = StepBuffers(self._device, most, num_seats, self._max_blocks)
         self._buffers = buffers
-        self._step = DeviceStep(decoder, kv, buffers, block_size, limits.max_num_sequences)
+        self._step = DeviceStep(decoder, kv, buffers, block_size, most_sequences + MAX_PROMPT_LOGPROB_ROWS)
         self._processing = Processing(
             self._device, self._vocabulary_size, limits.context_length, limits.max_num_sequences
         )
+        self._masks = MaskFiller(torch.get_num_threads())
         self._host_tier = GpuHostTier(kv, limits.num_host_blocks) if limits.num_host_blocks else None
         self._read_back = ReadBack(MAX_IN_FLIGHT, limits.max_num_sequences, self._device)
         self._buckets = decode_buckets(limits.max_num_sequences)
@@ -118,6 +123,9 @@ class GpuRunner:
         sampling = self._columns.select(plan, batch)
         layout, bucket = self._layout_of(batch, sampling)
         timer = StepTimer(self._device)
+        # The masks are filled while the device computes.
+        constrained = sampling.constrained()
+        are_filled = self._masks.start(constrained) if constrained else None
         with torch.inference_mode():
             # On the stream of the step: after the previous steps, whose KV it moves, and before the graph's replay.
             if self._host_tier is not None:
@@ -125,6 +133,8 @@ class GpuRunner:
             self._buffers.upload(layout, batch, sampling, entries)
             self._follower.sent()
             self._compute(layout, bucket, batch.num_decodes)
+            if are_filled is not None:
+                are_filled()
             self._process(layout, sampling)
             reported = self._report(layout, sampling)
             on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
@@ -139,6 +149,7 @@ class GpuRunner:
 
     def close(self) -> None:
         """Waits for the launched steps."""
+        self._masks.close()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -148,7 +159,8 @@ class GpuRunner:
             bucket = bucket_of(self._buckets, batch.num_sequences)
             if bucket is not None:
                 return StepLayout.of_decodes(bucket), bucket
-        return StepLayout(batch.num_tokens, batch.num_sequences, sampling.num_rows), None
+        num_scored = len(batch.target_ids)
+        return StepLayout(batch.num_tokens, batch.num_sequences, sampling.num_rows, num_scored), None
 
     def _compute(self, layout: StepLayout, bucket: int | None, num_decodes: int) -> None:
         graph = None if bucket is None else self._graphs.get(bucket)
@@ -158,18 +170,25 @@ class GpuRunner:
             self._step.compute(layout, num_decodes if bucket is None else bucket)
 
     def _process(self, layout: StepLayout, sampling: SamplingBatch) -> None:
-        """Draws the rows whose logits are changed. The model's logits are left as they are."""
+        """Draws the rows whose logits are changed, and names those that exclude every token. The model's logits are
+        left as they are."""
         if sampling.processed:
             rows = self._buffers.draw_rows(layout)
             self._processing.draw(self._step.logits, rows, sampling, self._buffers.sampled_ids)
+        if sampling.excludes:
+            num_rows = sampling.num_rows
+            name_excluded(self._step.logits[:num_rows], self._buffers.sampled_ids[:num_rows])
 
     def _report(self, layout: StepLayout, sampling: SamplingBatch) -> StepLogprobs | None:
         """Starts the copy of the log probabilities that rows report."""
         if not sampling.reporting:
             return None
         num_rows, rows = sampling.num_rows, self._buffers.reported_rows(layout, len(sampling.reporting))
-        logits, sampled_ids = self._step.logits[:num_rows], self._buffers.sampled_ids[:num_rows]
-        return step_logprobs(logits, sampled_ids, sampling.reporting, rows).start_copy()
+        chosen_ids = self._buffers.sampled_ids[:num_rows]
+        if layout.num_scored:
+            chosen_ids = torch.cat([chosen_ids, self._buffers.target_ids(layout)])
+        logits = self._step.logits[: len(chosen_ids)]
+        return step_logprobs(logits, chosen_ids, sampling.reporting, rows).start_copy()
 
     def _compute_decodes(self, bucket: int) -> None:
         """Computes padding rows only, or captures the kernels for any rows of the bucket."""

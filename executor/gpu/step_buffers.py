@@ -88,6 +88,7 @@ class StepBuffers:
             carried_from=nothing,
             num_decodes=num_decodes,
             block_size=block_size,
+            target_ids=of(layout, "target_ids"),
         )
 
     def draw_rows(self, layout: StepLayout) -> DrawRows:
@@ -108,6 +109,10 @@ class StepBuffers:
     def reported_rows(self, layout: StepLayout, count: int) -> Tensor:
         """Returns the first `count` of the rows that report log probabilities, int32."""
         return self._field(layout, "reported_rows")[:count]
+
+    def target_ids(self, layout: StepLayout) -> Tensor:
+        """Returns the tokens behind the positions that score, int32."""
+        return self._field(layout, "target_ids")
 
     def resolve(self, layout: StepLayout) -> None:
         """Fills in the tokens that the previous step sampled."""

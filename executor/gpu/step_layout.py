@@ -1,11 +1,14 @@
 """Layout of a step's input as one run of 32-bit words, for a single copy to the device. Pure.
 
-With T tokens, S sequences and R rows that sample, each field starts at a multiple of 16 bytes:
+With T tokens, S sequences, R rows that sample and Q positions that score a prompt, each field starts at a multiple of
+16 bytes:
 
     token_ids, positions, slot_mapping [T]
     query_starts [S + 1], context_lengths, table_rows, is_carried, carried_from [S]
-    logit_rows, temperatures, top_ps and min_p_logs (float32), top_ks, seeds_low, seeds_high, output_indices [R]
-    reported_rows [R], of which the first are those that report log probabilities
+    logit_rows [R + Q]
+    reported_rows [R + Q], of which the first are those that report log probabilities
+    target_ids [Q], the tokens behind the positions that score
+    temperatures, top_ps and min_p_logs (float32), top_ks, seeds_low, seeds_high, output_indices [R]
     banned_starts [R + 1]
     banned_ids [320 R], of row i: [banned_starts[i], banned_starts[i + 1])
 
@@ -42,6 +45,7 @@ class StepLayout:
     num_tokens: int
     num_sequences: int
     num_logits: int
+    num_scored: int = 0
 
     @classmethod
     def of_decodes(cls, num_rows: int) -> StepLayout:
@@ -56,8 +60,10 @@ class StepLayout:
             *((name, tokens) for name in ("token_ids", "positions", "slot_mapping")),
             ("query_starts", sequences + 1),
             *((name, sequences) for name in ("context_lengths", "table_rows", "is_carried", "carried_from")),
-            *((name, logits) for name in ("logit_rows", "temperatures", "top_ks", "top_ps", "min_p_logs")),
-            *((name, logits) for name in ("seeds_low", "seeds_high", "output_indices", "reported_rows")),
+            *((name, logits + self.num_scored) for name in ("logit_rows", "reported_rows")),
+            ("target_ids", self.num_scored),
+            *((name, logits) for name in ("temperatures", "top_ks", "top_ps", "min_p_logs")),
+            *((name, logits) for name in ("seeds_low", "seeds_high", "output_indices")),
             ("banned_starts", logits + 1),
             ("banned_ids", logits * MAX_BANNED),
         )
@@ -79,8 +85,10 @@ class StepLayout:
         views = {name: words[field] for name, field in self.fields.items()}
         _fill_tokens(views, batch)
         _fill_sequences(views, batch, spare_table_row)
-        views["logit_rows"][:] = np.arange(self.num_logits)
-        views["logit_rows"][: sampling.num_rows] = batch.logit_rows.numpy()
+        num_rows = len(batch.logit_rows)
+        views["logit_rows"][:num_rows] = batch.logit_rows.numpy()
+        views["logit_rows"][num_rows:] = np.arange(num_rows, len(views["logit_rows"]))
+        views["target_ids"][:] = batch.target_ids.numpy()
         _fill_sampling(views, sampling)
         return _aligned(self.fields["banned_ids"].start + len(sampling.banned_ids))
 

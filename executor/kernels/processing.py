@@ -12,6 +12,11 @@ be an approximation on a GPU.
 import triton
 import triton.language as tl
 
+from executor.kernels.sampling import NO_TOKEN
+
+# As `executor.scheduler.sequence.ALL_EXCLUDED`.
+ALL_EXCLUDED = tl.constexpr(-2)
+
 
 @triton.jit
 def copy_kernel(
@@ -54,3 +59,19 @@ def change_kernel(
     value = tl.where(count >= 0, repeated, value)
     less = value - count.to(tl.float32) * tl.load(frequencies + row) - tl.load(presences + row)
     tl.store(place, tl.where(count > 0, less, value), mask=exists)
+
+
+@triton.jit
+def name_excluded_kernel(logits, token_ids, vocabulary_size, logits_stride, CHUNK: tl.constexpr):
+    """Writes ALL_EXCLUDED in place of NO_TOKEN where a row has a usable logit. Grid: rows. Only rows without a token
+    are read."""
+    row = tl.program_id(0)
+    if tl.load(token_ids + row) == NO_TOKEN:
+        values = logits + row.to(tl.int64) * logits_stride
+        largest = tl.full([CHUNK], float("-inf"), tl.float32)
+        for start in range(0, vocabulary_size, CHUNK):
+            ids = start + tl.arange(0, CHUNK)
+            value = tl.load(values + ids, mask=ids < vocabulary_size, other=float("-inf")).to(tl.float32)
+            largest = tl.maximum(largest, tl.where(value == value, value, float("-inf")))
+        if tl.max(largest, 0) > float("-inf"):
+            tl.store(token_ids + row, ALL_EXCLUDED)

@@ -8,11 +8,15 @@ preemption and on another executor, and the next step can be launched before the
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from executor.scheduler.sequence import Processors
+
+if TYPE_CHECKING:
+    from executor.logits.grammar import Guide
 
 # Ids that a word of a mask covers: bit `id % 32` of word `id // 32`, as llguidance fills them.
 MASK_BITS = 32
@@ -33,6 +37,7 @@ class LogitsRow:
         num_prompt: int,
         most_tokens: int,
         vocabulary_size: int,
+        guide: Guide | None = None,
     ) -> None:
         self.processors = processors
         self.num_prompt = num_prompt
@@ -47,6 +52,11 @@ class LogitsRow:
         np.cumsum([len(word) for word in processors.bad_words], out=self.bad_starts[1:])
         self.bad_ids = np.array([token_id for word in processors.bad_words for token_id in word], np.int32)
         self.mask = mask_of(processors.allowed_ids, vocabulary_size) if processors.allowed_ids else None
+        self._most_tokens = most_tokens
+        # The position in the grammar of a constrained row. Until a mask is computed, it allows nothing.
+        self.guide = guide
+        if guide is not None:
+            self.mask = np.zeros(-(-vocabulary_size // MASK_BITS), np.int32)
 
     def append(self, token_id: int) -> None:
         """Adds a sampled token. One that is not a token of the vocabulary, or beyond the sequence's end, is ignored:
@@ -54,6 +64,9 @@ class LogitsRow:
         if token_id >= 0 and self.num_ids < len(self.ids):
             self.ids[self.num_ids] = token_id
             self.num_ids += 1
+            if self.guide is not None and self.num_ids == self._most_tokens:
+                # No mask follows the last token, so its state would stay unknown.
+                self.guide.follow(self.output)
 
     @property
     def prompt_and_output(self) -> npt.NDArray[np.int32]:

@@ -8,7 +8,7 @@ model that cannot run correctly is refused at load with the reason (`checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, compare, expect
 from executor.step.batch import StepBatch
 from executor.step.logprobs import StepLogprobs, step_logprobs
-from executor.step.sampling import choose_greedily, sample
+from executor.step.sampling import choose_greedily, name_excluded, sample
 from executor.step.sampling_columns import SamplingBatch
 
 if TYPE_CHECKING:
@@ -153,7 +153,8 @@ class PagedModel:
         self._kv = ()
 
     def forward(self, batch: StepBatch) -> Tensor:
-        """Computes every token of the batch, stores its KV, and returns the logits `[R, vocabulary]` in float32."""
+        """Computes every token of the batch, stores its KV, and returns the logits `[R + Q, vocabulary]` in
+        float32."""
         batch = batch.to(self.device)
         if self.native is not None:
             return self.native.logits(batch, self._kv)
@@ -171,22 +172,30 @@ class PagedModel:
             ).logits
             return logits[0].float()
 
-    def step(self, batch: StepBatch, sampling: SamplingBatch) -> tuple[Tensor, StepLogprobs | None]:
-        """Computes the batch and samples. Returns the token ids `[R]` int64, on the model's device, and the log
-        probabilities that rows report."""
+    def step(
+        self, batch: StepBatch, sampling: SamplingBatch, before_sampling: Callable[[], None] | None = None
+    ) -> tuple[Tensor, StepLogprobs | None]:
+        """Computes the batch, calls `before_sampling`, and samples. Returns the token ids `[R]` int64, on the model's
+        device, and the log probabilities that rows report."""
         if self.native is not None and sampling.is_greedy and not sampling.reporting:
             return self.native.greedy(batch, self._kv), None
         logits = self.forward(batch)
-        sampled_ids = self._choose(logits, sampling)
-        logprobs = step_logprobs(logits, sampled_ids, sampling.reporting) if sampling.reporting else None
-        return sampled_ids, logprobs
+        if before_sampling is not None:
+            before_sampling()
+        sampled_ids = self._choose(logits[: sampling.num_rows], sampling)
+        if not sampling.reporting:
+            return sampled_ids, None
+        chosen_ids = torch.cat([sampled_ids, batch.target_ids.to(sampled_ids.device)])
+        return sampled_ids, step_logprobs(logits, chosen_ids, sampling.reporting)
 
     def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
         if sampling.is_greedy:
             return choose_greedily(logits)
-        if self._sampler is not None:
-            return self._sampler.sample(logits, sampling)
-        return sample(logits, sampling.rows())
+        native = self._sampler
+        token_ids = sample(logits, sampling.rows()) if native is None else native.sample(logits, sampling)
+        if sampling.excludes and int(token_ids.min()) < 0:
+            return name_excluded(token_ids, logits)
+        return token_ids
 
     def _allocate(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
         return tuple(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from executor.attention.host_tier import open_host_tier
 from executor.engine.runner import PendingStep, token_ids_of
+from executor.logits.grammar import MaskFiller
 from executor.model.model import PagedModel
 from executor.scheduler.limits import SchedulerLimits
 from executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
@@ -96,6 +97,7 @@ class ModelRunner:
         self._host_tier = open_host_tier(model.kv, limits.num_host_blocks) if limits.num_host_blocks else None
         self._packer = StepPacker(limits.num_seat_rows, -(-limits.context_length // block_size), block_size)
         self._columns = SamplingColumns(limits.num_seat_rows, model.description.vocabulary_size)
+        self._masks = MaskFiller(torch.get_num_threads())
         self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
@@ -110,6 +112,7 @@ class ModelRunner:
         """Ends the device thread after the launched steps, and waits for it."""
         self._launched.put(None)
         self._thread.join()
+        self._masks.close()
 
     def _run(self) -> None:
         sampled_ids: Tensor | None = None
@@ -153,7 +156,12 @@ class ModelRunner:
             batch.resolve(sampled_before)
         if self._host_tier is not None:
             self._host_tier.swap(step.swaps_out, step.swaps_in)
-        sampled_ids, step.reported = self._model.step(batch, step.sampling)
+        if constrained := step.sampling.constrained():
+            # The masks depend on the previous step's tokens, not on this one's logits.
+            are_filled = self._masks.start(constrained)
+            sampled_ids, step.reported = self._model.step(batch, step.sampling, are_filled)
+        else:
+            sampled_ids, step.reported = self._model.step(batch, step.sampling)
         if step.sampling.processed:
             step.sampling.append(sampled_ids.tolist())
         return sampled_ids

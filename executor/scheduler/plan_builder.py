@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.limits import SchedulerLimits
-from executor.scheduler.sequence import Restored, Sequence, StepPlan
+from executor.scheduler.sequence import Restored, ScoredRows, Sequence, StepPlan
 from executor.scheduler.step_constraint import StepConstraint
 
 
@@ -36,6 +37,8 @@ class StepDraft:
         self._boarded: list[Sequence] = []
         self._grown: list[Sequence] = []
         self._is_pace_spent = False
+        self._scored: list[ScoredRows] = []
+        self._num_scores_left = MAX_PROMPT_LOGPROB_ROWS
         # Whether a prompt got less than it could have used.
         self.is_cut = False
         # Sequences that lost their seat, and the KV that moves; see `StepPlan`.
@@ -55,6 +58,10 @@ class StepDraft:
     def is_full(self) -> bool:
         """Whether the token budget is spent."""
         return self._num_tokens_left <= 0
+
+    def may_score(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence needs no log probabilities of its prompt, or can get some in this step."""
+        return self._num_scores_left > 0 or not sequence.num_unscored
 
     @property
     def closed_by(self) -> StepConstraint:
@@ -92,9 +99,13 @@ class StepDraft:
 
     def add_prefill(self, sequence: Sequence) -> None:
         """Adds as much of the prompt as this step can take. A prompt that does not fit closes the step, so that no
-        other overtakes it."""
+        other overtakes it. One that waits for its turn to be scored does not."""
         num_wanted = sequence.num_tokens - sequence.num_computed
-        num_tokens = self._fitting_tokens(num_wanted)
+        num_scorable = self._scorable_tokens(sequence, num_wanted)
+        if not num_scorable:
+            self.is_cut = True
+            return
+        num_tokens = self._fitting_tokens(num_scorable)
         if num_tokens < num_wanted:
             self.is_cut = True
         if num_tokens > 0:
@@ -120,7 +131,15 @@ class StepDraft:
             tuple(sequence for sequence in self.swapped if sequence not in broken),
             constraint,
             tuple(self.restored),
+            tuple(self._scored),
         )
+
+    def _scorable_tokens(self, sequence: Sequence, num_wanted: int) -> int:
+        """Returns how many of the tokens the step can take with the rows that are left for scoring. Rows that were
+        scored before a preemption need no logits."""
+        if sequence.num_unscored <= self._num_scores_left:
+            return num_wanted
+        return sequence.num_scored - sequence.num_computed + self._num_scores_left
 
     def _fitting_tokens(self, num_wanted: int) -> int:
         if self._is_chunked:
@@ -140,6 +159,8 @@ class StepDraft:
         self._lengths.append(num_tokens)
         self._samples.append(samples)
         self._carries.append(False)
+        if sequence.num_unscored and end > sequence.num_scored:
+            self._add_scored(sequence, min(end, sequence.num_prompt_tokens - 1))
         sequence.num_computed = end
         sequence.num_in_flight += 1
         if samples:
@@ -154,6 +175,12 @@ class StepDraft:
             if self._max_prefill_tokens <= 0 < self._num_tokens_left:
                 self._is_pace_spent = True
                 self._num_tokens_left = 0
+
+    def _add_scored(self, sequence: Sequence, end: int) -> None:
+        """Has the newest row score the prompt up to position `end`."""
+        start, sequence.num_scored = sequence.num_scored, end
+        self._num_scores_left -= end - start
+        self._scored.append(ScoredRows(len(self._sequences) - 1, sequence, start, end))
 
     def _grow(self, sequence: Sequence, end: int) -> bool:
         """Extends the block table to position `end`. Without enough blocks the sequence is broken and gets no row,

@@ -53,12 +53,12 @@ class PrefixCache:
         self.num_hit_tokens = 0
 
     def attach(self, sequence: Sequence) -> None:
-        """Starts the block table with the longest published prefix. At least one token is left to compute, because its
-        logits yield the next token."""
+        """Starts the block table with the longest published prefix. Tokens whose logits are needed are left to
+        compute."""
         if not self.is_open_to(sequence):
             return
         block_size = self._pool.block_size
-        num_usable = (sequence.num_tokens - 1) // block_size
+        num_usable = sequence.num_reusable_tokens // block_size
         sequence.block_table = self._pool.share(self.name_blocks(sequence)[:num_usable])
         sequence.num_computed = len(sequence.block_table) * block_size
         if not sequence.num_preemptions:

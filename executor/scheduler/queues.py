@@ -24,6 +24,8 @@ class SequenceQueues:
 
     def __init__(self, num_seat_rows: int) -> None:
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
+        # Accepted sequences whose grammar is not compiled.
+        self.preparing: dict[Sequence, None] = {}
         self.preempted: dict[Sequence, None] = {}
         self.prefills: dict[Sequence, None] = {}
         self.decodes: dict[Sequence, None] = {}
@@ -48,7 +50,12 @@ class SequenceQueues:
     @property
     def is_empty(self) -> bool:
         """Whether all queues are empty."""
-        return not (self.waiting or self.preempted or self.num_boarded or self.leaving)
+        return not (self.preparing or self.can_run)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether any sequence is on a seat, may board or is leaving. One that is being prepared needs a command."""
+        return bool(self.waiting or self.preempted or self.num_boarded or self.leaving)
 
     def boarded(self) -> Iterator[Sequence]:
         """Returns the sequences that have boarded and not ended."""
@@ -88,7 +95,8 @@ class SequenceQueues:
     def leave(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """Moves the sequence from its queue to `leaving`."""
         assert sequence not in self.leaving, f"{sequence.request_id} leaves twice"
-        for place in (self.decodes, self.prefills, self.ending, self.waiting, self.preempted, self.pausing):
+        queues = (self.decodes, self.prefills, self.ending, self.waiting, self.preparing, self.preempted, self.pausing)
+        for place in queues:
             if sequence in place:
                 del place[sequence]
                 break

@@ -21,6 +21,7 @@ sequence is then `leaving`. A sequence to be preempted is `pausing` until no ste
 
 | where        | has a seat | is in further steps | tokens count | blocks                                   |
 | ------------ | ---------- | ------------------- | ------------ | ---------------------------------------- |
+| `preparing`  | no         | no, until prepared  |              | none                                     |
 | `waiting`    | no         | yes                 |              | none                                     |
 | `preempted`  | no         | yes, or handed back |              | none, or a copy in host memory           |
 | `prefills`   | yes        | yes                 | yes          | its own                                  |
@@ -49,6 +50,7 @@ from executor.scheduler.prefix_cache import PrefixCache
 from executor.scheduler.queues import SequenceQueues
 from executor.scheduler.seat_view import Seating
 from executor.scheduler.sequence import (
+    ALL_EXCLUDED,
     FinishEvent,
     FinishReason,
     NewTokens,
@@ -64,7 +66,7 @@ from executor.scheduler.step_record import KvCounts
 
 class Boarding:
     """Seats waiting sequences: the preempted first, then the others in boarding order. A sequence is passed over only
-    while it waits for a prefix that another one is computing."""
+    while it waits for a prefix that another one is computing, or for rows of logits to score its prompt."""
 
     def __init__(
         self, limits: SchedulerLimits, queues: SequenceQueues, kv_policy: KvPolicy, pending_prefixes: PendingPrefixes
@@ -113,6 +115,9 @@ class Boarding:
             if not self._is_static and self._pending_prefixes.should_wait(sequence):
                 end = StepConstraint.TWIN
                 continue
+            if not (self._is_static or draft.may_score(sequence)):
+                draft.is_cut = True
+                continue
             if not self._kv_policy.take(sequence, draft):
                 return StepConstraint.BLOCKS
             queues.seat(sequence)
@@ -126,8 +131,9 @@ class Boarding:
         return StepConstraint.SEATS if self._queues.num_seated >= self._limits.max_num_sequences else constraint
 
 
-# The error of a sequence whose row has no logit above -inf after bans.
+# The errors of a sequence whose row has no logit above -inf: from the model, or after the request's bans.
 INVALID_LOGITS = "the model returned no usable logits (NaN or -inf only)"
+NOTHING_ALLOWED = "no token is allowed: constraint, allowed ids, bad words, n-grams and min_tokens exclude all of them"
 
 __all__ = ["Batching", "Refusal", "Scheduler", "SchedulerLimits", "SchedulerPolicy"]
 
@@ -188,9 +194,23 @@ class Scheduler:
             )
             self._num_arrivals += 1
             sequence.arrival = self._num_arrivals
-            self._queues.waiting[sequence] = None
+            queue = self._queues.waiting if sequence.is_ready else self._queues.preparing
+            queue[sequence] = None
             self.num_held_changes += 1
         return refusal
+
+    def prepared(self, sequence: Sequence, error: str = "") -> FinishEvent | None:
+        """Lets a sequence board that was offered before it was ready, with its place in the order of arrival. With an
+        error it ends instead. One that has ended meanwhile is ignored."""
+        if sequence not in self._queues.preparing:
+            return None
+        if error:
+            return self._finish(sequence, FinishReason.ERROR, error=error)
+        assert sequence.is_ready, f"{sequence.request_id} has no compiled grammar"
+        del self._queues.preparing[sequence]
+        self._queues.waiting[sequence] = None
+        self.num_held_changes += 1
+        return None
 
     def drain(self) -> None:
         """Refuses every further offer. Accepted sequences go on."""
@@ -219,10 +239,11 @@ class Scheduler:
     def update(self, result: StepResult) -> StepOutcome:
         """Retires the oldest plan: appends the sampled tokens, publishes full blocks and ends sequences.
 
-        A row without a usable logit ends its own sequence only.
+        A row without a token ends its own sequence only.
         """
         plan = self._land(result.plan)
         result.keep_logprobs()
+        scored = tuple(rows for rows in plan.scored if rows.sequence not in self._queues.leaving)
         for restored in plan.restored:
             self.prefix_cache.publish_restored(restored)
         num_sampling = sum(plan.samples)
@@ -240,8 +261,8 @@ class Scheduler:
                 finished.extend(self._release_leaving(sequence))
                 continue
             end = start + length
-            if token_id is None and samples:
-                finished.append(self._end_without_token(sequence))
+            if samples and (token_id is None or token_id == ALL_EXCLUDED):
+                finished.append(self._end_without_token(sequence, token_id))
                 continue
             if (length > 1 or end % block_size == 0) and (error := self._publish(sequence, start, end)):
                 finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
@@ -254,7 +275,7 @@ class Scheduler:
             tokens.token_ids.append(token_id)
             if end + 1 == sequence.length_limit or token_id in sequence.stopping.stop_token_ids:
                 finished.extend(self._end_after(sequence, token_id))
-        return StepOutcome(tokens, tuple(finished))
+        return StepOutcome(tokens, tuple(finished), scored)
 
     def fail(self, plan: StepPlan, error: str) -> StepOutcome:
         """Retires the oldest plan, whose step failed. Every sequence that the plan touched ends, with or without a row,
@@ -298,7 +319,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Accepted sequences that have had no seat yet."""
-        return len(self._queues.waiting)
+        return len(self._queues.waiting) + len(self._queues.preparing)
 
     @property
     def num_preempted(self) -> int:
@@ -316,6 +337,11 @@ class Scheduler:
         return self._queues.is_empty
 
     @property
+    def can_run(self) -> bool:
+        """Whether there is anything to do before the next command: a sequence that runs or may board."""
+        return self._queues.can_run
+
+    @property
     def is_draining(self) -> bool:
         return self._gate.is_closed
 
@@ -323,7 +349,8 @@ class Scheduler:
     def waiting_prefill_tokens(self) -> int:
         """Tokens to compute until every held sequence decodes."""
         queues = self._queues
-        return sum(s.num_tokens - s.num_computed for s in chain(queues.prefills, queues.preempted, queues.waiting))
+        behind = chain(queues.prefills, queues.preempted, queues.waiting, queues.preparing)
+        return sum(s.num_tokens - s.num_computed for s in behind)
 
     @property
     def budget_blocks(self) -> int:
@@ -377,7 +404,7 @@ class Scheduler:
         held."""
         queues = self._queues
         cancelled = (sequence for sequence, reason in queues.leaving.items() if reason is not None)
-        return chain(queues.boarded(), cancelled, queues.preempted, queues.waiting)
+        return chain(queues.boarded(), cancelled, queues.preempted, queues.waiting, queues.preparing)
 
     def check(self) -> None:
         """Asserts that exactly the blocks of sequences that boarded and were not released are in use. The cost grows
@@ -444,18 +471,25 @@ class Scheduler:
             if self._gate.find(sequence.request_id) is sequence:
                 yield self._finish(sequence, FinishReason.ERROR, error=error)
 
-    def _end_without_token(self, sequence: Sequence) -> FinishEvent:
-        """Ends a sequence without a usable logit. Its KV is withdrawn from the prefix cache, since it may be
-        corrupt."""
+    def _end_without_token(self, sequence: Sequence, token_id: int | None) -> FinishEvent:
+        """Ends a sequence that excludes every token, or has no usable logit. In that case its KV is withdrawn from the
+        prefix cache, since it may be corrupt."""
+        if sequence.constraint is not None and sequence.constraint.error:
+            return self._finish(sequence, FinishReason.ERROR, error=sequence.constraint.error)
+        if token_id == ALL_EXCLUDED:
+            return self._finish(sequence, FinishReason.ERROR, error=NOTHING_ALLOWED)
         self.num_invalid_logits += 1
         self.prefix_cache.retract(sequence)
         return self._finish(sequence, FinishReason.ERROR, error=INVALID_LOGITS)
 
     def _end_after(self, sequence: Sequence, token_id: int) -> Iterator[FinishEvent]:
-        """Ends the sequence if this token, its newest, is its last."""
-        stopping = sequence.stopping
+        """Ends the sequence if this token, its newest, is its last. The end of a constrained output comes before
+        min_tokens where the grammar allows nothing else."""
+        stopping, constraint = sequence.stopping, sequence.constraint
+        is_complete = constraint is not None and token_id in constraint.eos_token_ids
         # The token itself does not count towards min_tokens.
-        if token_id in stopping.stop_token_ids and sequence.num_output_tokens > stopping.min_tokens:
+        has_enough = sequence.num_output_tokens > stopping.min_tokens
+        if is_complete or (token_id in stopping.stop_token_ids and has_enough):
             yield self._finish(sequence, FinishReason.STOP_TOKEN, stop_token_id=token_id)
         elif len(sequence.token_ids) == sequence.length_limit:
             yield self._finish(sequence, FinishReason.LENGTH)
@@ -475,7 +509,7 @@ class Scheduler:
         if sequence.num_in_flight == 0:
             self._release(sequence)
         self.num_held_changes += 1
-        return FinishEvent(sequence, reason, stop_token_id, error)
+        return FinishEvent.of(sequence, reason, stop_token_id, error)
 
     def _leave(self, sequence: Sequence, reason: FinishReason | None) -> None:
         """Takes the sequence off its seat and cancels its reservation."""
@@ -491,7 +525,7 @@ class Scheduler:
         self._release(sequence)
         if reason is not None:
             self.num_held_changes += 1
-            yield FinishEvent(sequence, reason)
+            yield FinishEvent.of(sequence, reason)
 
     def _release(self, sequence: Sequence) -> None:
         """Gives back the sequence's seat row and blocks; every sequence ends here. If a block is not its own, all its

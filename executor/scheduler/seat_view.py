@@ -17,6 +17,7 @@ from executor.scheduler.sequence import Sequence
 
 class SequencePhase(Enum):
     STANDBY = "standby"
+    PREPARING = "preparing"
     PREFILL = "prefill"
     DECODE = "decode"
     PREEMPTED = "preempted"
@@ -50,13 +51,15 @@ class Seating:
         seat_of = self._seat_of
         seated = sorted(seat_of, key=seat_of.__getitem__)
         boarded = [sequence for sequence in self._queues.boarded() if sequence not in seat_of]
-        others = chain(boarded, self._queues.preempted, self._queues.waiting)
+        others = chain(boarded, self._queues.preempted, self._queues.waiting, self._queues.preparing)
         return tuple(self._snapshot_of(sequence) for sequence in chain(seated, others))
 
     def waiting_phase(self, sequence: Sequence) -> SequencePhase | None:
         """Returns the phase of a sequence without a seat, None of one that has a seat."""
         if sequence in self._queues.waiting:
             return SequencePhase.STANDBY
+        if sequence in self._queues.preparing:
+            return SequencePhase.PREPARING
         return SequencePhase.PREEMPTED if sequence in self._queues.preempted else None
 
     def _number(self) -> None:

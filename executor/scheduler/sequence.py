@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from executor.scheduler.step_constraint import StepConstraint
 
@@ -71,14 +71,50 @@ class Stopping:
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """The log probability of a token (natural logarithm), and the most likely tokens at its position, likeliest
-    first."""
+    first. `rank` is one more than the number of tokens that are likelier."""
 
     logprob: float
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
+    rank: int = 0
 
 
 NO_LOGPROBS: Mapping[int, TokenLogprobs] = MappingProxyType({})
+
+# In place of a sampled id: the row's request excludes every token that the model could choose.
+ALL_EXCLUDED = -2
+
+
+@dataclass(slots=True, eq=False)
+class Constraint:
+    """The form that the output must have; see executor/logits/grammar.py.
+
+    `grammar` is text in llguidance's format and `key` its SHA-256. `compiled` is the compiled grammar (an `LLMatcher`
+    that is only copied), None until it is ready. Where the grammar accepts the output, the `eos_token_ids` are allowed
+    and end it; with `ignores_eos` only where nothing else is allowed.
+
+    The thread that computes masks writes the rest: `accepts` says for the newest numbers of output tokens whether the
+    grammar accepts that output, and `error` why no token can follow.
+    """
+
+    grammar: str
+    key: bytes
+    eos_token_ids: frozenset[int]
+    ignores_eos: bool = False
+    compiled: Any = None
+    accepts: dict[int, bool] = field(default_factory=dict)
+    error: str = ""
+
+    def is_unfinished(self, reason: FinishReason, num_output_tokens: int, stop_token_id: int | None) -> bool:
+        """Returns whether the output ended before the grammar accepted it. A stop token of the request is not part of
+        the output. A stop string cuts the text within what the grammar describes."""
+        if reason is FinishReason.STOP_STRING:
+            return True
+        if reason is FinishReason.LENGTH:
+            return not self.accepts.get(num_output_tokens, False)
+        if reason is FinishReason.STOP_TOKEN and stop_token_id not in self.eos_token_ids:
+            return not self.accepts.get(num_output_tokens - 1, False)
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +145,10 @@ class Sequence:
 
     `num_top_logprobs` is the number of likeliest tokens to report with each sampled token; None reports nothing.
     `logprobs` holds the reports by output offset.
+
+    `num_prompt_logprobs` is the same for each token of the prompt after the first. `prompt_logprobs[i]` belongs to
+    prompt token `i + 1`, which row `i` predicts. It only grows, so a preemption loses none. `num_scored` counts those
+    rows and the ones in flight; at least `min(num_computed, num_prompt_tokens - 1)` where the prompt is scored.
     """
 
     request_id: str
@@ -137,7 +177,16 @@ class Sequence:
     num_prefix_wait_steps: int = 0
     num_top_logprobs: int | None = None
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    num_prompt_logprobs: int | None = None
+    num_scored: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     processors: Processors = NO_PROCESSORS
+    constraint: Constraint | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may board: its grammar, if it has one, is compiled."""
+        return self.constraint is None or self.constraint.compiled is not None
 
     @property
     def num_tokens(self) -> int:
@@ -148,6 +197,17 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Output tokens that are known."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_unscored(self) -> int:
+        """Rows of the prompt whose logits are still needed for log probabilities."""
+        return 0 if self.num_prompt_logprobs is None else self.num_prompt_tokens - 1 - self.num_scored
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Tokens, from the first, whose KV need not be computed if it is found. The last token yields the next one, and
+        rows whose logits are needed have to be computed."""
+        return self.num_scored if self.num_unscored else self.num_tokens - 1
 
     @property
     def seat_row(self) -> int:
@@ -176,6 +236,20 @@ class PlanRow(NamedTuple):
         return self.start + self.num_tokens - self.sequence.num_prompt_tokens
 
 
+class ScoredRows(NamedTuple):
+    """The positions `[start, end)` of a plan's row whose logits give the log probability of the prompt's next token."""
+
+    row: int
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def target_ids(self) -> list[int]:
+        """The prompt's tokens that these positions predict."""
+        return self.sequence.token_ids[self.start + 1 : self.end + 1]
+
+
 class Restored(NamedTuple):
     """KV of positions `[start, end)` that is copied back from host memory into `blocks`, of which the first is block
     `start // block_size` of the sequence's table."""
@@ -190,7 +264,8 @@ class Restored(NamedTuple):
 class StepPlan:
     """One step in columns; see `PlanRow`. The first `num_decodes` rows have one token and yield one. `boarded`, `grown`
     and `preempted` are the sequences that boarded, got blocks or lost their seat for this step. `constraint` kept it
-    from holding more.
+    from holding more. `scored` are the rows that score their prompt, at most MAX_PROMPT_LOGPROB_ROWS positions in all;
+    none of these positions yields a token.
 
     First of all the device copies blocks, in this order: for each pair of `swaps_out` a device block to a host block,
     then for each pair of `swaps_in` a host block to a device block. `swapped` are the sequences that own this KV;
@@ -213,6 +288,7 @@ class StepPlan:
     swapped: tuple[Sequence, ...] = ()
     constraint: StepConstraint = StepConstraint.NO_WORK
     restored: tuple[Restored, ...] = ()
+    scored: tuple[ScoredRows, ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[PlanRow]) -> StepPlan:
@@ -254,8 +330,9 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Results from the device: the sampled token ids of the rows that sample, in the order of the plan's rows, and the
-    log probabilities by index among those rows. An id is None where the row has no usable logit: each is NaN, -inf or
-    banned."""
+    log probabilities by index among those rows. Behind them follow the positions that score a prompt, in the order of
+    the plan. An id is None where the row has no usable logit, only NaN and -inf, and `ALL_EXCLUDED` where the request's
+    bans left none."""
 
     plan: StepPlan
     sampled_ids: tuple[int | None, ...]
@@ -266,9 +343,14 @@ class StepResult:
         if not self.logprobs:
             return
         sampling = [s for s, samples in zip(self.plan.sequences, self.plan.samples, strict=True) if samples]
-        for row, values in self.logprobs.items():
-            if self.sampled_ids[row] is not None:
-                sampling[row].logprobs[sampling[row].num_output_tokens] = values
+        for row, (sequence, token_id) in enumerate(zip(sampling, self.sampled_ids, strict=True)):
+            if token_id not in (None, ALL_EXCLUDED) and row in self.logprobs:
+                sequence.logprobs[sequence.num_output_tokens] = self.logprobs[row]
+        row = len(sampling)
+        for scored in self.plan.scored:
+            end = row + scored.end - scored.start
+            scored.sequence.prompt_logprobs += [self.logprobs[each] for each in range(row, end)]
+            row = end
 
 
 @dataclass(slots=True)
@@ -295,11 +377,24 @@ class FinishEvent:
     reason: FinishReason
     stop_token_id: int | None = None
     error: str = ""
+    constraint_unfinished: bool = False
+
+    @classmethod
+    def of(
+        cls, sequence: Sequence, reason: FinishReason, stop_token_id: int | None = None, error: str = ""
+    ) -> FinishEvent:
+        """Makes the event of a sequence whose tokens are all known."""
+        constraint = sequence.constraint
+        is_unfinished = constraint is not None and constraint.is_unfinished(
+            reason, sequence.num_output_tokens, stop_token_id
+        )
+        return cls(sequence, reason, stop_token_id, error, is_unfinished)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The result of a step for the streams: tokens, then ends."""
+    """The result of a step for the streams: log probabilities of prompts, tokens, then ends."""
 
     tokens: NewTokens
     finished: tuple[FinishEvent, ...]
+    scored: tuple[ScoredRows, ...] = ()

@@ -29,8 +29,9 @@ class PendingPrefixes:
         self._computing: dict[bytes, Sequence] = {}
 
     def begin(self, sequence: Sequence) -> None:
-        """Registers the full prompt blocks that a sequence that has just boarded will compute."""
-        if self._max_steps and self._prefix_cache.is_open_to(sequence):
+        """Registers the full prompt blocks that a sequence that has just boarded will compute. One that scores its
+        prompt computes too slowly to wait for."""
+        if self._max_steps and self._prefix_cache.is_open_to(sequence) and not sequence.num_unscored:
             for block_hash in sequence.block_hashes[sequence.num_computed // self._pool.block_size :]:
                 self._computing.setdefault(block_hash, sequence)
 
@@ -57,7 +58,7 @@ class PendingPrefixes:
     def _is_quicker(self, sequence: Sequence) -> bool:
         """Returns whether another sequence will have computed the first missing blocks sooner."""
         block_size = self._pool.block_size
-        num_usable = (sequence.num_tokens - 1) // block_size
+        num_usable = sequence.num_reusable_tokens // block_size
         hashes = self._prefix_cache.name_blocks(sequence)[:num_usable]
         num_found = _num_leading(hashes, self._pool.is_findable)
         num_coming = _num_leading(hashes[num_found:], self._computing.__contains__)

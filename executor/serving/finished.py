@@ -64,6 +64,8 @@ class Ended:
     error: str
     ended_s: float
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: ReadOnlyList[TokenLogprobs] = ()
+    constraint_unfinished: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +73,9 @@ class Ended:
         submit = self.placed.submit
         token_bytes = PROMPT_TOKEN_BYTES * len(submit.prompt_ids) + OUTPUT_TOKEN_BYTES * len(self.output_ids)
         logprobs_bytes = len(self.logprobs) * (LOGPROBS_BYTES + TOP_LOGPROB_BYTES * submit.num_top_logprobs)
-        return RECORD_BYTES + token_bytes + logprobs_bytes + len(submit.router_context)
+        scores_bytes = len(self.prompt_logprobs) * (LOGPROBS_BYTES + TOP_LOGPROB_BYTES * submit.num_prompt_logprobs)
+        text_bytes = len(submit.router_context) + len(submit.constraint.grammar)
+        return RECORD_BYTES + token_bytes + logprobs_bytes + scores_bytes + text_bytes
 
 
 class EndedSequences:

@@ -12,8 +12,9 @@ A placement is held from its submit until its end. Its reader is one session or 
 
 Invariants: a router that attaches gets every token from the offset it asked for, once and in order. Tokens without a
 reader are kept only in the sequence. Engine output about a sequence that was handed back is dropped. All calls come
-from the event loop's thread. The engine's thread only appends to a sequence's tokens, of which the first
-`num_published` have been published here.
+from the event loop's thread. The engine's thread only appends to a sequence's tokens and to the log probabilities of
+its prompt, of which the first `num_published` and `num_scored` have been published here. A router that attaches gets
+all of the latter again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from executor.engine.output import EngineOutput, ReportedSequence
 from executor.scheduler.admission import Refusal
 from executor.scheduler.seat_view import SequencePhase
-from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence
+from executor.scheduler.sequence import FinishEvent, FinishReason, ScoredRows, Sequence
 from executor.serving.finished import Ended, EndedSequences, Placed, output_array
 from executor.serving.router_session import REJECT_REASON_PROTO, Session
 from executor.serving.tracing import SequenceTrace
@@ -51,6 +52,7 @@ class PlacedSequence:
     placed: Placed
     num_published: int
     reader: Session | None
+    num_scored: int = 0
     is_accepted: bool = False
     has_started: bool = False
     is_paused: bool = False
@@ -76,6 +78,8 @@ class PlacedSequence:
             error=event.error,
             ended_s=now_s,
             logprobs=self.sequence.logprobs,
+            prompt_logprobs=self.sequence.prompt_logprobs[: self.num_scored],
+            constraint_unfinished=event.constraint_unfinished,
         )
 
 
@@ -177,6 +181,7 @@ class PlacementTable:
             self._clock(), started=placement.has_started, cached_tokens=placement.cached_tokens
         )
         session.attach(placement.sequence, attached, offset, placement.output(offset))
+        session.score(placement.sequence, 0, placement.num_scored)
         if placement.is_paused:
             session.pause(placement.sequence)
 
@@ -192,6 +197,8 @@ class PlacementTable:
             self._pause(sequence)
         for sequence in output.started:
             self._start(sequence)
+        for rows in output.scored:
+            self._score(rows)
         for sequence, offset, token_id in output.tokens:
             placement = self._held.get(sequence)
             if placement is not None:
@@ -239,6 +246,13 @@ class PlacementTable:
             placement.trace.start(placement.cached_tokens)
         if placement.reader is not None:
             placement.reader.start(sequence)
+
+    def _score(self, rows: ScoredRows) -> None:
+        placement = self._held.get(rows.sequence)
+        if placement is not None:
+            placement.num_scored = rows.end
+            if placement.reader is not None:
+                placement.reader.score(rows.sequence, rows.start, rows.end)
 
     def _finish(self, event: FinishEvent) -> None:
         placement = self._remove(event.sequence)

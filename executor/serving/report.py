@@ -124,6 +124,7 @@ CONSTRAINT_PROTO: dict[StepConstraint, types_pb2.StepConstraint] = {
 
 PHASE_PROTO: dict[SequencePhase, stats_pb2.SequencePhase] = {
     SequencePhase.STANDBY: stats_pb2.SEQUENCE_PHASE_STANDBY,
+    SequencePhase.PREPARING: stats_pb2.SEQUENCE_PHASE_PREPARING,
     SequencePhase.PREFILL: stats_pb2.SEQUENCE_PHASE_PREFILL,
     SequencePhase.DECODE: stats_pb2.SEQUENCE_PHASE_DECODE,
     SequencePhase.PREEMPTED: stats_pb2.SEQUENCE_PHASE_PREEMPTED,

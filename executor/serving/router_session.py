@@ -19,7 +19,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 
 from common.errors import Reason, RequestError
-from common.protocol import ATTACH_VERSION, MAX_FRAME_TOKENS, PROTOCOL_VERSION
+from common.protocol import (
+    ATTACH_VERSION,
+    MAX_FRAME_PROMPT_LOGPROBS,
+    MAX_FRAME_TOKENS,
+    MAX_PROMPT_LOGPROB_ROWS,
+    PROTOCOL_VERSION,
+)
 from executor.scheduler.admission import Refusal
 from executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, TokenLogprobs
 from executor.serving.finished import Ended
@@ -48,6 +54,8 @@ MAX_WAITING_ANSWERS = 1 << 16
 MAX_WAITING_TOKENS = 4 * MAX_FRAME_TOKENS
 # Weight of a token's log probabilities, with the most tokens that may be reported, in tokens.
 LOGPROBS_TOKENS = 20
+# Most log probabilities of a prompt in one message of a frame.
+SCORES_PER_MESSAGE = MAX_PROMPT_LOGPROB_ROWS
 
 
 class Session:
@@ -76,6 +84,9 @@ class Session:
         self._token_ids: list[int] = []
         # The log probabilities among them, in their order.
         self._logprobs: deque[executor_pb2.SequenceLogprobs] = deque()
+        # Log probabilities of prompts, all of which are sent before any token behind them.
+        self._prompt_logprobs: deque[executor_pb2.SequencePromptLogprobs] = deque()
+        self._num_prompt_logprobs = 0
         # Slots without a seat at the end of the pending frame that had one before.
         self._paused_slots: dict[int, None] = {}
         self._wake = asyncio.Event()
@@ -98,7 +109,9 @@ class Session:
     def replay(self, attached: executor_pb2.SequenceAttached, offset: int, ended: Ended) -> None:
         """Sends the output of a sequence that has ended, from `offset` on, and its end."""
         slot = self._attach(attached, offset, ended.output_ids[offset:], ended.logprobs)
-        self._end_slot(slot, ended.reason, ended.stop_token_id, ended.error)
+        scores = ended.prompt_logprobs
+        self._score(slot, ended.placed.submit.prompt_ids, scores, 0, len(scores))
+        self._end_slot(slot, ended)
 
     def _attach(
         self,
@@ -163,6 +176,24 @@ class Session:
             self._report_logprobs(self._slots[sequence], offset, token_id, sequence.logprobs.get(offset))
         self._wake.set()
 
+    def score(self, sequence: Sequence, start: int, end: int) -> None:
+        """Adds the log probabilities of the prompt's tokens `[start + 1, end + 1)`."""
+        slot = self._slots.get(sequence)
+        if slot is not None:
+            self._score(slot, sequence.token_ids, sequence.prompt_logprobs, start, end)
+
+    def _score(
+        self, slot: int, prompt_ids: ReadOnlyList[int], logprobs: ReadOnlyList[TokenLogprobs], start: int, end: int
+    ) -> None:
+        for first in range(start, end, SCORES_PER_MESSAGE):
+            last = min(end, first + SCORES_PER_MESSAGE)
+            rows = zip(prompt_ids[first + 1 : last + 1], logprobs[first:last], strict=True)
+            values = [_position_logprobs(token_id, one) for token_id, one in rows]
+            message = executor_pb2.SequencePromptLogprobs(slot=slot, position=first + 1, values=values)
+            self._prompt_logprobs.append(message)
+        self._num_prompt_logprobs += end - start
+        self._wake.set()
+
     def _report_logprobs(self, slot: int, offset: int, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Adds the log probabilities of a token. Output of earlier placements has none here."""
         if logprobs is not None:
@@ -173,11 +204,17 @@ class Session:
         """Adds the end of a sequence to the pending frame."""
         slot = self._slots.pop(event.sequence)
         self._paused_slots.pop(slot, None)
-        self._end_slot(slot, event.reason, event.stop_token_id, event.error)
+        self._end_slot(slot, event)
 
-    def _end_slot(self, slot: int, reason: FinishReason, stop_token_id: int | None, error: str) -> None:
+    def _end_slot(self, slot: int, end: FinishEvent | Ended) -> None:
         self._ended_slots.append(slot)
-        self._step.finished.add(slot=slot, reason=FINISH_REASON_PROTO[reason], stop_token_id=stop_token_id, error=error)
+        self._step.finished.add(
+            slot=slot,
+            reason=FINISH_REASON_PROTO[end.reason],
+            stop_token_id=end.stop_token_id,
+            error=end.error,
+            constraint_unfinished=end.constraint_unfinished,
+        )
         self._wake.set()
 
     def end_step(self, step: int) -> None:
@@ -204,7 +241,8 @@ class Session:
         """Whether the queued tokens exceed the limit. A freed slot counts as a token, log probabilities by their
         weight."""
         num_tokens = len(self._token_ids) + len(self._ended_slots)
-        return num_tokens + LOGPROBS_TOKENS * len(self._logprobs) >= MAX_WAITING_TOKENS
+        num_logprobs = len(self._logprobs) + self._num_prompt_logprobs
+        return num_tokens + LOGPROBS_TOKENS * num_logprobs >= MAX_WAITING_TOKENS
 
     @property
     def _may_send_step(self) -> bool:
@@ -248,16 +286,19 @@ class Session:
     @property
     def _has_step(self) -> bool:
         step = self._step
-        return bool(self._token_ids or step.started or step.finished or step.detached or self._paused_slots)
+        has_values = self._token_ids or self._prompt_logprobs
+        return bool(has_values or step.started or step.finished or step.detached or self._paused_slots)
 
     def _fill_step(self, step: executor_pb2.StepFrame) -> None:
         self._frame += 1
-        count = self._num_tokens_of_frame()
-        if count < len(self._token_ids):
+        self._add_prompt_logprobs(step)
+        # Tokens are sent with the last of the log probabilities of prompts, or after them.
+        count = 0 if self._prompt_logprobs else self._num_tokens_of_frame()
+        if self._prompt_logprobs or count < len(self._token_ids):
             self._fill_part(step, count)
             return
         self._step.frame = self._frame
-        step.CopyFrom(self._step)
+        step.MergeFrom(self._step)
         self._add_tokens(step, count)
         step.paused.extend(self._paused_slots)
         self._paused_slots = {}
@@ -265,6 +306,14 @@ class Session:
         for slot in self._ended_slots:
             heapq.heappush(self._free_slots, slot)
         self._ended_slots.clear()
+
+    def _add_prompt_logprobs(self, step: executor_pb2.StepFrame) -> None:
+        """Adds as many log probabilities of prompts as a frame may hold."""
+        num_left = MAX_FRAME_PROMPT_LOGPROBS
+        while self._prompt_logprobs and (count := len(self._prompt_logprobs[0].values)) <= num_left:
+            step.prompt_logprobs.append(self._prompt_logprobs.popleft())
+            num_left -= count
+        self._num_prompt_logprobs -= MAX_FRAME_PROMPT_LOGPROBS - num_left
 
     def _num_tokens_of_frame(self) -> int:
         """Returns the number of tokens of the next frame. Log probabilities are sent with their tokens."""
@@ -297,8 +346,10 @@ class Session:
 
 
 def _position_logprobs(token_id: int, logprobs: TokenLogprobs) -> types_pb2.PositionLogprobs:
-    top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+    values = logprobs.top_logprobs
+    top = zip(logprobs.top_ids, values, strict=True)
     return types_pb2.PositionLogprobs(
-        chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=logprobs.logprob),
-        top=[types_pb2.TokenLogprob(token_id=one, logprob=logprob) for one, logprob in top],
+        chosen=types_pb2.TokenLogprob(token_id=token_id, logprob=logprobs.logprob, rank=logprobs.rank),
+        # Equal values have the same rank, as among the whole vocabulary.
+        top=[types_pb2.TokenLogprob(token_id=one, logprob=value, rank=values.index(value) + 1) for one, value in top],
     )

@@ -24,7 +24,8 @@ from common.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from common.telemetry.tracing import NO_TRACING, Tracing
 from executor.engine.engine import Engine
 from executor.engine.output import EngineOutput, EngineStatus
-from executor.scheduler.sequence import FinishReason
+from executor.logits.grammar import GrammarCompiler, GrammarError
+from executor.scheduler.sequence import FinishReason, Sequence
 from executor.serving.placements import PlacementTable, RetentionPolicy
 from executor.serving.report import RecentRates, Reporter, report_of
 from executor.serving.router_session import FINISH_REASON_PROTO, Session
@@ -41,6 +42,8 @@ MAX_ROUTER_ID_CHARACTERS = 512
 HELLO_TIMEOUT_S = 10.0
 # Entries of a router's frame that are processed before the event loop serves other streams.
 ENTRIES_PER_TURN = 100
+# The router has compiled the grammar before, within its own limit. This one also bounds the wait behind other grammars.
+COMPILE_TIMEOUT_S = 10.0
 CANCEL_REASONS = {wire: reason for reason, wire in FINISH_REASON_PROTO.items()}
 
 T = TypeVar("T")
@@ -65,8 +68,12 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         retention: RetentionPolicy | None = None,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
         tracing: Tracing = NO_TRACING,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._identity = identity
+        self._grammars = grammars
+        # Sequences whose grammar is being compiled.
+        self._preparing: dict[Sequence, asyncio.Task[None]] = {}
         self._hello_timeout_s = hello_timeout_s
         self._engine = engine
         trace = functools.partial(trace_submit, tracing)
@@ -93,8 +100,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine has something to do."""
-        return self._placements.has_work
+        """Whether the engine has something to do. It has not while all sequences wait for their grammars."""
+        only_prepares = bool(self.num_held) and self.num_held <= len(self._preparing)
+        return self._placements.has_work and not only_prepares
 
     @property
     def num_orphans(self) -> int:
@@ -165,6 +173,10 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         """Ends every router's stream after its pending output, and waits at most `timeout_s` for that."""
         self._is_closing = True
         self.steps.close()
+        for task in self._preparing.values():
+            task.cancel()
+        if self._grammars is not None:
+            self._grammars.close()
         for session in self._sessions:
             session.close()
         with suppress(TimeoutError):
@@ -261,6 +273,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             return
         try:
             sequence = sequence_from_submit(submit, self._identity.limits)
+            self._find_grammar(sequence)
         except SubmissionError as error:
             session.reject(submit.request_id, submit.attempt, error.reason, str(error))
             return
@@ -270,6 +283,38 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             return
         self._all_gone.clear()
         self._engine.submit(sequence, submit.deadline_ms if submit.HasField("deadline_ms") else None)
+        if not sequence.is_ready:
+            task = asyncio.create_task(self._prepare(sequence), name=f"grammar of {sequence.request_id}")
+            self._preparing[sequence] = task
+            task.add_done_callback(lambda _: self._preparing.pop(sequence, None))
+
+    def _find_grammar(self, sequence: Sequence) -> None:
+        """Sets the compiled grammar of a sequence if it is known."""
+        if sequence.constraint is None:
+            return
+        if self._grammars is None:
+            raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, "constraint: this executor compiles none")
+        sequence.constraint.compiled = self._grammars.find(sequence.constraint.key)
+
+    async def _prepare(self, sequence: Sequence) -> None:
+        """Compiles the grammar of a sequence and lets it board; without a grammar it ends with an error."""
+        assert sequence.constraint is not None and self._grammars is not None
+        error = ""
+        try:
+            async with asyncio.timeout(COMPILE_TIMEOUT_S):
+                compiling = asyncio.wrap_future(self._grammars.compile(sequence.constraint))
+                # Retrieved even after a timeout, or asyncio would log it.
+                compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
+                # Other sequences may wait for the same result.
+                sequence.constraint.compiled = await asyncio.shield(compiling)
+        except GrammarError as failure:
+            error = str(failure)
+        except TimeoutError:
+            error = f"the grammar of the constraint was not compiled within {COMPILE_TIMEOUT_S:g} s"
+        except Exception:
+            log.exception("the grammar of %s cannot be compiled", sequence.request_id)
+            error = "the grammar of the constraint cannot be compiled"
+        self._engine.prepared(sequence, error)
 
     def _attach(self, attach: executor_pb2.Attach, session: Session) -> None:
         if session.knows_attach:

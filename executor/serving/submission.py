@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 
+from common.grammar import grammar_violation
 from common.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
@@ -18,7 +20,7 @@ from common.protocol import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
-from executor.scheduler.sequence import Processors, Sampling, Sequence, Stopping
+from executor.scheduler.sequence import Constraint, Processors, Sampling, Sequence, Stopping
 from inflight.v1 import executor_pb2, types_pb2
 
 # The larger is served first. An unknown class counts as standard.
@@ -76,7 +78,8 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
     if not len(submit.prior_output_ids) < max_tokens <= limits.context_length - len(submit.prompt_ids):
         raise _invalid(f"max_tokens {max_tokens} does not fit the context of {limits.context_length} tokens")
     stop_token_ids = frozenset(submit.stopping.stop_token_ids)
-    if not submit.stopping.ignore_eos:
+    # A constrained sequence ends at its grammar's end, even if eos is ignored.
+    if submit.HasField("constraint") or not submit.stopping.ignore_eos:
         stop_token_ids |= limits.eos_token_ids
     if len(submit.stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise _invalid(f"at most {MAX_STOP_TOKEN_IDS} stop token ids are allowed")
@@ -92,17 +95,31 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         num_reserved_blocks=submit.reserved_blocks,
         cache_salt=None if submit.cache_bypass else submit.cache_salt,
         priority=PRIORITIES.get(submit.priority, 0),
-        num_top_logprobs=_num_top_logprobs(submit),
+        num_top_logprobs=_num_likeliest(submit, "num_top_logprobs"),
+        num_prompt_logprobs=_num_likeliest(submit, "num_prompt_logprobs"),
         processors=_processors(submit.sampling, limits.vocabulary_size),
+        constraint=_constraint(submit, limits.eos_token_ids),
     )
 
 
-def _num_top_logprobs(submit: executor_pb2.Submit) -> int | None:
-    if not submit.HasField("num_top_logprobs"):
+def _constraint(submit: executor_pb2.Submit, eos_token_ids: frozenset[int]) -> Constraint | None:
+    if not submit.HasField("constraint"):
         return None
-    if submit.num_top_logprobs > MAX_TOP_LOGPROBS:
-        raise _invalid(f"num_top_logprobs must be at most {MAX_TOP_LOGPROBS}")
-    return submit.num_top_logprobs
+    grammar, key = submit.constraint.grammar, submit.constraint.hash
+    if (violation := grammar_violation(grammar, key)) is not None:
+        raise _invalid(f"constraint: {violation}")
+    return Constraint(grammar, key, eos_token_ids, ignores_eos=submit.stopping.ignore_eos)
+
+
+def _num_likeliest(
+    submit: executor_pb2.Submit, field: Literal["num_top_logprobs", "num_prompt_logprobs"]
+) -> int | None:
+    if not submit.HasField(field):
+        return None
+    count: int = getattr(submit, field)
+    if count > MAX_TOP_LOGPROBS:
+        raise _invalid(f"{field} must be at most {MAX_TOP_LOGPROBS}")
+    return count
 
 
 def _sampling(submit: executor_pb2.Submit) -> Sampling:
@@ -152,10 +169,6 @@ def _refuse_unsupported(submit: executor_pb2.Submit) -> None:
     for name, neutral in NEUTRAL_SAMPLING.items():
         if submit.sampling.HasField(name) and getattr(submit.sampling, name) != neutral:
             raise _unsupported(f"sampling.{name}")
-    if submit.HasField("constraint"):
-        raise _unsupported("constraint")
-    if submit.HasField("num_prompt_logprobs"):
-        raise _unsupported("num_prompt_logprobs")
 
 
 def _invalid(text: str) -> SubmissionError:

@@ -1,6 +1,6 @@
 """Tensors of a step: every new token of every sequence in one flat row, and where its KV goes.
 
-With S sequences, T new tokens and R rows that sample, in the order of the plan's rows:
+With S sequences, T new tokens, R rows that sample and Q positions that score a prompt, in the order of the plan's rows:
 
     sequence i has tokens [query_starts[i], query_starts[i + 1]) of the T
     and attends to positions [0, context_lengths[i]), found through block_tables[table_rows[i]]
@@ -30,14 +30,18 @@ from torch import Tensor
 
 from executor.scheduler.sequence import Sequence, StepPlan
 
+NO_TARGETS = torch.zeros(0, dtype=torch.int64)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
     """The tensors of a step.
 
     `token_ids[T]`, `positions[T]`, `slot_mapping[T]` int64, a slot being `block * block_size + offset`; `query_starts[S
-    + 1]`, `context_lengths[S]`, `block_tables[seats, max_blocks]`, `table_rows[S]` int32; `logit_rows[R]` int64, the
-    flat rows that yield a token. The first `num_decodes` sequences have exactly one new token each.
+    + 1]`, `context_lengths[S]`, `block_tables[seats, max_blocks]`, `table_rows[S]` int32; `logit_rows[R + Q]`
+    int64, the flat rows whose logits are needed: first those that yield a token, then the positions that score a
+    prompt, whose next tokens are `target_ids[Q]` int64. The first `num_decodes` sequences have exactly one new token
+    each.
 
     `token_ids[carried_rows[i]]` is not known on the host: it is token `carried_from[i]` of those that the previous step
     sampled (both int64). Until `resolve` it is 0.
@@ -55,6 +59,7 @@ class StepBatch:
     carried_from: Tensor
     num_decodes: int
     block_size: int
+    target_ids: Tensor = NO_TARGETS
 
     @property
     def num_sequences(self) -> int:
@@ -131,6 +136,11 @@ class StepPacker:
             sampling_rows = np.flatnonzero(plan.samples)
         blocks = self._tables[seat_of_token, positions // self._block_size].astype(np.int64)
         carried_rows, carried_from = self._carried(plan, rows)
+        logit_rows = query_starts[1:][sampling_rows] - 1
+        if plan.scored:
+            firsts = query_starts[:-1] - rows.starts
+            scored_rows = [np.arange(one.start, one.end) + firsts[one.row] for one in plan.scored]
+            logit_rows = np.concatenate([logit_rows, *scored_rows])
         self._sampled_index[rows.seats[sampling_rows]] = self._counted[: len(sampling_rows)]
         return StepBatch(
             token_ids=torch.from_numpy(_token_ids(plan, len(carried_rows))),
@@ -140,11 +150,12 @@ class StepPacker:
             context_lengths=torch.from_numpy((rows.starts + lengths).astype(np.int32)),
             block_tables=self._table_tensor,
             table_rows=torch.from_numpy(rows.seats),
-            logit_rows=torch.from_numpy(query_starts[1:][sampling_rows] - 1),
+            logit_rows=torch.from_numpy(logit_rows),
             carried_rows=torch.from_numpy(carried_rows),
             carried_from=torch.from_numpy(carried_from),
             num_decodes=_num_leading_ones(plan),
             block_size=self._block_size,
+            target_ids=torch.tensor([i for one in plan.scored for i in one.target_ids]) if plan.scored else NO_TARGETS,
         )
 
     def _rows(self, plan: StepPlan) -> _Rows:

@@ -1,4 +1,5 @@
-"""Log probabilities of sampled tokens and of the likeliest tokens in their place, for rows that report them.
+"""Log probabilities of sampled tokens or of a prompt's tokens, and of the likeliest tokens in their place, for rows
+that report them.
 
 They are of the model's logits, before temperature and restrictions, as in OpenAI's API and vLLM. They are computed
 where the logits are, only in steps with such a row, and read on the host with the step's tokens.
@@ -18,32 +19,35 @@ from executor.step.sampling import numbers_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogprobs:
-    """Log probabilities of N rows: `chosen[N]` float32 of the sampled tokens, `top[N, K]` float32 and `top_ids[N, K]`
-    int64 of the likeliest tokens, likeliest first. Row i is row `rows[i][0]` of those that sample, and reports
-    `rows[i][1]` of the K."""
+    """Log probabilities of N rows: `chosen[N]` float32 of the chosen tokens and their `ranks[N]` int64, `top[N, K]`
+    float32 and `top_ids[N, K]` int64 of the likeliest tokens, likeliest first. Row i is row `rows[i][0]` of the logits,
+    and reports `rows[i][1]` of the K."""
 
     rows: Sequence[tuple[int, int]]
     chosen: Tensor
+    ranks: Tensor
     top: Tensor
     top_ids: Tensor
 
     def start_copy(self) -> StepLogprobs:
         """Starts the copy to the host. It is complete once the device has reached this point of its stream."""
-        return StepLogprobs(self.rows, *(_start_copy(values) for values in (self.chosen, self.top, self.top_ids)))
+        columns = (self.chosen, self.ranks, self.top, self.top_ids)
+        return StepLogprobs(self.rows, *(_start_copy(values) for values in columns))
 
     def read(self) -> dict[int, TokenLogprobs]:
-        """Returns the values by row of those that sample. Call it on the host, after the copy has ended."""
-        columns = zip(self.rows, self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist(), strict=True)
+        """Returns the values by row of the logits. Call it on the host, after the copy has ended."""
+        tensors = (self.chosen, self.ranks, self.top_ids, self.top)
+        columns = zip(self.rows, *(values.tolist() for values in tensors), strict=True)
         return {
-            row: TokenLogprobs(chosen, tuple(ids[:num_top]), tuple(values[:num_top]))
-            for (row, num_top), chosen, ids, values in columns
+            row: TokenLogprobs(chosen, tuple(ids[:num_top]), tuple(values[:num_top]), rank)
+            for (row, num_top), chosen, rank, ids, values in columns
         }
 
 
 def step_logprobs(
-    logits: Tensor, sampled_ids: Tensor, rows: Sequence[tuple[int, int]], chosen_rows: Tensor | None = None
+    logits: Tensor, chosen_ids: Tensor, rows: Sequence[tuple[int, int]], chosen_rows: Tensor | None = None
 ) -> StepLogprobs:
-    """Computes the log probabilities of `logits[R, vocabulary]` and the ids `[R]` that were drawn from them. `rows` are
+    """Computes the log probabilities of `logits[R, vocabulary]` and the ids `[R]` that were chosen in them. `rows` are
     pairs of a row and the number of likeliest tokens that it reports. `chosen_rows` are the rows on the device, if they
     are there already."""
     if chosen_rows is None:
@@ -51,10 +55,11 @@ def step_logprobs(
     some = numbers_of(logits.index_select(0, chosen_rows).float())
     total = torch.logsumexp(some, dim=1, keepdim=True)
     # A row without a usable logit has no id; nothing is reported of it.
-    chosen_ids = sampled_ids.index_select(0, chosen_rows).long().clamp(min=0)
-    chosen = some.gather(1, chosen_ids[:, None]) - total
+    ids = chosen_ids.index_select(0, chosen_rows).long().clamp(min=0)
+    chosen = some.gather(1, ids[:, None])
+    ranks = (some > chosen).sum(1) + 1
     top = some.topk(min(max(num_top for _, num_top in rows), some.shape[1]), dim=1)
-    return StepLogprobs(rows, _bounded(chosen[:, 0]), _bounded(top.values - total), top.indices)
+    return StepLogprobs(rows, _bounded((chosen - total)[:, 0]), ranks, _bounded(top.values - total), top.indices)
 
 
 def _on_device(numbers: list[int], device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor
 from executor.engine.runner import NO_TOKEN
 from executor.logits.reference import process_row
 from executor.logits.row import LogitsRow
-from executor.scheduler.sequence import Sampling
+from executor.scheduler.sequence import ALL_EXCLUDED, Sampling
 from executor.step.philox import MASK, philox_words
 
 # Candidates examined first for a row with top_p but no top_k. If they hold too little probability, all are sorted.
@@ -78,6 +78,13 @@ def min_p_logs(min_p: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     logit, so that all keep the same tokens."""
     with np.errstate(divide="ignore"):
         return np.log(min_p.astype(np.float64)).astype(np.float32)
+
+
+def name_excluded(token_ids: Tensor, logits: Tensor) -> Tensor:
+    """Returns the token ids `[R]` with `ALL_EXCLUDED` in place of `NO_TOKEN` where the model's `logits[R, vocabulary]`
+    have a usable number."""
+    is_excluded = (token_ids == NO_TOKEN) & (numbers_of(logits) > float("-inf")).any(1)
+    return token_ids.masked_fill(is_excluded, ALL_EXCLUDED)
 
 
 def choose_greedily(logits: Tensor) -> Tensor:

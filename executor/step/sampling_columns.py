@@ -13,7 +13,8 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from executor.logits.row import LogitsRow
+from executor.logits.grammar import Guide
+from executor.logits.row import LogitsRow, mask_of
 from executor.scheduler.sequence import NO_PROCESSORS, Sampling, StepPlan
 from executor.scheduler.sequence import Sequence as BoardedSequence
 from executor.step.batch import StepBatch
@@ -29,8 +30,8 @@ class SamplingBatch:
 
     The banned ids of row i are `banned_ids[banned_starts[i]:banned_starts[i + 1]]`. `is_greedy` says that every row
     takes its largest logit, and nothing is banned or changed. `processed` are the rows whose logits are changed first,
-    by row. `reporting` are the rows that report log probabilities, each with the
-    number of likeliest tokens to report.
+    by row. `reporting` are the rows that report log probabilities, each with the number of likeliest tokens to report;
+    the positions that score a prompt follow behind the R rows.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -70,6 +71,11 @@ class SamplingBatch:
         """R."""
         return len(self.output_index)
 
+    @property
+    def excludes(self) -> bool:
+        """Whether a request may exclude tokens from its row."""
+        return len(self.processed) > 0 or len(self.banned_ids) > 0
+
     def rows(self) -> list[SampleRow]:
         """Returns the rows as objects."""
         if not self.num_rows:
@@ -79,6 +85,10 @@ class SamplingBatch:
         banned = [frozenset(ids.tolist()) for ids in np.split(self.banned_ids, self.banned_starts[1:-1])]
         processed = [self.processed.get(i) for i in range(self.num_rows)]
         return [SampleRow(*row) for row in zip(samplings, self.output_index.tolist(), banned, processed, strict=True)]
+
+    def constrained(self) -> list[LogitsRow]:
+        """Returns the rows whose mask has to be computed before they are sampled."""
+        return [row for row in self.processed.values() if row.guide is not None] if self.processed else []
 
     def append(self, sampled_ids: Sequence[int]) -> None:
         """Adds the sampled tokens to the rows that depend on them. The thread that runs the steps calls it."""
@@ -107,7 +117,7 @@ class SamplingColumns:
     def select(self, plan: StepPlan, batch: StepBatch) -> SamplingBatch:
         """Returns the columns of the rows that sample. Plans must come in the order in which they are made."""
         for sequence in plan.boarded:
-            self._board(sequence)
+            self._board(sequence, plan)
         sampling_rows = np.flatnonzero(plan.samples)
         seats = batch.table_rows.numpy()[sampling_rows]
         output_index = batch.context_lengths.numpy()[sampling_rows] - self._prompt_length[seats]
@@ -125,10 +135,10 @@ class SamplingColumns:
             min_p=self._min_p[seats],
             is_greedy=len(banned_ids) == 0 and not processed and not temperature.any(),
             processed=processed,
-            reporting=self._reporting_rows(seats),
+            reporting=self._reporting_rows(seats) + (_scoring_rows(plan, len(seats)) if plan.scored else ()),
         )
 
-    def _board(self, sequence: BoardedSequence) -> None:
+    def _board(self, sequence: BoardedSequence, plan: StepPlan) -> None:
         seat, sampling = sequence.seat_row, sequence.sampling
         self._temperature[seat] = sampling.temperature
         self._top_k[seat] = sampling.top_k
@@ -137,26 +147,36 @@ class SamplingColumns:
         self._min_p[seat] = sampling.min_p
         self._prompt_length[seat] = sequence.num_prompt_tokens
         self._processed.pop(seat, None)
-        if sequence.processors != NO_PROCESSORS:
-            self._processed[seat] = self._processed_row(sequence)
+        if sequence.processors != NO_PROCESSORS or sequence.constraint is not None:
+            self._processed[seat] = self._processed_row(sequence, plan)
         self._restrained.pop(seat, None)
-        if sequence.stopping.min_tokens > 0 and sequence.stopping.stop_token_ids:
+        # The mask of a constrained sequence says when it may stop.
+        is_restrained = sequence.stopping.min_tokens > 0 and sequence.constraint is None
+        if is_restrained and sequence.stopping.stop_token_ids:
             self._restrained[seat] = sequence
         self._reporting.pop(seat, None)
         if sequence.num_top_logprobs is not None:
             self._reporting[seat] = sequence.num_top_logprobs
 
-    def _processed_row(self, sequence: BoardedSequence) -> LogitsRow:
-        if sequence.num_in_flight > 1:
-            # Besides this step. Its row would miss their tokens.
-            raise RuntimeError(f"{sequence.request_id} boards while {sequence.num_in_flight} steps are in flight")
+    def _processed_row(self, sequence: BoardedSequence, plan: StepPlan) -> LogitsRow:
+        if sequence.num_in_flight > plan.sequences.count(sequence):
+            # Its row would miss the tokens of the steps in flight.
+            raise RuntimeError(f"{sequence.request_id} boards while steps of it are in flight")
         return LogitsRow(
             sequence.processors,
             sequence.token_ids,
             sequence.num_prompt_tokens,
             sequence.length_limit,
             self._vocabulary_size,
+            self._guide(sequence),
         )
+
+    def _guide(self, sequence: BoardedSequence) -> Guide | None:
+        if sequence.constraint is None:
+            return None
+        allowed_ids = sequence.processors.allowed_ids
+        allowed = mask_of(allowed_ids, self._vocabulary_size) if allowed_ids else None
+        return Guide(sequence.constraint, sequence.stopping, allowed, self._vocabulary_size)
 
     def _processed_rows(self, seats: npt.NDArray[np.int32]) -> Mapping[int, LogitsRow]:
         if not self._processed:
@@ -188,6 +208,11 @@ class SamplingColumns:
             return sequence.stopping.stop_token_ids
         del self._restrained[seat]
         return NO_IDS
+
+
+def _scoring_rows(plan: StepPlan, first: int) -> tuple[tuple[int, int], ...]:
+    num_top = (one.sequence.num_prompt_logprobs or 0 for one in plan.scored for _ in range(one.start, one.end))
+    return tuple(enumerate(num_top, start=first))
 
 
 def _columns_of_ids(

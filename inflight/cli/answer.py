@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Iterator
 from typing import TextIO
 
 from inflight.cli.flags import RESUME_TOKEN_VARIABLE
-from inflight.events import Accepted, Delta, Resumed
+from inflight.events import Accepted, Delta, Prompt, Resumed
 from inflight.sync_stream import Stream
 
 # ANSI escape codes of terminals.
@@ -30,9 +31,13 @@ def print_answer(stream: Stream, out: TextIO, notes: TextIO, *, shows_token: boo
     first_s: float | None = None
     for event in stream.events():
         if isinstance(event, Delta):
-            first_s = first_s or time.monotonic() - began_s
+            if event.num_tokens:
+                first_s = first_s or time.monotonic() - began_s
             out.write(event.text.translate(VISIBLE) if is_terminal else event.text)
             out.flush()
+        elif isinstance(event, Prompt):
+            for line in describe_prompt(event):
+                write_note(notes, line)
         elif isinstance(event, Resumed):
             write_note(notes, "connection lost; resumed")
         elif isinstance(event, Accepted) and shows_token:
@@ -40,6 +45,22 @@ def print_answer(stream: Stream, out: TextIO, notes: TextIO, *, shows_token: boo
                 notes, f"{RESUME_TOKEN_VARIABLE}={event.resume_token} inflight explain {_quoted(event.request_id)}"
             )
     return describe_answer(stream, first_s, time.monotonic() - began_s)
+
+
+def describe_prompt(prompt: Prompt) -> Iterator[str]:
+    """Yields a line for each token: its log probability, its rank, its text, and the likeliest in its place."""
+    for position in prompt.logprobs:
+        if position is None:
+            yield f"{'':>9} {'':>6} {_shown(prompt.first_text_bytes)}"
+        else:
+            top = ", ".join(f"{_shown(one.text_bytes)} {one.logprob:.3f}" for one in position.top)
+            chosen = position.chosen
+            line = f"{chosen.logprob:9.3f} {chosen.rank:6} {_shown(chosen.text_bytes)}"
+            yield f"{line}  ({top})" if top else line
+
+
+def _shown(text_bytes: bytes) -> str:
+    return repr(text_bytes.decode(errors="backslashreplace"))
 
 
 def _quoted(request_id: str) -> str:
@@ -63,4 +84,6 @@ def describe_answer(stream: Stream, first_s: float | None, total_s: float) -> st
             parts.append(f"{(num_tokens - 1) / (total_s - first_s):.1f} tokens/s")
     if stream.finish_reason is not None:
         parts.append(stream.finish_reason.value.replace("_", " "))
+    if stream.transcript.choices[0].constraint_unfinished:
+        parts.append("the output does not satisfy the constraint")
     return " · ".join(parts)

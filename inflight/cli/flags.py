@@ -252,6 +252,43 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("request", "The defaults are the model's.")
     for keyword, (flag, how) in _REQUEST_FLAGS.items():
         group.add_argument(flag, dest=keyword, **how)
+    _add_constraint_flags(parser)
+
+
+def _add_constraint_flags(parser: argparse.ArgumentParser) -> None:
+    form = parser.add_argument_group("form of the output", "At most one; the output always has this form.")
+    kinds = form.add_mutually_exclusive_group()
+    kinds.add_argument("--json-schema", metavar="FILE|JSON", help="JSON that satisfies this schema")
+    kinds.add_argument("--json-object", action="store_true", help="any JSON object")
+    kinds.add_argument("--regex", metavar="REGEX", help="text that matches this regular expression as a whole")
+    kinds.add_argument("--choice", action="append", metavar="TEXT", help="one of these texts; repeated for each")
+    kinds.add_argument("--grammar", metavar="FILE", help="text of a grammar in llguidance's dialect of Lark")
+
+
+def _constraint_options(flags: argparse.Namespace) -> GenerateOptions:
+    """Returns the keywords for the form of the output."""
+    options: GenerateOptions = {}
+    if flags.json_schema is not None:
+        is_text = flags.json_schema.lstrip().startswith("{")
+        options["json_schema"] = flags.json_schema if is_text else _read_text("--json-schema", flags.json_schema)
+    if flags.json_object:
+        options["json_object"] = True
+    if flags.regex is not None:
+        options["regex"] = flags.regex
+    if flags.choice:
+        options["choice"] = flags.choice
+    if flags.grammar is not None:
+        options["grammar"] = _read_text("--grammar", flags.grammar)
+    return options
+
+
+def _read_text(flag: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{flag}: {error.strerror}: {path}", EXIT_USAGE) from None
+    except UnicodeDecodeError:
+        raise CommandError(f"{flag}: is not UTF-8: {path}", EXIT_USAGE) from None
 
 
 def request_options(flags: argparse.Namespace) -> GenerateOptions:
@@ -260,4 +297,4 @@ def request_options(flags: argparse.Namespace) -> GenerateOptions:
     options = {keyword: value for keyword, value in given.items() if value is not None}
     if "logit_bias" in options:
         options["logit_bias"] = dict(options["logit_bias"])
-    return cast("GenerateOptions", options)
+    return cast("GenerateOptions", {**options, **_constraint_options(flags)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from inflight.cli.answer import print_answer
 from inflight.cli.console import EXIT_USAGE, CommandError
 from inflight.cli.flags import add_connection_flags, add_sampling_flags, connected, request_options
 from inflight.cli.parser import CommandParser
-from inflight.events import Completion
+from inflight.events import Completion, Logprob, PositionLogprobs
 from inflight.requests import ChatMessage
 from inflight.sync import Client
 from inflight.sync_stream import Stream
@@ -45,16 +46,41 @@ def as_json(result: Completion, resume_token: str | None = None) -> str:
             "request_id": result.request_id,
             "text": result.text,
             "finish_reason": None if reason is None else reason.value,
+            "constraint_unfinished": result.constraint_unfinished,
             "usage": asdict(result.usage),
             "timing": asdict(result.timing),
+            **_prompt_scores(result),
             **shown,
         },
         ensure_ascii=False,
     )
 
 
+def _prompt_scores(result: Completion) -> dict[str, object]:
+    """Returns an object for each token of the prompt, if requested. The first has no log probability."""
+    if not result.prompt_logprobs:
+        return {}
+    tokens = zip(result.prompt_token_ids, result.prompt_logprobs, strict=True)
+    return {"prompt_logprobs": [{"token_id": i} if one is None else _score(one) for i, one in tokens]}
+
+
+def _score(position: PositionLogprobs) -> dict[str, object]:
+    chosen, *top = ({**_value(one), "rank": one.rank} for one in (position.chosen, *position.top))
+    return {**chosen, "top": top} if top else chosen
+
+
+def _value(one: Logprob) -> dict[str, object]:
+    # JSON has no infinity.
+    logprob = one.logprob if math.isfinite(one.logprob) else None
+    return {"token_id": one.token_id, "text": one.text, "logprob": logprob}
+
+
 def _send(client: Client, prompt: str, flags: argparse.Namespace) -> Stream:
     options = request_options(flags)
+    if flags.echo:
+        options["echo"] = True
+    if flags.prompt_logprobs is not None:
+        options["want_prompt_logprobs"], options["top_prompt_logprobs"] = True, flags.prompt_logprobs
     if flags.request_id is not None:
         options["request_id"] = flags.request_id
     if flags.raw or not (flags.chat or flags.system is not None or _has_chat_template(client, flags.model)):
@@ -100,6 +126,14 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print to standard error the command that explains the request, with the token that `inflight explain` "
         "and `inflight cancel` need if the router authenticates callers; with --json the token is part of the object",
+    )
+    parser.add_argument("--echo", action="store_true", help="begin the text with the prompt")
+    parser.add_argument(
+        "--prompt-logprobs",
+        type=int,
+        metavar="K",
+        help="print the log probability and rank of each token of the prompt to standard error, with the K likeliest "
+        "in its place, 0 to 20; with --json they are part of the object",
     )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="cancel the request after this time")
     add_sampling_flags(parser)

@@ -233,14 +233,18 @@ class Started(_message.Message):
     def __init__(self, executor_id: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., queue: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("offset", "token_ids", "logprobs")
+    __slots__ = ("offset", "token_ids", "logprobs", "first_text_bytes", "first_is_special")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_IS_SPECIAL_FIELD_NUMBER: _ClassVar[int]
     offset: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]
-    def __init__(self, offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
+    first_text_bytes: bytes
+    first_is_special: bool
+    def __init__(self, offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., first_text_bytes: _Optional[bytes] = ..., first_is_special: _Optional[bool] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("choice", "offset", "num_tokens", "token_ids", "text", "logprobs")

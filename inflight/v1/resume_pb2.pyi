@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RouterContext(_message.Message):
-    __slots__ = ("tenant", "request_id", "model", "stop", "include_stop", "wants_text", "wants_token_ids", "digest", "detach", "resume_ttl", "arrived_unix_ms", "operation")
+    __slots__ = ("tenant", "request_id", "model", "stop", "include_stop", "wants_text", "wants_token_ids", "digest", "detach", "resume_ttl", "arrived_unix_ms", "operation", "echo")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class RouterContext(_message.Message):
     RESUME_TTL_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     OPERATION_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     request_id: str
     model: str
@@ -35,4 +36,5 @@ class RouterContext(_message.Message):
     resume_ttl: _duration_pb2.Duration
     arrived_unix_ms: int
     operation: str
-    def __init__(self, tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: _Optional[bool] = ..., wants_text: _Optional[bool] = ..., wants_token_ids: _Optional[bool] = ..., digest: _Optional[bytes] = ..., detach: _Optional[bool] = ..., resume_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., arrived_unix_ms: _Optional[int] = ..., operation: _Optional[str] = ...) -> None: ...
+    echo: bool
+    def __init__(self, tenant: _Optional[str] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: _Optional[bool] = ..., wants_text: _Optional[bool] = ..., wants_token_ids: _Optional[bool] = ..., digest: _Optional[bytes] = ..., detach: _Optional[bool] = ..., resume_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., arrived_unix_ms: _Optional[int] = ..., operation: _Optional[str] = ..., echo: _Optional[bool] = ...) -> None: ...

@@ -15,11 +15,13 @@ class SequencePhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SEQUENCE_PHASE_PREFILL: _ClassVar[SequencePhase]
     SEQUENCE_PHASE_DECODE: _ClassVar[SequencePhase]
     SEQUENCE_PHASE_PREEMPTED: _ClassVar[SequencePhase]
+    SEQUENCE_PHASE_PREPARING: _ClassVar[SequencePhase]
 SEQUENCE_PHASE_UNSPECIFIED: SequencePhase
 SEQUENCE_PHASE_STANDBY: SequencePhase
 SEQUENCE_PHASE_PREFILL: SequencePhase
 SEQUENCE_PHASE_DECODE: SequencePhase
 SEQUENCE_PHASE_PREEMPTED: SequencePhase
+SEQUENCE_PHASE_PREPARING: SequencePhase
 
 class IterationStats(_message.Message):
     __slots__ = ("iter", "timestamp_ms", "iter_latency_ms", "device_ms", "exposed_host_ms", "parts", "num_active_requests", "num_queued_requests", "max_num_active_requests", "kv_cache_stats", "inflight_batching_stats", "constraint")

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Tracer
 
+from common.grammar import grammar_hash
 from common.time_of_day import unix_ms
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
+from router.api.constraining import Constraining
 from router.api.tokenizing import Tokenizing, check_rates, most_tokens
 from router.api.validation import fit_tokens, validate_generate
 from router.auth.resume_token import ResumeTokens
@@ -135,6 +137,7 @@ class RequestPreparation:
         admission: TenantConfigFile,
         tokens: ResumeTokens,
         tokenizing: Tokenizing,
+        constraining: Constraining,
         tracer: Tracer,
     ) -> None:
         self._settings = settings
@@ -142,6 +145,7 @@ class RequestPreparation:
         self._tokens = tokens
         self._tracer = tracer
         self._tokenizing = tokenizing
+        self._constraining = constraining
 
     async def prepare(
         self,
@@ -161,10 +165,11 @@ class RequestPreparation:
             sampling = await self._tokenizing.encode_bad_words(pool.text, spec.sampling, limits, names.tenant)
         spec = dataclasses.replace(spec, sampling=sampling)
         fitted = fit_tokens(prompt_ids, spec, limits)
+        grammar = None if spec.constraint is None else await self._constraining.grammar(spec.constraint, names.tenant)
         context = _context(fitted, names, request.model, arrived)
         prior_ids, end = _prior_output(fitted)
         deadlines = deadlines_of(spec, arrived, grpc_remaining_s)
-        terms = Terms(_submit(fitted, names, context), context, allowed, deadlines, arrived, prior_ids)
+        terms = Terms(_submit(fitted, names, context, grammar), context, allowed, deadlines, arrived, prior_ids)
         stream = open_stream(terms, pool, self._tokens)
         return PreparedRequest(spec, stream, has_ended=_ends(stream, prior_ids, end))
 
@@ -200,6 +205,10 @@ def open_stream(terms: Terms, pool: ModelBackend, tokens: ResumeTokens) -> Reque
         wants_text=context.wants_text,
         wants_token_ids=context.wants_token_ids,
         wants_logprobs=submit.HasField("num_top_logprobs"),
+        prompt_ids=submit.prompt_ids,
+        wants_prompt_logprobs=submit.HasField("num_prompt_logprobs"),
+        echoes=context.echo,
+        is_constrained=submit.HasField("constraint"),
         deadlines=deadlines,
         unattended_s=None if context.detach else _ttl_s(context) or 0.0,
         kept_s=_ttl_s(context),
@@ -241,6 +250,7 @@ def _context(fitted: FittedRequest, names: Names, model: str, arrived: float) ->
         include_stop=spec.stopping.include_stop,
         wants_text=spec.output.text,
         wants_token_ids=spec.output.token_ids,
+        echo=spec.output.echo,
         digest=names.digest,
         detach=spec.detach,
         arrived_unix_ms=unix_ms() - round((time.monotonic() - arrived) * 1000),
@@ -269,7 +279,7 @@ def _prior_output(fitted: FittedRequest) -> tuple[tuple[int, ...], End | None]:
     prior_ids = fitted.spec.prior_ids
     for index, token_id in enumerate(prior_ids):
         if token_id in fitted.ending_token_ids and index >= fitted.spec.stopping.min_tokens:
-            return prior_ids[: index + 1], End(types_pb2.FINISH_REASON_STOP_TOKEN, token_id)
+            return prior_ids[: index + 1], End(types_pb2.FINISH_REASON_STOP_TOKEN, token_id, False)
     is_full = len(prior_ids) == fitted.max_tokens
     return prior_ids, End(types_pb2.FINISH_REASON_LENGTH, None) if is_full else None
 
@@ -304,7 +314,9 @@ def _rounded_ms(seconds: float) -> int:
     return int(nearest * 1.05) + 1
 
 
-def _submit(fitted: FittedRequest, names: Names, context: resume_pb2.RouterContext) -> executor_pb2.Submit:
+def _submit(
+    fitted: FittedRequest, names: Names, context: resume_pb2.RouterContext, grammar: str | None
+) -> executor_pb2.Submit:
     spec = fitted.spec
     salt = f"{names.tenant}\0{spec.cache_salt}"
     return executor_pb2.Submit(
@@ -317,5 +329,11 @@ def _submit(fitted: FittedRequest, names: Names, context: resume_pb2.RouterConte
         priority=types_pb2.PriorityClass.Name(spec.priority),
         num_choices=1,
         num_top_logprobs=spec.output.num_top_logprobs,
+        num_prompt_logprobs=spec.output.num_prompt_logprobs,
         router_context=context.SerializeToString(),
+        constraint=None if grammar is None else _constraint(grammar),
     )
+
+
+def _constraint(grammar: str) -> executor_pb2.GrammarConstraint:
+    return executor_pb2.GrammarConstraint(grammar=grammar, hash=grammar_hash(grammar))

@@ -76,8 +76,8 @@ def request_standing(
 def _phase_without_seat(
     ledger_id: str, explanation: Explanation, link: ExecutorLink | None, stream: RequestStream | None
 ) -> stats_pb2.SequencePhase:
-    """Returns STANDBY or PREEMPTED; unspecified for a request that has a seat, that is on no executor, or of which
-    nothing is known.
+    """Returns STANDBY, PREPARING or PREEMPTED; unspecified for a request that has a seat, that is on no executor, or of
+    which nothing is known.
 
     The executor's report comes first: it also covers requests that other routers serve.
     """

@@ -21,6 +21,7 @@ from opentelemetry.trace import NoOpTracer, Span, Tracer
 
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, inference_pb2_grpc
+from router.api.constraining import Constraining
 from router.api.prepare import PreparedRequest, RequestPreparation, model_limits
 from router.api.request_status import REQUEST_STATE_PROTO, request_standing
 from router.api.resume import ResumeAuthorizer, check_place, resumed_place
@@ -93,7 +94,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._claims = ResumeAuthorizer(pools, tokens)
         self._meters = VariantMeters()
         self._tokenizing = Tokenizing()
-        self._preparation = RequestPreparation(settings, admission, tokens, self._tokenizing, self._tracer)
+        self._preparation = RequestPreparation(
+            settings, admission, tokens, self._tokenizing, Constraining(), self._tracer
+        )
         self._is_draining = False
         self._num_streams = 0
         self._no_stream = asyncio.Event()

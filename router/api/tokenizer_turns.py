@@ -1,9 +1,9 @@
-"""Turns of tenants on the threads that tokenize.
+"""Turns of tenants on threads for work on their texts.
 
 Tokenizing takes a whole core and releases the interpreter lock. It runs on a few threads, so that cores are left for
 the event loop and for other processes. Tenants take turns on the threads: a tenant with much to tokenize delays only
-itself. A call that is cancelled while it waits leaves the queue; one that runs cannot be stopped and keeps its thread
-until it ends.
+itself. Constraints are compiled in the same way, on threads that wait for compiling processes. A call that is cancelled
+while it waits leaves the queue; one that runs cannot be stopped and keeps its thread until it ends.
 """
 
 from __future__ import annotations
@@ -39,12 +39,18 @@ class _Waiting:
 class TokenizerTurns:
     """The threads, and the calls that wait for one. All calls come from one event loop."""
 
-    def __init__(self, num_threads: int | None = None, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
+    def __init__(
+        self,
+        num_threads: int | None = None,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+        verb: str = "tokenize",
+    ) -> None:
         self._num_threads = num_threads or default_threads()
+        self._verb = verb
         # No tenant may hold all of several threads.
         self._max_per_tenant = max(1, self._num_threads // 2)
         self._max_waiting_bytes = max_waiting_bytes
-        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="tokenize")
+        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix=verb)
         self._running: Counter[str] = Counter()
         # Tenants in the order of their turns.
         self._lines: OrderedDict[str, deque[_Waiting]] = OrderedDict()
@@ -69,7 +75,7 @@ class TokenizerTurns:
             self._running[tenant] += 1
             return
         if self._waiting_bytes[tenant] + num_bytes > self._max_waiting_bytes and self._waiting_bytes[tenant]:
-            raise _too_much_waits()
+            raise _too_much_waits(self._verb)
         one = _Waiting(asyncio.get_running_loop().create_future(), num_bytes)
         self._lines.setdefault(tenant, deque()).append(one)
         self._waiting_bytes[tenant] += num_bytes
@@ -113,6 +119,6 @@ class TokenizerTurns:
             del self._lines[tenant], self._waiting_bytes[tenant]
 
 
-def _too_much_waits() -> RequestError:
-    text = "too much text of the tenant waits to be tokenized"
-    return RequestError(Reason.QUEUE_FULL, text, retry_after_ms=RETRY_AFTER_MS, quota="tenant text to tokenize")
+def _too_much_waits(verb: str) -> RequestError:
+    text = f"too much text of the tenant waits to be {verb}d"
+    return RequestError(Reason.QUEUE_FULL, text, retry_after_ms=RETRY_AFTER_MS, quota=f"tenant text to {verb}")

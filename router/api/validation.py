@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from common.errors import FieldViolation, Reason, RequestError, invalid, not_implemented
 from common.protocol import MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from inflight.v1 import inference_pb2, types_pb2
+from router.api.constraining import constraint_source, constraint_violations
 from router.request.sampling import resolve_sampling, sampling_violations
 from router.request.spec import (
     ChatPrompt,
@@ -52,15 +53,6 @@ UNBUILT = (
     UnbuiltField("sampling.typical_p", "locally typical sampling is", (1.0,)),
     UnbuiltField("n", "more than one choice is", (1,)),
     UnbuiltField("best_of", "choosing the best of several is", (1,)),
-    UnbuiltField("constraint.json_schema", "constrained output is"),
-    UnbuiltField("constraint.regex", "constrained output is"),
-    UnbuiltField("constraint.grammar", "constrained output is"),
-    UnbuiltField("constraint.choice", "constrained output is"),
-    UnbuiltField("constraint.json_object", "constrained output is"),
-    UnbuiltField("constraint.max_whitespace", "constrained output is"),
-    UnbuiltField("output.prompt_logprobs", "reporting log probabilities of prompts is"),
-    UnbuiltField("output.top_prompt_logprobs", "reporting log probabilities of prompts is"),
-    UnbuiltField("output.echo", "echoing the prompt is"),
     UnbuiltField("output.coalesce_ms", "holding tokens back to send fewer events is"),
     UnbuiltField("adapter_id", "serving LoRA adapters is"),
 )
@@ -147,6 +139,7 @@ def validate_generate(
         prior_ids=tuple(request.prior_output.output_ids),
         place=_place(request.prior_output),
         metadata=tuple(sorted(request.metadata.items())),
+        constraint=constraint_source(request.constraint) if request.HasField("constraint") else None,
     )
 
 
@@ -156,10 +149,13 @@ def _first(*violations: Violations) -> tuple[FieldViolation, ...]:
 
 
 def _output_flags(output: inference_pb2.OutputOptions) -> OutputFlags:
+    scores = output.prompt_logprobs or output.top_prompt_logprobs
     return OutputFlags(
         text=output.text if output.HasField("text") else True,
         token_ids=output.token_ids,
         num_top_logprobs=output.top_logprobs if output.logprobs or output.top_logprobs else None,
+        num_prompt_logprobs=output.top_prompt_logprobs if scores else None,
+        echo=output.echo,
     )
 
 
@@ -298,8 +294,11 @@ def _utf8_violations(text: bytes) -> Violations:
 
 
 def _output_violations(output: inference_pb2.OutputOptions) -> Violations:
-    if output.top_logprobs > MAX_TOP_LOGPROBS:
-        yield FieldViolation("output.top_logprobs", f"is {output.top_logprobs}; at most {MAX_TOP_LOGPROBS} are allowed")
+    for field in ("top_logprobs", "top_prompt_logprobs"):
+        if (count := getattr(output, field)) > MAX_TOP_LOGPROBS:
+            yield FieldViolation(f"output.{field}", f"is {count}; at most {MAX_TOP_LOGPROBS} are allowed")
+    if output.echo and output.HasField("text") and not output.text:
+        yield FieldViolation("output.echo", "begins the text with the prompt, but output.text is false")
 
 
 def _stopping_violations(stopping: types_pb2.StoppingParams, limits: ModelLimits) -> Violations:
@@ -330,8 +329,8 @@ def _min_tokens_violation(min_tokens: int, max_tokens: int) -> FieldViolation:
 
 
 def _constraint_violations(request: inference_pb2.GenerateRequest) -> Violations:
-    if request.HasField("constraint") and request.constraint.WhichOneof("kind") is None:
-        yield FieldViolation("constraint", "is empty; exactly one of json_schema, regex, grammar, choice is needed")
+    if request.HasField("constraint"):
+        yield from constraint_violations(request.constraint)
 
 
 def _service_violations(request: inference_pb2.GenerateRequest) -> Violations:

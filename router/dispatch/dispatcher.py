@@ -38,6 +38,7 @@ from router.lifecycle.events import (
     HandBackOutcome,
     LinkEvent,
     NotLinked,
+    Rejected,
     RequestState,
     RequeueReason,
     SubmitOutcome,
@@ -539,6 +540,8 @@ class Dispatcher:
         link = self._links.get(placement.executor_id)
         if link is None or link.description.generation != placement.generation:
             self._tell(effect.life, NotLinked(placement.attempt))
+        elif (refusal := link.refusal_of(submit)) is not None:
+            self._tell(effect.life, Rejected(placement.attempt, refusal))
         else:
             link.submit(stream, submit)
 

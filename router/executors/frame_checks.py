@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
-from common.protocol import MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
+from common.protocol import MAX_FRAME_PROMPT_LOGPROBS, MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
 from inflight.v1 import executor_pb2, types_pb2
 from router.request.executor_context import FrameError
 from router.request.sampling import sampling_violations
@@ -126,8 +126,12 @@ def _check_step(step: executor_pb2.StepFrame, slots: Collection[int], vocabulary
             raise FrameError(f"a sequence ends for the reason {one.reason}")
     for reported in step.logprobs:
         _check_logprobs(reported.values, vocabulary_size)
+    for scored in step.prompt_logprobs:
+        for values in scored.values:
+            _check_logprobs(values, vocabulary_size)
     named = {
         *(one.slot for one in step.logprobs),
+        *(one.slot for one in step.prompt_logprobs),
         *step.slots,
         *step.paused,
         *left,
@@ -143,6 +147,10 @@ def _check_step_counts(step: executor_pb2.StepFrame, num_slots: int) -> None:
     counts = {
         "tokens": (len(step.token_ids), MAX_FRAME_TOKENS),
         "log probabilities": (len(step.logprobs), len(step.token_ids)),
+        "log probabilities of prompts": (
+            sum(max(1, len(one.values)) for one in step.prompt_logprobs),
+            MAX_FRAME_PROMPT_LOGPROBS,
+        ),
         "starts": (len(step.started), MAX_STARTED),
         "pauses": (len(step.paused), num_slots),
         "ends": (len(step.finished) + len(step.detached), 2 * num_slots),

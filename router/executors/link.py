@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from common.cancellation import task_is_cancelled
-from common.protocol import ATTACH_VERSION, MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
+from common.protocol import ATTACH_VERSION, LOGITS_VERSION, MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 from router.executors.channel import ExecutorChannels
 from router.executors.frame_checks import check_description, check_frame
@@ -151,6 +151,14 @@ class ExecutorLink:
     def executor_id(self) -> str:
         """The executor's own name; empty before its first description."""
         return self.description.executor_id
+
+    def refusal_of(self, submit: executor_pb2.Submit) -> str | None:
+        """Returns why the executor must not get a request: it would ignore a field that its version does not have."""
+        version = self.description.protocol_version
+        field = None if version >= LOGITS_VERSION else _field_since_logits(submit)
+        if field is None:
+            return None
+        return f"executor {self.executor_id} speaks protocol version {version}; {field} needs {LOGITS_VERSION}"
 
     def submit(self, stream: RequestStream, submit: executor_pb2.Submit) -> None:
         """Sends a placement. The answer goes to the stream or to the pool."""
@@ -340,6 +348,9 @@ class ExecutorLink:
         for started in step.started:
             if stream := self._current(started.slot):
                 stream.start(started.cached_tokens)
+        for scored in step.prompt_logprobs:
+            if stream := self._current(scored.slot):
+                stream.prompt_logprobs(scored.position, scored.values)
         for slot, offset, token_id in zip(step.slots, step.offsets, step.token_ids, strict=True):
             stream = self._current(slot)
             if stream is None:
@@ -404,7 +415,21 @@ class ExecutorLink:
         self._mended.discard(key)
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         is_draining = self.report is not None and self.report.draining
-        self._tell(stream, SequenceEnded(attempt, finished.reason, stop_token_id, finished.error, is_draining))
+        ended = SequenceEnded(
+            attempt, finished.reason, stop_token_id, finished.error, is_draining, finished.constraint_unfinished
+        )
+        self._tell(stream, ended)
+
+
+def _field_since_logits(submit: executor_pb2.Submit) -> str | None:
+    """Returns a field of the request that executors before `LOGITS_VERSION` ignore."""
+    for field in ("constraint", "num_prompt_logprobs"):
+        if submit.HasField(field):
+            return field
+    for field in ("bad_word_ids", "no_repeat_ngram_size"):
+        if getattr(submit.sampling, field):
+            return f"sampling.{field}"
+    return None
 
 
 def _refusal(rejected: executor_pb2.SequenceRejected) -> str | None:

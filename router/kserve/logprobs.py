@@ -27,8 +27,8 @@ def _by_token_id(position: types_pb2.PositionLogprobs) -> dict[str, dict[str, An
     if not position.HasField("chosen"):
         return None
     told = {str(token.token_id): _told(token, rank) for rank, token in enumerate(position.top, start=1)}
-    # How many are likelier than a token that is not among these is not known.
-    told.setdefault(str(position.chosen.token_id), _told(position.chosen, None))
+    # An executor of an earlier version does not report the rank of a token that is not among these.
+    told.setdefault(str(position.chosen.token_id), _told(position.chosen, position.chosen.rank or None))
     return told
 
 

@@ -65,6 +65,14 @@ RETURNED: Mapping[str, tuple[str, ...]] = {
     "return_cumulative_logprob": (CUMULATIVE_LOGPROB,),
 }
 
+# TensorRT-LLM's types of guides, and ours for llguidance's dialect of Lark. Its `ebnf_grammar` is of another dialect.
+GUIDE_FIELDS: Mapping[str, str] = {
+    "json": "json_object",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "lark_grammar": "grammar",
+}
+
 # Fields of a GenerateRequest that no option alone stands for, and what the client calls them.
 OWN_NAMES: Mapping[str, str] = {
     "text_bytes": "inputs[text_input]",
@@ -103,7 +111,8 @@ class Inference:
         called = self.given.name_of
         names = {option.field: called(option.names[0]) for option in OPTIONS if option.field}
         others = ("stopping.stop", "stop_words"), ("sampling.bad_words", "bad_words"), ("sampling.top_k", "top_k")
-        return {**names, **{field: called(own) for field, own in others}, **OWN_NAMES}
+        guides = {f"constraint.{field}": called("guided_decoding_guide") for field in GUIDE_FIELDS.values()}
+        return {**names, **{field: called(own) for field, own in others}, **guides, **OWN_NAMES}
 
 
 def translate(request: grpc_service_pb2.ModelInferRequest) -> Inference:
@@ -121,6 +130,7 @@ def translate(request: grpc_service_pb2.ModelInferRequest) -> Inference:
     _set_prompt(given, generate)
     _set_fields(given, generate)
     _set_others(given, generate)
+    _set_constraint(given, generate)
     is_streamed = given.flag("stream")
     wanted = Wanted(
         model_name=request.model_name,
@@ -237,6 +247,26 @@ def _set_others(given: Given, generate: inference_pb2.GenerateRequest) -> None:
         if end_id != -1:
             stop_ids = [*generate.stopping.stop_token_ids, end_id]
             _assign(generate.stopping, "stop_token_ids", tuple(stop_ids), given.name_of("end_id"))
+
+
+def _set_constraint(given: Given, generate: inference_pb2.GenerateRequest) -> None:
+    """TensorRT-LLM's guided decoding. Its clients send empty texts for none."""
+    type_name, guide_name = given.name_of("guided_decoding_guide_type"), given.name_of("guided_decoding_guide")
+    types = [_utf8(one, type_name) for one in given.texts("guided_decoding_guide_type") if one]
+    guides = [_utf8(one, guide_name) for one in given.texts("guided_decoding_guide") if one]
+    if not types and not guides:
+        return
+    if len(types) != 1 or types[0] not in GUIDE_FIELDS:
+        raise wrong(type_name, f"must be one of {', '.join(GUIDE_FIELDS)}")
+    kind = GUIDE_FIELDS[types[0]]
+    if kind == "json_object":
+        if guides:
+            raise wrong(guide_name, "must be empty with the type json; a schema has the type json_schema")
+        generate.constraint.json_object = True
+        return
+    if len(guides) != 1:
+        raise wrong(guide_name, f"has {len(guides)} texts; the type {types[0]} needs one")
+    setattr(generate.constraint, kind, guides[0])
 
 
 def _assign(message: Message, name: str, value: object, called: str) -> None:

@@ -80,10 +80,12 @@ class RequeueReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end that the executor reported (a value of `FinishReason` of the protocol)."""
+    """The end that the executor reported (a value of `FinishReason` of the protocol). `constraint_unfinished` None:
+    the router ended it and does not know whether the output satisfies the constraint."""
 
     reason: int
     stop_token_id: int | None
+    constraint_unfinished: bool | None = None
 
 
 CANCELLED_END = End(types_pb2.FINISH_REASON_CANCELLED, None)
@@ -285,6 +287,7 @@ class SequenceEnded:
     stop_token_id: int | None = None
     error: str = ""
     is_draining: bool = False
+    constraint_unfinished: bool = False
 
     @property
     def is_stall(self) -> bool:

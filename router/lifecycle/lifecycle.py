@@ -634,7 +634,7 @@ class Lifecycle:
         if event.error:
             self._fail(RequestError(Reason.INTERNAL, event.error))
         else:
-            self._finish(End(event.reason, event.stop_token_id))
+            self._finish(End(event.reason, event.stop_token_id, event.constraint_unfinished))
         is_replay = self.state is S.REPLAYING
         self._clear_placement()
         if not is_replay:

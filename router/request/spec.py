@@ -6,10 +6,11 @@ tokenized; `Delivery` has what its client reads of it. `None` means not asked fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inflight.v1 import inference_pb2, types_pb2
+from router.constraint.source import ConstraintSource
 from router.text.output import OutputText
 
 
@@ -31,6 +32,7 @@ class Delivery:
     """What a request's client reads, and how long the request continues without a client.
 
     `accepted` is the first event of every stream of the request. `name_token` adds the text of a token to its id.
+    `echoes`: the text begins with that of `prompt_ids`.
     `unattended_s` None: until its end; 0: not at all. `kept_s` is how long the output is kept after the end; None: for
     the default time. `digest` is that of a request that may be repeated.
     """
@@ -42,6 +44,10 @@ class Delivery:
     wants_token_ids: bool
     deadlines: Deadlines
     wants_logprobs: bool = False
+    prompt_ids: Sequence[int] = ()
+    wants_prompt_logprobs: bool = False
+    echoes: bool = False
+    is_constrained: bool = False
     unattended_s: float | None = 0.0
     kept_s: float | None = None
     digest: bytes = b""
@@ -157,11 +163,14 @@ class ResolvedStopping:
 
 @dataclass(frozen=True, slots=True)
 class OutputFlags:
-    """What the stream carries. `num_top_logprobs` None: no log probabilities."""
+    """What the stream carries. `num_top_logprobs` and `num_prompt_logprobs` None: no log probabilities of the output or
+    of the prompt."""
 
     text: bool
     token_ids: bool
     num_top_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +202,7 @@ class GenerateSpec:
     prior_ids: tuple[int, ...]
     place: ReadPosition
     metadata: tuple[tuple[str, str], ...]
+    constraint: ConstraintSource | None = None
 
 
 @dataclass(frozen=True, slots=True)

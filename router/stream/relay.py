@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from google.protobuf import duration_pb2
@@ -63,6 +63,9 @@ def unattended_s(reading: Delivery | None, grace_s: float, most_s: float) -> flo
     return min(max(reading.unattended_s, grace_s), most_s)
 
 
+# Tokens of a prompt in one event: with 20 likeliest tokens each, or as text.
+SCORES_PER_EVENT = 256
+ECHO_TOKENS = 1024
 UNKNOWN_LOGPROBS = types_pb2.PositionLogprobs()
 
 Write = Callable[[inference_pb2.StreamEvent], Awaitable[None]]
@@ -86,6 +89,8 @@ class Relay:
         self._has_told_queued = False
         self._has_told_accepted = False
         self._has_told_started = place.is_started
+        self._num_prompt_told = 0
+        self._has_echoed = False
         self._num_migrations_told = stream.num_migrations
         self._end_name = "without an end"
 
@@ -120,6 +125,7 @@ class Relay:
                 await self._finish(inference_pb2.Finished(reason=types_pb2.FINISH_REASON_DEADLINE))
                 return
             await self._tell_progress(news)
+            await self._tell_prompt(news)
             step = await self._tell_tokens(news)
             if step.matched is not None:
                 self._stream.stop()
@@ -171,6 +177,38 @@ class Relay:
     async def _notice(self, kind: inference_pb2.Notice.Kind, text: str) -> None:
         notice = inference_pb2.Notice(kind=inference_pb2.Notice.Kind.Name(kind), text=text)
         await self._send(inference_pb2.StreamEvent(notice=notice))
+
+    async def _tell_prompt(self, news: News) -> None:
+        """Sends what is known of the prompt's log probabilities, and before the output the text of the prompt. A client
+        that has output has had both."""
+        reading, begins_output = self._reading, bool(news.token_ids) and not self._place.offset
+        if reading.wants_prompt_logprobs and (news.prompt_logprobs or begins_output) and not self._place.offset:
+            num_known = len(news.prompt_logprobs) + 1
+            if begins_output and num_known < len(reading.prompt_ids):
+                raise RequestError(Reason.INTERNAL, "the executor did not report the log probabilities of the prompt")
+            while self._num_prompt_told < num_known:
+                await self._tell_scores(news.prompt_logprobs[: num_known - 1])
+        if reading.echoes and not self._has_echoed and (news.token_ids or news.end is not None):
+            self._has_echoed = True
+            for first in range(0, len(reading.prompt_ids), ECHO_TOKENS):
+                text = self._unread(self._text.echo(reading.prompt_ids[first : first + ECHO_TOKENS]))
+                if text:
+                    delta = inference_pb2.Delta(offset=self._place.offset, text=text)
+                    await self._send(inference_pb2.StreamEvent(delta=delta))
+
+    async def _tell_scores(self, known: Sequence[types_pb2.PositionLogprobs]) -> None:
+        """Sends the next tokens of the prompt, of which those after the first have `known` log probabilities."""
+        first, prompt_ids = self._num_prompt_told, self._reading.prompt_ids
+        last = min(first + SCORES_PER_EVENT, len(known) + 1)
+        event = inference_pb2.Prompt(offset=first, token_ids=prompt_ids[first:last])
+        event.logprobs.extend([*([UNKNOWN_LOGPROBS] if first == 0 else ()), *known[max(0, first - 1) : last - 1]])
+        self._name_tokens(event.logprobs)
+        if first == 0:
+            token = types_pb2.TokenLogprob(token_id=prompt_ids[0])
+            self._reading.name_token(token)
+            event.first_text_bytes, event.first_is_special = token.text_bytes, token.is_special
+        self._num_prompt_told = last
+        await self._send(inference_pb2.StreamEvent(prompt=event))
 
     async def _tell_tokens(self, news: News) -> TextStep:
         is_stop_token = news.end is not None and news.end.reason == types_pb2.FINISH_REASON_STOP_TOKEN
@@ -238,9 +276,11 @@ class Relay:
         finished = inference_pb2.Finished(reason=types_pb2.FinishReason.Name(end.reason))
         if end.stop_token_id is not None:
             finished.stop_token_id = end.stop_token_id
-        await self._finish(finished)
+        await self._finish(finished, end.constraint_unfinished)
 
-    async def _finish(self, finished: inference_pb2.Finished) -> None:
+    async def _finish(self, finished: inference_pb2.Finished, constraint_unfinished: bool | None = None) -> None:
+        """Sends the end. Only the executor knows that a constraint is satisfied; None: it has not said so."""
+        finished.constraint_unfinished = self._reading.is_constrained and constraint_unfinished is not False
         self._end_name = types_pb2.FinishReason.Name(finished.reason)
         await self._send(inference_pb2.StreamEvent(finished=finished))
         usage = types_pb2.Usage(

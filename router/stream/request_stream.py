@@ -36,6 +36,9 @@ FIXED_LOGPROBS_BYTES = 250
 TOP_LOGPROB_BYTES = 50
 
 
+# A prompt token with log probabilities costs its tenant as much as an output token, since it needs the same logits.
+SCORED_WEIGHT = 2
+
 # Flags of what the reader has not been sent yet.
 ACCEPTED, STARTED, PAUSED = 1, 2, 4
 
@@ -61,7 +64,7 @@ class Seat(Enum):
 @dataclass(slots=True)
 class News:
     """What is new since the reader last asked. `token_ids` begin at `offset`; `logprobs` are all that are known, by
-    offset."""
+    offset, and `prompt_logprobs` all of the prompt's tokens after the first that are known."""
 
     accepted: bool
     started: bool
@@ -70,6 +73,7 @@ class News:
     offset: int
     token_ids: list[int]
     logprobs: dict[int, types_pb2.PositionLogprobs]
+    prompt_logprobs: list[types_pb2.PositionLogprobs]
     end: End | None
     error: RequestError | None
 
@@ -109,6 +113,7 @@ class RequestStream:
         self._max_tokens = submit.stopping.max_tokens or math.inf
         self.output_ids: list[int] = list(prior_ids)
         self._logprobs: dict[int, types_pb2.PositionLogprobs] = {}
+        self._prompt_logprobs: list[types_pb2.PositionLogprobs] = []
         self.num_cached_tokens = 0
         self.num_migrations = 0
         self.clock = Clock(arrived)
@@ -183,7 +188,11 @@ class RequestStream:
         logprobs_bytes = len(self._logprobs) * (
             FIXED_LOGPROBS_BYTES + TOP_LOGPROB_BYTES * self._submit.num_top_logprobs
         )
-        return self._submit.ByteSize() + BYTES_PER_TOKEN * len(self.output_ids) + logprobs_bytes + FIXED_BYTES
+        scores_bytes = len(self._prompt_logprobs) * (
+            FIXED_LOGPROBS_BYTES + TOP_LOGPROB_BYTES * self._submit.num_prompt_logprobs
+        )
+        ids_bytes = BYTES_PER_TOKEN * len(self.output_ids)
+        return self._submit.ByteSize() + ids_bytes + logprobs_bytes + scores_bytes + FIXED_BYTES
 
     def demand(self, *, is_served: bool = False) -> Demand:
         """Returns the demand for the ledger. After earlier placements it has the last known attempt; after the first
@@ -211,7 +220,10 @@ class RequestStream:
 
     @property
     def _num_computed_tokens(self) -> int:
-        return len(self._submit.prompt_ids) - self.num_cached_tokens if self._reached is Reached.BOARDED else 0
+        if self._reached is not Reached.BOARDED:
+            return 0
+        num_computed = len(self._submit.prompt_ids) - self.num_cached_tokens
+        return SCORED_WEIGHT * num_computed if self._submit.HasField("num_prompt_logprobs") else num_computed
 
     def is_repeat_of(self, attached: executor_pb2.SequenceAttached) -> bool:
         """Returns whether an executor holds the same request, as far as its digest shows. Raises `FrameError`."""
@@ -305,6 +317,16 @@ class RequestStream:
         if offset < len(self.output_ids):
             self._logprobs.setdefault(offset, values)
 
+    def prompt_logprobs(self, position: int, values: Sequence[types_pb2.PositionLogprobs]) -> None:
+        """Takes the log probabilities of the prompt's tokens from a position on; drops those that are known, as after a
+        failure. Raises `FrameError` where one before them is missing, or where they belong to another prompt."""
+        prompt_ids, first = self._submit.prompt_ids, len(self._prompt_logprobs) + 1
+        is_own = [one.chosen.token_id for one in values] == list(prompt_ids[position : position + len(values)])
+        if not 1 <= position <= first or not is_own or not self._submit.HasField("num_prompt_logprobs"):
+            raise FrameError(f"{len(values)} log probabilities from prompt token {position} of {self.request_id}")
+        self._prompt_logprobs.extend(values[first - position :])
+        self._changed.set()
+
     def pause(self) -> None:
         """Records that it gave up its seat and waits for another. Without a seat there is nothing to report."""
         if self.has_been_accepted and self._seat is not Seat.GIVEN_UP:
@@ -361,6 +383,7 @@ class RequestStream:
             self._num_taken,
             self.output_ids[self._num_taken :],
             self._logprobs,
+            self._prompt_logprobs,
             self.life.end,
             self.life.error,
         )

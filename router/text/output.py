@@ -55,6 +55,12 @@ class OutputText:
         """The stop string that ended the choice."""
         return self._matched
 
+    def echo(self, prompt_ids: Sequence[int]) -> str:
+        """Takes the next tokens of the prompt, before any output, and returns the text that they complete. Stop strings
+        do not match in it."""
+        assert not self._num_tokens, "the prompt comes before the output"
+        return self._detokenizer.push(prompt_ids)
+
     def feed(self, offset: int, token_ids: Sequence[int], *, last_is_stop_token: bool = False) -> TextStep:
         """Takes the tokens `[offset, offset + len(token_ids))` and skips those that it has already.
 

@@ -152,6 +152,12 @@ def ends(*reasons: int, slot: int = 0) -> executor_pb2.ServeResponse:
     return response
 
 
+def scores(slot: int = 0, position: int = 1, token_id: int = 1, count: int = 1) -> executor_pb2.ServeResponse:
+    values = [types_pb2.PositionLogprobs(chosen=types_pb2.TokenLogprob(token_id=token_id, rank=1))] * count
+    one = executor_pb2.SequencePromptLogprobs(slot=slot, position=position, values=values)
+    return seated(prompt_logprobs=[one])
+
+
 HOSTILE_FRAMES: dict[str, tuple[Callable[[], executor_pb2.ServeResponse], str]] = {
     "token of an unknown slot": (lambda: seated(slots=[9], offsets=[0], token_ids=[1]), "slot 9 holds no sequence"),
     "start of an unknown slot": (
@@ -166,6 +172,15 @@ HOSTILE_FRAMES: dict[str, tuple[Callable[[], executor_pb2.ServeResponse], str]] 
         "token 20 of r is beyond the 20",
     ),
     "token outside the vocabulary": (lambda: seated(slots=[0], offsets=[0], token_ids=[5]), "not below 5"),
+    "scores of a prompt in an unknown slot": (lambda: scores(slot=6), "slot 6 holds no sequence"),
+    "scores of a prompt that were not asked for": (scores, "1 log probabilities from prompt token 1"),
+    "scores of another prompt": (lambda: scores(token_id=2), "1 log probabilities from prompt token 1"),
+    "scores of a prompt outside the vocabulary": (lambda: scores(token_id=5), "token 5 has the log probability"),
+    "scores of the first token": (lambda: scores(position=0), "1 log probabilities from prompt token 0"),
+    "more scores of prompts than a frame holds": (
+        lambda: scores(count=2**15 + 1),
+        "32769 log probabilities of prompts, and there can be 32768",
+    ),
     "end told twice": (lambda: ends(types_pb2.FINISH_REASON_LENGTH, types_pb2.FINISH_REASON_LENGTH), "leaves twice"),
     "end for no known reason": (lambda: ends(77), "for the reason 77"),
     "slot given again": (

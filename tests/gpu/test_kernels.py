@@ -11,6 +11,7 @@ from executor.gpu.sampling import DrawRows, draw
 from executor.scheduler.sequence import Sampling
 from executor.step.sampling import SampleRow, sample
 from tests.kernels.comparison import assert_attends_as_the_reference
+from tests.kernels.test_triton_processing import assert_every_combination_as_the_reference
 from tests.paged_cases import Spec
 
 pytestmark = pytest.mark.gpu
@@ -94,3 +95,8 @@ def test_draws_are_those_of_the_torch_sampler(gpu: torch.device) -> None:
         token_ids,
     )
     assert token_ids.tolist() == sample(logits, rows).tolist()
+
+
+@pytest.mark.parametrize("vocabulary_size", [45, 128_256])
+def test_changed_logits_are_bit_for_bit_the_reference(gpu: torch.device, vocabulary_size: int) -> None:
+    assert_every_combination_as_the_reference(vocabulary_size, gpu)

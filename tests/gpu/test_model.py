@@ -18,7 +18,15 @@ from executor.model.runner import ModelRunner
 from executor.settings import ExecutorSettings
 from tests.greedy import assert_same, generate_alone, generate_together
 from tests.kernels.test_gpu_decoder import FAMILY, PROMPTS
-from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs, requests
+from tests.kernels.test_gpu_runner import (
+    BLOCK_SIZE,
+    LIMITS,
+    NUM_BLOCKS,
+    assert_same_sequences,
+    changed_requests,
+    outputs,
+    requests,
+)
 from tests.tiny_models import save_model
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +74,18 @@ def test_runner_gives_the_tokens_of_the_generic_runner(folder: Path, uses_graphs
     runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, uses_graphs=uses_graphs)
     runner.prepare()
     assert outputs(runner, requests()) == expected
+
+
+@pytest.mark.parametrize("uses_graphs", [True, False], ids=["graphs", "launches"])
+def test_changed_rows_are_those_of_the_generic_runner(folder: Path, uses_graphs: bool) -> None:
+    expected, ours = changed_requests(), changed_requests()
+    outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), expected)
+    model = load(folder, "triton")
+    assert model.gpu_decoder is not None
+    runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE, uses_graphs=uses_graphs)
+    runner.prepare()
+    outputs(runner, ours)
+    assert_same_sequences(ours, expected)
 
 
 def test_times_of_a_step_do_not_overlap_those_of_the_next(folder: Path) -> None:

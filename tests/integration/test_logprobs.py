@@ -27,16 +27,19 @@ def request_of(num_top: int, **fields: Any) -> inference_pb2.GenerateRequest:
     return request
 
 
-def named(token_id: int, logprob: float) -> types_pb2.TokenLogprob:
-    return types_pb2.TokenLogprob(token_id=token_id, logprob=logprob, text_bytes=f"t{token_id}".encode())
+def named(token_id: int, logprob: float, rank: int) -> types_pb2.TokenLogprob:
+    return types_pb2.TokenLogprob(token_id=token_id, logprob=logprob, text_bytes=f"t{token_id}".encode(), rank=rank)
 
 
 def expected(token_ids: list[int], num_top: int) -> list[types_pb2.PositionLogprobs]:
     values = [(token_id, token_logprobs(token_id, num_top)) for token_id in token_ids]
     return [
         types_pb2.PositionLogprobs(
-            chosen=named(token_id, one.logprob),
-            top=[named(top_id, logprob) for top_id, logprob in zip(one.top_ids, one.top_logprobs, strict=True)],
+            chosen=named(token_id, one.logprob, 1),
+            top=[
+                named(top_id, logprob, rank)
+                for rank, (top_id, logprob) in enumerate(zip(one.top_ids, one.top_logprobs, strict=True), start=1)
+            ],
         )
         for token_id, one in values
     ]

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from common.protocol import LOGITS_VERSION
 from executor.serving import service
 from executor.serving.submission import SubmissionLimits, sequence_from_submit
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
@@ -123,3 +124,24 @@ async def test_words_with_too_many_tokens_are_refused_by_name(redis_url: str, po
             await collect(cluster.routers[0], request)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "sampling.bad_words: has 1400 token ids together with bad_word_ids" in (refused.value.details() or "")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"no_repeat_ngram_size": 3}, "sampling.no_repeat_ngram_size"),
+        ({"bad_words": ["t1"]}, "sampling.bad_word_ids"),
+    ],
+)
+async def test_executor_of_an_older_version_does_not_get_what_it_would_ignore(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], field: str
+) -> None:
+    monkeypatch.setattr("tests.cluster.PROTOCOL_VERSION", LOGITS_VERSION - 1)
+    request = request_of()
+    request.sampling.MergeFrom(types_pb2.SamplingParams(**sampling))
+    async with run_cluster(redis_url, pool) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await collect(cluster.routers[0], request)
+        events = await collect(cluster.routers[0], request_of())
+    assert f"executor executor-0 speaks protocol version 2; {field} needs 3" in (refused.value.details() or "")
+    assert events[-1].HasField("done")

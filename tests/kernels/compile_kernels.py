@@ -23,7 +23,7 @@ from executor.attention.backend import KvShape, Scoring
 from executor.attention.triton import TritonAttention
 from executor.gpu.idle import idle_processed_sampling
 from executor.gpu.layers import gated, residual_norm, rope_write
-from executor.gpu.processing import Processing
+from executor.gpu.processing import Processing, name_excluded
 from executor.gpu.sampling import DrawRows, draw
 from executor.gpu.step_buffers import StepBuffers
 from executor.gpu.step_layout import StepLayout
@@ -155,6 +155,7 @@ def launch_layers() -> None:
         draw(logits, rows, words)
         sampling = idle_processed_sampling(vocabulary_size)
         Processing(META, vocabulary_size, 8192, 8).draw(logits, rows, sampling, words)
+        name_excluded(logits, words)
     layout = StepLayout(100, 20, 20)
     buffers = StepBuffers(META, layout, 40, 512)
     buffers.resolve(layout)

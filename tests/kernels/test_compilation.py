@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 KERNELS = {
     *("attend_kernel", "combine_kernel", "write_kernel", "rope_write_kernel", "residual_norm_kernel", "gated_kernel"),
     *("restrict_kernel", "draw_kernel", "choose_kernel", "resolve_kernel", "follow_tables_kernel"),
-    *("copy_kernel", "change_kernel"),
+    *("copy_kernel", "change_kernel", "name_excluded_kernel"),
 }
 # What a program may use (CUDA C++ programming guide, technical specifications per compute capability).
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}

@@ -23,7 +23,15 @@ from executor.gpu.runner import GpuRunner
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.limits import Batching, SchedulerLimits
 from executor.scheduler.scheduler import Scheduler
-from executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepPlan, Stopping
+from executor.scheduler.sequence import (
+    NO_PROCESSORS,
+    FinishReason,
+    Processors,
+    Sampling,
+    Sequence,
+    StepPlan,
+    Stopping,
+)
 
 BLOCK_SIZE = 4
 VOCABULARY_SIZE = 8
@@ -42,7 +50,7 @@ MODES = {
     "static": replace(IN_FLIGHT, batching=Batching.STATIC),
 }
 # Where a step fails. The first fails before the plan was looked at, the last when its tokens are read.
-POINTS = ("launch", "pack", "packed", "upload", "copy", "compute", "read")
+POINTS = ("launch", "pack", "packed", "upload", "copy", "compute", "process", "read")
 COMMON_PREFIX = [1, 2, 3, 4] * 5
 
 
@@ -65,6 +73,8 @@ class FaultyRunner:
         self._fail_before(runner._buffers, "upload", "upload")
         self._fail_before(runner._buffers._ring, "copy_to", "copy")
         runner._step.compute = self._compute  # type: ignore[method-assign, assignment]
+        runner._processing.draw = lambda *_: None  # type: ignore[method-assign]
+        self._fail_before(runner._processing, "draw", "process")
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """See `StepRunner`."""
@@ -140,6 +150,9 @@ class Ride:
             assert runner._packer._tables[seat, : len(table)].tolist() == table, "table of the host"
             assert runner._columns._seed[seat] == sequence.sampling.seed, "sampling parameters of another request"
             assert runner._columns._prompt_length[seat] == sequence.num_prompt_tokens
+            row = runner._columns._processed.get(seat)
+            assert (row is not None) == (sequence.processors != NO_PROCESSORS), "changes of another request"
+            assert row is None or row.prompt_and_output.tolist() == sequence.token_ids, "tokens that its changes need"
 
     def _publish(self, output: EngineOutput) -> None:
         for event in output.finished:
@@ -159,6 +172,7 @@ def make_sequence(chance: random.Random, number: int) -> Sequence:
         stopping=Stopping(max_tokens, 0, frozenset()),
         num_reserved_blocks=-(-(len(prompt) + max_tokens) // BLOCK_SIZE),
         cache_salt=b"",
+        processors=Processors(presence_penalty=1.0) if number % 3 == 0 else NO_PROCESSORS,
     )
 
 

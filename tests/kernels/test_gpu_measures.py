@@ -15,6 +15,7 @@ from bench.gpu.engine.steps import decode_step_s, prefill_step_s
 from executor.attention.triton import TritonAttention
 from executor.gpu.runner import GpuRunner
 from executor.scheduler.limits import Batching, SchedulerLimits
+from executor.scheduler.sequence import Processors
 from tests.tiny_models import sizes
 from tests.torch_threads import torch_threads
 
@@ -66,5 +67,6 @@ def test_static_batches_count_the_tokens_that_were_asked_for(model: RandomModel)
 def test_steps_are_timed(model: RandomModel) -> None:
     runner = runner_of(model, 16)
     assert decode_step_s(runner, 2, context=20, block_size=BLOCK_SIZE, num_steps=2) > 0
+    assert decode_step_s(runner, 2, 20, BLOCK_SIZE, num_steps=2, processors=Processors(presence_penalty=1.0)) > 0
     runner.repeat_decodes(2)
     assert prefill_step_s(runner, 10, BLOCK_SIZE, repetitions=1) > 0

@@ -123,7 +123,7 @@ def expected(folder: Path) -> list[Sequence]:
     return sequences
 
 
-def assert_same(ours: list[Sequence], generic: list[Sequence]) -> None:
+def assert_same_sequences(ours: list[Sequence], generic: list[Sequence]) -> None:
     """The same tokens and the same log probabilities."""
     assert [some.token_ids for some in ours] == [some.token_ids for some in generic]
     for some, other in zip(ours, generic, strict=True):
@@ -140,7 +140,7 @@ def test_changed_rows_beside_others_are_those_of_the_generic_runner(
 ) -> None:
     ours = changed_requests()
     outputs(gpu_runner(folder), ours, num_ahead=num_ahead)
-    assert_same(ours, expected)
+    assert_same_sequences(ours, expected)
     assert any(len(some.token_ids) > some.num_prompt_tokens + 9 for some in ours if some.processors != NO_PROCESSORS)
 
 
@@ -168,7 +168,21 @@ def test_changed_rows_go_on_after_a_preemption(folder: Path, expected: list[Sequ
     outputs(gpu_runner(folder), ours, scheduler)
 
     assert scheduler.num_preemptions > 0
-    assert_same(ours, [expected[0], *expected[2:4]])
+    assert_same_sequences(ours, [expected[0], *expected[2:4]])
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_row_that_excludes_every_token_ends_with_an_error_of_its_own(folder: Path, backend: str) -> None:
+    # Given a row whose constraint and bad words leave nothing, one whose min_tokens do, and one beside them
+    sequences = [sequence(number, 3, Sampling(0.0, 0, 1.0, 0)) for number in range(3)]
+    sequences[0].processors = Processors(allowed_ids=frozenset({5}), bad_words=((5,),))
+    sequences[1].stopping = Stopping(5, 2, frozenset(range(VOCABULARY_SIZE)))
+    runner = gpu_runner(folder) if backend == "triton" else ModelRunner(load(folder, backend), LIMITS, BLOCK_SIZE)
+    scheduler = Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
+
+    assert [len(output) for output in outputs(runner, sequences, scheduler)] == [0, 0, 5]
+
+    assert scheduler.num_invalid_logits == 0
 
 
 def test_a_step_is_not_launched_before_the_tokens_that_its_rows_depend_on_are_read(folder: Path) -> None:
@@ -233,7 +247,7 @@ def test_log_probabilities_make_no_tensor_of_numbers_and_read_none(
     runner, scheduler = gpu_runner(folder), Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
     for number in range(2):
         some = sequence(number, 3, Sampling(0.0, 0, 1.0, 0), min_tokens=4, num_stops=40)
-        some.num_top_logprobs = 3
+        some.num_top_logprobs, some.num_prompt_logprobs = 3, 2
         assert scheduler.offer(some) is None
     plan = scheduler.schedule()
 
@@ -252,7 +266,7 @@ def test_log_probabilities_make_no_tensor_of_numbers_and_read_none(
     pending = runner.launch(plan)
 
     assert len(pending.result()) == 2
-    assert [len(values.top_ids) for values in pending.logprobs().values()] == [3, 3]
+    assert [len(values.top_ids) for values in pending.logprobs().values()] == [3, 3, 2, 2, 2, 2]
     runner.close()
 
 
@@ -269,3 +283,19 @@ def test_tokens_are_those_of_the_generic_runner(folder: Path) -> None:
             assert other.logprobs[offset].top_ids == values.top_ids
             assert other.logprobs[offset].top_logprobs == pytest.approx(values.top_logprobs, abs=1e-4)
             assert other.logprobs[offset].logprob == pytest.approx(values.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "numbers", [(0, 1, 2, 3, 4), (4,)], ids=["a batch", "a step that needs the logits of all rows"]
+)
+def test_scores_of_prompts_are_those_of_the_generic_runner(folder: Path, numbers: tuple[int, ...]) -> None:
+    generic, ours = ([requests()[number] for number in numbers] for _ in range(2))
+    for some in (*generic, *ours):
+        some.num_prompt_logprobs = None if some.request_id == "request-2" else 3
+    expected = outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), generic)
+    assert outputs(gpu_runner(folder), ours) == expected
+    for one, other in zip(generic, ours, strict=True):
+        assert len(one.prompt_logprobs) == (0 if one.num_prompt_logprobs is None else one.num_prompt_tokens - 1)
+        for values, others in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
+            assert (others.top_ids, others.rank) == (values.top_ids, values.rank)
+            assert others.logprob == pytest.approx(values.logprob, abs=1e-4)

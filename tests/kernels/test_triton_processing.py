@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from executor.engine.runner import NO_TOKEN
-from executor.gpu.processing import ROWS, ChangedIds, Processing, row_mask
+from executor.gpu.processing import ROWS, ChangedIds, Processing, name_excluded, row_mask
 from executor.gpu.sampling import CHUNK, draw
 from executor.logits.reference import banned_ids, process_row
 from executor.logits.row import LogitsRow, bits_of, mask_of
-from executor.scheduler.sequence import Processors, Sampling
+from executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampling
 from executor.step.sampling import SampleRow, numbers_of, sample
 from executor.step.sampling_columns import SamplingBatch
 from tests.kernels.test_triton_sampling import draw_rows
@@ -47,7 +47,7 @@ def logits_of(num_rows: int, vocabulary_size: int, seed: int = 0) -> Tensor:
 
 
 def changed(logits: Tensor, rows: dict[int, LogitsRow]) -> Tensor:
-    processing = Processing(CPU, logits.shape[1], CONTEXT_LENGTH, ROWS)
+    processing = Processing(logits.device, logits.shape[1], CONTEXT_LENGTH, ROWS)
     return processing.changed(logits, rows).clone()
 
 
@@ -73,10 +73,9 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.parametrize("vocabulary_size", VOCABULARY_SIZES)
-def test_every_combination_is_bit_for_bit_the_reference(vocabulary_size: int) -> None:
-    # Given every combination, each with another length of output, none included, beside rows that change nothing
-    logits = logits_of(ROWS, vocabulary_size)
+def assert_every_combination_as_the_reference(vocabulary_size: int, device: torch.device = CPU) -> None:
+    """Each combination with another length of output, none included, beside rows that change nothing."""
+    logits = logits_of(ROWS, vocabulary_size).to(device)
     for first in range(0, len(COMBINATIONS), ROWS - 2):
         some = COMBINATIONS[first : first + ROWS - 2]
         rows = {
@@ -84,6 +83,11 @@ def test_every_combination_is_bit_for_bit_the_reference(vocabulary_size: int) ->
             for i, processors in enumerate(some)
         }
         assert_as_the_reference(logits, rows)
+
+
+@pytest.mark.parametrize("vocabulary_size", VOCABULARY_SIZES)
+def test_every_combination_is_bit_for_bit_the_reference(vocabulary_size: int) -> None:
+    assert_every_combination_as_the_reference(vocabulary_size)
 
 
 def test_half_precision_is_changed_as_float32() -> None:
@@ -156,6 +160,14 @@ def test_a_row_that_changes_nothing_now_has_no_mask_and_no_ids() -> None:
     assert row_mask(row, 45) is None
     assert [len(column) for column in ChangedIds(row).columns] == [0, 0, 0]
     assert_as_the_reference(logits_of(1, 45), {0: row})
+
+
+def test_rows_that_exclude_every_token_are_told_from_those_without_a_number() -> None:
+    logits = torch.full((4, CHUNK + 37), float("-inf"))
+    logits[1], logits[2, CHUNK + 36], logits[3] = float("nan"), -1.0, 1.0
+    token_ids = torch.tensor([NO_TOKEN, NO_TOKEN, NO_TOKEN, 7], dtype=torch.int32)
+    name_excluded(logits, token_ids)
+    assert token_ids.tolist() == [NO_TOKEN, NO_TOKEN, ALL_EXCLUDED, 7]
 
 
 def test_tokens_are_those_of_the_torch_sampler() -> None:

@@ -34,9 +34,30 @@ SCHEDULER = (
     Mutation(
         "a stop token ends a sequence one token before min_tokens",
         "executor/scheduler/scheduler.py",
-        "sequence.num_output_tokens > stopping.min_tokens:",
-        "sequence.num_output_tokens >= stopping.min_tokens:",
+        "sequence.num_output_tokens > stopping.min_tokens\n",
+        "sequence.num_output_tokens >= stopping.min_tokens\n",
         SCHEDULER_TESTS,
+    ),
+    Mutation(
+        "a sequence boards before its grammar is compiled",
+        "executor/scheduler/scheduler.py",
+        "queue = self._queues.waiting if sequence.is_ready else self._queues.preparing",
+        "queue = self._queues.waiting",
+        ("tests/unit/test_preparing.py", *SCHEDULER_TESTS),
+    ),
+    Mutation(
+        "a matcher that failed ends its sequence as if the output were complete",
+        "executor/logits/grammar.py",
+        "        if self._matcher.is_error():\n            # The mask",
+        "        if False:\n            # The mask",
+        ("tests/unit/test_grammar.py",),
+    ),
+    Mutation(
+        "the end of a complete output is excluded by allowed_token_ids",
+        "executor/logits/grammar.py",
+        "choices.append(allowed & self._ends)",
+        "choices.append(text & self._ends)",
+        ("tests/unit/test_grammar.py",),
     ),
     Mutation(
         "the blocks of a finished sequence are free while a step in flight still writes to them",
@@ -60,7 +81,7 @@ SCHEDULER = (
     Mutation(
         "a prompt that is cached as a whole leaves no token to compute logits from",
         "executor/scheduler/prefix_cache.py",
-        "num_usable = (sequence.num_tokens - 1) // block_size",
+        "num_usable = sequence.num_reusable_tokens // block_size",
         "num_usable = sequence.num_tokens // block_size",
         ("tests/unit/test_prefix_cache.py", *SCHEDULER_TESTS),
     ),
@@ -188,4 +209,27 @@ AUTHENTICATION = (
         ("tests/unit/test_doors.py",),
     ),
 )
-MUTATIONS = (*SCHEDULER, *LEDGER, *LIFE_CYCLE, *STREAMS, *AUTHENTICATION)
+SAMPLING = (
+    Mutation(
+        "a bad word is excluded at the beginning of a line only",
+        "router/api/tokenizing.py",
+        """for form in (bare, f" {bare}")]""",
+        """for form in (bare,)]""",
+        ("tests/unit/test_bad_words.py",),
+    ),
+    Mutation(
+        "the bad words of a request come on top of the model's",
+        "router/request/sampling.py",
+        '("bad_words", "bad_word_ids"))',
+        '("bad_words",), ("bad_word_ids",))',
+        ("tests/unit/test_validation.py",),
+    ),
+    Mutation(
+        "an executor gets a request whose bad words it ignores",
+        "router/executors/link.py",
+        "if version >= LOGITS_VERSION else",
+        "if version >= ATTACH_VERSION else",
+        ("tests/integration/test_sampling_parameters.py",),
+    ),
+)
+MUTATIONS = (*SCHEDULER, *LEDGER, *LIFE_CYCLE, *STREAMS, *AUTHENTICATION, *SAMPLING)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from executor.scheduler.blocks import BlockPool
 from executor.scheduler.queues import turn
-from executor.scheduler.scheduler import INVALID_LOGITS, Refusal, Scheduler, SchedulerLimits
+from executor.scheduler.scheduler import INVALID_LOGITS, NOTHING_ALLOWED, Refusal, Scheduler, SchedulerLimits
 from executor.scheduler.sequence import (
     FinishEvent,
     FinishReason,
@@ -19,7 +19,7 @@ from executor.scheduler.sequence import (
     StepPlan,
     StepResult,
 )
-from tests.fake_device import FakeDevice, solo_output
+from tests.fake_device import FakeDevice, logprobs_of, solo_output, token_logprobs
 from tests.property.scheduler_checks import OvercommittedChecks, ReservedChecks, Standing
 from tests.property.scheduler_model import Expectation, Promises, limits_strategy, sequence_strategy
 
@@ -32,6 +32,14 @@ class Launched:
 
     plan: StepPlan
     sampled_ids: tuple[int | None, ...] | None = None
+
+
+def check_scores(sequence: Sequence) -> None:
+    """Asserts that each position of the prompt was scored at most once, in order."""
+    scores, num_top = sequence.prompt_logprobs, sequence.num_prompt_logprobs
+    assert not scores or num_top is not None
+    prompt = sequence.token_ids[1 : sequence.num_prompt_tokens]
+    assert scores == [token_logprobs(token_id, num_top or 0) for token_id in prompt[: len(scores)]]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -148,7 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def run_until_the_next_one_is_preempted(self) -> None:
         num_preemptions = self.scheduler.num_preemptions
-        while self.promises.held and self.scheduler.num_preemptions == num_preemptions:
+        while self._has_ready and self.scheduler.num_preemptions == num_preemptions:
             self._step()
 
     @precondition(lambda self: self.scheduler.num_preempted)
@@ -161,8 +169,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def run_until_the_next_one_boards(self) -> None:
         num_waiting = self.scheduler.num_waiting
-        while self.promises.held and self.scheduler.num_waiting >= num_waiting:
+        while self._has_ready and self.scheduler.num_waiting >= num_waiting:
             self._step()
+
+    @precondition(lambda self: self._unready())
+    @rule(choice=st.data(), is_broken=st.booleans())
+    def grammar_is_compiled(self, choice: st.DataObject, is_broken: bool) -> None:
+        self._prepare(choice.draw(st.sampled_from(self._unready())), "lost" if is_broken else "")
+
+    @precondition(lambda self: self.expectations)
+    @rule(choice=st.data(), error=st.sampled_from(("", "lost")))
+    def grammar_comes_too_late(self, choice: st.DataObject, error: str) -> None:
+        sequence = choice.draw(st.sampled_from(list(self.expectations)))
+        if sequence not in self._unready():
+            assert self.scheduler.prepared(sequence, error) is None
 
     @precondition(lambda self: self.num_offers > 20)
     @rule()
@@ -197,6 +217,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(standings) == len({one.request_id for one in standings})
 
     @invariant()
+    def who_is_not_ready_has_nothing_and_keeps_nobody_from_running(self) -> None:
+        unready = self._unready()
+        assert all(sequence.seat is None and not sequence.block_table for sequence in unready)
+        in_flight = any(self._is_in_flight(sequence) for sequence in self.expectations)
+        assert self.scheduler.can_run == (self._has_ready or in_flight)
+        assert self.scheduler.num_waiting >= len(unready)
+
+    @invariant()
     def promises_are_kept(self) -> None:
         promises = self.promises
         assert sum(sequence.num_reserved_blocks for sequence in promises.held) <= self.pool.num_blocks
@@ -223,6 +251,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.limits.is_overcommitted or self.limits.max_prefix_wait_steps:
             # Some of it twice, some of it while others wait.
             most_steps = 4 * most_steps + 20
+        for sequence in self._unready():
+            self._prepare(sequence, "")
         while not self.scheduler.is_idle:
             self._step()
             most_steps -= 1
@@ -235,8 +265,25 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # How the rules do it.
 
+    def _unready(self) -> list[Sequence]:
+        return [sequence for sequence in self.promises.held if not sequence.is_ready]
+
+    @property
+    def _has_ready(self) -> bool:
+        return any(sequence.is_ready for sequence in self.promises.held)
+
+    def _prepare(self, sequence: Sequence, error: str) -> None:
+        assert sequence.constraint is not None
+        if not error:
+            sequence.constraint.compiled = object()
+        event = self.scheduler.prepared(sequence, error)
+        assert (event is not None) == bool(error)
+        self._receive(StepOutcome(NewTokens(), (event,) if event else ()))
+
     def _sequences(self, request_id: str, attempt: int) -> st.SearchStrategy[Sequence]:
-        return sequence_strategy(self.pool.block_size, request_id, attempt, self.limits.is_overcommitted)
+        return sequence_strategy(
+            self.pool.block_size, request_id, attempt, self.limits.is_overcommitted, may_be_unready=True
+        )
 
     def _schedule(self) -> None:
         held = self.promises.held
@@ -245,7 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         in_flight = {sequence for launched in self.launched for sequence in launched.plan.sequences}
         standing = Standing(
             seated=seated,
-            arrivals=sorted((s for s in held if s.seat is None and not s.num_preemptions), key=turn),
+            arrivals=sorted((s for s in held if s.seat is None and not s.num_preemptions and s.is_ready), key=turn),
             preempted=[s for s in held if s.seat is None and s.num_preemptions],
             decodes={sequence for sequence in seated if sequence in self.sampled},
             has_leaving=not in_flight <= set(held),
@@ -257,7 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence in plan.boarded:
             self.num_boardings += 1
             self.boardings[sequence] = self.num_boardings
-        assert plan.rows or self.launched or not held, "held sequences but nothing to do"
+        assert plan.rows or self.launched or not self._has_ready, "held sequences but nothing to do"
         assert not plan.rows or held
         self.checks.check(plan, standing)
         if plan.rows:
@@ -273,7 +320,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._run_device(1)
         launched = self.launched.pop(0)
         assert launched.sampled_ids is not None
-        self._receive(self.scheduler.update(StepResult(launched.plan, launched.sampled_ids)))
+        logprobs = logprobs_of(launched.plan, launched.sampled_ids)
+        self._receive(self.scheduler.update(StepResult(launched.plan, launched.sampled_ids, logprobs)))
+        for sequence in launched.plan.sequences:
+            check_scores(sequence)
 
     def _step(self) -> None:
         """A turn of the loop."""
@@ -323,6 +373,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _receive(self, outcome: StepOutcome) -> None:
         for sequence, offset, token_id in outcome.tokens:
+            is_scored = sequence.num_prompt_logprobs is not None
+            assert len(sequence.prompt_logprobs) == (sequence.num_prompt_tokens - 1) * is_scored
             self._receive_token(self.expectations[sequence], offset, token_id)
         for event in outcome.finished:
             self._finish(event)
@@ -346,7 +398,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.promises.held.remove(event.sequence)
         if event.reason is FinishReason.ERROR:
-            assert event.error in ("lost", INVALID_LOGITS)
+            assert event.error in ("lost", INVALID_LOGITS, NOTHING_ALLOWED)
             return
         if event.reason is FinishReason.PREEMPTED:
             assert event.sequence.num_preemptions > 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from executor.scheduler.limits import Overcommit, PreemptionCost
 from executor.scheduler.scheduler import Batching, Refusal, SchedulerLimits, SchedulerPolicy
-from executor.scheduler.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping
+from executor.scheduler.sequence import Constraint, FinishEvent, FinishReason, Sampling, Sequence, Stopping
 from tests.fake_device import VOCABULARY_SIZE
 
 # Prompts start like one of these, so that prefixes meet.
@@ -112,9 +112,19 @@ def limits_strategy(draw: st.DrawFn) -> SchedulerLimits:
     )
 
 
+def unready_constraint() -> Constraint:
+    """A constraint whose grammar is not compiled. The fake device ignores it."""
+    return Constraint("{}", b"hash", frozenset())
+
+
 @st.composite
 def sequence_strategy(
-    draw: st.DrawFn, block_size: int, request_id: str, attempt: int, is_overcommitted: bool = False
+    draw: st.DrawFn,
+    block_size: int,
+    request_id: str,
+    attempt: int,
+    is_overcommitted: bool = False,
+    may_be_unready: bool = False,
 ) -> Sequence:
     start = draw(st.sampled_from(COMMON_STARTS))[: draw(st.sampled_from((0, 4, 8, 12)))]
     prompt = [*start, *draw(st.lists(st.integers(0, VOCABULARY_SIZE - 1), min_size=1, max_size=3))]
@@ -140,4 +150,6 @@ def sequence_strategy(
         cache_salt=draw(st.sampled_from(SALTS)),
         priority=draw(st.sampled_from((0, 0, 1, 2))),
         deadline_ms=draw(st.sampled_from((None, None, 10, 20))),
+        num_prompt_logprobs=draw(st.sampled_from((None, None, None, 0, 2))),
+        constraint=unready_constraint() if may_be_unready and draw(st.integers(0, 4)) == 0 else None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,9 @@ IDS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 2000)), max_size=30
 class Stage:
     """One request whose output comes in pieces, and what its readers make of it."""
 
-    def __init__(self, stops: list[str], include_stop: bool, min_tokens: int, ids: list[int]) -> None:
+    def __init__(
+        self, stops: list[str], include_stop: bool, min_tokens: int, ids: list[int], prompt_ids: Sequence[int] = ()
+    ) -> None:
         self.ids = ids
         model = text_model(text_models.smollm2)
         reading = Delivery(
@@ -38,6 +41,8 @@ class Stage:
             wants_text=True,
             wants_token_ids=True,
             deadlines=Deadlines(None, None),
+            prompt_ids=prompt_ids,
+            echoes=bool(prompt_ids),
         )
         self.stream = RequestStream(Demand("r", 2, 1), executor_pb2.Submit(), 0.0, reading=reading)
         self.stream.accept()
@@ -92,6 +97,7 @@ def told(events: list[inference_pb2.StreamEvent], ids: list[int]) -> str:
     min_tokens=st.integers(0, 12),
     include_stop=st.booleans(),
     ends_by_token=st.booleans(),
+    prompt_ids=st.just([]) | IDS,
 )
 def test_text_and_tokens_do_not_depend_on_where_a_stream_was_cut(
     ids: list[int],
@@ -102,7 +108,9 @@ def test_text_and_tokens_do_not_depend_on_where_a_stream_was_cut(
     min_tokens: int,
     include_stop: bool,
     ends_by_token: bool,
+    prompt_ids: list[int],
 ) -> None:
+    """With an echoed prompt, too."""
     model = text_model(text_models.smollm2)
     ids = model.encode(text) + ids + ([ENDING_ID] if ends_by_token else [])
     whole = model.decode(ids)
@@ -110,15 +118,16 @@ def test_text_and_tokens_do_not_depend_on_where_a_stream_was_cut(
     ends = [*sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
 
     async def run() -> None:
-        at_once = Stage(stops, include_stop, min_tokens, ids)
+        at_once = Stage(stops, include_stop, min_tokens, ids, prompt_ids)
         expected_ids: list[int] = []
         events = await at_once.read([len(ids)], ReadPosition(), None)
         expected_text = told(events, expected_ids)
         output = OutputText(model.detokenizer(), stops=stops, include_stop=include_stop, min_tokens=min_tokens)
+        prompt_text = output.echo(prompt_ids)
         step = output.feed(0, ids, last_is_stop_token=bool(ids) and ids[-1] == ENDING_ID)
-        assert expected_text == step.text + ("" if step.matched is not None else output.finish().text)
+        assert expected_text == prompt_text + step.text + ("" if step.matched is not None else output.finish().text)
 
-        cut = Stage(stops, include_stop, min_tokens, ids)
+        cut = Stage(stops, include_stop, min_tokens, ids, prompt_ids)
         known_ids: list[int] = []
         known_text = ""
         ends_left = list(ends)

@@ -46,6 +46,7 @@ def figures() -> GpuFigures:
         copy_bytes_per_s=4e12,
         matrix_operations_per_s=8e14,
         decodes=[DecodePoint(32, 1000, 2 * Limits(4e12, 8e14).decode_s(LLAMA_3_8B, 32, 1000), 0.008)],
+        penalised_decodes=[DecodePoint(8, 1000, 4 * Limits(4e12, 8e14).decode_s(LLAMA_3_8B, 8, 1000), 0.008)],
         prefills=[PrefillPoint(2048, 2 * Limits(4e12, 8e14).prefill_s(LLAMA_3_8B, 2048))],
         attention=[AttentionPoint(32, 1000, 32 * 1000 * 4096 / 2e12)],
         served=[
@@ -60,6 +61,7 @@ def test_report_sets_figures_against_limits_and_peers() -> None:
     report = page_of(values_of(figures())).markdown()
     assert report.startswith("# Llama-3-8B on GPU X\n")
     assert report.count("| 50% |") == 3, "decode, prefill and attention"
+    assert report.count("| 25% |") == 1, "decode with penalties"
     assert "copy 4.00 TB/s (read and written), matrix products 800 TFLOP/s" in report
     assert "| mixed | inflight | 600 | 10.0 | 150.0 / 199.0 | 15.0 / 19.9 | 0.20 |" in report
     assert "| mixed | transformers, continuous | 200 | 30.0 | – | – | – |" in report

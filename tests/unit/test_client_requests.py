@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,9 +72,52 @@ def test_a_keyword_of_each_shape_lands_in_its_field() -> None:
     assert request.output.HasField("text")
 
 
+SCHEMA = {"type": "object", "properties": {"b": {"const": "é"}, "a": {}}}
+SCHEMA_TEXT = '{"type": "object", "properties": {"b": {"const": "é"}, "a": {}}}'
+
+
+class Described:
+    """As pydantic's models are."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        return SCHEMA
+
+
+def test_a_json_schema_is_a_value_a_text_a_file_or_that_of_a_class(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(SCHEMA_TEXT, encoding="utf-8")
+    for schema in (SCHEMA, SCHEMA_TEXT, file, Described):
+        assert build(json_schema=schema).constraint == types_pb2.Constraint(json_schema=SCHEMA_TEXT)
+    with pytest.raises(FileNotFoundError):
+        build(json_schema=tmp_path / "none.json")
+
+
+def test_other_constraints_land_in_their_fields() -> None:
+    assert build(json_object=True, max_whitespace=0).constraint == types_pb2.Constraint(
+        json_object=True, max_whitespace=0
+    )
+    assert not build(json_object=False, regex=None).HasField("constraint")
+    assert build(regex="a+").constraint.regex == "a+"
+    assert build(grammar="start: A").constraint.grammar == "start: A"
+    assert list(build(choice=["a", "b"]).constraint.choice.choices) == ["a", "b"]
+    assert build(choice=[]).constraint.WhichOneof("kind") == "choice"  # the server refuses it
+
+
+def test_more_than_one_constraint_is_refused() -> None:
+    with pytest.raises(TypeError, match="give one of json_schema and regex"):
+        build(regex="a", json_schema={})
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
+        ({"json_schema": 3}, "json_schema"),
+        ({"json_schema": {"const": object()}}, "json_schema"),
+        ({"choice": "yes"}, "choice"),
+        ({"choice": [1]}, "choice"),
+        ({"json_object": "yes"}, "json_object"),
+        ({"max_whitespace": -1}, "max_whitespace"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"seed": -1}, "seed"),
         ({"temperature": "hot"}, "temperature"),

@@ -35,12 +35,12 @@ TIMEOUT_S = 20
 class WatchedStep:
     """A step that can be kept from ending, and that can fail."""
 
-    allows_next = True
     began_s: float
     ended_s: float
     sampled_ids: tuple[int | None, ...]
     gate: threading.Event
     error: Exception | None = None
+    allows_next: bool = True
 
     def result(self) -> tuple[int | None, ...]:
         """See `PendingStep`."""
@@ -66,6 +66,8 @@ class WatchedDevice:
         self.failing_launches: dict[int, Exception] = {}
         # What steps return in place of their tokens.
         self.returning: dict[int, tuple[int | None, ...]] = {}
+        # Steps that must be read before the next one is planned.
+        self.blocking: set[int] = set()
         self.num_launched = 0
 
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -81,7 +83,7 @@ class WatchedDevice:
         sampled_ids: tuple[int | None, ...] = () if error is not None else self._device.run(plan)
         sampled_ids = self.returning.get(int(began_s), sampled_ids)
         self.launched.put(plan)
-        return WatchedStep(began_s, began_s + 1, sampled_ids, self.gate, error)
+        return WatchedStep(began_s, began_s + 1, sampled_ids, self.gate, error, began_s not in self.blocking)
 
     def close(self) -> None:
         """See `StepRunner`."""
@@ -176,6 +178,16 @@ def test_device_gets_its_next_step_before_the_last_is_read_only_with_overlap(loo
             loop.device.launched.get(timeout=0.05)
     loop.device.gate.set()
     assert len(loop.run_until_ended(1)["a"][0]) == 3
+
+
+def test_step_that_does_not_allow_the_next_one_is_read_first(loop: Loop) -> None:
+    loop.device.blocking.add(1)
+    loop.engine.submit(make_sequence("a", [1], max_tokens=4))
+
+    assert len(loop.run_until_ended(1)["a"][0]) == 4
+
+    carries = [loop.device.launched.get_nowait().carries[0] for _ in range(4)]
+    assert carries == [False, loop.engine.overlaps, False, loop.engine.overlaps]
 
 
 def test_cancelled_in_flight_ends_without_a_token(loop: Loop) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from common.kv_size import KvBudget, num_host_kv_blocks, num_kv_blocks
 from common.machine import num_available_memory_bytes, num_usable_cores
+from common.protocol import MAX_GRAMMAR_BYTES
 from common.settings import SettingError
 from executor.serving.submission import SubmissionError, SubmissionLimits, sequence_from_submit
 from inflight.v1 import executor_pb2, types_pb2
@@ -83,6 +84,9 @@ def test_a_temperature_near_0_is_greedy_in_every_backend(temperature: float, exp
         {"sampling": types_pb2.SamplingParams(top_p=0.0)},
         {"sampling": types_pb2.SamplingParams(top_k=-1)},
         {"num_top_logprobs": 21},
+        {"num_prompt_logprobs": 21},
+        {"constraint": executor_pb2.GrammarConstraint(grammar="{}", hash=b"not its SHA-256")},
+        {"constraint": executor_pb2.GrammarConstraint(grammar="{" * (MAX_GRAMMAR_BYTES + 1))},
     ],
 )
 def test_impossible_submit_is_invalid(changes: dict[str, object]) -> None:
@@ -96,8 +100,6 @@ def test_impossible_submit_is_invalid(changes: dict[str, object]) -> None:
     [
         {"num_choices": 2},
         {"sampling": types_pb2.SamplingParams(typical_p=0.5)},
-        {"num_prompt_logprobs": 2},
-        {"constraint": executor_pb2.GrammarConstraint(grammar="{}")},
     ],
 )
 def test_what_is_not_built_is_unsupported(changes: dict[str, object]) -> None:

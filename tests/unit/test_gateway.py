@@ -95,6 +95,57 @@ def test_what_is_left_out_is_left_to_the_model() -> None:
     assert completion().requests[0].stopping.max_tokens == 16
 
 
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "null"}}}
+SCHEMA_TEXT = json.dumps(SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+         {"json_schema": SCHEMA_TEXT}),
+        ({"response_format": {"type": "json_schema",
+                              "json_schema": {"name": "x", "schema": SCHEMA, "strict": False, "description": "d"}}},
+         {"json_schema": SCHEMA_TEXT}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA_TEXT}),
+        ({"structured_outputs": {"json": SCHEMA_TEXT, "disable_any_whitespace": True}},
+         {"json_schema": SCHEMA_TEXT, "max_whitespace": 0}),
+        ({"structured_outputs": {"json_object": True, "disable_fallback": True}}, {"json_object": True}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": {"choices": ["a", "b"]}}),
+        ({"structured_outputs": {"grammar": "start: A"}}, {"grammar": "start: A"}),
+        ({"guided_json": SCHEMA}, {"json_schema": SCHEMA_TEXT}),
+        ({"guided_json": SCHEMA_TEXT}, {"json_schema": SCHEMA_TEXT}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": {"choices": ["a", "b"]}}),
+        ({"guided_choice": []}, {"choice": {}}),  # the router refuses it
+        ({"guided_grammar": "start: A"}, {"grammar": "start: A"}),
+    ],
+)  # fmt: skip
+def test_forms_of_the_output_are_constraints(fields: dict[str, Any], constraint: dict[str, Any]) -> None:
+    for ask in (chat(**fields), completion(**fields)):
+        assert ask.requests[0].constraint == types_pb2.Constraint(**constraint)
+    assert not chat(response_format={"type": "text"}).requests[0].HasField("constraint")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+         "constraint.json_schema", "response_format.json_schema.schema"),
+        ({"structured_outputs": {"choice": ["a"]}}, "constraint.choice.choices", "structured_outputs.choice"),
+        ({"guided_regex": "("}, "constraint.regex", "guided_regex"),
+    ],
+)  # fmt: skip
+def test_refused_form_is_named_as_the_client_named_it(fields: dict[str, Any], field: str, param: str) -> None:
+    error = InflightError(
+        grpc.StatusCode.INVALID_ARGUMENT, "…", reason="INVALID_FIELD", fields=(FieldError(field, "bad"),)
+    )
+    refusal = from_router(error, "messages", chat(**fields).renamed)
+    assert (refusal.status, refusal.param, refusal.text) == (400, param, f"{param}: bad")
+
+
 def test_messages_keep_roles_parts_and_calls() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -157,7 +208,19 @@ def test_a_stream_goes_on_without_its_client_only_where_that_is_asked_for() -> N
     [
         ({"foo": 1}, "foo"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+         "response_format.json_schema.schema"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"json": 3}}, "structured_outputs.json"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          "messages[0].content[0].type"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
@@ -200,7 +263,7 @@ def test_prompts_that_are_none_are_refused(prompt: Any) -> None:
     assert refused.value.status == 400
 
 
-@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 2}])
+@pytest.mark.parametrize("fields", [{"suffix": "x"}, {"best_of": 2}])
 def test_unsupported_parameters_of_completions_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
         completion(**fields)
@@ -219,6 +282,7 @@ def test_unsupported_parameters_are_taken_where_they_ask_for_nothing() -> None:
 def test_event_ids_say_where_the_client_is() -> None:
     places = [
         Place("key-1", "t_1-", 5, 17), Place("a.b:c", "t2", 0, 0, has_finished=True), Place("d", "t3", 2, 9, False, 4),
+        Place("e", "t4", 0, 0, False, 0, 7),
     ]  # fmt: skip
     answer = AnswerId("chatcmpl-12", 1700000000)
     text = event_id(answer, places)

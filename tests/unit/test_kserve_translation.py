@@ -199,12 +199,14 @@ def test_refusal_names_what_the_client_sent(inputs: tuple[Tensor, ...], fields: 
 def test_every_name_is_read(name: str) -> None:
     """It changes what is asked for, or is refused by its name, or its own value says that there is nothing to do."""
     option = next(option for option in OPTIONS if name in option.names)
-    value = VALUES[option.kind]
+    value = b"json" if name == "guided_decoding_guide_type" else VALUES[option.kind]
     sent = [one(name, option.datatype, value)]
     if option.names[0] == "input_lengths":
         sent.append(one("input_ids", "INT32", 1, 2))
     elif option.names[0] not in ("text_input", "input_ids"):
         sent.append(PROMPT)
+    if option.names[0] == "guided_decoding_guide":
+        sent.append(one("guided_decoding_guide_type", BYTES, b"regex"))
     without_effect = {"pad_id", "beam_width", "length_penalty", "early_stopping", "skip_special_tokens"}
     without_effect.add("exclude_input_in_output")
     inference = translated_or_refused(inference_request(*sent))
@@ -354,3 +356,44 @@ async def test_log_probabilities_that_are_not_known_any_more_are_no_numbers() ->
     assert math.isnan(second)
     assert math.isnan(response["cum_log_probs"][0])
     assert json.loads(response["logprobs"][0])[1] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "constraint"),
+    [
+        ("json", "", types_pb2.Constraint(json_object=True)),
+        ("json_schema", '{"type": "null"}', types_pb2.Constraint(json_schema='{"type": "null"}')),
+        ("regex", "a+", types_pb2.Constraint(regex="a+")),
+        ("lark_grammar", "start: A", types_pb2.Constraint(grammar="start: A")),
+    ],
+)
+def test_guides_of_tensorrt_llm_are_constraints(kind: str, guide: str, constraint: types_pb2.Constraint) -> None:
+    type_tensor = one("guided_decoding_guide_type", BYTES, kind.encode())
+    assert generated(type_tensor, one("guided_decoding_guide", BYTES, guide.encode())).constraint == constraint
+    as_json = vllm(guided_decoding_guide_type=kind, **({"guided_decoding_guide": guide} if guide else {}))
+    assert generated(as_json).constraint == constraint
+    empty = one("guided_decoding_guide_type", BYTES, b""), one("guided_decoding_guide", BYTES, b"")
+    assert not generated(*empty).HasField("constraint")
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "named"),
+    [
+        (b"ebnf_grammar", b"root ::= a", "guided_decoding_guide_type"),
+        (b"", b"a", "guided_decoding_guide_type"),
+        (b"regex", b"", "guided_decoding_guide"),
+        (b"json", b"{}", "guided_decoding_guide"),
+        (b"regex", b"\xff", "guided_decoding_guide"),
+    ],
+)
+def test_guide_that_is_none_of_ours_is_refused_by_name(kind: bytes, guide: bytes, named: str) -> None:
+    tensors = one("guided_decoding_guide_type", BYTES, kind), one("guided_decoding_guide", BYTES, guide)
+    assert refusal(PROMPT, *tensors).startswith(f"inputs[{named}]: ")
+
+
+def test_refused_schema_is_told_as_the_guide() -> None:
+    names = translated(
+        one("guided_decoding_guide_type", BYTES, b"json_schema"), one("guided_decoding_guide", BYTES, b"{}")
+    ).client_names
+    error = in_client_words(invalid(FieldViolation("constraint.json_schema", "is not JSON")), names)
+    assert error.description == "inputs[guided_decoding_guide]: is not JSON"

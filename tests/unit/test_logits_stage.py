@@ -67,7 +67,7 @@ class Case:
 
     @property
     def sampling(self) -> Sampling:
-        values = {"temperature": 0.6, "min_p": 0.05, "top_k": 9, "top_p": 0.8}
+        values: Any = {"temperature": 0.6, "min_p": 0.05, "top_k": 9, "top_p": 0.8}
         return replace(Sampling(1.0, 0, 1.0, 0), **{name: values[name] for name in self.features & set(values)})
 
     def ids(self) -> tuple[list[int], list[int]]:
@@ -84,8 +84,9 @@ class Case:
 def theirs(case: Case) -> Tensor:
     """What transformers makes of the logits, in our order of the processors."""
     (prompt, output), processors, sampling = case.ids(), case.processors, case.sampling
+    bias: Any = {(token_id,): value for token_id, value in BIAS.items()}
     chain: dict[str, LogitsProcessor] = {
-        "bias": SequenceBiasLogitsProcessor({(token_id,): value for token_id, value in BIAS.items()}),
+        "bias": SequenceBiasLogitsProcessor(bias),
         "repetition": RepetitionPenaltyLogitsProcessor(1.3),
         "words": NoBadWordsLogitsProcessor([list(word) for word in BAD_WORDS], eos_token_id=torch.tensor([EOS])),
         "ngrams": NoRepeatNGramLogitsProcessor(3),

@@ -63,7 +63,7 @@ async def linked(version: int) -> tuple[ExecutorLink, Call]:
     return link, stub.call
 
 
-@pytest.mark.parametrize(("theirs", "spoken"), [(1, 1), (2, 2), (3, PROTOCOL_VERSION)])
+@pytest.mark.parametrize(("theirs", "spoken"), [(1, 1), (2, 2), (3, 3), (4, PROTOCOL_VERSION)])
 async def test_router_speaks_the_older_of_the_two_versions(theirs: int, spoken: int) -> None:
     link, call = await linked(theirs)
     assert link.is_up
@@ -74,4 +74,4 @@ async def test_executor_of_no_known_version_is_not_used_and_the_log_says_so(capl
     link, call = await linked(0)
     assert not link.is_up
     assert call.told == []
-    assert "it speaks protocol version 0, this router 1 to 2" in caplog.text
+    assert "it speaks protocol version 0, this router 1 to 3" in caplog.text

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from common.errors import Reason, RequestError
-from executor.scheduler.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping
+from executor.scheduler.sequence import FinishEvent, FinishReason, Sampling, Sequence, Stopping, TokenLogprobs
 from executor.serving import router_session as sessions
 from executor.serving.router_session import Session
 from inflight.v1 import executor_pb2, types_pb2
@@ -212,6 +212,42 @@ async def test_more_tokens_than_a_message_holds_leave_in_several_frames(monkeypa
     assert [list(step.offsets) for step in steps] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [len(step.finished) for step in steps] == [0, 0, 1]
     assert is_waiting(session)
+
+
+async def test_scores_of_prompts_leave_before_the_tokens_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executor.serving.router_session.MAX_FRAME_PROMPT_LOGPROBS", 128)
+    session = Session("router", 1, 64)
+    sequence = make_sequence("a")
+    sequence.token_ids = [i % 7 for i in range(300)]
+    sequence.prompt_logprobs = [TokenLogprobs(-0.5, (3,), (-0.5,), 1)] * 299
+    session.accept(sequence)
+    session.score(sequence, 0, 299)
+    session.token(sequence, 0, 5)
+    session.finish(FinishEvent(sequence, FinishReason.LENGTH))
+
+    steps = [(await take(session)).step for _ in range(3)]
+
+    assert [sum(len(one.values) for one in step.prompt_logprobs) for step in steps] == [128, 128, 43]
+    assert [one.position for step in steps for one in step.prompt_logprobs] == [1, 65, 129, 193, 257]
+    ids = [values.chosen.token_id for step in steps for one in step.prompt_logprobs for values in one.values]
+    assert ids == sequence.token_ids[1:]
+    assert [list(step.token_ids) for step in steps] == [[], [], [5]]
+    assert [len(step.finished) for step in steps] == [0, 0, 1]
+    assert is_waiting(session)
+
+
+async def test_scores_of_prompts_count_among_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_WAITING_TOKENS", 100)
+    session = Session("router", 1, 64)
+    sequence = make_sequence("a")
+    sequence.token_ids, sequence.prompt_logprobs = [1] * 6, [TokenLogprobs(-0.5, (), (), 1)] * 5
+    session.accept(sequence)
+    session.score(sequence, 0, 5)
+    waiting = asyncio.create_task(session.has_room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await take(session)
+    await asyncio.wait_for(waiting, 5)
 
 
 async def test_closed_session_ends_behind_what_is_still_to_be_sent() -> None:

@@ -60,10 +60,19 @@ SUPPORTED = frozenset(
         "stopping.stop_token_ids",
         "stopping.include_stop",
         "stopping.ignore_eos",
+        "constraint.json_schema",
+        "constraint.json_object",
+        "constraint.regex",
+        "constraint.grammar",
+        "constraint.choice",
+        "constraint.max_whitespace",
         "output.text",
         "output.token_ids",
         "output.logprobs",
         "output.top_logprobs",
+        "output.prompt_logprobs",
+        "output.top_prompt_logprobs",
+        "output.echo",
         "priority",
         "tenant",
         "deadlines.first_token",
@@ -160,6 +169,8 @@ def request_for(path: str) -> inference_pb2.GenerateRequest:
             message.tool_calls.add(name="f")
     elif path not in ("text_bytes", "token_ids.ids"):
         request.text = "hi"
+    if path == "constraint.max_whitespace":
+        request.constraint.json_object = True
     return request
 
 

@@ -22,11 +22,13 @@ from executor.attention.backend import KvShape, LayerKv
 from executor.attention.choice import choose_backend
 from executor.gpu.runner import GpuRunner
 from executor.scheduler.limits import Batching, SchedulerLimits
+from executor.scheduler.sequence import NO_PROCESSORS, Processors
 
 BLOCK_SIZE = 16
 CONTEXT_LENGTH = 8192
 NUM_DECODE_STEPS = 50
 DTYPE = torch.bfloat16
+PENALTIES = Processors(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +92,12 @@ class GpuSession:
         backend = choose_backend("triton", self._gpu, DTYPE, [KvShape(sizes.num_kv_heads, sizes.head_dim)]).backend
         self._model = make_model(config, backend, DTYPE, self._gpu)
 
-    def decode_s(self, num_sequences: int, context: int) -> tuple[float, float]:
-        """Seconds of a step of decodes through the runner, and of the device's part alone."""
+    def decode_s(self, num_sequences: int, context: int, *, has_penalties: bool = False) -> tuple[float, float]:
+        """Seconds of a step of decodes through the runner, and of the device's part alone, without penalties."""
+        processors = PENALTIES if has_penalties else NO_PROCESSORS
         blocks_each = -(-(context + NUM_DECODE_STEPS + steps.WARM_UP_STEPS) // BLOCK_SIZE)
         with self._runner(_limits(num_sequences, 16), num_sequences * blocks_each) as runner:
-            step_s = steps.decode_step_s(runner, num_sequences, context, BLOCK_SIZE, NUM_DECODE_STEPS)
+            step_s = steps.decode_step_s(runner, num_sequences, context, BLOCK_SIZE, NUM_DECODE_STEPS, processors)
             return step_s, device.elapsed_s(partial(runner.repeat_decodes, num_sequences))
 
     def prefill_s(self, num_tokens: int) -> float:

@@ -15,30 +15,43 @@ from executor.attention.backend import AttentionBackend, LayerKv, Scoring
 from executor.engine.runner import PendingStep
 from executor.gpu.idle import idle_batch
 from executor.gpu.runner import GpuRunner
-from executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
+from executor.scheduler.sequence import NO_PROCESSORS, PlanRow, Processors, Sampling, Sequence, StepPlan, Stopping
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 WARM_UP_STEPS = 5
 
 
-def seated(num_sequences: int, num_tokens: int, first_block: int, block_size: int) -> list[Sequence]:
-    """Sequences with so many tokens, each with a seat and, from `first_block` on, blocks of its own."""
+def seated(
+    num_sequences: int, num_tokens: int, first_block: int, block_size: int, processors: Processors = NO_PROCESSORS
+) -> list[Sequence]:
+    """Sequences with so many tokens, each with a seat and, from `first_block` on, blocks of its own. Tokens that
+    penalties count are different ones."""
     num_blocks = -(-num_tokens // block_size)
     sequences = []
     for seat in range(num_sequences):
         stopping = Stopping(max_tokens=num_tokens, min_tokens=0, stop_token_ids=frozenset())
-        sequence = Sequence(f"step-{seat}", 1, [1] * num_tokens, num_tokens, GREEDY, stopping, num_blocks, None)
+        ids = [1] * num_tokens if processors == NO_PROCESSORS else list(range(num_tokens))
+        sequence = Sequence(f"step-{seat}", 1, ids, num_tokens, GREEDY, stopping, num_blocks, None)
+        sequence.processors, sequence.length_limit = processors, 2 * num_tokens
         start = first_block + seat * num_blocks
         sequence.block_table, sequence.seat = list(range(start, start + num_blocks)), seat
         sequences.append(sequence)
     return sequences
 
 
-def decode_step_s(runner: GpuRunner, num_sequences: int, context: int, block_size: int, num_steps: int) -> float:
-    """Seconds of a step of decodes that carry their tokens on, each launched before the one before is read."""
+def decode_step_s(
+    runner: GpuRunner,
+    num_sequences: int,
+    context: int,
+    block_size: int,
+    num_steps: int,
+    processors: Processors = NO_PROCESSORS,
+) -> float:
+    """Seconds of a step of decodes that carry their tokens on, each launched before the one before is read. With
+    `processors` the step before is read first."""
     # Contexts grow while this is measured; their middle is `context`.
     first = max(1, context - num_steps // 2)
-    sequences = seated(num_sequences, first + num_steps + WARM_UP_STEPS, 1, block_size)
+    sequences = seated(num_sequences, first + num_steps + WARM_UP_STEPS, 1, block_size, processors)
     pending: deque[PendingStep] = deque()
     began_s = 0.0
     for step in range(num_steps + WARM_UP_STEPS):
@@ -46,12 +59,14 @@ def decode_step_s(runner: GpuRunner, num_sequences: int, context: int, block_siz
             while pending:
                 pending.popleft().result()
             began_s = time.perf_counter()
-        rows = [PlanRow(sequence, first + step, 1, True, step > 0) for sequence in sequences]
+        rows = [PlanRow(sequence, first + step, 1, True, carries=bool(pending)) for sequence in sequences]
         plan = StepPlan.of(rows)
         if step == 0:
             plan = replace(plan, boarded=tuple(sequences))
-        pending.append(runner.launch(plan))
-        if len(pending) > 1:
+        newest = runner.launch(plan)
+        pending.append(newest)
+        num_left = int(newest.allows_next)
+        while len(pending) > num_left:
             pending.popleft().result()
     while pending:
         pending.popleft().result()

@@ -11,6 +11,7 @@ const CONSTRAINTS = {
 };
 const PHASES = {
   SEQUENCE_PHASE_STANDBY: "waiting for a seat",
+  SEQUENCE_PHASE_PREPARING: "waiting for its grammar to be compiled",
   SEQUENCE_PHASE_PREFILL: "prefill",
   SEQUENCE_PHASE_DECODE: "decode",
   SEQUENCE_PHASE_PREEMPTED: "preempted",

@@ -43,6 +43,40 @@ def test_generate_shows_how_to_ask_about_the_request_when_told(
     assert json.loads(capsys.readouterr().out)["resume_token"] == "secret"
 
 
+@pytest.mark.parametrize(
+    ("flags", "constraint"),
+    [
+        (["--json-schema", ' {"type": "null"}'], {"json_schema": ' {"type": "null"}'}),
+        (["--json-schema", "schema.json"], {"json_schema": "{}"}),
+        (["--json-object"], {"json_object": True}),
+        (["--regex", "a+"], {"regex": "a+"}),
+        (["--choice", "a", "--choice", "b"], {"choice": {"choices": ["a", "b"]}}),
+        (["--grammar", "grammar.lark"], {"grammar": 'start: "a"'}),
+        ([], None),
+    ],
+)
+def test_generate_asks_for_a_form_of_the_output(
+    flags: list[str], constraint: dict[str, Any] | None, address: str, router: ScriptedRouter, tmp_path: Path
+) -> None:
+    (tmp_path / "schema.json").write_text("{}")
+    (tmp_path / "grammar.lark").write_text('start: "a"')
+    flags = [str(tmp_path / flag) if flag.endswith((".json", ".lark")) else flag for flag in flags]
+    assert main(["generate", "hi", "--address", address, *flags]) == 0
+    (request,) = asked(router)
+    assert request.HasField("constraint") is (constraint is not None)
+    assert request.constraint == types_pb2.Constraint(**constraint or {})
+
+
+def test_two_forms_or_a_file_that_is_not_there_are_errors_of_use(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "hi", "--json-object", "--regex", "a"])
+    assert "not allowed with" in capsys.readouterr().err
+    assert main(["generate", "hi", "--address", address, "--json-schema", str(tmp_path / "none")]) == 2
+    assert "--json-schema: No such file" in capsys.readouterr().err
+
+
 def test_generate_passes_its_flags_on(address: str, router: ScriptedRouter) -> None:
     sampling = ["--temperature", "0", "--top-p", "0.5", "--top-k", "3", "--seed", "7"]
     service = ["--tenant", "acme", "--priority", "batch", "--deadline", "1.5", "--first-token-deadline", "0.5"]
@@ -58,6 +92,37 @@ def test_generate_passes_its_flags_on(address: str, router: ScriptedRouter) -> N
     assert request.priority == types_pb2.PRIORITY_CLASS_BATCH
     assert request.deadlines.total.ToMilliseconds() == 1500
     assert request.deadlines.first_token.ToMilliseconds() == 500
+
+
+def test_generate_prints_the_scores_of_the_prompt(
+    address: str, router: ScriptedRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def named(token_id: int, logprob: float, rank: int) -> types_pb2.TokenLogprob:
+        text = f"w{token_id}".encode()
+        return types_pb2.TokenLogprob(token_id=token_id, logprob=logprob, text_bytes=text, rank=rank)
+
+    scores = types_pb2.PositionLogprobs(chosen=named(7, -1.5, 2), top=[named(8, -0.5, 1)])
+    logprobs = [types_pb2.PositionLogprobs(), scores]
+    prompt = inference_pb2.Prompt(token_ids=[6, 7], logprobs=logprobs, first_text_bytes=b"w6")
+    told = inference_pb2.StreamEvent(prompt=prompt)
+    router.script = lambda request, context: iter([accepted(), told, *speak(WORDS)])
+    flags = ["--raw", "--echo", "--prompt-logprobs", "1", "--address", address]
+    assert main(["generate", "hi", *flags]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split() for line in lines[:2]] == [["'w6'"], ["-1.500", "2", "'w7'", "('w8'", "-0.500)"]]
+    (request,) = asked(router)
+    assert (request.output.echo, request.output.prompt_logprobs, request.output.top_prompt_logprobs) == (True, True, 1)
+    assert main(["generate", "hi", "--json", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt_logprobs"] == [
+        {"token_id": 6},
+        {
+            "token_id": 7,
+            "text": "w7",
+            "logprob": -1.5,
+            "rank": 2,
+            "top": [{"token_id": 8, "text": "w8", "logprob": -0.5, "rank": 1}],
+        },
+    ]
 
 
 def test_generate_passes_penalties_biases_and_bad_words_on(address: str, router: ScriptedRouter) -> None:

@@ -1,0 +1,181 @@
+"""Compiling of constraints for requests, outside the event loop.
+
+A constraint that no other request had before goes to a compiling process; its grammar or its refusal is remembered.
+Processes start with the first constraint, because a router without constraints should not pay for them: a process
+takes some tenths of a second to start and 30 MiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight.v1 import types_pb2
+from router.api.tokenizer_turns import TokenizerTurns
+from router.constraint.process import (
+    CompilerFailedError,
+    CompilerLostError,
+    CompilerTimeoutError,
+    CompilingProcess,
+)
+from router.constraint.source import (
+    DEFAULT_MAX_WHITESPACE,
+    MAX_CHOICES,
+    MAX_CONSTRAINT_BYTES,
+    MAX_REGEX_BYTES,
+    MAX_WHITESPACE,
+    ConstraintError,
+    ConstraintSource,
+)
+from router.request.errors import RETRY_AFTER_MS
+
+# One per tenant at a time, so that a tenant whose constraints take long does not hold both.
+NUM_PROCESSES = 2
+# Text of one tenant that may wait for a process.
+MAX_WAITING_BYTES = 16 * MAX_CONSTRAINT_BYTES
+# Text of constraints, grammars and refusals that are remembered.
+MAX_REMEMBERED_BYTES = 16 * 1024 * 1024
+
+KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
+
+
+def constraint_violations(constraint: types_pb2.Constraint) -> Iterator[FieldViolation]:
+    """Yields what is wrong with a constraint, as far as its size and shape show."""
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        yield FieldViolation("constraint", f"is empty; exactly one of {', '.join(KINDS)} is needed")
+        return
+    if constraint.max_whitespace > MAX_WHITESPACE:
+        text = f"is {constraint.max_whitespace}; at most {MAX_WHITESPACE} is allowed"
+        yield FieldViolation("constraint.max_whitespace", text)
+    if constraint.HasField("max_whitespace") and not kind.startswith("json_"):
+        yield FieldViolation("constraint.max_whitespace", f"has no effect on {kind}; it belongs to JSON")
+    if kind == "json_object":
+        if not constraint.json_object:
+            yield FieldViolation("constraint.json_object", "is false; must be true, or not set")
+    elif kind == "choice":
+        yield from _choice_violations(constraint.choice)
+    else:
+        yield from _text_violations(f"constraint.{kind}", getattr(constraint, kind), kind)
+
+
+def _choice_violations(choice: types_pb2.ChoiceList) -> Iterator[FieldViolation]:
+    if not 1 <= len(choice.choices) <= MAX_CHOICES:
+        text = f"has {len(choice.choices)} texts; must have 1 to {MAX_CHOICES}"
+        yield FieldViolation("constraint.choice.choices", text)
+    elif sum(len(text.encode()) for text in choice.choices) > MAX_CONSTRAINT_BYTES:
+        text = f"has more than {MAX_CONSTRAINT_BYTES} bytes in all its texts"
+        yield FieldViolation("constraint.choice.choices", text)
+    elif not all(choice.choices):
+        yield FieldViolation("constraint.choice.choices", "has an empty text")
+
+
+def _text_violations(field: str, text: str, kind: str) -> Iterator[FieldViolation]:
+    most, num_bytes = MAX_REGEX_BYTES if kind == "regex" else MAX_CONSTRAINT_BYTES, len(text.encode())
+    if not 1 <= num_bytes <= most:
+        yield FieldViolation(field, f"has {num_bytes} bytes; must have 1 to {most}")
+
+
+def constraint_source(constraint: types_pb2.Constraint) -> ConstraintSource:
+    """Returns a valid constraint as plain values."""
+    kind = constraint.WhichOneof("kind")
+    if kind == "json_object":
+        texts: tuple[str, ...] = ()
+    elif kind == "choice":
+        texts = tuple(constraint.choice.choices)
+    else:
+        texts = (getattr(constraint, kind),)
+    given = constraint.HasField("max_whitespace")
+    return ConstraintSource(kind, texts, constraint.max_whitespace if given else DEFAULT_MAX_WHITESPACE)
+
+
+class Constraining:
+    """Turns constraints into grammars, for all models. All calls come from one event loop."""
+
+    def __init__(self, start: Callable[[], CompilingProcess] = CompilingProcess) -> None:
+        self._start = start
+        self._turns = TokenizerTurns(NUM_PROCESSES, MAX_WAITING_BYTES, "compile")
+        # Processes without work. A thread takes one and puts it back: never more than there are threads.
+        self._idle: list[CompilingProcess] = []
+        # By the constraint's text: its grammar, or why there is none. The least recently used is first.
+        self._results: OrderedDict[str, str | ConstraintError] = OrderedDict()
+        self._remembered_bytes = 0
+        # Equal constraints that come together are compiled once.
+        self._compiling: dict[str, asyncio.Task[str | ConstraintError]] = {}
+
+    async def grammar(self, source: ConstraintSource, tenant: str) -> str:
+        """Returns the canonical grammar of a constraint. Raises `RequestError`."""
+        key = source.to_json()
+        result = self._results.get(key)
+        if result is None:
+            result = await asyncio.shield(self._compiling.get(key) or self._begin(key, source, tenant))
+        else:
+            self._results.move_to_end(key)
+        if isinstance(result, ConstraintError):
+            field = "constraint.choice.choices" if source.kind == "choice" else f"constraint.{source.kind}"
+            raise invalid(*(FieldViolation(field, violation) for violation in result.violations))
+        return result
+
+    def _begin(self, key: str, source: ConstraintSource, tenant: str) -> asyncio.Task[str | ConstraintError]:
+        """Starts to compile a constraint. That goes on if the request is cancelled: the result helps the next one."""
+
+        def end(task: asyncio.Task[str | ConstraintError]) -> None:
+            del self._compiling[key]
+            if not task.cancelled() and task.exception() is None:
+                self._remember(key, task.result())
+
+        task = asyncio.create_task(self._turns.run(tenant, len(key), lambda: self._compile(source)))
+        self._compiling[key] = task
+        task.add_done_callback(end)
+        return task
+
+    def _compile(self, source: ConstraintSource) -> str | ConstraintError:
+        """Compiles in a process. Blocks. Raises `RequestError` if that says nothing about the constraint."""
+        try:
+            return self._ask(source)
+        except ConstraintError as error:
+            return error
+        except CompilerFailedError:
+            raise RequestError(Reason.INTERNAL, "the constraint could not be compiled") from None
+        except CompilerLostError:
+            text = "the process that compiles constraints was ended; try again"
+        except CompilerTimeoutError:
+            text = "the constraint was not compiled in time: the router is overloaded; try again"
+        raise RequestError(Reason.QUEUE_FULL, text, retry_after_ms=RETRY_AFTER_MS, quota="compiling of constraints")
+
+    def _ask(self, source: ConstraintSource) -> str:
+        process = self._take()
+        try:
+            return process.compile(source)
+        except CompilerLostError:
+            process = self._start()
+            return process.compile(source)
+        finally:
+            self._put(process)
+
+    def _take(self) -> CompilingProcess:
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_alive:
+                return process
+            process.close()
+        return self._start()
+
+    def _put(self, process: CompilingProcess) -> None:
+        """Keeps a process. Replaces one that has ended at once, so that the next constraint need not wait for that."""
+        if not process.is_alive:
+            process.close()
+            process = self._start()
+        self._idle.append(process)
+
+    def _remember(self, key: str, result: str | ConstraintError) -> None:
+        self._results[key] = result
+        self._remembered_bytes += _num_bytes(key, result)
+        while self._remembered_bytes > MAX_REMEMBERED_BYTES:
+            self._remembered_bytes -= _num_bytes(*self._results.popitem(last=False))
+
+
+def _num_bytes(key: str, result: str | ConstraintError) -> int:
+    return len(key) + len(str(result))

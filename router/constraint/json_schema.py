@@ -1,0 +1,291 @@
+"""Canonical JSON schemas: only what llguidance enforces, in draft 2020-12.
+
+The compiler refuses some keywords and silently ignores others. Here every keyword is either supported, an annotation,
+which is dropped, or refused by name; so is every format. A canonical schema says the same as the client's schema and
+has no annotations, so equal constraints have equal texts. References lead only to schemas that were checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+from router.constraint.ecma_pattern import PatternError, rust_pattern
+from router.constraint.json_text import shortened
+
+Schema = dict[str, Any] | bool
+
+DIALECTS = {
+    "https://json-schema.org/draft/2020-12/schema": 2020,
+    "https://json-schema.org/draft/2019-09/schema": 2019,
+    "http://json-schema.org/draft-07/schema": 7,
+    "http://json-schema.org/draft-06/schema": 6,
+}
+NEWEST = 2020
+# In these, `items` may be a list.
+LAST_WITH_ITEM_LISTS = 2019
+# In these, keywords beside `$ref` have no effect.
+LAST_WITH_LONE_REFERENCES = 7
+
+TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+FORMATS = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
+# The compiler's own forms of these accept the 30th of February, leap seconds at any time of day, and names of any
+# length. Leap seconds are left out here, and hyphens in a row within a name: validators differ about both.
+_DAY = (
+    r"(?:[1-9]\d{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|"
+    r"02-(?:0[1-9]|1\d|2[0-8]))|(?:[1-9]\d(?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)-02-29)"
+)
+_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:[Zz]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+_LABEL = r"[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*"
+_HOST = rf"{_LABEL}(?:\.{_LABEL})*"
+_LABEL_LENGTHS = r"[^.@]{1,63}(?:\.[^.@]{1,63})*"
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]+"
+# A text has the format if it matches all patterns.
+PATTERNS_OF_FORMAT = {
+    "date": (f"^{_DAY}$",),
+    "time": (f"^{_TIME}$",),
+    "date-time": (f"^{_DAY}[Tt]{_TIME}$",),
+    "hostname": (f"^{_HOST}$", f"^{_LABEL_LENGTHS}$", "^[^@]{1,253}$"),
+    "email": (
+        rf"^{_ATOM}(?:\.{_ATOM})*@{_HOST}$",
+        rf"^[^@]{{1,64}}@{_LABEL_LENGTHS}$",
+        r"^[^@]{1,64}@[^@]{1,189}$",
+    ),
+}
+ANNOTATIONS = frozenset(
+    {
+        "$comment",
+        "default",
+        "deprecated",
+        "description",
+        "discriminator",
+        "example",
+        "examples",
+        "externalDocs",
+        "readOnly",
+        "title",
+        "writeOnly",
+    }
+)
+# Names of extensions, which say nothing about a value. The compiler's own would change how it reads the schema.
+EXTENSION_PREFIX = "x-"
+COMPILER_EXTENSION = "x-guidance"
+MAX_COUNT = 1_000_000
+MAX_PATTERN_CHARACTERS = 4096
+MAX_VIOLATIONS = 16
+
+ONE_SCHEMA = frozenset({"additionalProperties", "items"})
+SCHEMA_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+SCHEMA_MAPS = frozenset({"$defs", "definitions", "patternProperties", "properties"})
+
+
+def is_type(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
+
+
+def is_pattern(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_PATTERN_CHARACTERS
+
+
+_A_COUNT = (is_count, f"an integer from 0 to {MAX_COUNT}")
+_A_NUMBER = (is_number, "a number")
+VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (is_type, f"one of {', '.join(sorted(TYPES))}, or a list of them"),
+    "enum": (lambda value: isinstance(value, list) and bool(value), "a list of at least one value"),
+    "const": (lambda _: True, "any value"),
+    "required": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        "a list of names",
+    ),
+    "pattern": (is_pattern, f"a regular expression of at most {MAX_PATTERN_CHARACTERS} characters"),
+    "format": (lambda value: isinstance(value, str) and value in FORMATS, f"one of {', '.join(sorted(FORMATS))}"),
+    "minimum": _A_NUMBER,
+    "maximum": _A_NUMBER,
+    "exclusiveMinimum": _A_NUMBER,
+    "exclusiveMaximum": _A_NUMBER,
+    "multipleOf": (lambda value: is_number(value) and value > 0, "a number above 0"),
+    "minLength": _A_COUNT,
+    "maxLength": _A_COUNT,
+    "minItems": _A_COUNT,
+    "maxItems": _A_COUNT,
+    "minProperties": _A_COUNT,
+    "maxProperties": _A_COUNT,
+}
+
+
+class SchemaError(Exception):
+    """A schema that is not supported. Each text completes a sentence that begins with its field."""
+
+    def __init__(self, violations: list[str]) -> None:
+        super().__init__("; ".join(violations))
+        self.violations = violations
+
+
+def canonical_schema(schema: Any) -> dict[str, Any]:
+    """Returns the canonical form of a schema. Raises `SchemaError`."""
+    walk = _Walk(_dialect(schema))
+    canonical = walk.schema(schema, "")
+    walk.check_references()
+    if walk.violations:
+        raise SchemaError(walk.violations)
+    return {} if canonical is True else canonical if isinstance(canonical, dict) else {"enum": []}
+
+
+def _dialect(schema: Any) -> int:
+    named = schema.get("$schema") if isinstance(schema, dict) else None
+    if named is None:
+        return NEWEST
+    if not isinstance(named, str) or named.removesuffix("#") not in DIALECTS:
+        raise SchemaError([f"has an unknown `$schema`; must be one of {', '.join(DIALECTS)}, or not set"])
+    return DIALECTS[named.removesuffix("#")]
+
+
+class _Walk:
+    """One pass over a schema. `violations` are its unsupported places."""
+
+    def __init__(self, dialect: int) -> None:
+        self.violations: list[str] = []
+        self._dialect = dialect
+        self._places: set[str] = set()
+        self._references: list[tuple[str, str]] = []
+
+    def schema(self, schema: Any, place: str) -> Schema:
+        """Returns the canonical form of the schema at a JSON pointer."""
+        self._places.add(place)
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            self._refuse(f"is not a schema{_at(place)}: must be an object, true or false")
+            return True
+        canonical: dict[str, Any] = {}
+        for keyword, value in self._effective(schema).items():
+            self._keyword(keyword, value, place, canonical)
+        self._old_items(schema, place, canonical)
+        self._check_min_properties(canonical, place)
+        _replace_format(canonical)
+        return canonical
+
+    def check_references(self) -> None:
+        """Refuses references to places that are not schemas."""
+        for reference, place in self._references:
+            if unquote(reference.removeprefix("#")) not in self._places:
+                text = "must be # or a JSON pointer to a schema of this text, such as #/$defs/name"
+                self._refuse(f"has `$ref` {shortened(reference)}{_at(place)}: {text}")
+
+    def _effective(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Returns the keywords that have an effect."""
+        if "$ref" in schema and self._dialect <= LAST_WITH_LONE_REFERENCES:
+            return {name: schema[name] for name in ("$ref", "$defs", "definitions") if name in schema}
+        return schema
+
+    def _keyword(self, keyword: str, value: Any, place: str, canonical: dict[str, Any]) -> None:
+        inside = f"{place}/{_escaped(keyword)}"
+        if keyword == "items" and isinstance(value, list) and self._dialect <= LAST_WITH_ITEM_LISTS:
+            return
+        if keyword in ONE_SCHEMA:
+            canonical[keyword] = self.schema(value, inside)
+        elif keyword in SCHEMA_LISTS:
+            canonical[keyword] = self._list(keyword, value, inside)
+        elif keyword in SCHEMA_MAPS:
+            canonical[keyword] = self._map(keyword, value, inside)
+        elif keyword in VALUES:
+            self._value(keyword, value, place, canonical)
+        elif keyword == "$ref":
+            self._reference(value, place)
+            canonical[keyword] = value
+        elif not self._is_annotation(keyword, place):
+            self._refuse(f"has the keyword `{keyword}`{_at(place)}, which is not supported")
+
+    def _is_annotation(self, keyword: str, place: str) -> bool:
+        """Returns whether a keyword says nothing about values. An id of a part would change what references mean."""
+        if keyword in {"$schema", "$id"}:
+            return place == ""
+        if keyword == "additionalItems":
+            return self._dialect <= LAST_WITH_ITEM_LISTS  # see `_old_items`
+        return keyword in ANNOTATIONS or (keyword.startswith(EXTENSION_PREFIX) and keyword != COMPILER_EXTENSION)
+
+    def _old_items(self, schema: dict[str, Any], place: str, canonical: dict[str, Any]) -> None:
+        """Translates a list of `items`, and `additionalItems`, which has an effect only beside one."""
+        if self._dialect > LAST_WITH_ITEM_LISTS or not isinstance(schema.get("items"), list) or "$ref" in canonical:
+            return
+        canonical["prefixItems"] = self._list("items", schema["items"], f"{place}/items")
+        if "additionalItems" in schema:
+            canonical["items"] = self.schema(schema["additionalItems"], f"{place}/additionalItems")
+
+    def _check_min_properties(self, canonical: dict[str, Any], place: str) -> None:
+        """Refuses a minimum that repeated names could seem to reach. The compiler repeats no name of `properties` or
+        `required`, but knows no names beyond them, so at most one such property counts."""
+        required, least = canonical.get("required", ()), canonical.get("minProperties", 0)
+        if least > len(set(required)) + 1:
+            text = "must be at most the number of names in `required` plus 1; a larger minimum is not supported"
+            self._refuse(f"has `minProperties` {least}{_at(place)}: {text}")
+
+    def _list(self, keyword: str, value: Any, place: str) -> list[Schema]:
+        if not isinstance(value, list) or not value:
+            self._refuse(f"has `{keyword}`{_at(place)}: must be a list of at least one schema")
+            return [True]
+        return [self.schema(part, f"{place}/{index}") for index, part in enumerate(value)]
+
+    def _map(self, keyword: str, value: Any, place: str) -> dict[str, Schema]:
+        if not isinstance(value, dict):
+            self._refuse(f"has `{keyword}`{_at(place)}: must be an object of schemas")
+            return {}
+        is_by_pattern = keyword == "patternProperties"
+        return {
+            self._pattern(name, place) if is_by_pattern else name: self.schema(part, f"{place}/{_escaped(name)}")
+            for name, part in value.items()
+        }
+
+    def _value(self, keyword: str, value: Any, place: str, canonical: dict[str, Any]) -> None:
+        is_allowed, allowed = VALUES[keyword]
+        if is_allowed(value):
+            canonical[keyword] = self._pattern(value, place) if keyword == "pattern" else value
+        else:
+            self._refuse(f"has `{keyword}` {shortened(str(value))}{_at(place)}: must be {allowed}")
+
+    def _pattern(self, pattern: str, place: str) -> str:
+        try:
+            return rust_pattern(pattern)
+        except PatternError as error:
+            self._refuse(f"has the pattern {shortened(pattern)}{_at(place)}, which {error}")
+            return pattern
+
+    def _reference(self, value: Any, place: str) -> None:
+        if isinstance(value, str):
+            self._references.append((value, place))
+        else:
+            self._refuse(f"has a `$ref`{_at(place)} that is not a text")
+
+    def _refuse(self, violation: str) -> None:
+        if len(self.violations) < MAX_VIOLATIONS:
+            self.violations.append(violation)
+
+
+def _replace_format(canonical: dict[str, Any]) -> None:
+    """Replaces a format that the compiler takes too widely by exact patterns."""
+    patterns = PATTERNS_OF_FORMAT.get(canonical.get("format", ""))
+    if patterns is None:
+        return
+    del canonical["format"]
+    if "pattern" not in canonical:
+        canonical["pattern"], patterns = patterns[0], patterns[1:]
+    if patterns:
+        canonical["allOf"] = [*canonical.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _at(place: str) -> str:
+    return f" at {shortened(place)}" if place else " at the root"

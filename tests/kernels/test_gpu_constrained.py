@@ -1,0 +1,54 @@
+"""Constrained rows on the GPU runner, under Triton's interpreter, beside others: the tokens of the generic runner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from executor.gpu.runner import GpuRunner
+from executor.model.runner import ModelRunner
+from executor.scheduler.sequence import Processors, Sequence
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, load, outputs
+from tests.small_vocabulary import EOS_ID, OTHER_EOS_ID, VOCABULARY_SIZE, schema_grammar
+from tests.tiny_models import save_model, sizes
+from tests.torch_threads import torch_threads
+from tests.unit.test_constrained import make
+
+GRAMMARS = (
+    schema_grammar({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 5}),
+    None,
+    schema_grammar({"type": "string", "maxLength": 12}),
+    schema_grammar({"type": ["boolean", "null"]}),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(**sizes(num_hidden_layers=1, vocab_size=VOCABULARY_SIZE, eos_token_id=[EOS_ID, OTHER_EOS_ID]))
+    return save_model(config, tmp_path_factory.mktemp("model") / "tiny")
+
+
+def requests() -> list[Sequence]:
+    """More than there are seats, one of them with penalties besides its grammar."""
+    sequences = [make(f"r{i}", grammar, i, max_tokens=14) for i, grammar in enumerate(GRAMMARS)]
+    sequences[2].processors = Processors(presence_penalty=1.0, bad_words=((20,),))
+    return sequences
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_constrained_rows_beside_others_are_those_of_the_generic_runner(folder: Path, num_ahead: int) -> None:
+    expected = outputs(ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), requests(), num_ahead=0)
+    model = load(folder, "triton")
+    assert model.gpu_decoder is not None
+    runner = GpuRunner(model.gpu_decoder, model.kv, LIMITS, BLOCK_SIZE)
+    assert outputs(runner, requests(), num_ahead=num_ahead) == expected
+    assert all(expected)

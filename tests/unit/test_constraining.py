@@ -1,0 +1,184 @@
+"""Constraints of requests on their way to executors: compiling processes, what they cost, and what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from typing import Any, cast
+
+import pytest
+
+from common.errors import Reason, RequestError
+from common.grammar import grammar_hash
+from inflight.v1 import executor_pb2, inference_pb2, types_pb2
+from router.api.constraining import Constraining
+from router.constraint.process import TOO_LARGE, TOO_LONG, CompilerTimeoutError, CompilingProcess
+from router.constraint.source import ConstraintError, ConstraintSource
+from tests.cluster import token_request
+from tests.scripted_store import CallContext, ScriptedRouter, accepts, placement, settled, steps
+
+# Takes seconds of processor time in the compiler.
+COSTLY = json.dumps({"type": "integer", "multipleOf": 1_000_003})
+
+
+def schema(value: Any) -> ConstraintSource:
+    return ConstraintSource("json_schema", (json.dumps(value),))
+
+
+class CountedProcess(CompilingProcess):
+    """A compiling process; counts them and what they are asked."""
+
+    started: list[CountedProcess]
+    asked: list[ConstraintSource]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started.append(self)
+
+    def compile(self, source: ConstraintSource, timeout_s: float = 60.0) -> str:
+        self.asked.append(source)
+        return super().compile(source, timeout_s)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[CountedProcess]:
+    monkeypatch.setattr(CountedProcess, "started", [], raising=False)
+    monkeypatch.setattr(CountedProcess, "asked", [], raising=False)
+    return CountedProcess.started
+
+
+async def refusal(constraining: Constraining, source: ConstraintSource) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        await constraining.grammar(source, "t")
+    return caught.value
+
+
+async def test_processes_start_with_the_first_constraint_and_answers_are_remembered(
+    processes: list[CountedProcess],
+) -> None:
+    constraining = Constraining(CountedProcess)
+    assert processes == []
+    for _ in range(3):
+        assert "json_schema" in await constraining.grammar(ConstraintSource("json_object", ()), "t")
+        error = await refusal(constraining, schema({"not": {}}))
+        assert error.reason is Reason.INVALID_FIELD
+        assert [violation.field for violation in error.violations] == ["constraint.json_schema"]
+        assert "`not`" in str(error)
+    assert (len(processes), len(CountedProcess.asked)) == (1, 2)
+
+
+async def test_equal_constraints_that_come_together_are_compiled_once(processes: list[CountedProcess]) -> None:
+    constraining, source = Constraining(CountedProcess), schema({"type": "object"})
+    grammars = await asyncio.gather(*(constraining.grammar(source, f"t{i}") for i in range(20)))
+    assert len(set(grammars)) == 1
+    assert len(CountedProcess.asked) == 1
+
+
+async def test_cancelled_request_leaves_the_result_for_the_next(processes: list[CountedProcess]) -> None:
+    constraining, source = Constraining(CountedProcess), schema({"type": "array"})
+    first = asyncio.create_task(constraining.grammar(source, "t"))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await constraining.grammar(source, "t")
+    assert first.cancelled()
+    assert len(CountedProcess.asked) == 1
+
+
+async def test_costly_constraint_is_refused_once_and_others_go_on(processes: list[CountedProcess]) -> None:
+    constraining = Constraining(CountedProcess)
+    costly = asyncio.create_task(refusal(constraining, ConstraintSource("json_schema", (COSTLY,))))
+    assert await constraining.grammar(schema({"type": "null"}), "other tenant")
+    assert not costly.done()
+    assert TOO_LONG in str(await costly)
+    assert TOO_LONG in str(await refusal(constraining, ConstraintSource("json_schema", (COSTLY,))))
+    assert len(CountedProcess.asked) == 2
+    assert await constraining.grammar(schema({"type": "boolean"}), "t")
+
+
+async def test_killed_process_is_replaced(processes: list[CountedProcess]) -> None:
+    constraining = Constraining(CountedProcess)
+    assert await constraining.grammar(schema({"type": "null"}), "t")
+    os.kill(processes[0].pid, signal.SIGKILL)
+    assert await constraining.grammar(schema({"type": "boolean"}), "t")
+    assert len(processes) == 2
+
+
+def test_process_killed_at_work_says_nothing_about_its_constraint() -> None:
+    process = CompilingProcess()
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(CompilerTimeoutError):
+        process.compile(schema({"type": "null"}), timeout_s=0.05)
+    assert not process.is_alive
+
+
+def test_constraint_beyond_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = CompilingProcess()
+    # As after an allocation that failed.
+    os.kill(process.pid, signal.SIGABRT)
+    with pytest.raises(ConstraintError, match=TOO_LARGE):
+        process.compile(schema({"type": "null"}), timeout_s=60)
+
+
+def test_process_has_none_of_the_routers_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFLIGHT_RESUME_SECRET", "secret")
+    process = CompilingProcess()
+    process.compile(schema({}), timeout_s=60)
+    with open(f"/proc/{process.pid}/environ") as environment:
+        assert "INFLIGHT_" not in environment.read()
+    process.close()
+    assert not process.is_alive
+
+
+async def constrained(
+    end: executor_pb2.ServeResponse, stop: str = "", **fields: Any
+) -> tuple[executor_pb2.Submit, list[inference_pb2.StreamEvent]]:
+    """Serves a constrained request. Returns what its executor was told and what its client read."""
+    router, context = ScriptedRouter("m"), CallContext()
+    link, store = router.link("e0", "m"), router.stores["m"]
+    store.answers.append(placement())
+    request = token_request([1, 2], 3, model="m", request_id="r", **fields)
+    request.stopping.stop.extend([stop] if stop else ())
+    async with router.running():
+        call = asyncio.create_task(router.service.Generate(request, cast(Any, context)))
+        while not link._outbox.submits:
+            await asyncio.sleep(0.001)
+        submit = executor_pb2.Submit()
+        submit.CopyFrom(link._outbox.submits[0])
+        link.receive(accepts(1))
+        link.receive(steps(3, cached=0))
+        link.receive(end)
+        await call
+        await settled()
+    return submit, context.events
+
+
+def ended(reason: types_pb2.FinishReason, *, unfinished: bool) -> executor_pb2.ServeResponse:
+    response = steps(4, 5, offset=1, end=reason)
+    response.step.finished[0].constraint_unfinished = unfinished
+    return response
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+async def test_grammar_and_hash_go_to_the_executor_and_its_verdict_to_the_client(unfinished: bool) -> None:
+    end = ended(types_pb2.FINISH_REASON_LENGTH, unfinished=unfinished)
+    submit, events = await constrained(end, constraint={"choice": {"choices": ["yes", "no"]}})
+    assert submit.constraint.grammar == '{"grammars":[{"lark_grammar":"start: \\"yes\\" | \\"no\\""}]}'
+    assert submit.constraint.hash == grammar_hash(submit.constraint.grammar)
+    (finished,) = [event.finished for event in events if event.HasField("finished")]
+    assert finished.constraint_unfinished is unfinished
+
+
+async def test_request_without_a_constraint_has_none_and_is_not_unfinished() -> None:
+    submit, events = await constrained(ended(types_pb2.FINISH_REASON_LENGTH, unfinished=False))
+    assert not submit.HasField("constraint")
+    (finished,) = [event.finished for event in events if event.HasField("finished")]
+    assert not finished.constraint_unfinished
+
+
+async def test_output_that_the_router_ends_counts_as_unfinished() -> None:
+    end = ended(types_pb2.FINISH_REASON_LENGTH, unfinished=False)
+    _, events = await constrained(end, stop="t4", constraint={"regex": ".*"})
+    (finished,) = [event.finished for event in events if event.HasField("finished")]
+    assert (finished.stop, finished.constraint_unfinished) == ("t4", True)

@@ -170,6 +170,6 @@ async def until_running(address: str) -> None:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         while True:
             capacity = await stub.GetCapacity(inference_pb2.GetCapacityRequest())
-            if sum(executor.num_running > 0 for executor in capacity.executors) > 1:
+            if sum(executor.seats_used > 0 for executor in capacity.executors) > 1:
                 return
             await asyncio.sleep(0.01)

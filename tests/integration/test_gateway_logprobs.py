@@ -226,3 +226,15 @@ async def test_prompt_log_probabilities_have_vllms_form(redis_url: str, pool: st
         }
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.to_dict()["top_logprobs"][1] == {f"t{LONG[1]}": -LONG[1] / 8}
+
+
+async def test_every_choice_has_the_scores_of_its_prompt(redis_url: str, pool: str) -> None:
+    async with (
+        run_cluster(redis_url, pool) as cluster,
+        run_gateway(address_of(cluster)) as gateway,
+        gateway.openai() as client,
+    ):
+        asked: dict[str, Any] = {"model": pool, "prompt": [LONG, PROMPT], "max_tokens": 2, "logprobs": 1, **GREEDY}
+        answer = await client.completions.create(**asked, echo=True, n=2)
+    told = [choice.logprobs.to_dict() for choice in answer.choices if choice.logprobs is not None]
+    assert told == [echoed(LONG, 2, 1)] * 2 + [echoed(PROMPT, 2, 1)] * 2

@@ -188,3 +188,17 @@ async def test_executor_that_reports_nothing_fails_the_request_clearly(
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert "log probabilities of the prompt" in (caught.value.details() or "")
     assert ids_of(others) == expected_ids(PROMPT, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("best_of", [0, 4])
+async def test_choices_share_the_scores_of_their_prompt(redis_url: str, pool: str, best_of: int) -> None:
+    request = request_of(1, n=3, best_of=best_of)
+    request.output.echo = True
+    async with run_cluster(redis_url, pool) as cluster:
+        events = await collect(cluster.routers[0], request)
+    prompts = [event.prompt for event in events if event.HasField("prompt")]
+    assert [token_id for one in prompts for token_id in one.token_ids] == PROMPT
+    assert [values for one in prompts for values in one.logprobs] == expected(PROMPT, 1)
+    for choice in range(3):
+        text = "".join(event.delta.text for event in events if event.HasField("delta") and event.delta.choice == choice)
+        assert text == "".join(f"t{token_id}" for token_id in [*PROMPT, *expected_ids(PROMPT, NUM_TOKENS)])

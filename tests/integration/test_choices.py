@@ -337,7 +337,7 @@ async def test_prompt_is_scored_once_before_the_output_of_any_choice(redis_url: 
     prompts = [event.prompt for event in events if event.HasField("prompt")]
     assert [token_id for prompt in prompts for token_id in prompt.token_ids] == PROMPT
     assert kinds.index("delta") > max(at for at, kind in enumerate(kinds) if kind == "prompt")
-    texts = defaultdict(str)
+    texts: defaultdict[int, str] = defaultdict(str)
     for event in events:
         texts[event.delta.choice] += event.delta.text
     echoed = "".join(f"t{token}" for token in PROMPT)

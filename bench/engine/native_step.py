@@ -110,8 +110,8 @@ def measure_steps(model: PagedModel, shapes: Sequence[StepShape], rounds: int) -
     """Median seconds of each part, and of the whole step (`step`), for each shape."""
     native = model.native
     assert native is not None
-    batches = [_batch(shape) for shape in shapes]
-    model.allocate_kv(max(shape.num_sequences * _blocks_of(shape) for shape in shapes), BLOCK_SIZE)
+    batches = [batch_of(shape) for shape in shapes]
+    model.allocate_kv(max(shape.num_sequences * blocks_of(shape) for shape in shapes), BLOCK_SIZE)
     for kv in model.kv:
         kv.keys.fill_(0.01)
         kv.values.fill_(0.01)
@@ -139,12 +139,14 @@ def _row(part: str, measured_s: float, least_s: float | None) -> list[str]:
     return [part, f"{measured_s * 1e3:.2f}", shown(limit_ms, ".2f"), shown(of_limit, ".2f")]
 
 
-def _blocks_of(shape: StepShape) -> int:
+def blocks_of(shape: StepShape) -> int:
+    """Returns the blocks of one sequence."""
     return -(-shape.num_context // BLOCK_SIZE)
 
 
-def _batch(shape: StepShape) -> StepBatch:
-    blocks = _blocks_of(shape)
+def batch_of(shape: StepShape) -> StepBatch:
+    """Returns the step of a shape, over the blocks from 1 on."""
+    blocks = blocks_of(shape)
     # Blocks of different sequences take turns, as they do after some time of serving.
     tables = [
         list(range(1 + i, 1 + blocks * shape.num_sequences, shape.num_sequences)) for i in range(shape.num_sequences)

@@ -43,8 +43,9 @@ class NativeSampler:
             raise MemoryError("not enough memory for the sampler")
         weakref.finalize(self, free, self._sampler)
 
-    def sample(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
-        """Returns the token ids `[R]` int64 of `logits[R, vocabulary]` float32, which are not changed."""
+    def sample(self, logits: Tensor, sampling: SamplingBatch, *, may_change: bool = False) -> Tensor:
+        """Returns the token ids `[R]` int64 of `logits[R, vocabulary]` float32. With `may_change` the logits are
+        undefined afterwards; otherwise rows that are restricted or changed are copied first."""
         num_rows, vocabulary_size = logits.shape
         # The C++ code gets only addresses, so types and shapes are checked here.
         if logits.device.type != "cpu" or logits.dtype is not torch.float32 or vocabulary_size == 0:
@@ -71,6 +72,7 @@ class NativeSampler:
             num_rows=num_rows,
             vocabulary_size=vocabulary_size,
             row_stride=logits.stride(0),
+            may_change=may_change,
         )
         pool = None if self._pool is None else self._pool.address
         if self._sample_rows(self._sampler, pool, ctypes.byref(call)):
@@ -98,5 +100,5 @@ class _SampleCall(ctypes.Structure):
         *((name, c_void_p) for name in ("logits", "temperatures", "top_ks", "top_ps", "seeds")),
         *((name, c_void_p) for name in ("output_indices", "banned_ids", "banned_starts", "min_p_logs", "processed")),
         ("token_ids", c_void_p),
-        *((name, c_int64) for name in ("num_rows", "vocabulary_size", "row_stride")),
+        *((name, c_int64) for name in ("num_rows", "vocabulary_size", "row_stride", "may_change")),
     )

@@ -182,20 +182,21 @@ class PagedModel:
         logits = self.forward(batch)
         if before_sampling is not None:
             before_sampling()
-        sampled_ids = self._choose(logits[: sampling.num_rows], sampling)
+        sampled_ids = self.choose(logits[: sampling.num_rows], sampling)
         if not sampling.reporting:
             return sampled_ids, None
         chosen_ids = torch.cat([sampled_ids, batch.target_ids.to(sampled_ids.device)])
         return sampled_ids, step_logprobs(logits, chosen_ids, sampling.reporting)
 
-    def _choose(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    def choose(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+        """Returns the token ids `[R]` int64 of `logits[R, vocabulary]` float32; for a row without one `NO_TOKEN` or
+        `ALL_EXCLUDED`. The logits are undefined afterwards unless a row reports log probabilities."""
         if sampling.is_greedy:
             return choose_greedily(logits)
-        native = self._sampler
-        token_ids = sample(logits, sampling.rows()) if native is None else native.sample(logits, sampling)
-        if sampling.excludes and int(token_ids.min()) < 0:
-            return name_excluded(token_ids, logits)
-        return token_ids
+        if self._sampler is not None:
+            return self._sampler.sample(logits, sampling, may_change=not sampling.reporting)
+        token_ids = sample(logits, sampling.rows())
+        return name_excluded(token_ids, logits) if sampling.excludes else token_ids
 
     def _allocate(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
         return tuple(

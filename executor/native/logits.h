@@ -36,14 +36,19 @@ namespace logits {
 
 constexpr int MASK_BITS = 32;
 
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
 struct Row {
     float* logits;
     int64_t size;
-    int32_t* counts;  // [size], all 0 between changes; only for a row that counts ids
+    int32_t* counts;        // [size], all 0 between changes; only for a row that counts ids
+    bool excludes = false;  // whether a usable logit was banned
 
     bool has(int32_t id) const { return id >= 0 && id < size; }
-    void ban(int32_t id) const {
-        if (has(id)) logits[id] = -std::numeric_limits<float>::infinity();
+    void ban(int32_t id) {
+        if (!has(id)) return;
+        excludes |= logits[id] > NOTHING;
+        logits[id] = NOTHING;
     }
 };
 
@@ -75,7 +80,7 @@ inline void penalise_counts(const Row& row, const int32_t* ids, int64_t count, f
 }
 
 // Bans the ends of bad words whose beginning is the end of the output.
-inline void ban_words(const Row& row, const LogitsRow& of) {
+inline void ban_words(Row& row, const LogitsRow& of) {
     const int32_t* const end = of.ids + of.num_ids;
     const int64_t num_output = of.num_ids - of.num_prompt;
     for (int64_t i = 0; i < of.num_bad_words; ++i) {
@@ -85,7 +90,7 @@ inline void ban_words(const Row& row, const LogitsRow& of) {
 }
 
 // Bans the ends of n-grams in prompt and output whose beginning is the end of the output.
-inline void ban_ngrams(const Row& row, const int32_t* ids, int64_t count, int64_t size) {
+inline void ban_ngrams(Row& row, const int32_t* ids, int64_t count, int64_t size) {
     if (size <= 0 || size > count) return;
     const int32_t* const begin = ids + count - (size - 1);
     for (const int32_t *at = ids, *last = at + size - 1; last < ids + count; ++at, ++last) {
@@ -95,24 +100,29 @@ inline void ban_ngrams(const Row& row, const int32_t* ids, int64_t count, int64_
     }
 }
 
-inline void apply_mask(const Row& row, const int32_t* mask, int64_t num_words) {
-    constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+inline void apply_mask(Row& row, const int32_t* mask, int64_t num_words) {
     for (int64_t start = 0; start < row.size; start += MASK_BITS) {
         const int64_t index = start / MASK_BITS;
         const uint32_t word = index < num_words ? (uint32_t)mask[index] : 0;
         if (word == 0xffffffffu) continue;
         float* const some = row.logits + start;
         if (row.size - start >= MASK_BITS) {
-            for (int bit = 0; bit < MASK_BITS; ++bit) some[bit] = (word >> bit & 1) != 0 ? some[bit] : NOTHING;
+            int excluded = 0;
+            for (int bit = 0; bit < MASK_BITS; ++bit) {
+                const bool is_allowed = (word >> bit & 1) != 0;
+                excluded |= !is_allowed & (some[bit] > NOTHING);
+                some[bit] = is_allowed ? some[bit] : NOTHING;
+            }
+            row.excludes |= excluded != 0;
         } else {
             for (int bit = 0; bit < row.size - start; ++bit)
-                if ((word >> bit & 1) == 0) some[bit] = NOTHING;
+                if ((word >> bit & 1) == 0) row.ban(start + bit);
         }
     }
 }
 
 // Not inlined, so that denormals are kept during all of it.
-__attribute__((noinline)) inline void change(const Row& row, const LogitsRow& of) {
+__attribute__((noinline)) inline void change(Row& row, const LogitsRow& of) {
     add_bias(row, of);
     if (of.repetition_penalty != 1.0f) penalise_repetition(row, of.ids, of.num_ids, of.repetition_penalty);
     if (of.frequency_penalty != 0.0f || of.presence_penalty != 0.0f)
@@ -123,10 +133,12 @@ __attribute__((noinline)) inline void change(const Row& row, const LogitsRow& of
     if (of.mask != nullptr) apply_mask(row, of.mask, of.num_mask_words);
 }
 
-// Changes the logits in place. `counts[size]` is all 0 before and after; it may be null unless the row counts ids.
-inline void process(float* logits, int64_t size, const LogitsRow& of, int32_t* counts) {
+// Changes the logits in place, and returns whether a usable one was banned. `counts[size]` is all 0 before and after; it may be null unless the row counts ids.
+inline bool process(float* logits, int64_t size, const LogitsRow& of, int32_t* counts) {
     const KeepDenormals keep_denormals;
-    change({logits, size, counts}, of);
+    Row row{logits, size, counts};
+    change(row, of);
+    return row.excludes;
 }
 
 }  // namespace logits

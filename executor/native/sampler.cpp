@@ -13,7 +13,7 @@ extern "C" {
 
 // The fields of sampler.py's structure, in the same order. Columns have a number for each row.
 struct SampleCall {
-    const float* logits;           // [num_rows, vocabulary_size], not changed
+    float* logits;                 // [num_rows, vocabulary_size]
     const float* temperatures;
     const int32_t* top_ks;
     const double* top_ps;
@@ -25,6 +25,7 @@ struct SampleCall {
     const LogitsRow* const* processed;  // null for a row whose logits are not changed; null: no row's are
     int64_t* token_ids;            // output
     int64_t num_rows, vocabulary_size, row_stride;
+    int64_t may_change;  // whether the logits are not needed any more
 };
 
 }  // extern "C"
@@ -67,7 +68,7 @@ class Sampler {
         bool copies = false, restricted = false, counts_ids = false;
         for (int64_t index = 0; index < call.num_rows; ++index) {
             const SampleRow row = row_of(call, index);
-            copies |= changes_logits(row, call.vocabulary_size);
+            copies |= copies_logits(call, row);
             restricted |= restricts(row, call.vocabulary_size);
             counts_ids |= row.processed != nullptr && row.processed->counts_ids();
         }
@@ -78,11 +79,15 @@ class Sampler {
         }
     }
 
-    // A row that the sampler writes to is copied; the others are only read.
+    // A row that the sampler writes to is copied if the caller needs the logits; the others are only read.
+    static bool copies_logits(const SampleCall& call, const SampleRow& row) {
+        return call.may_change == 0 && changes_logits(row, call.vocabulary_size);
+    }
+
     static void sample_one(const SampleCall& call, int64_t index, Kept& kept) {
         const SampleRow row = row_of(call, index);
-        float* logits = const_cast<float*>(call.logits + index * call.row_stride);
-        if (changes_logits(row, call.vocabulary_size)) {
+        float* logits = call.logits + index * call.row_stride;
+        if (copies_logits(call, row)) {
             kept.copy.assign(logits, logits + call.vocabulary_size);
             logits = kept.copy.data();
         }

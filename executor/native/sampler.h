@@ -7,7 +7,7 @@
 // order: with the largest value of every group known, only groups that reach into the top are read.
 //
 // Thread-safe: all state kept between calls is in the caller's Scratch. A NaN is never chosen and has no weight. A row
-// without a usable logit (all NaN, -inf or banned) yields NO_TOKEN.
+// without a usable logit (only NaN and -inf) yields NO_TOKEN, and ALL_EXCLUDED if bans left none.
 
 #pragma once
 
@@ -337,15 +337,26 @@ inline bool changes_logits(const SampleRow& row, int64_t vocabulary_size) {
     return row.processed != nullptr || row.num_banned > 0 || (row.temperature > 0 && restricts(row, vocabulary_size));
 }
 
+// Sets banned logits to -inf after the row's other changes. Returns whether a usable one was banned.
+inline bool change_logits(float* logits, int64_t vocabulary_size, const SampleRow& row, Scratch& scratch) {
+    bool excludes = false;
+    if (row.processed != nullptr)
+        excludes = logits::process(logits, vocabulary_size, *row.processed, scratch.counts.data());
+    for (int32_t i = 0; i < row.num_banned; ++i) {
+        if (row.banned[i] < 0 || row.banned[i] >= vocabulary_size) continue;
+        excludes |= logits[row.banned[i]] > NOTHING;
+        logits[row.banned[i]] = NOTHING;
+    }
+    return excludes;
+}
+
 // Returns the next token of a row of at least one logit.
 inline int64_t sample_row(float* logits, int64_t vocabulary_size, const SampleRow& row, Scratch& scratch) {
-    if (row.processed != nullptr) logits::process(logits, vocabulary_size, *row.processed, scratch.counts.data());
-    for (int32_t i = 0; i < row.num_banned; ++i)
-        if (row.banned[i] >= 0 && row.banned[i] < vocabulary_size) logits[row.banned[i]] = NOTHING;
+    const bool excludes = change_logits(logits, vocabulary_size, row, scratch);
     Values values = as_groups(logits, vocabulary_size, scratch);
     const int64_t first = find_maxima(values);
     const float largest = values.maxima[first];
-    if (largest == NOTHING) return NO_TOKEN;
+    if (largest == NOTHING) return excludes ? ALL_EXCLUDED : NO_TOKEN;
     const float* group = values.group(first);
     const int64_t greedy = first * GROUP + (std::find(group, group + GROUP, largest) - group);
     // A temperature near 0 may take even the largest out of float's range.

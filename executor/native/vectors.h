@@ -27,6 +27,7 @@ namespace inflight {
 
 constexpr int LANES = 16;  // columns or tokens of a group, on every target
 constexpr int64_t NO_TOKEN = -1;  // of a row without a usable logit; executor/engine/runner.py
+constexpr int64_t ALL_EXCLUDED = -2;  // of a row whose usable logits are all banned; executor/scheduler/sequence.py
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16;
 #elif defined(__AVX2__)

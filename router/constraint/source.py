@@ -24,6 +24,8 @@ MAX_CHOICES = 1000
 
 # Texts, regular expressions, comments and the rest of a grammar.
 _LARK_PART = re.compile(r'"(?:[^"\\\n]|\\.)*+"|/(?:[^/\\\n]|\\.)++/|(?://|#)[^\n]*|.', re.DOTALL)
+# A bracket directly after the opening one is a plain character.
+_REGEX_PART = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 _LARK_REFUSED = (
     (re.compile(r"%\s*json\b"), "%json, which is not supported; use json_schema"),
     (re.compile(r"%\s*lark\b"), "%lark, which is not supported"),
@@ -109,9 +111,22 @@ def _choice(texts: tuple[str, ...]) -> str:
 
 
 def _lark_regex(regex: str) -> str:
-    """Returns a regular expression as it stands between slashes."""
+    """Returns a regular expression as it stands between slashes. `\\d` means 0 to 9, as in most dialects, except within
+    a negated class, which then excludes all digits."""
     escaped = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
-    return re.sub(r"\\.|[/\n]", lambda found: escaped.get(found[0], found[0]), regex, flags=re.DOTALL)
+    parts: list[str] = []
+    # Of the classes that are open: whether they are negated.
+    classes: list[bool] = []
+    for found in _REGEX_PART.finditer(regex):
+        part = found[0]
+        if part.startswith("["):
+            classes.append(part.startswith("[^"))
+        elif part == "]" and classes:
+            classes.pop()
+        elif part == r"\d" and not any(classes):
+            part = "[0-9]"
+        parts.append(escaped.get(part, part))
+    return "".join(parts)
 
 
 def _lark(text: str) -> str:

@@ -16,7 +16,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import BinaryIO
 
 import llguidance
@@ -27,8 +28,8 @@ from router.constraint.source import ConstraintError, canonical, source_of
 
 # Processor time for one constraint.
 MAX_COMPILE_S = 2.0
-# Address space, of which Python and llguidance take about 60 MiB.
-MAX_MEMORY_BYTES = 512 * 1024 * 1024
+# Address space, of which Python and llguidance take 35 MiB.
+MAX_MEMORY_BYTES = 256 * 1024 * 1024
 # A grammar that compiles may still have no output at all, or need more than the limits after its first tokens.
 PROBED_STEPS = 64
 # Processor time for these steps. With a model's vocabulary a step costs more, and each token needs one.
@@ -120,6 +121,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the router, which closes the pipe
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # rather this process than its router
     compiler = Compiler()
     try:
         while (source := read_frame(sys.stdin.buffer)) is not None:

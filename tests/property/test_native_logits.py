@@ -17,8 +17,8 @@ from executor.engine.runner import NO_TOKEN
 from executor.logits.reference import process_row
 from executor.logits.row import LogitsRow, mask_of
 from executor.native.library import NativeLibrary
-from executor.scheduler.sequence import Processors, Sampling
-from executor.step.sampling import SampleRow, numbers_of, sample
+from executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampling
+from executor.step.sampling import SampleRow, name_excluded, numbers_of, sample
 from executor.step.sampling_columns import SamplingBatch
 from tests.examples import examples
 from tests.native_builds import INSTRUCTION_SETS, library_of
@@ -111,7 +111,7 @@ def test_ids_outside_the_vocabulary_change_nothing(library: NativeLibrary) -> No
     assert np.flatnonzero(processed(library, row, logits) == 1).tolist() == [3, 39]
 
 
-def test_row_without_an_allowed_id_gives_no_token_and_the_others_theirs(library: NativeLibrary) -> None:
+def test_row_without_an_allowed_id_is_told_from_one_without_a_number(library: NativeLibrary) -> None:
     size = 70
     words = Processors(bad_words=tuple((token_id,) for token_id in range(size)))
     rows = [None, LogitsRow(words, [1], 1, 9, size), LogitsRow(Processors(allowed_ids=frozenset({5})), [1], 1, 9, size)]
@@ -124,8 +124,11 @@ def test_row_without_an_allowed_id_gives_no_token_and_the_others_theirs(library:
         logits = torch.zeros(6, size)
         logits[:, 5] = 50
         drawn = NativeSampler(library).sample(logits, batch).tolist()
-        assert (drawn[0], drawn[2:]) == (5, [NO_TOKEN, NO_TOKEN, 5, NO_TOKEN])
-        assert drawn[1] not in (5, NO_TOKEN)
+        assert (drawn[0], drawn[2:]) == (5, [ALL_EXCLUDED, ALL_EXCLUDED, 5, ALL_EXCLUDED])
+        assert drawn[1] >= 0
+        assert drawn[1] != 5
+        nothing = NativeSampler(library).sample(torch.full_like(logits, float("nan")), batch).tolist()
+        assert nothing == [NO_TOKEN] * 6
 
 
 def test_a_rows_structure_follows_its_ids_and_its_mask(library: NativeLibrary) -> None:
@@ -164,7 +167,8 @@ def test_native_sampler_chooses_what_the_torch_sampler_does_after_the_stage(
     row, numbers = case
     logits = torch.from_numpy(numbers)[None]
     sampled = SampleRow(sampling, 3, frozenset(i for i in banned if i < len(numbers)), row)
-    assert (
-        NativeSampler(library).sample(logits, SamplingBatch.of([sampled])).tolist()
-        == sample(logits, [sampled]).tolist()
-    )
+    expected = name_excluded(sample(logits, [sampled]), logits).tolist()
+    sampler, before = NativeSampler(library), logits.clone()
+    assert sampler.sample(logits, SamplingBatch.of([sampled])).tolist() == expected
+    assert logits.numpy().tobytes() == before.numpy().tobytes(), "the caller's logits stay as they are"
+    assert sampler.sample(logits, SamplingBatch.of([sampled]), may_change=True).tolist() == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -15,7 +16,7 @@ NEAR_TIE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Greedy output ids, and at each position the logit gap between the two likeliest tokens."""
+    """Greedy output ids, and at each position the gap between the two largest logits, as the options changed them."""
 
     output_ids: list[int]
     gaps: list[float]
@@ -30,21 +31,20 @@ def load_reference() -> PreTrainedModel:
     return model
 
 
-def generate(model: PreTrainedModel, prompt_ids: list[int], max_tokens: int) -> Generation:
-    """Greedy generation of exactly `max_tokens` tokens."""
+def generate(model: PreTrainedModel, prompt_ids: list[int], max_tokens: int, **options: Any) -> Generation:
+    """Greedy generation of exactly `max_tokens` tokens, unless the options have an `eos_token_id`."""
     with torch.inference_mode():
         result = model.generate(  # type: ignore[operator]
             torch.tensor([prompt_ids]),
             attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.int64),
             do_sample=False,
-            min_new_tokens=None,
             max_new_tokens=max_tokens,
-            eos_token_id=None,
             pad_token_id=0,
-            output_logits=True,
+            output_scores=True,
             return_dict_in_generate=True,
+            **{"min_new_tokens": None, "eos_token_id": None} | options,
         )
-    tops = [torch.topk(logits[0], 2).values for logits in result.logits]
+    tops = [torch.topk(scores[0], 2).values for scores in result.scores]
     return Generation(result.sequences[0, len(prompt_ids) :].tolist(), [float(top[0] - top[1]) for top in tops])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
@@ -36,13 +37,8 @@ def reference() -> PreTrainedModel:
 
 
 async def ids_of(client: AsyncClient, prompt_ids: tuple[int, ...], max_tokens: int, **options: object) -> list[int]:
-    stream = client.generate(
-        token_ids=prompt_ids,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        want_token_ids=True,
-        **options,  # type: ignore[arg-type]
-    )
+    given: dict[str, Any] = {"ignore_eos": True} | options
+    stream = client.generate(token_ids=prompt_ids, max_tokens=max_tokens, want_token_ids=True, **given)
     ids: list[int] = []
     async for delta in stream:
         assert delta.offset == len(ids)
@@ -87,6 +83,51 @@ async def test_mixed_company_gets_the_tokens_of_transformers_generate(
             assert len(answer) >= length // 2
             expected = type(expected)(expected.output_ids[: len(answer)], expected.gaps)
         assert_same_greedy(answer, expected)
+
+
+@pytest.mark.timeout(600)
+async def test_penalties_and_bans_give_the_tokens_of_transformers_generate(
+    stack: LocalStack, reference: PreTrainedModel
+) -> None:
+    eos, num_tokens = 2, 20
+    async with AsyncClient(stack.address) as client:
+        prompts = [await client.tokenize(prompt) for prompt in make_prompts(6)]
+        # Given bad words of the tokens that the model prefers: they begin in the output, not in the prompt
+        plain = await asyncio.gather(*(ids_of(client, ids, num_tokens, temperature=0) for ids in prompts))
+        asked: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for prompt_ids, ids in zip(prompts, plain, strict=True):
+            words = [word for word in ([ids[0]], ids[5:7], ids[9:12]) if word[0] != prompt_ids[-1]]
+            bias = {ids[1]: -2.5, ids[3]: 1.5, eos: 3.0}
+            asked.append(
+                (
+                    {
+                        "repetition_penalty": 1.2,
+                        "bad_word_ids": words,
+                        "no_repeat_ngram_size": 2,
+                        "min_tokens": 8,
+                        "logit_bias": bias,
+                        "ignore_eos": False,
+                    },
+                    {
+                        "repetition_penalty": 1.2,
+                        "bad_words_ids": words,
+                        "no_repeat_ngram_size": 2,
+                        "min_new_tokens": 8,
+                        "sequence_bias": {(token_id,): value for token_id, value in bias.items()},
+                        "eos_token_id": eos,
+                    },
+                )
+            )
+        answers = await asyncio.gather(
+            *(
+                ids_of(client, prompt_ids, num_tokens, temperature=0, **ours)
+                for prompt_ids, (ours, _) in zip(prompts, asked, strict=True)
+            )
+        )
+    for prompt_ids, (_, theirs), answer in zip(prompts, asked, answers, strict=True):
+        expected = await asyncio.to_thread(generate, reference, list(prompt_ids), num_tokens, **theirs)
+        assert_same_greedy(answer, expected)
+    assert answers != list(plain)
 
 
 async def test_seeded_sampling_gives_the_same_tokens_alone_and_in_company(stack: LocalStack) -> None:

@@ -93,7 +93,18 @@ def test_choice_is_taken_literally(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("regex", "text", "other"),
-    [(r"a/b\/c", "a/b/c", "a/b"), ("a\nb", "a\nb", "ab"), ("\\\n", "\n", "\\"), (r"[0-9]{2}", "12", "123")],
+    [
+        (r"\d", "7", "٣"),
+        (r"[\d.]+", "1.5", "٣"),
+        (r"[]\d]", "]", "٣"),
+        (r"[^\d]", "x", "٣"),
+        (r"[^]\d]", "x", "٣"),
+        (r"\\d", "\\d", "7"),
+        (r"a/b\/c", "a/b/c", "a/b"),
+        ("a\nb", "a\nb", "ab"),
+        ("\\\n", "\n", "\\"),
+        (r"[0-9]{2}", "12", "123"),
+    ],
 )
 def test_regex_matches_the_whole_output(regex: str, text: str, other: str) -> None:
     grammar = grammar_of("regex", regex)

@@ -18,7 +18,7 @@ from executor.cpu.sampler import NativeSampler, choose_sampler
 from executor.engine.runner import NO_TOKEN
 from executor.native.build import BuildFailure
 from executor.native.library import NativeLibrary
-from executor.scheduler.sequence import Sampling
+from executor.scheduler.sequence import ALL_EXCLUDED, Sampling
 from executor.step.sampling import SampleRow, gumbel_noise, sample
 from executor.step.sampling_columns import SamplingBatch
 from tests.native_builds import INSTRUCTION_SETS, library_of
@@ -146,7 +146,7 @@ def test_row_with_nothing_to_choose_gives_no_token_and_the_others_theirs(native:
         logits = torch.full((3, 100), nothing)
         logits[1, 70] = 1.0
         assert drawn(native, logits, [row(), row(), row(0)]).tolist() == [NO_TOKEN, 70, NO_TOKEN]
-    assert drawn(native, torch.zeros(1, 2), [row(banned_ids=frozenset({0, 1}))]).tolist() == [NO_TOKEN]
+    assert drawn(native, torch.zeros(1, 2), [row(banned_ids=frozenset({0, 1}))]).tolist() == [ALL_EXCLUDED]
 
 
 def test_nan_is_never_chosen_and_weighs_nothing(native: NativeSampler) -> None:

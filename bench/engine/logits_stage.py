@@ -1,0 +1,142 @@
+"""The cost of penalties and bans on a CPU: `python -m bench.engine.logits_stage`.
+
+Computes a step of 32 decodes through the native forward pass, and chooses the tokens of rows with and without changes
+of their logits. The kinds of rows take turns, so that a disturbance affects all of them. Prints Markdown: the time of
+choosing, the time of the whole step, and what choosing costs beyond that of the same rows without changes, as a share
+of their step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bench.engine.model_steps import BLOCK_SIZE, model_parser
+from bench.engine.native_step import StepShape, batch_of, blocks_of
+from bench.report.table import Table
+from common.machine import num_usable_cores
+from common.model_source import resolve_model
+from executor.logits.row import LogitsRow
+from executor.model.model import PagedModel
+from executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling
+from executor.step.batch import StepBatch
+from executor.step.sampling import SampleRow
+from executor.step.sampling_columns import SamplingBatch
+
+SHAPE = StepShape(32, 1, 300)
+NUM_PROMPT = 200
+PENALTIES = Processors(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1)
+BAD_WORDS = Processors(bad_words=tuple((1000 + i, 2000 + i, 3000 + i) for i in range(16)))
+NGRAMS = Processors(no_repeat_ngram_size=3)
+BIAS = Processors(bias=tuple((4000 + i, 1.0) for i in range(50)))
+ALL = Processors(
+    bias=BIAS.bias,
+    repetition_penalty=PENALTIES.repetition_penalty,
+    frequency_penalty=PENALTIES.frequency_penalty,
+    presence_penalty=PENALTIES.presence_penalty,
+    bad_words=BAD_WORDS.bad_words,
+    no_repeat_ngram_size=NGRAMS.no_repeat_ngram_size,
+)
+CHANGES = {
+    "none": NO_PROCESSORS,
+    "three penalties": PENALTIES,
+    "16 bad words": BAD_WORDS,
+    "no repeated 3-gram": NGRAMS,
+    "50 biases": BIAS,
+    "all of these": ALL,
+    "10,000 allowed ids": Processors(allowed_ids=frozenset(range(10_000))),
+}
+SAMPLINGS = {
+    "greedy": Sampling(0.0, 0, 1.0, 0),
+    "temperature 0.8": Sampling(0.8, 0, 1.0, 0),
+    "temperature 0.8, top_p 0.95": Sampling(0.8, 0, 0.95, 0),
+    "temperature 0.8, min_p 0.05": Sampling(0.8, 0, 1.0, 0, 0.05),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Rows that are measured, by the names of their sampling and their changes."""
+
+    sampling: str
+    changes: str
+
+    def batch(self, vocabulary_size: int) -> SamplingBatch:
+        """Returns the rows of a step."""
+        random = np.random.default_rng(0)
+        processors, sampling = CHANGES[self.changes], SAMPLINGS[self.sampling]
+        rows = []
+        for i in range(SHAPE.num_sequences):
+            ids = random.integers(0, vocabulary_size, SHAPE.num_context).tolist()
+            row = LogitsRow(processors, ids, NUM_PROMPT, 2 * SHAPE.num_context, vocabulary_size)
+            processed = None if processors is NO_PROCESSORS else row
+            rows.append(SampleRow(sampling, i, frozenset(), processed))
+        return SamplingBatch.of(rows)
+
+
+KINDS = tuple(Kind(sampling, changes) for sampling in SAMPLINGS for changes in CHANGES)
+
+
+def measure(model: PagedModel, batch: StepBatch, rounds: int) -> dict[Kind, tuple[float, float]]:
+    """Median seconds of choosing and of the whole step, by kind."""
+    batches = {kind: kind.batch(model.description.vocabulary_size) for kind in KINDS}
+    times: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    for _ in range(rounds + 1):
+        for kind, sampling in batches.items():
+            began = time.perf_counter()
+            if sampling.is_greedy:
+                model.step(batch, sampling)
+                chosen = ended = time.perf_counter()
+            else:
+                logits = model.forward(batch)
+                chosen = time.perf_counter()
+                model.choose(logits, sampling)
+                ended = time.perf_counter()
+            times[kind].append((ended - chosen, ended - began))
+    medians = {kind: np.median(np.array(measured[1:]), axis=0).tolist() for kind, measured in times.items()}
+    return {kind: (choosing, step) for kind, (choosing, step) in medians.items()}
+
+
+def table_of(measured: dict[Kind, tuple[float, float]]) -> Table:
+    """Returns a row for each kind."""
+    rows = []
+    for kind, (choosing, step) in measured.items():
+        choosing_without, step_without = measured[Kind(kind.sampling, "none")]
+        share = (choosing - choosing_without) / step_without
+        rows.append(
+            [kind.sampling, kind.changes, f"{choosing * 1e3:.2f}", f"{step * 1e3:.2f}", f"{share * 100:+.1f} %"]
+        )
+    return Table(["sampling", "changes", "choosing ms", "step ms", "beyond none, of a step"], rows)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures and prints; returns the exit code."""
+    parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=30)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(num_usable_cores())
+    model = PagedModel.load(
+        resolve_model(options.model),
+        dtype_name=options.dtype,
+        backend_name="cpu",
+        weight_dtype=options.weight_dtype,
+    )
+    if model.native is None:
+        print("this model has no forward pass of our own", file=sys.stderr)
+        return 1
+    batch = batch_of(SHAPE)
+    model.allocate_kv(SHAPE.num_sequences * blocks_of(SHAPE), BLOCK_SIZE)
+    for kv in model.kv:
+        kv.keys.fill_(0.01)
+        kv.values.fill_(0.01)
+    print(f"- {model.dtype_name}; {model.backend_reason}; {SHAPE}\n")
+    print(table_of(measure(model, batch, options.rounds)).markdown())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

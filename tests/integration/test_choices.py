@@ -328,6 +328,22 @@ async def test_number_of_choices_is_bounded(redis_url: str, pool: str, fields: d
     assert str(caught.value.details()).startswith(f"{field}: ")
 
 
+@pytest.mark.parametrize("best_of", [0, 4])
+async def test_prompt_is_scored_once_before_the_output_of_any_choice(redis_url: str, pool: str, best_of: int) -> None:
+    output = inference_pb2.OutputOptions(token_ids=True, prompt_logprobs=True, echo=True)
+    async with run_cluster(redis_url, pool, shape=SHAPE) as cluster:
+        events = await collect(cluster.routers[0], request_of(3, best_of=best_of, output=output))
+    kinds = [event.WhichOneof("event") for event in events]
+    prompts = [event.prompt for event in events if event.HasField("prompt")]
+    assert [token_id for prompt in prompts for token_id in prompt.token_ids] == PROMPT
+    assert kinds.index("delta") > max(at for at, kind in enumerate(kinds) if kind == "prompt")
+    texts: defaultdict[int, str] = defaultdict(str)
+    for event in events:
+        texts[event.delta.choice] += event.delta.text
+    echoed = "".join(f"t{token}" for token in PROMPT)
+    assert [texts[choice].startswith(echoed) for choice in range(3)] == [True] * 3
+
+
 # --- the best of several
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import Reason, RequestError
 from common.grammar import grammar_hash
+from common.protocol import PROTOCOL_VERSION
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from router.api.constraining import Constraining
 from router.constraint.process import TOO_LARGE, TOO_LONG, CompilerTimeoutError, CompilingProcess
@@ -137,12 +138,14 @@ async def constrained(
     """Serves a constrained request. Returns what its executor was told and what its client read."""
     router, context = ScriptedRouter("m"), CallContext()
     link, store = router.link("e0", "m"), router.stores["m"]
+    assert link.description is not None
+    link.description.protocol_version = PROTOCOL_VERSION
     store.answers.append(placement())
     request = token_request([1, 2], 3, model="m", request_id="r", **fields)
     request.stopping.stop.extend([stop] if stop else ())
     async with router.running():
         call = asyncio.create_task(router.service.Generate(request, cast(Any, context)))
-        while not link._outbox.submits:
+        while not link._outbox.submits and not call.done():
             await asyncio.sleep(0.001)
         submit = executor_pb2.Submit()
         submit.CopyFrom(link._outbox.submits[0])

@@ -32,7 +32,15 @@ PAGES = {
     "docs/recipes.md": {"bash", "python"},
 }
 # Where examples run that import a package of others; all others run where the tests do.
-ENVIRONMENTS = {"tritonclient": "tritonclient", "langchain": "frameworks", "litellm": "frameworks"}
+ENVIRONMENTS = {
+    "tritonclient": "tritonclient",
+    "langchain": "frameworks",
+    "litellm": "frameworks",
+    "instructor": "instructor",
+}
+# Its examples print an object of the class that they define, or an answer of the form that they ask for.
+STRUCTURED_PAGE = "docs/structured-output.md"
+STRUCTURED_ANSWER = re.compile(r"name='[^\n]*' population=-?\d+|\{.*\}|yes|no", re.DOTALL)
 BLOCK = re.compile(r"^```(console|bash|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # The commands whose output is an answer.
 ASKING = re.compile(r"inflight generate|curl \S*/v1/(chat/)?completions")
@@ -67,7 +75,7 @@ class Example:
 
 def examples() -> Iterator[Example]:
     """All examples that are answered by the model."""
-    for page in PAGES:
+    for page in (*PAGES, STRUCTURED_PAGE):
         for language, block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
             if language == "python":
                 yield Example(page, block, language)
@@ -89,7 +97,9 @@ def commands(page: str, language: str, block: str) -> Iterator[Example]:
         yield Example(page, code.partition("  #")[0].strip(), language, printed=printed)
 
 
-EXAMPLES = list(examples())
+ALL_EXAMPLES = list(examples())
+EXAMPLES = [example for example in ALL_EXAMPLES if example.page != STRUCTURED_PAGE]
+STRUCTURED_EXAMPLES = [example for example in ALL_EXAMPLES if example.page == STRUCTURED_PAGE]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -107,7 +117,7 @@ def test_every_page_has_examples() -> None:
 
 
 def test_recipes_drive_every_client_of_others() -> None:
-    assert {example.environment for example in EXAMPLES} == {"", *ENVIRONMENTS.values()}
+    assert {example.environment for example in ALL_EXAMPLES} == {"", *ENVIRONMENTS.values()}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{one.page}-{number}" for number, one in enumerate(EXAMPLES)])
@@ -116,6 +126,11 @@ def test_documented_example_is_answered_right(stack: LocalStack, example: Exampl
     assert example.right_words
     assert all(any(word in said for word in words) for words in example.right_words), said
     assert said.startswith(example.printed), "what the page shows is what is printed"
+
+
+@pytest.mark.parametrize("example", STRUCTURED_EXAMPLES, ids=range(len(STRUCTURED_EXAMPLES)))
+def test_documented_example_of_structured_output_has_the_form(stack: LocalStack, example: Example) -> None:
+    assert STRUCTURED_ANSWER.fullmatch(run(stack, example).strip())
 
 
 def test_request_that_says_nothing_about_sampling_gets_what_the_models_authors_recommend(stack: LocalStack) -> None:

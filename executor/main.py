@@ -278,10 +278,10 @@ def build_executor(
     )
     retention = RetentionPolicy(settings.orphan_grace_s, settings.retain_ended_s)
     own_identity = identity(settings, loaded)
-    tracing = open_tracing("executor", own_identity.description.executor_id, settings.otlp_endpoint)
-    model = loaded.model.description
+    description = own_identity.description
+    tracing = open_tracing("executor", description.executor_id, settings.otlp_endpoint)
     grammars = GrammarCompiler(
-        functools.partial(load_tokenizer, loaded.source), model.vocabulary_size, model.eos_token_ids
+        functools.partial(load_tokenizer, loaded.source), description.vocabulary_size, description.eos_token_ids
     )
     service = ExecutorService(own_identity, engine, retention, tracing=tracing, grammars=grammars)
     server = _server(settings, tls)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
@@ -44,8 +45,6 @@ class TextModel:
         # A stored tokenizer may have settings for truncation and padding. The first call resets them, which must not
         # happen while another thread encodes.
         self.encode("")
-        line_end = self.encode(LINE_END, add_special_tokens=False)
-        self._line_end_ids = None if self.unknown_token_id in line_end else line_end
         templates = _templates(tokenizer)
         self._roles = supported_roles(self._probe, templates) if templates else USUAL_ROLES
         controls = control_tokens(tokenizer, written_prompts(self._probe) if templates else [])
@@ -106,6 +105,12 @@ class TextModel:
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         ids: list[int] = encoded["input_ids"]
         return ids
+
+    @cached_property
+    def _line_end_ids(self) -> list[int] | None:
+        """None if the tokenizer has no token for it."""
+        line_end = self.encode(LINE_END, add_special_tokens=False)
+        return None if self.unknown_token_id in line_end else line_end
 
     def encode_inside(self, text: str) -> list[int]:
         """Returns the token ids of text within an output. Some tokenizers put a space before a text of its own."""

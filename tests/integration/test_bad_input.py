@@ -76,7 +76,8 @@ BAD_REQUESTS: dict[str, tuple[Callable[[], Request], grpc.StatusCode, str]] = {
         "stopping.stop",
     ),
     "bytes that are not UTF-8": (lambda: with_bytes(b"t1 \xff\xfe"), grpc.StatusCode.INVALID_ARGUMENT, "text_bytes"),
-    "what is not built yet": (lambda: with_fields(n=2), grpc.StatusCode.UNIMPLEMENTED, "n"),
+    "what is not built yet": (lambda: with_fields(adapter_id="a"), grpc.StatusCode.UNIMPLEMENTED, "adapter_id"),
+    "too many choices": (lambda: with_fields(n=1000), grpc.StatusCode.INVALID_ARGUMENT, "n"),
     "larger than any executor": (
         lambda: token_request([1] * 30, 30),
         grpc.StatusCode.FAILED_PRECONDITION,

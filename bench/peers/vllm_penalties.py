@@ -1,4 +1,4 @@
-"""Greedy output of vLLM with penalties, for bench/peers/penalties.py. Runs in vLLM's own environment.
+"""Greedy output of vLLM with penalties, for bench/comparison/penalties.py. Runs in vLLM's own environment.
 
 Reads one JSON object from stdin: `model`, a Hugging Face folder, and `cases`, each with `prompt_ids`, `max_tokens` and
 the penalties. Writes a list to the file that is its argument: for each case its token ids.

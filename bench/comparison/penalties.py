@@ -1,7 +1,7 @@
 """Comparison of penalties with vLLM: the same greedy tokens, in float32, for every combination of the three.
 
     make bench-peers PEERS=vllm
-    python -m bench.peers.penalties
+    python -m bench.comparison.penalties
 
 Prints how many outputs are equal. Where two differ, the penalised logits of the two tokens are nearly equal, or one of
 the engines is wrong: the position and the tokens are printed.

@@ -133,7 +133,8 @@ __attribute__((noinline)) inline void change(Row& row, const LogitsRow& of) {
     if (of.mask != nullptr) apply_mask(row, of.mask, of.num_mask_words);
 }
 
-// Changes the logits in place, and returns whether a usable one was banned. `counts[size]` is all 0 before and after; it may be null unless the row counts ids.
+// Changes the logits in place, and returns whether a usable one was banned. `counts[size]` is all 0 before and after; it
+// may be null unless the row counts ids.
 inline bool process(float* logits, int64_t size, const LogitsRow& of, int32_t* counts) {
     const KeepDenormals keep_denormals;
     Row row{logits, size, counts};

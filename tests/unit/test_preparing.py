@@ -1,4 +1,4 @@
-"""Sequences whose grammar is still being compiled: accepted, without a seat, and in nobody's way."""
+"""Sequences whose grammar is still being compiled: accepted, without a seat, and holding up no other."""
 
 from __future__ import annotations
 

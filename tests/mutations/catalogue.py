@@ -169,6 +169,20 @@ LIFE_CYCLE = (
         "preempted=False,",
         LIFE_CYCLE_TESTS,
     ),
+    Mutation(
+        "a request that the ledger has lost while it was handed back waits for ever",
+        "router/lifecycle/lifecycle.py",
+        "            case HandBackRefusal.UNKNOWN:\n                self._resubmit()\n",
+        "",
+        LIFE_CYCLE_TESTS,
+    ),
+    Mutation(
+        "a request that returns to the queue after its withdrawal stays there",
+        "router/lifecycle/lifecycle.py",
+        "            case Queued() if self.is_abandoned:\n                self._stop()\n",
+        "",
+        LIFE_CYCLE_TESTS,
+    ),
 )
 STREAMS = (
     Mutation(

@@ -14,6 +14,7 @@ from router.lifecycle.events import (
     AdoptedElsewhere,
     Event,
     HandBackAnswered,
+    HandBackOutcome,
     Leave,
     ReaderEnded,
     Release,
@@ -26,18 +27,33 @@ from router.lifecycle.events import (
     SubmitAnswered,
     Unlinked,
     WithdrawAnswered,
+    WithdrawDue,
 )
 from router.lifecycle.lifecycle import (
     CHANGING,
     TRANSITIONS,
+    ExpectReport,
     Forget,
     HandBack,
     IllegalTransition,
     Lifecycle,
+    Resubmit,
     Send,
     Settle,
+    TellEnd,
+    Withdraw,
 )
-from router.store.types import Adopted, CancelOutcome, HandBackRefusal, LeaseLapsed, Lost, Placement, Queued
+from router.store.types import (
+    Adopted,
+    CancelOutcome,
+    Dropped,
+    DropReason,
+    HandBackRefusal,
+    LeaseLapsed,
+    Lost,
+    Placement,
+    Queued,
+)
 from tests.lifecycle_orders import ERROR, Output, Transition, copied, explore, possible_events
 
 S = RequestState
@@ -160,6 +176,63 @@ def test_what_an_executor_says_of_a_former_placement_is_dropped() -> None:
     before = CHANGING(life)
     assert [life.handle(event) for event in (Unlinked(1), SequenceEnded(1, 1), SequenceEnded(0, 1))] == [[], [], []]
     assert CHANGING(life) == before
+
+
+def handing_back() -> Lifecycle:
+    """A request whose placement is being returned to the queue."""
+    life = placed()
+    life.handle(Unlinked(1))
+    assert life.state is S.HANDING_BACK
+    return life
+
+
+def handed_back(outcome: HandBackOutcome) -> HandBackAnswered:
+    """The answer to the hand-back of the first placement."""
+    return HandBackAnswered(PLACEMENT, RequeueReason.LOST, outcome, 2)
+
+
+HAND_BACKS: tuple[tuple[HandBackOutcome, RequestState, list[type]], ...] = (
+    (Placement("r", 2, "f", 1), S.PLACED, [Send]),
+    (Queued(0), S.WAITING, []),
+    (Dropped("r", DropReason.EXPIRED), S.ENDED, [TellEnd, Forget]),
+    (HandBackRefusal.EXHAUSTED, S.ENDED, [TellEnd, Forget]),
+    (HandBackRefusal.UNKNOWN, S.RESUBMITTING, [Resubmit]),
+    (HandBackRefusal.STALE, S.RESUBMITTING, [Resubmit]),
+)
+
+
+@pytest.mark.parametrize(("outcome", "state", "effects"), HAND_BACKS)
+def test_answer_to_a_hand_back_moves_a_wanted_request(
+    outcome: HandBackOutcome, state: RequestState, effects: list[type]
+) -> None:
+    life = handing_back()
+    assert [type(effect) for effect in life.handle(handed_back(outcome))] == [ExpectReport, *effects]
+    assert life.state is state
+
+
+@pytest.mark.parametrize("outcome", [HandBackRefusal.UNKNOWN, HandBackRefusal.STALE])
+def test_request_that_its_client_left_is_not_submitted_again_after_a_hand_back(outcome: HandBackRefusal) -> None:
+    life = handing_back()
+    life.handle(Release())
+    assert [type(effect) for effect in life.handle(handed_back(outcome))] == [ExpectReport]
+    assert life.state is S.WITHDRAWING
+
+
+def test_hand_back_that_overtakes_the_withdrawal_is_withdrawn_again() -> None:
+    # The withdrawal found nothing in the queue; the hand-back put the request there afterwards.
+    life = handing_back()
+    assert [type(effect) for effect in life.handle(Release())] == [Withdraw]
+    life.handle(WithdrawDue())
+    assert [type(effect) for effect in life.handle(WithdrawAnswered(CancelOutcome(None)))] == [Forget]
+    assert [type(effect) for effect in life.handle(handed_back(Queued(0)))] == [ExpectReport, Withdraw]
+    assert life.state is S.ENDED
+
+
+def test_hand_back_before_the_turn_of_the_withdrawal_needs_no_second_one() -> None:
+    life = handing_back()
+    life.handle(Release())
+    assert [type(effect) for effect in life.handle(handed_back(Queued(0)))] == [ExpectReport]
+    assert life.state is S.WITHDRAWING
 
 
 def test_end_is_told_once() -> None:

@@ -45,7 +45,8 @@ from router.lifecycle.events import (
     WithdrawDue,
     Withdrawn,
 )
-from router.lifecycle.lifecycle import CHANGING, CHANGING_FIELDS, UNSERVED, Lifecycle
+from router.lifecycle.lifecycle import CHANGING, CHANGING_FIELDS, Lifecycle
+from router.lifecycle.transitions import UNSERVED
 from router.store.types import (
     Adopted,
     CancelAsked,

@@ -48,6 +48,7 @@ from router.lifecycle.lifecycle import (
     Forget,
     HandBack,
     Lifecycle,
+    LiveRequests,
     Resubmit,
     Send,
     Settle,
@@ -56,7 +57,6 @@ from router.lifecycle.lifecycle import (
     TellEnd,
     Withdraw,
 )
-from router.lifecycle.live_requests import LiveRequests
 from router.store.types import (
     Adopted,
     CancelAsked,

@@ -48,6 +48,7 @@ from router.lifecycle.lifecycle import (
     Forget,
     HandBack,
     Lifecycle,
+    LiveRequests,
     NoteMoved,
     Resubmit,
     Send,
@@ -56,7 +57,6 @@ from router.lifecycle.lifecycle import (
     TellEnd,
     Withdraw,
 )
-from router.lifecycle.live_requests import LiveRequests
 from router.request.errors import no_executor
 from router.store.codec import hand_back_args
 from router.store.settings import StoreSettings

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bench.timeline.timeline import US_PER_S
 from bench.timeline.traffic import VOCABULARY_SIZE, SimRequest, poisson_us
-from router.request.prefix_hashes import prefix_hashes
+from router.request.ids import prefix_hashes
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,16 @@ from router.dispatch.pools import ModelBackend
 from router.lifecycle.events import End
 from router.request.errors import shut_out, unknown_tenant
 from router.request.executor_context import context_of
-from router.request.ids import choice_ids, choice_of, client_id, digest_of, keyed_request_id, keyed_seed, ledger_id
-from router.request.prefix_hashes import prefix_hashes
+from router.request.ids import (
+    choice_ids,
+    choice_of,
+    client_id,
+    digest_of,
+    keyed_request_id,
+    keyed_seed,
+    ledger_id,
+    prefix_hashes,
+)
 from router.request.spec import (
     ChatPrompt,
     ChoiceCounts,

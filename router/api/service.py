@@ -12,7 +12,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -22,7 +22,6 @@ from opentelemetry.trace import NoOpTracer, Span, Tracer
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, inference_pb2_grpc
 from router.api.constraining import Constraining
-from router.api.joining import join_all
 from router.api.prepare import PreparedRequest, RequestPreparation, model_limits
 from router.api.request_status import REQUEST_STATE_PROTO, request_standing
 from router.api.resume import Claim, ResumeAuthorizer, check_places, resumed_places
@@ -42,12 +41,12 @@ from router.auth.resume_token import ResumeTokens
 from router.config.tenants import TenantConfigFile
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.pools import ModelBackend, ModelRegistry
+from router.lifecycle.events import Admitted
 from router.request.errors import draining, not_in_the_ledger, unknown_request
 from router.settings import RouterSettings
 from router.stats.capacity import add_capacity, described_model, described_variants
 from router.stats.source import StatsSource
-from router.stats.variants import VariantMeters
-from router.store.types import NO_LIMITS, LedgerState, Queued, TenantLimits
+from router.store.types import NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
 from router.stream.choices import AnyRelay, relay_of, run_all
 from router.stream.relay import Write, grace_after, with_write_timeout
 from router.stream.request_stream import RequestStream
@@ -96,7 +95,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._settings = settings
         self._admission = admission
         self._claims = ResumeAuthorizer(pools, tokens)
-        self._meters = VariantMeters()
         self._tokenizing = Tokenizing()
         self._preparation = RequestPreparation(
             settings, admission, tokens, self._tokenizing, Constraining(), self._tracer
@@ -165,7 +163,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         pool = self._pools.find(request.model, sticky_key(request), caller.models)
         arrival.model = pool.name
-        meter = self._meters.meter(request.model, pool.name)
+        meter = self._pools.meters.meter(request.model, pool.name)
         meter.arrive()
         try:
             prepared = await self._preparation.prepare(request, pool, arrival.at, remaining_s)
@@ -342,7 +340,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         names = self._pools.names_seen_by(caller, request.model)
         for name, variants in sorted(self._pools.variants.items()):
             if name in names:
-                response.variants.extend(self._meters.to_proto(name, variants))
+                response.variants.extend(self._pools.meters.to_proto(name, variants))
         return response
 
     async def GetStats(self, request: inference_pb2.GetStatsRequest, context: Context) -> None:
@@ -381,6 +379,55 @@ async def _ask_of_choices(
             break
         found += known
     return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JoinedChoice:
+    """The stream of a choice, and the ledger's answer; None if this router already serves it or has just done so."""
+
+    stream: RequestStream
+    outcome: Admitted | None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no other call can have this choice."""
+        return self.outcome is not None and not isinstance(self.outcome, Adopted)
+
+
+async def join_all(streams: Sequence[RequestStream], dispatcher: Dispatcher) -> list[JoinedChoice]:
+    """Submits every choice of a request, or finds it where it already waits or runs. Raises `RequestError`.
+
+    The first choice is submitted alone, and with it the ledger admits or refuses the whole request. The others follow
+    at once, so that they share the first one's prompt through the prefix cache. If one of them fails, all are ended.
+    """
+    joined: list[JoinedChoice] = []
+
+    async def join(stream: RequestStream) -> JoinedChoice:
+        one = await _join(stream, dispatcher)
+        joined.append(one)
+        return one
+
+    try:
+        return [await join(streams[0]), *await run_all([join(stream) for stream in streams[1:]])]
+    except BaseException:
+        for one in joined:
+            if one.is_new:
+                dispatcher.release(one.stream)
+            else:
+                dispatcher.leave(one.stream, one.stream.reader)
+        raise
+
+
+async def _join(stream: RequestStream, dispatcher: Dispatcher) -> JoinedChoice:
+    known = await dispatcher.find_repeated(stream)
+    if known is not None:
+        known.attend()
+        known.record.resumed()
+        return JoinedChoice(known, None)
+    outcome = await dispatcher.submit(stream)
+    if isinstance(outcome, Adopted):
+        stream.record.resumed()
+    return JoinedChoice(stream, outcome)
 
 
 def _leave(relay: AnyRelay, pool: ModelBackend, grace_s: float = 0.0) -> None:

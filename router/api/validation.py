@@ -22,7 +22,7 @@ from common.errors import FieldViolation, Reason, RequestError, invalid, not_imp
 from common.protocol import MAX_CHOICES, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from inflight.v1 import inference_pb2, types_pb2
 from router.api.constraining import constraint_source, constraint_violations
-from router.request.sampling import resolve_sampling, sampling_violations
+from router.request.sampling import first_outside, outside_violation, resolve_sampling, sampling_violations
 from router.request.spec import (
     ChatPrompt,
     ChoiceCounts,
@@ -36,9 +36,8 @@ from router.request.spec import (
     TextPrompt,
     TokenPrompt,
 )
-from router.request.vocabulary import first_outside, outside_violation
-from router.text.chat import chat_violations
 from router.text.count_limits import MAX_TOKEN_IDS, MAX_VIOLATIONS
+from router.text.tokenizer import chat_violations
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ from router.lifecycle.lifecycle import (
     Forget,
     HandBack,
     Lifecycle,
+    LiveRequests,
     NoteMoved,
     RecordAdmitted,
     Resubmit,
@@ -66,7 +67,6 @@ from router.lifecycle.lifecycle import (
     TellEnd,
     Withdraw,
 )
-from router.lifecycle.live_requests import LiveRequests
 from router.request.errors import (
     RETRY_AFTER_MS,
     being_cancelled,
@@ -101,7 +101,7 @@ from router.stream.request_stream import RequestStream, unread_stream
 
 Outcome = TypeVar("Outcome")
 
-# As many as have a turn at the store (`router.store.turns`). A new request without a turn after `SUBMIT_TURN_S` is
+# As many as have a turn at the store (`router.store.connection`). A new request without a turn after `SUBMIT_TURN_S` is
 # refused: its client can ask another router, or later.
 MAX_CONCURRENT_SUBMITS = 8
 SUBMIT_TURN_S = 2.0

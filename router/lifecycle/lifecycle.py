@@ -4,7 +4,8 @@ Events go in: words and answers of the ledger, what links and clients report, an
 Effects come out, for one module to execute: `router.dispatch.dispatcher`, and `bench.simulation` in virtual time.
 Nothing in this folder does I/O, waits, reads a clock or draws a random number.
 
-`Lifecycle` is one request. The state says where it is, as far as this router knows:
+`LiveRequests` are the requests of one model, `Lifecycle` is one of them. Its state says where it is, as far as this
+router knows:
 
     NEW           not submitted yet
     SUBMITTING    the first submit is under way, and nothing is known of its outcome
@@ -20,7 +21,7 @@ Nothing in this folder does I/O, waits, reads a clock or draws a random number.
 
 Several calls can be under way at once (`calls`): a submit whose reply is lost is overtaken by a resubmission, a client
 leaves while a placement is handed back. So an answer is legal wherever its call is under way, and its effect depends on
-the state that it meets. `TRANSITIONS` has every state that an event can lead to. Anything else raises
+the state that it meets. `router.lifecycle.transitions` has every state that an event can lead to. Anything else raises
 `IllegalTransition` and changes nothing.
 
 A placement is fenced by its attempt: `Lifecycle.handle` drops an event whose attempt is not the current one, and
@@ -36,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from common.errors import Reason, RequestError
@@ -78,6 +80,7 @@ from router.lifecycle.events import (
     WithdrawDue,
     Withdrawn,
 )
+from router.lifecycle.transitions import TRANSITIONS, UNSERVED
 from router.request.errors import duplicate, mismatch, out_of_reach, output_lost, refusal, taken_over
 from router.request.ids import client_id
 from router.store.types import (
@@ -96,6 +99,7 @@ from router.store.types import (
     PreemptAsked,
     Queued,
     Refused,
+    StoreEvent,
     TakenOver,
 )
 
@@ -308,10 +312,6 @@ class IllegalTransition(Exception):
 
 
 S = RequestState
-UNSERVED = frozenset({S.NEW, S.ENDED, S.LEFT})
-
-ALL = frozenset(S)
-SERVED = ALL - UNSERVED
 
 
 class Lifecycle:
@@ -885,115 +885,6 @@ ON_EVENT: dict[type, Callable[[Lifecycle, Any], None]] = {
     SequenceEnded: Lifecycle._on_finished,
 }
 
-# By event: the states that allow it, and those that it can lead to; "=" is the same state, "SERVED" are all but NEW,
-# ENDED and LEFT. An answer is legal only while its call is under way, whatever the state.
-_TABLE: Mapping[tuple[type, ...], Mapping[str, str]] = {
-    (Submit,): {"NEW": "SUBMITTING"},
-    (AdoptedElsewhere,): {"NEW": "PLACED REPLAYING"},
-    (Release,): {
-        "SUBMITTING PLACED REPLAYING WITHDRAWING": "=",
-        "WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING",
-    },
-    (ReaderEnded,): {"ANY": "="},
-    (TurnAway,): {
-        "SUBMITTING PLACED REPLAYING": "=",
-        "WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING LEFT",
-        "WITHDRAWING": "= LEFT",
-    },
-    (Leave, TakenOver): {"SERVED": "LEFT"},
-    (NoExecutor,): {
-        "SUBMITTING WAITING RESUBMITTING ATTACHING HANDING_BACK": "= WITHDRAWING",
-        "PLACED REPLAYING WITHDRAWING": "=",
-    },
-    (GiveUp,): {
-        "WAITING RESUBMITTING": "= ENDED",
-        "ATTACHING PLACED REPLAYING HANDING_BACK WITHDRAWING ENDED LEFT": "=",
-    },
-    (SubmitAnswered,): {
-        "SUBMITTING": "WAITING ATTACHING PLACED WITHDRAWING ENDED",
-        "WAITING": "= ATTACHING PLACED HANDING_BACK WITHDRAWING ENDED",
-        "RESUBMITTING": "= WAITING ATTACHING PLACED HANDING_BACK WITHDRAWING ENDED",
-        "ATTACHING": "= PLACED HANDING_BACK WITHDRAWING ENDED",
-        "PLACED WITHDRAWING": "= ENDED",
-        "REPLAYING": "= PLACED ENDED",
-        "HANDING_BACK": "= PLACED WITHDRAWING ENDED",
-        "ENDED LEFT": "=",
-    },
-    (ResubmitDue,): {"WAITING RESUBMITTING ATTACHING PLACED REPLAYING HANDING_BACK WITHDRAWING ENDED LEFT": "="},
-    (ResubmitAnswered,): {
-        "WAITING": "= ATTACHING PLACED HANDING_BACK WITHDRAWING ENDED LEFT",
-        "RESUBMITTING": "= WAITING ATTACHING PLACED HANDING_BACK WITHDRAWING ENDED LEFT",
-        "ATTACHING": "= PLACED HANDING_BACK WITHDRAWING ENDED LEFT",
-        "PLACED WITHDRAWING": "= ENDED LEFT",
-        "REPLAYING": "= PLACED ENDED LEFT",
-        "HANDING_BACK": "= PLACED WITHDRAWING ENDED LEFT",
-        "ENDED LEFT": "=",
-    },
-    (HandBackAnswered,): {
-        "WAITING": "= RESUBMITTING PLACED HANDING_BACK WITHDRAWING ENDED",
-        "RESUBMITTING ATTACHING": "= PLACED HANDING_BACK WITHDRAWING ENDED",
-        "PLACED WITHDRAWING": "= ENDED",
-        "REPLAYING": "= PLACED ENDED",
-        "HANDING_BACK": "= WAITING RESUBMITTING PLACED WITHDRAWING ENDED",
-        "ENDED LEFT": "=",
-    },
-    (WithdrawDue,): {"PLACED REPLAYING WITHDRAWING ENDED LEFT": "="},
-    (WithdrawAnswered,): {"PLACED REPLAYING WITHDRAWING": "ENDED", "ENDED LEFT": "="},
-    (CancelFound,): {"SERVED": "= ENDED"},
-    (Forgotten,): {"WAITING": "RESUBMITTING"},
-    (LeaseLapsed,): {
-        "SUBMITTING WAITING": "= RESUBMITTING",
-        "RESUBMITTING ATTACHING PLACED REPLAYING HANDING_BACK WITHDRAWING": "=",
-    },
-    (Placement,): {
-        "SUBMITTING": "PLACED ENDED",
-        "WAITING RESUBMITTING ATTACHING": "PLACED HANDING_BACK ENDED",
-        "PLACED": "= ENDED",
-        "REPLAYING HANDING_BACK": "= PLACED ENDED",
-        "WITHDRAWING": "ENDED",
-    },
-    (Lost,): {
-        "SUBMITTING WAITING RESUBMITTING ATTACHING": "= HANDING_BACK",
-        "PLACED": "= HANDING_BACK ENDED",
-        "REPLAYING": "= ENDED",
-        "HANDING_BACK WITHDRAWING": "=",
-    },
-    (CancelAsked,): {"SERVED": "="},
-    (PreemptAsked, FirstToken): {"PLACED REPLAYING ENDED": "="},
-    (Cancelled, Dropped): {"SERVED": "ENDED"},
-    (AttachAnswered,): {
-        "WAITING RESUBMITTING": "= PLACED HANDING_BACK ENDED",
-        "ATTACHING": "PLACED REPLAYING HANDING_BACK ENDED",
-        "PLACED": "= ENDED",
-        "REPLAYING HANDING_BACK": "= PLACED ENDED",
-        "WITHDRAWING": "= PLACED REPLAYING ENDED",
-        "ENDED LEFT": "=",
-    },
-    (NotLinked, Unlinked, Rejected, Withdrawn, SequenceEnded): {
-        "PLACED": "HANDING_BACK ENDED",
-        "REPLAYING": "ENDED",
-        "ENDED": "=",
-    },
-    (Detached,): {"PLACED REPLAYING": "LEFT", "ENDED": "="},
-}
-
-
-def _states(words: str, state: RequestState | None = None) -> frozenset[RequestState]:
-    """Returns the states that a cell of the table names."""
-    groups = {"ANY": ALL, "SERVED": SERVED, "=": frozenset({state})}
-    return frozenset(
-        one for word in words.split() for one in groups.get(word) or {RequestState[word]} if one is not None
-    )
-
-
-TRANSITIONS: Mapping[tuple[RequestState, type], frozenset[RequestState]] = {
-    (state, kind): _states(following, state)
-    for kinds, rows in _TABLE.items()
-    for states, following in rows.items()
-    for state in _states(states)
-    for kind in kinds
-}
-
 # What an illegal transition must leave as it was.
 CHANGING_FIELDS = (
     "state",
@@ -1013,3 +904,133 @@ CHANGING_FIELDS = (
     "consecutive_preemptions",
 )
 CHANGING = attrgetter(*CHANGING_FIELDS)
+
+
+class LiveRequests:
+    """The requests of one model that one router serves, by id, and the ledger's events about others."""
+
+    def __init__(self, no_executor_grace_s: float) -> None:
+        self._no_executor_grace_s = no_executor_grace_s
+        self._served: dict[str, Lifecycle] = {}
+        self.served: Mapping[str, Lifecycle] = MappingProxyType(self._served)
+        # Left in the queue for another router, which has their clients. The ledger's events about them are not for this
+        # router.
+        self._left: set[str] = set()
+        self._draining: RequestError | None = None
+        # Those that wait for their turn to be submitted again, and since when the ledger answers that there is no
+        # executor.
+        self._to_resubmit: dict[Lifecycle, None] = {}
+        self._no_executor_since: float | None = None
+
+    def waiting(self) -> list[Lifecycle]:
+        """Returns the requests that are in the queue, as far as this router knows."""
+        return [life for life in self._served.values() if life.is_in_queue]
+
+    def submit(self, life: Lifecycle) -> Effects:
+        """Begins a client's request. Raises `RequestError` if a request of its id is served."""
+        if life.request_id in self._served:
+            raise duplicate(client_id(life.request_id))
+        self._served[life.request_id] = life
+        return self.tell(life, Submit())
+
+    def adopt(self, life: Lifecycle, event: AdoptedElsewhere) -> Effects:
+        """Continues a request that another router began."""
+        before = self._served.get(life.request_id)
+        effects = [] if before is None else self.tell(before, TakenOver(life.request_id))
+        self._served[life.request_id] = life
+        return effects + self.tell(life, event)
+
+    def tell(self, life: Lifecycle, event: Event) -> Effects:
+        """Applies an event to a request."""
+        effects = life.handle(event)
+        for effect in tuple(effects):
+            kind = type(effect)
+            if kind is Forget:
+                if self._served.get(life.request_id) is life:
+                    del self._served[life.request_id]
+                if type(event) in (TurnAway, Leave):
+                    self._left.add(life.request_id)
+            elif isinstance(effect, Resubmit):
+                if not (effect.is_retry or self._to_resubmit):
+                    self._no_executor_since = None
+                self._to_resubmit[life] = None
+            elif isinstance(effect, Stray):
+                effects.remove(effect)
+                effects += self.on_store_event(effect.outcome)
+        return effects
+
+    def release(self, life: Lifecycle) -> Effects:
+        """Handles a client that wants no more. Safe to repeat, also after the request's end."""
+        return self.tell(life, Release()) if self._served.get(life.request_id) is life else []
+
+    def submit_answered(self, life: Lifecycle, outcome: SubmitOutcome) -> Effects:
+        """Applies the ledger's answer to a first submit."""
+        effects = self.tell(life, SubmitAnswered(outcome))
+        if self._draining is not None and life.is_served:
+            effects += self.tell(life, TurnAway(self._draining))
+        return effects
+
+    def resubmit_due(self, life: Lifecycle) -> Effects:
+        """Submits a request again: its turn has come."""
+        self._to_resubmit.pop(life, None)
+        return self.tell(life, ResubmitDue())
+
+    def resubmit_answered(self, life: Lifecycle, outcome: SubmitOutcome, now: float) -> Effects:
+        """Applies the ledger's answer to a later submit."""
+        effects = self.tell(life, ResubmitAnswered(outcome))
+        if not isinstance(outcome, RequestError | Refused | Duplicate):
+            self._no_executor_since = None
+        elif isinstance(outcome, Refused) and outcome.reason is Reason.NO_EXECUTOR and life.is_resubmit_queued:
+            effects += self._give_up_without_executor(refusal(outcome), now)
+        return effects
+
+    def withdraw_due(self, life: Lifecycle) -> Effects:
+        """Takes a request out of the queue: its turn has come."""
+        return self.tell(life, WithdrawDue(self._served.get(life.request_id, life) is not life))
+
+    def turn_away_waiting(self, error: RequestError) -> Effects:
+        """Drains: waiting requests end now, also those that begin to wait later. A request that can be repeated keeps
+        its place in the queue."""
+        self._draining = error
+        return self._tell_all(TurnAway(error))
+
+    def leave_all(self, error: RequestError) -> Effects:
+        return self._tell_all(Leave(error))
+
+    def no_executor(self, error: RequestError) -> Effects:
+        """No executor has been linked for the grace period. Requests with a deadline wait until that."""
+        return self._tell_all(NoExecutor(error))
+
+    def on_store_event(self, event: StoreEvent) -> Effects:
+        """Applies an event of the ledger. Placements of requests that are not served are settled."""
+        if isinstance(event, LeaseLapsed):
+            return self._tell_all(event)
+        life = self._served.get(event.request_id)
+        if life is not None:
+            return self.tell(life, event)
+        if event.request_id not in self._left:
+            match event:
+                case Placement(request_id, attempt):
+                    return [SettleUnused(Ending(request_id, attempt, 0, 0, cancelled=True))]
+                case Lost(request_id, attempt):
+                    return [SettleUnused(Ending(request_id, attempt, cancelled=True))]
+        return []
+
+    def _tell_all(self, event: Event) -> Effects:
+        effects: Effects = []
+        for life in tuple(self._served.values()):
+            effects += self.tell(life, event)
+        return effects
+
+    def _give_up_without_executor(self, error: RequestError, now: float) -> Effects:
+        """When the ledger has known no executor for the grace period: ends the requests still to be submitted again,
+        except those that have a deadline to wait for."""
+        if self._no_executor_since is None:
+            self._no_executor_since = now
+        effects: Effects = []
+        if now - self._no_executor_since > self._no_executor_grace_s:
+            for life in tuple(self._to_resubmit):
+                if life.deadline is None or now > life.deadline:
+                    del self._to_resubmit[life]
+                    effects += self.tell(life, GiveUp(error))
+        return effects

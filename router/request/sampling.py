@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from common.errors import FieldViolation, invalid
@@ -22,7 +22,6 @@ from common.protocol import (
 )
 from inflight.v1 import types_pb2
 from router.request.spec import ResolvedSampling
-from router.request.vocabulary import first_outside, outside_violation
 
 MAX_BAD_WORD_CHARACTERS = 1024
 
@@ -116,6 +115,21 @@ def _bad_word_id_violations(sampling: types_pb2.SamplingParams, vocabulary_size:
 
 def _too_many(field: str, count: int, what: str, most: int) -> FieldViolation:
     return FieldViolation(field, f"has {count} {what}; at most {most} are allowed")
+
+
+def first_outside(ids: Sequence[int], vocabulary_size: int) -> int | None:
+    """Returns the index of the first id that the model does not have."""
+    if max(ids, default=0) < vocabulary_size:
+        return None
+    return next(i for i, token_id in enumerate(ids) if token_id >= vocabulary_size)
+
+
+def outside_violation(field: str, token_id: int, vocabulary_size: int) -> FieldViolation:
+    """Makes the violation for an id that the model does not have."""
+    return FieldViolation(
+        field,
+        f"token id {token_id} is outside the model's vocabulary of {vocabulary_size} ids (0 to {vocabulary_size - 1})",
+    )
 
 
 def resolve_sampling(

@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 from redis.asyncio import Redis
 
-from router.store.connection import answered, close, connect, unavailable
+from router.store.connection import Turns, answered, close, connect, unavailable
 from router.store.settings import StoreSettings
 from router.store.store import AdmissionStore
-from router.store.turns import Turns
 from router.store.types import StoreCall, StoreEvent
 
 KEY = "inflight:secret"

@@ -38,13 +38,12 @@ from router.store.codec import (
     submit_args,
     verify_args,
 )
-from router.store.connection import NotSent, answered, close, connect_reader, unavailable
+from router.store.connection import NotSent, Turns, answered, close, connect_reader, unavailable
 from router.store.keys import NUM_CLASSES, PoolKeys
 from router.store.lua import Argument, Script, load_scripts
 from router.store.mailbox import Mailbox, OwnershipFilter, StoreClock
 from router.store.outage import Outage
 from router.store.settings import StoreSettings
-from router.store.turns import Turns
 from router.store.types import (
     Adopted,
     Attempt,

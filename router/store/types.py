@@ -122,7 +122,7 @@ class Demand:
     that is a `Duplicate`. `deadline_ms` counts from the submit, for the first token; after it the request is dropped,
     not placed. `last_attempt` and `output_tokens` are the last that its owner knows, for a pool that has lost the
     request. `num_bytes` is the router memory that its prompt takes while it waits. `prefix_hashes` name prefixes of the
-    prompt of increasing length, as `router.request.prefix_hashes` chooses them. `num_choices` are the choices that this
+    prompt of increasing length, as `router.request.ids` chooses them. `num_choices` are the choices that this
     submit admits: the first choice of a request admits all of them, and the others, with 0, are within all bounds and
     rates then.
     """

@@ -31,7 +31,6 @@ from router.lifecycle.events import (
 )
 from router.lifecycle.lifecycle import (
     CHANGING,
-    TRANSITIONS,
     ExpectReport,
     Forget,
     HandBack,
@@ -43,6 +42,7 @@ from router.lifecycle.lifecycle import (
     TellEnd,
     Withdraw,
 )
+from router.lifecycle.transitions import TRANSITIONS
 from router.store.types import (
     Adopted,
     CancelOutcome,

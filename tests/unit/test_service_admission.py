@@ -13,7 +13,7 @@ from inflight.v1 import executor_pb2, inference_pb2, stats_pb2, types_pb2
 from router.api.prepare import deadlines_of
 from router.api.request_status import waiting_for
 from router.config.tenants import TenantConfig, Variant
-from router.request.prefix_hashes import prefix_hashes
+from router.request.ids import prefix_hashes
 from router.request.spec import GenerateSpec
 from router.store.types import CancelOutcome, Explanation, LedgerState, Refused, TenantLimits, WaitReason
 from tests.cluster import token_request

@@ -14,8 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2
-from router.text.chat import RESERVED_VARIABLES
-from router.text.tokenizer import TextModel
+from router.text.tokenizer import RESERVED_VARIABLES, TextModel
 from tests import text_models
 from tests.text_models import smollm2, text_model
 

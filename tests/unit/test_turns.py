@@ -7,9 +7,8 @@ from contextlib import suppress
 
 import pytest
 
-from router.store.connection import NotSent
+from router.store.connection import NotSent, Turns
 from router.store.settings import StoreSettings
-from router.store.turns import Turns
 
 
 class Clock:

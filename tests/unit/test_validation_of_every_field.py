@@ -13,7 +13,7 @@ from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
 from router.api.validation import UNBUILT, validate_generate
 from router.request.spec import ChatPrompt, GenerateSpec, ModelLimits
-from router.text.chat import plain_struct, template_messages, template_tools
+from router.text.tokenizer import plain_struct, template_messages, template_tools
 
 LIMITS = ModelLimits(
     context_length=100,

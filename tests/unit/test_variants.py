@@ -7,7 +7,7 @@ import pytest
 from inflight.v1 import executor_pb2, inference_pb2
 from router.api.service import sticky_key
 from router.config.tenants import Variant, choose_variant, share_of
-from router.stats.variants import NUM_KEPT, VariantMeter, VariantMeters, percentile
+from router.dispatch.pools import NUM_KEPT_LATENCIES, VariantMeter, VariantMeters, percentile
 from router.store.types import Demand
 from router.stream.request_stream import RequestStream
 
@@ -74,7 +74,7 @@ def test_meter_without_tokens_has_no_times() -> None:
 def test_meter_remembers_only_the_newest() -> None:
     meter = VariantMeter()
     meter.end(stream_of(1, first_s=50.0, between_s=0))
-    for _ in range(NUM_KEPT):
+    for _ in range(NUM_KEPT_LATENCIES):
         meter.end(stream_of(1, first_s=1.0, between_s=0))
     assert meter.to_proto("name", A, 1.0).ttft_p99_ms == 1000
 

@@ -165,7 +165,12 @@ async def test_random_requests_get_the_same_tokens_alone_in_a_batch_and_after_fa
 
         async def start(name: str, *args: str, executors: int = 1) -> str:
             options = StackOptions(
-                executors=executors, model=str(tiny_model), executor_args=(*COMMON, *args), run_dir=tmp_path / name
+                executors=executors,
+                model=str(tiny_model),
+                executor_args=(*COMMON, *args),
+                # More than executors die. A request may be placed on one that is dying and then on the next that dies.
+                router_args=("--max-attempts", "3"),
+                run_dir=tmp_path / name,
             )
             return (await stacks.enter_async_context(LocalStack(options))).address
 

@@ -136,7 +136,7 @@ def chat_model(build: Callable[[], PreTrainedTokenizerBase]) -> TextModel:
 
 @functools.cache
 def trusting_model(build: Callable[[], PreTrainedTokenizerBase]) -> TextModel:
-    """The same, which takes control tokens from anybody."""
+    """The same, which takes control tokens from every caller."""
     return TextModel(build(), allow_special_tokens_in_chat=True)
 
 

@@ -71,7 +71,7 @@ def test_the_wheel_has_all_packages() -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_image_runs_as_nobody_in_particular_on_a_pinned_base(name: str) -> None:
+def test_image_runs_as_an_unprivileged_user_on_a_pinned_base(name: str) -> None:
     instructions = all_of(name)
     users = [rest for word, rest in instructions if word == "USER"]
     assert users[-1] == "10001:10001"

@@ -148,7 +148,7 @@ async def test_placement_that_is_not_here_is_not_held(executor: RunningExecutor,
 
 
 @pytest.mark.parametrize(("protocol_version", "orphan_grace_s"), [(2, 0.0), (2, 0.01), (1, 3600.0)])
-async def test_orphan_is_cancelled_when_its_time_is_over_or_nobody_could_come(
+async def test_orphan_is_cancelled_when_its_time_is_over_or_no_client_can_resume_it(
     protocol_version: int, orphan_grace_s: float
 ) -> None:
     retention = RetentionPolicy(orphan_grace_s=orphan_grace_s)

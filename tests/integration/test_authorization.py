@@ -190,7 +190,7 @@ async def test_anothers_request_looks_like_none(redis_url: str, pool: str, tmp_p
             answers.add(await answer(method, "umbrella", request_id=request_id, resume_token=token))
             answers.add(await answer(method, "all", request_id=request_id))
             answers.add(await answer(method, "all", request_id=request_id, resume_token=token[:-2] + "AA"))
-            answers.add(await answer(method, "umbrella", request_id="nobodys"))
+            answers.add(await answer(method, "umbrella", request_id="unknown"))
         answers.add(await answer("Cancel", "umbrella", request_id=request_id, tenant="acme"))
         assert [code for code, _ in answers] == [grpc.StatusCode.NOT_FOUND]
         # An operator needs no token to look and to end it, but to read what it brings

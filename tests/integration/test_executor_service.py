@@ -19,7 +19,7 @@ async def hello_only(hello: executor_pb2.Hello) -> AsyncIterator[executor_pb2.Se
     yield executor_pb2.ServeRequest(hello=hello)
 
 
-async def test_drain_lets_the_running_end_and_takes_nobody_new(redis_url: str, pool: str) -> None:
+async def test_drain_lets_the_running_end_and_takes_no_new_request(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool, executors=2) as cluster:
         router = cluster.routers[0]
         for executor in cluster.executors:

@@ -49,7 +49,7 @@ def logprobs_of(events: list[inference_pb2.StreamEvent]) -> list[types_pb2.Posit
     return [values for event in events for values in event.delta.logprobs]
 
 
-async def test_each_token_comes_with_its_own_and_nobody_elses(redis_url: str, pool: str) -> None:
+async def test_each_token_comes_with_its_own_log_probability_and_no_other(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool) as cluster:
         with_five = await collect(cluster.routers[0], request_of(5))
         with_none = await collect(cluster.routers[0], request_of(0))

@@ -53,7 +53,7 @@ def poison(executor: RunningExecutor, deaths: list[RunningExecutor]) -> None:
     device.launch = launch_or_die  # type: ignore[method-assign]
 
 
-async def test_poison_request_kills_two_executors_and_nobody_elses_request(redis_url: str, pool: str) -> None:
+async def test_poison_request_kills_two_executors_and_no_other_request(redis_url: str, pool: str) -> None:
     deaths: list[RunningExecutor] = []
     shape = ExecutorShape(max_num_sequences=8, num_blocks=64)
     settings = RouterSettings(no_executor_grace_s=30.0)

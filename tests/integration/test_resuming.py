@@ -166,7 +166,7 @@ async def test_wrong_token_is_as_good_as_none(redis_url: str, pool: str) -> None
         cluster.executors[0].brake.release()
 
 
-async def test_output_that_nobody_holds_is_lost(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_output_that_no_process_holds_is_lost(redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "LINK_WAIT_S", 0.05)
     async with run_cluster(redis_url, pool, routers=2) as cluster:
         client, _ = await begun(cluster, 5)

@@ -135,7 +135,7 @@ async def test_stalled_stream_of_a_request_that_has_ended_resumes(
 
 
 @pytest.mark.parametrize("wants_none", [True, False])
-async def test_request_that_nobody_resumes_ends(
+async def test_request_that_no_client_resumes_ends(
     redis_url: str, pool: str, settings: RouterSettings, wants_none: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not wants_none:

@@ -149,9 +149,7 @@ def check_steps(steps: list[stats_pb2.IterationStats]) -> None:
     assert abs(steps[-1].timestamp_ms - steps[0].timestamp_ms) < TIMEOUT_S * 1000
 
 
-async def test_executors_are_asked_only_while_somebody_wants_to_know_and_once_for_all(
-    redis_url: str, pool: str
-) -> None:
+async def test_executors_are_asked_only_while_a_client_watches_and_once_for_all(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool) as cluster:
         router, steps = cluster.routers[0], cluster.executors[0].service.steps
         async with watching(router) as messages:
@@ -165,7 +163,7 @@ async def test_executors_are_asked_only_while_somebody_wants_to_know_and_once_fo
         await until(lambda: router.stats.num_watchers == 0)
 
 
-async def test_the_ledger_is_asked_only_while_somebody_watches_and_once_for_all(redis_url: str, pool: str) -> None:
+async def test_the_ledger_is_asked_only_while_a_client_watches_and_once_for_all(redis_url: str, pool: str) -> None:
     async with run_cluster(redis_url, pool) as cluster:
         router = cluster.routers[0]
         dispatcher, num_asked = router.pools.by_name[pool].dispatcher, 0

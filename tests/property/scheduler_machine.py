@@ -193,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     # Always.
 
     @invariant()
-    def blocks_are_conserved_and_nobody_owns_anothers(self) -> None:
+    def blocks_are_conserved_and_owned_once(self) -> None:
         self.scheduler.check()
         self.scheduler.check_when_idle()
         assert self.pool.num_free + self.pool.num_cached + self.pool.num_used == self.pool.num_blocks
@@ -217,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(standings) == len({one.request_id for one in standings})
 
     @invariant()
-    def who_is_not_ready_has_nothing_and_keeps_nobody_from_running(self) -> None:
+    def sequence_that_is_not_ready_has_nothing_and_keeps_no_other_from_running(self) -> None:
         unready = self._unready()
         assert all(sequence.seat is None and not sequence.block_table for sequence in unready)
         in_flight = any(self._is_in_flight(sequence) for sequence in self.expectations)
@@ -239,7 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(sequence.block_table) <= sequence.num_reserved_blocks
 
     @invariant()
-    def nobody_is_preempted_without_blocks_of_tokens_in_between(self) -> None:
+    def no_sequence_is_preempted_without_blocks_of_tokens_in_between(self) -> None:
         most = len(self.expectations) + self.num_tokens_received / self.pool.block_size
         assert self.scheduler.num_preemptions <= most, "ping-pong"
 

@@ -23,7 +23,7 @@ def long_prompt(request_id: str, num_reserved_blocks: int) -> Sequence:
     return sequence
 
 
-def test_nobody_is_admitted_on_its_first_chunk_alone() -> None:
+def test_no_request_is_admitted_on_its_first_chunk_alone() -> None:
     for limits in (MANY_SEATS, OVERCOMMITTED):
         scheduler = make_scheduler(limits, num_blocks=64)
 

@@ -36,7 +36,7 @@ def crowd(num_sequences: int, num_blocks: int = 30, seed: int = 0) -> tuple[Sche
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nobody_comes_back_only_to_give_way_again(seed: int) -> None:
+def test_no_sequence_comes_back_only_to_give_way_again(seed: int) -> None:
     """Between a comeback and the next preemption everyone who runs can go on by a block of tokens."""
     scheduler, _ = crowd(6, num_blocks=20, seed=seed)
     steps_since: int | None = None
@@ -63,7 +63,7 @@ def test_preemptions_are_few_however_crowded_the_pool(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nobody_new_boards_while_somebody_waits_to_come_back(seed: int) -> None:
+def test_no_new_sequence_boards_while_a_preempted_one_waits(seed: int) -> None:
     """Starts with two that wait for a seat, where another has given up its seat and blocks."""
     scheduler, _ = crowd(8, num_blocks=20, seed=seed)
     num_tempted = 0

@@ -77,7 +77,7 @@ def test_hardly_anything_is_computed_again_where_there_is_host_memory() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nobody_is_the_victim_twice_running_while_there_is_another(seed: int) -> None:
+def test_no_sequence_is_the_victim_twice_in_a_row_while_there_is_another(seed: int) -> None:
     scheduler, _ = crowd(6, num_blocks=20, seed=seed)
     victims: list[Sequence] = []
     while not scheduler.is_idle:

@@ -13,7 +13,7 @@ FOUR_PASS = replace(SETTINGS, max_bypass=4)
 LIMITS_OF_FOUR = replace(LIMITS, max_num_sequences=4, num_standby_sequences=0, max_num_tokens=16)
 
 
-async def test_one_that_does_not_fit_holds_up_nobody_who_does(store_pool: StorePool) -> None:
+async def test_request_that_does_not_fit_holds_up_none_that_does(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(blocks=10))
     await a.place("running", 6)

@@ -32,7 +32,7 @@ def test_first_of_a_crowd_does_not_wait_for_the_last() -> None:
     assert times[0] < 3 * a_step_s
 
 
-def test_step_takes_no_more_prompts_than_its_budget_and_nobody_boards_for_nothing() -> None:
+def test_step_takes_no_more_prompts_than_its_budget_and_none_boards_for_nothing() -> None:
     ride = Ride(SEATS, jitter=0.0)
     for i in range(NUM_PROMPTS):
         arrive(ride, f"r{i}", NUM_TOKENS, 40)

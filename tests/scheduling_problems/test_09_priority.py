@@ -14,7 +14,7 @@ PREEMPTING = replace(SETTINGS, preempt_for_priority=True)
 TWO_SEATS = replace(LIMITS, num_standby_sequences=0)
 
 
-async def test_next_seat_goes_to_the_highest_class_whoever_came_first(store_pool: StorePool) -> None:
+async def test_next_seat_goes_to_the_highest_class_in_any_order_of_arrival(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(sequences=1))
     await a.place("running", priority_class=3)
@@ -43,7 +43,7 @@ async def test_taken_seats_are_given_up_for_a_higher_class(store_pool: StorePool
     assert [len(line.output[f"batch {i}"]) for i in range(2)] == [40, 40]
 
 
-async def test_nobody_gives_way_to_its_own_class(store_pool: StorePool) -> None:
+async def test_no_request_gives_way_to_its_own_class(store_pool: StorePool) -> None:
     a = store_pool.router("a", PREEMPTING)
     await a.store.report(store_pool.next_report(sequences=1))
     await a.place("running", priority_class=2)

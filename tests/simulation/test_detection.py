@@ -58,7 +58,7 @@ def test_reservation_that_nothing_stands_for_is_seen(
     fails(make_world(redis_url, pool, 1, duration_s=5), "for which it is reserved, for 4")
 
 
-def test_lost_placement_that_nobody_hands_back_is_seen(
+def test_lost_placement_that_is_not_handed_back_is_seen(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def deaf(self: object, lost: object) -> None:

@@ -114,7 +114,7 @@ async def many_failures(stub: Any, token: str) -> None:
         await fails(stub, "Generate", request(), credential)
     for method in ("Cancel", "GetRequest", "Resume"):
         message_class = getattr(inference_pb2, f"{method}Request")
-        await fails(stub, method, message_class(request_id="nobodys", resume_token=WRONG_KEY[9:]), KEY)
+        await fails(stub, method, message_class(request_id="unknown", resume_token=WRONG_KEY[9:]), KEY)
     await fails(stub, "Tokenize", inference_pb2.TokenizeRequest(text=PROMPT, model=PROMPT[:40]), KEY)
     malformed = stub_of_bytes(stub)
     with pytest.raises(grpc.aio.AioRpcError):

@@ -149,7 +149,7 @@ async def test_extreme_weights_order_tenants_and_break_nothing(store_pool: Store
     assert sorted(order) == sorted(f"{tenant} {number}" for tenant in ("light", "heavy") for number in range(3))
 
 
-async def test_tenant_that_may_run_nothing_waits_and_holds_up_nobody(store_pool: StorePool) -> None:
+async def test_tenant_that_may_run_nothing_waits_and_holds_up_no_other(store_pool: StorePool) -> None:
     """Routers refuse it before; where one has an older file, its requests wait until they may run again."""
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report())

@@ -268,7 +268,7 @@ async def test_a_stream_that_breaks_gives_unavailable_where_it_is_not_to_be_resu
     assert stream.transcript.choices[0].text == "x"
 
 
-def test_nobody_at_the_address_gives_unavailable() -> None:
+def test_address_without_a_router_gives_unavailable() -> None:
     with sync.Client("127.0.0.1:1", retries=False) as client, pytest.raises(InflightError) as caught:
         client.list_models()
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE

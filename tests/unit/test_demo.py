@@ -51,7 +51,7 @@ def text_of(shown: Console) -> str:
 # --- the board
 
 
-def test_whoever_boards_takes_the_lowest_free_seat() -> None:
+def test_sequence_that_boards_takes_the_lowest_free_seat() -> None:
     riders = (here := board()).riders
     assert here.board(riders[0], 0.1) == ["#1 boards seat 1: question 1"]
     here.board(riders[1], 0.1)

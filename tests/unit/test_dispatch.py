@@ -111,7 +111,7 @@ async def test_sequence_that_is_preempted_again_and_again_for_nothing_waits_for_
         assert not store.hand_backs[-1][2]["rejected"]
 
 
-async def test_sequence_cancelled_though_nobody_asked_for_it_goes_on_elsewhere() -> None:
+async def test_sequence_cancelled_without_a_request_to_do_so_goes_on_elsewhere() -> None:
     router, stream = ScriptedRouter("m"), new_stream()
     first, second = router.link("e0", "m"), router.link("e1", "m")
     store = router.stores["m"]

@@ -347,7 +347,7 @@ def test_idle_engine_launches_nothing_and_waits(loop: Loop) -> None:
     assert loop.device.num_launched == num_launched + 1
 
 
-def test_held_is_made_anew_only_when_somebody_comes_or_goes(loop: Loop) -> None:
+def test_held_is_made_again_only_when_a_sequence_comes_or_goes(loop: Loop) -> None:
     loop.engine.submit(make_sequence("a", [1], max_tokens=30))
     statuses: list[EngineStatus] = []
     while not statuses or statuses[-1].held:

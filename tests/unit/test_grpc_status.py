@@ -20,7 +20,7 @@ class GoneClient:
         raise grpc.aio.InternalError("Failed to send its status")
 
 
-async def test_error_that_nobody_is_left_to_be_told_ends_the_call_as_a_cancel_does() -> None:
+async def test_error_without_a_client_ends_the_call_as_a_cancel_does() -> None:
     context: Any = GoneClient()
     with pytest.raises(asyncio.CancelledError):
         await abort(context, RequestError(Reason.STALLED, "not read"))

@@ -40,7 +40,7 @@ async def test_one_answer_serves_everybody_until_it_is_old() -> None:
     assert ledger.num_asked == 2
 
 
-async def test_however_impatient_somebody_is_it_is_asked_four_times_a_second() -> None:
+async def test_ledger_is_asked_four_times_a_second_at_most() -> None:
     ledger = Ledger()
     for tick in range(40):
         ledger.now_s = tick / 20
@@ -48,7 +48,7 @@ async def test_however_impatient_somebody_is_it_is_asked_four_times_a_second() -
     assert ledger.num_asked == 8
 
 
-async def test_a_slow_answer_holds_nobody_up_and_is_not_asked_for_twice() -> None:
+async def test_a_slow_answer_holds_no_caller_up_and_is_not_asked_for_twice() -> None:
     ledger = Ledger()
     await ledger.look.newest(0.25)
     ledger.now_s, ledger.answer = 1.0, asyncio.get_running_loop().create_future()

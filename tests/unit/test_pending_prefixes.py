@@ -83,7 +83,7 @@ def test_short_common_prefix_is_not_worth_a_step() -> None:
     assert boarded(scheduler.schedule()) == ["first", "second"]
 
 
-def test_nobody_waits_where_waiting_is_off() -> None:
+def test_no_sequence_waits_where_waiting_is_off() -> None:
     assert boarded(with_common_prefix({"max_num_tokens": 64, "max_prefix_wait_steps": 0}).schedule()) == [
         "second",
         "other",

@@ -95,7 +95,7 @@ def test_orphans_collect_nothing_and_are_cancelled_each_at_its_time(world: World
     assert world.cancels[1:] == [("b", 1, FinishReason.CANCELLED)]
 
 
-def test_orphan_that_somebody_reads_again_is_none(world: World) -> None:
+def test_orphan_that_is_read_again_is_none(world: World) -> None:
     sequence = world.place(router_left := router(), "a")
     world.step(sequence)
     world.placements.leave(router_left)
@@ -158,7 +158,7 @@ def test_router_that_leaves_before_the_engine_answers_leaves_an_orphan(world: Wo
     assert take(first) == executor_pb2.ServeResponse()
 
 
-def test_what_is_handed_back_has_ended_and_the_engine_speaks_to_nobody(world: World) -> None:
+def test_what_is_handed_back_has_ended_and_later_output_is_dropped(world: World) -> None:
     # Given one that runs, one that waits, one without a reader and one without an answer
     reader, gone = router(), router()
     running, orphan = world.place(reader, "running"), world.place(gone, "orphan")

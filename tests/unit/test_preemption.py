@@ -154,7 +154,7 @@ class TestPreempted:
         assert second.token_ids[2:] == [*output, 7]
         assert scheduler.num_recomputed_tokens == 2 + len(output) - 1
 
-    def test_boards_again_ahead_of_who_waits_and_nobody_new_boards_meanwhile(self) -> None:
+    def test_boards_again_ahead_of_the_waiting_and_no_new_one_boards_meanwhile(self) -> None:
         scheduler, _, _ = crowded(max_num_sequences=2)
         step(scheduler)
         assert scheduler.offer(modest("c", [5])) is None

@@ -85,7 +85,7 @@ async def test_request_that_the_ledger_does_not_have_in_line_is_told_nothing() -
         assert await told(stream) is None
 
 
-async def test_nothing_is_read_while_nobody_asks() -> None:
+async def test_nothing_is_read_without_a_watcher() -> None:
     ledger = Ledger()
     watch = QueueWatch(ledger.explain, 0.0)
     running = asyncio.create_task(watch.run())

@@ -230,7 +230,7 @@ def test_a_repeat_may_meet_the_cancel_of_the_broken_connection_too() -> None:
     assert world.recovery.transcript.choices[0].finish_reason is None
 
 
-def test_a_cancel_by_somebody_is_an_end() -> None:
+def test_a_cancel_by_another_caller_is_an_end() -> None:
     world = begun(World(request()))
     world.hear(cancelled(), *list(ending(2))[1:])
     assert world.recovery.broken(None, world.now_s) is None
@@ -473,7 +473,7 @@ def test_a_stream_that_a_late_try_of_its_own_may_have_taken_is_taken_back_once()
         world.recovery.broken(TAKEN, world.now_s)
 
 
-def test_a_stream_taken_long_after_its_call_is_somebody_elses() -> None:
+def test_a_stream_taken_long_after_its_call_belongs_to_another_client() -> None:
     world = World(request())
     world.now_s += 2.5
     begun(world)

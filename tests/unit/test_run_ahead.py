@@ -107,7 +107,7 @@ class TestUnforeseenEnds:
         assert scheduler.is_idle
         scheduler.check_when_idle()
 
-    def test_nobody_boards_on_blocks_that_someone_leaving_holds(self) -> None:
+    def test_no_sequence_boards_on_blocks_that_a_leaving_one_holds(self) -> None:
         # Given a pool that one sequence fills; it holds two of the three blocks when it stops.
         scheduler = make_scheduler(num_blocks=3)
         scheduler.offer(make_sequence("a", range(6), max_tokens=6))

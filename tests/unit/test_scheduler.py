@@ -72,7 +72,7 @@ class TestStep:
         plan = scheduler.schedule()
         assert rows_of(plan) == [("a", 3, 1, True), ("b", 13, 3, True), ("c", 0, 2, True)]
 
-    def test_nobody_boards_without_a_seat(self) -> None:
+    def test_no_sequence_boards_without_a_seat(self) -> None:
         scheduler = make_scheduler()
         for request_id in "abc":
             scheduler.offer(make_sequence(request_id, [1], max_tokens=2))
@@ -118,7 +118,7 @@ class TestStep:
 class TestWithoutChunks:
     limits = replace(LIMITS, enable_chunked_context=False)
 
-    def test_prompt_that_does_not_fit_the_rest_of_the_step_waits_for_the_next_and_nobody_overtakes(self) -> None:
+    def test_prompt_that_does_not_fit_the_rest_of_the_step_waits_for_the_next_and_is_not_overtaken(self) -> None:
         scheduler = make_scheduler(replace(self.limits, max_num_sequences=3))
         for request_id, length in (("a", 5), ("b", 6), ("c", 1)):
             scheduler.offer(make_sequence(request_id, range(length), salt=None))
@@ -155,7 +155,7 @@ class TestWithoutChunks:
 class TestStatic:
     limits = replace(LIMITS, batching=Batching.STATIC)
 
-    def test_nobody_boards_until_everyone_has_got_off(self) -> None:
+    def test_no_sequence_boards_until_all_have_left(self) -> None:
         scheduler = make_scheduler(self.limits)
         scheduler.offer(make_sequence("a", [1], max_tokens=3))
         scheduler.offer(make_sequence("b", [1], max_tokens=1))

@@ -277,7 +277,7 @@ async def test_request_that_another_router_serves_is_explained_by_its_executors_
     assert (standing.state, standing.waiting_for) == (state, words)
 
 
-async def test_request_that_nobody_knows_is_not_found(router: ScriptedRouter) -> None:
+async def test_unknown_request_is_not_found(router: ScriptedRouter) -> None:
     with pytest.raises(RequestError) as caught:
         await standing_of(router, model="smol")
     assert caught.value.code is grpc.StatusCode.NOT_FOUND

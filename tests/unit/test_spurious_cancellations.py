@@ -116,7 +116,7 @@ async def test_client_is_told_to_come_again_while_a_cancel_takes_long(
         assert caught.value.retry_after_ms is not None
 
 
-async def test_client_is_told_that_somebody_cancelled_its_request(scene: Scene) -> None:
+async def test_client_is_told_that_another_caller_cancelled_its_request(scene: Scene) -> None:
     async with scene.router.running():
         await scene.run_here(1)
         scene.stream.life.is_cancelled = True

@@ -37,7 +37,7 @@ def test_depth_does_not_exceed_the_setting() -> None:
     assert standby.depth == 2
 
 
-def test_where_nobody_ends_nobody_waits() -> None:
+def test_without_ends_no_sequence_stands_by() -> None:
     standby = StandbyDepth(8)
     ride(standby, ends_per_s=100, refill_s=0.025, duration_s=60)
     standby.ended(0, 200.0)
@@ -45,7 +45,7 @@ def test_where_nobody_ends_nobody_waits() -> None:
     assert standby.depth == 0
 
 
-def test_place_that_nobody_wanted_for_long_says_nothing_of_the_time_to_refill() -> None:
+def test_place_that_was_long_not_needed_says_nothing_of_the_time_to_refill() -> None:
     standby = StandbyDepth(8)
     ride(standby, ends_per_s=10, refill_s=0.05, duration_s=60)
     standby.ended(1, 60.0)

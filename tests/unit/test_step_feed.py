@@ -166,7 +166,7 @@ async def test_a_watcher_that_comes_back_goes_on_where_it_was(after_iter: int, f
         assert [one.iter for one in (await anext(responses)).iterations] == [4]
 
 
-async def test_who_is_held_is_asked_once_for_all_watchers_and_not_where_nobody_is() -> None:
+async def test_held_sequences_are_asked_once_for_all_watchers_and_not_without_one() -> None:
     loop = Loop()
     async with loop.watching(want_sequences=True) as one, loop.watching(want_sequences=True) as other:
         asked = asyncio.gather(anext(one), anext(other))

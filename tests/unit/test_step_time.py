@@ -104,7 +104,7 @@ class TestStepTime:
 
 
 class TestPace:
-    def test_nobody_is_held_up_when_nobody_decodes(self) -> None:
+    def test_no_prompt_is_held_up_when_no_sequence_decodes(self) -> None:
         assert PrefillBudget(learned(), 0.0, 16).max_prefill_tokens(demand(num_decodes=0)) is None
 
     def test_nothing_is_limited_before_steps_with_prefill_were_seen(self) -> None:

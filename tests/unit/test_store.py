@@ -72,7 +72,7 @@ async def test_full_queue_refuses_the_next_and_keeps_the_others(store_pool: Stor
     assert await store_pool.num_waiting() == store_pool.settings.max_queue_requests
 
 
-async def test_freed_seat_goes_to_the_first_in_line_whoever_settles(store_pool: StorePool) -> None:
+async def test_freed_seat_goes_to_the_first_in_line_for_any_router_that_settles(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(sequences=1))
     await a.place("running")
@@ -116,7 +116,7 @@ async def test_line_goes_by_class_then_deadline_then_arrival(store_pool: StorePo
     ]
 
 
-async def test_head_that_nobody_may_pass_holds_the_line_but_for_higher_classes(store_pool: StorePool) -> None:
+async def test_head_that_may_not_be_passed_holds_the_line_except_for_higher_classes(store_pool: StorePool) -> None:
     store_pool.settings = NO_BYPASS
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(blocks=10))

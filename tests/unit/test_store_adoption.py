@@ -140,7 +140,7 @@ async def test_repeat_that_is_refused_leaves_the_end_known(store_pool: StorePool
     assert await a.store.submit(KEYED) == Placement("k", 2, "x", 1)
 
 
-async def test_whoever_comes_to_attach_gets_what_is_placed_and_changes_nothing_else(store_pool: StorePool) -> None:
+async def test_router_that_attaches_gets_what_is_placed_and_changes_nothing_else(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(sequences=1))
     placement = await a.place("runs")

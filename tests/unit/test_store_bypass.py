@@ -68,7 +68,7 @@ async def test_higher_class_uses_an_executor_that_is_kept_only_where_no_other_ha
     assert (await a.place("more urgent", 3, priority_class=1)).executor_id == "x"
 
 
-async def test_nobody_is_passed_more_often_than_may_be_in_one_call(store_pool: StorePool) -> None:
+async def test_no_request_is_passed_more_often_than_allowed_in_one_call(store_pool: StorePool) -> None:
     store_pool.settings = TWO_PASS
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report("x", blocks=16))
@@ -174,7 +174,7 @@ async def test_others_give_way_where_every_seat_is_taken(store_pool: StorePool) 
     assert await a.told() == [PreemptAsked("running", 1)]
 
 
-async def test_nobody_gives_way_to_its_own_class_or_in_vain_or_unless_it_is_on(store_pool: StorePool) -> None:
+async def test_no_request_gives_way_to_its_own_class_or_in_vain_or_unless_it_is_on(store_pool: StorePool) -> None:
     store_pool.settings = PREEMPTING
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report(blocks=10))
@@ -188,7 +188,7 @@ async def test_nobody_gives_way_to_its_own_class_or_in_vain_or_unless_it_is_on(s
     assert await a.told() == []
 
 
-async def test_nobody_gives_way_where_the_room_is_kept_for_another(store_pool: StorePool) -> None:
+async def test_no_request_gives_way_where_the_room_is_kept_for_another(store_pool: StorePool) -> None:
     a = await pass_twice(store_pool, dataclasses.replace(TWO_PASS, preempt_for_priority=True), class_=3)
 
     await a.queue(Demand("urgent", 1, blocks=12))

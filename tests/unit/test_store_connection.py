@@ -150,7 +150,7 @@ async def test_calls_are_refused_while_redis_is_away_and_work_when_it_is_back(tm
         await redis.aclose()
 
 
-async def test_redis_that_hangs_is_not_waited_for_and_its_late_reply_is_nobodys(tmp_path: Path) -> None:
+async def test_redis_that_hangs_is_not_waited_for_and_its_late_reply_is_dropped(tmp_path: Path) -> None:
     with PrivateRedis.start(tmp_path / "redis.log", unix_socket=tmp_path / "redis.sock") as server:
         redis = connect(server.url, FAST)
         store = AdmissionStore(redis, "pool", "a", FAST, lambda event: None)

@@ -136,7 +136,7 @@ async def test_deadline_of_a_million_hours_is_none_that_matters(store_pool: Stor
     assert await a.placed() == ["never"]
 
 
-async def test_deadline_puts_nobody_before_who_came_a_minute_earlier(store_pool: StorePool) -> None:
+async def test_deadline_puts_no_request_before_one_that_came_a_minute_earlier(store_pool: StorePool) -> None:
     a = store_pool.router("a", dataclasses.replace(SETTINGS, age_ms=MILLION_HOURS_MS))
     await a.store.report(store_pool.next_report(accepting=False))
     await a.queue(asked("with_write_timeout"))

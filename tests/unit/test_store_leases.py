@@ -202,7 +202,7 @@ async def test_line_waits_for_an_executor_to_come_when_the_last_is_gone(store_po
     assert await a.told() == [Placement("r", 1, "y", 1)]
 
 
-async def test_silence_while_nobody_listened_costs_no_lease(store_pool: StorePool) -> None:
+async def test_silence_while_no_router_listened_costs_no_lease(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(sequences=1))
     await a.place("running")

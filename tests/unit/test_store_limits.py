@@ -57,7 +57,7 @@ async def test_pool_bounds_what_waits_of_all_tenants(store_pool: StorePool, boun
     assert await a.store.submit(asked("late", NO_LIMITS, 10, "v", 100)) == Refused(Reason.QUEUE_FULL, limit)
 
 
-async def test_bounds_refuse_nobody_who_was_admitted_before(store_pool: StorePool) -> None:
+async def test_bounds_refuse_no_request_that_was_admitted_before(store_pool: StorePool) -> None:
     a = await full_pool(store_pool)
     limits = TenantLimits(max_queue_requests=0, requests_per_s=0.001)
 

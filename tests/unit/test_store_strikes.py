@@ -131,7 +131,7 @@ async def test_adopted_request_keeps_what_counts_against_it(store_pool: StorePoo
     assert await lose(b, 2) is HandBackRefusal.EXHAUSTED
 
 
-async def test_links_to_two_executors_that_break_at_once_convict_nobody(store_pool: StorePool) -> None:
+async def test_links_to_two_executors_that_break_at_once_convict_no_request(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report("x"))
     await a.place("r")
@@ -145,7 +145,7 @@ async def test_links_to_two_executors_that_break_at_once_convict_nobody(store_po
     assert await lose(a, 2) == Placement("r", 3, "x", 1)
 
 
-async def test_one_death_and_one_broken_link_convict_nobody(store_pool: StorePool) -> None:
+async def test_one_death_and_one_broken_link_convict_no_request(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report("x"))
     await a.place("r")

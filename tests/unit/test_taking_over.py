@@ -239,7 +239,7 @@ async def test_repeat_whose_first_was_never_sent_is_sent_under_the_same_attempt(
         assert [submit.attempt for submit in scene.link._outbox.submits] == [1]
 
 
-async def test_repeat_whose_output_nobody_holds_is_lost(scene: Scene) -> None:
+async def test_repeat_whose_output_no_process_holds_is_lost(scene: Scene) -> None:
     async with scene.router.running():
         scene.store.answers.append(Adopted(placement(), ended=True))
         task = asyncio.create_task(scene.dispatcher.submit(scene.stream))

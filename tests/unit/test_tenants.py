@@ -62,9 +62,9 @@ def test_whole_file_means_what_it_says() -> None:
     )
 
 
-def test_empty_file_limits_nobody() -> None:
+def test_empty_file_limits_no_tenant() -> None:
     assert parse_tenants("", SERVED) == NO_CONFIG
-    assert NO_CONFIG.limits_of("anybody") == NO_LIMITS
+    assert NO_CONFIG.limits_of("any-tenant") == NO_LIMITS
 
 
 def test_unknown_tenant_has_the_limits_of_the_default_or_is_refused() -> None:

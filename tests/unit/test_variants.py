@@ -25,7 +25,7 @@ def test_same_key_always_has_the_same_model_in_any_order() -> None:
     assert all(choose_variant((A, B, C), key) is choose_variant((C, B, A), key) for key in KEYS)
 
 
-def test_added_model_takes_its_share_and_moves_nobody_else() -> None:
+def test_added_model_takes_its_share_and_moves_no_other() -> None:
     moved = [key for key in KEYS if choose_variant((A, B, C), key) is not choose_variant((A, B), key)]
     assert all(choose_variant((A, B, C), key) is C for key in moved)
     assert len(moved) / len(KEYS) == pytest.approx(0.2, abs=0.02)

@@ -205,7 +205,7 @@ def test_a_value_that_cannot_be_sent_is_a_usage_error(address: str, capsys: pyte
     assert capsys.readouterr().err.startswith("error: max_tokens: -1 is not allowed")
 
 
-def test_nobody_there_is_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_router_is_one_line_that_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--address", "127.0.0.1:1"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: no router answers at 127.0.0.1:1; `inflight up` starts one")

@@ -164,7 +164,7 @@ def test_explain_of_a_placed_request_names_executor_variant_and_constraint(
 
 
 @pytest.mark.parametrize("name", ["cancel", "explain"])
-def test_a_request_of_somebody_elses_is_named_with_its_token_and_tenant(
+def test_a_request_of_another_tenant_is_named_with_its_token_and_tenant(
     name: str, address: str, router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whose = ["--tenant", "acme", "--model", "smol", "--address", address]

@@ -82,7 +82,7 @@ def test_every_seat_is_a_cell_that_shows_what_it_does() -> None:
     assert "bound by blocks" in shown
 
 
-def test_seats_are_filled_from_the_left_where_nobody_says_who_sits_where() -> None:
+def test_seats_are_filled_from_the_left_where_their_numbers_are_not_known() -> None:
     told = executor("e0", (5, DECODE), (6, DECODE))
     del told.sequences[:]
     assert line_of(drawn(Screen.of(message(told))), "seats ") == "  seats ■ ■ □ □ □ □ □ □"

@@ -1,7 +1,8 @@
 """The functions that a request passes on its way to an executor, and a token on its way back.
 
 A list under `paths/` names them in order, for one state of the tree: `module:qualified name` a line, below `[in]` and
-`[out]`. A list belongs to a tree if every function that it names is there, so a list that has become wrong is noticed.
+`[out]`. Below `[left out]` are the modules of the router that a request enters without passing through them. A list
+belongs to a tree if every function that it names is there, so a list that has become wrong is noticed.
 """
 
 from __future__ import annotations
@@ -15,26 +16,28 @@ from tests.structure.tree import Tree, syntax
 
 FOLDER = Path(__file__).parent / "paths"
 WAYS = ("in", "out")
+LEFT_OUT = "left out"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPath:
-    """One list: its file's name, and the functions of each way."""
+    """One list: its file's name, the functions of each way, and the modules that are left out."""
 
     name: str
     functions: dict[str, tuple[str, ...]]
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> RequestPath:
         """Reads a list. A line that begins with # is a comment."""
-        functions: dict[str, list[str]] = {way: [] for way in WAYS}
-        way = ""
+        sections: dict[str, list[str]] = {name: [] for name in (*WAYS, LEFT_OUT)}
+        section = ""
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith("["):
-                way = line.strip("[]")
+                section = line.strip("[]")
             elif line and not line.startswith("#"):
-                functions[way].append(line)
-        return cls(path.stem, {way: tuple(lines) for way, lines in functions.items()})
+                sections[section].append(line)
+        return cls(path.stem, {way: tuple(sections[way]) for way in WAYS}, tuple(sections[LEFT_OUT]))
 
     def modules(self, way: str) -> list[str]:
         """The modules that one way leads through, each once, in the order of first entry."""

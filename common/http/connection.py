@@ -38,7 +38,7 @@ class OpenConnections:
         self._addresses: dict[str, _OfAddress] = {}
         self._num_open = 0
 
-    def add(self, connection: Connection, address: str) -> Connection | None:
+    def add(self, connection: HttpConnection, address: str) -> HttpConnection | None:
         """Adds a connection, which is idle. Returns the connection to close for it, perhaps itself."""
         same = self._addresses.setdefault(address, _OfAddress())
         victim = self._victim(same)
@@ -47,7 +47,7 @@ class OpenConnections:
         same.silent[connection] = None
         return victim if victim is not None or not self._is_over(same) else connection
 
-    def remove(self, connection: Connection, address: str) -> None:
+    def remove(self, connection: HttpConnection, address: str) -> None:
         """Removes a connection. Call it once."""
         same = self._addresses[address]
         same.drop(connection)
@@ -56,11 +56,11 @@ class OpenConnections:
         if not same.num_open:
             del self._addresses[address]
 
-    def answer(self, connection: Connection, address: str) -> None:
+    def answer(self, connection: HttpConnection, address: str) -> None:
         """Marks the connection as busy: a request has arrived."""
         self._addresses[address].drop(connection)
 
-    def answered(self, connection: Connection, address: str) -> None:
+    def answered(self, connection: HttpConnection, address: str) -> None:
         """Marks the connection as idle after a response."""
         self._addresses[address].served[connection] = None
 
@@ -68,7 +68,7 @@ class OpenConnections:
         most = self._limits.max_per_address
         return self._num_open > self._limits.max_connections or (most is not None and same.num_open > most)
 
-    def _victim(self, same: _OfAddress) -> Connection | None:
+    def _victim(self, same: _OfAddress) -> HttpConnection | None:
         most = self._limits.max_per_address
         if most is not None and same.num_open >= most:
             return same.oldest()
@@ -83,21 +83,21 @@ class _OfAddress:
 
     def __init__(self) -> None:
         self.num_open = 0
-        self.silent: dict[Connection, None] = {}
-        self.served: dict[Connection, None] = {}
+        self.silent: dict[HttpConnection, None] = {}
+        self.served: dict[HttpConnection, None] = {}
 
     def num_waiting(self) -> int:
         return len(self.silent) + len(self.served)
 
-    def oldest(self) -> Connection | None:
+    def oldest(self) -> HttpConnection | None:
         return next(iter(self.silent), None) or next(iter(self.served), None)
 
-    def drop(self, connection: Connection) -> None:
+    def drop(self, connection: HttpConnection) -> None:
         self.silent.pop(connection, None)
         self.served.pop(connection, None)
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """A connection that closes itself when it exceeds its limits. It sends no response: a client that sends or reads
     nothing would not see one."""
 

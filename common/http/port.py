@@ -15,7 +15,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from common.http.connection import Connection, HttpLimits, OpenConnections
+from common.http.connection import HttpConnection, HttpLimits, OpenConnections
 from common.rpc.server import bind
 
 # Connections that the event loop has not accepted yet wait in the kernel.
@@ -49,7 +49,7 @@ class HttpPort:
         config = uvicorn.Config(
             app,
             loop="none",
-            http=functools.partial(Connection, limits, OpenConnections(limits)),  # type: ignore[arg-type]  # it is called, no more
+            http=functools.partial(HttpConnection, limits, OpenConnections(limits)),  # type: ignore[arg-type]  # it is called, no more
             ws="none",
             lifespan="off",
             log_config=None,

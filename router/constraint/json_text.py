@@ -24,7 +24,7 @@ class JsonTextError(Exception):
     """Text that is not JSON, or JSON beyond the bounds. The message completes a sentence that begins with its field."""
 
 
-def read_json(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Returns the value of a JSON text. Raises `JsonTextError`."""
     _check_nesting(text)
     try:

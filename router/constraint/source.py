@@ -14,7 +14,7 @@ from common.grammar import canonical_grammar
 from common.protocol import MAX_GRAMMAR_BYTES
 from router.constraint.exclusive import with_any_of
 from router.constraint.json_schema import SchemaError, canonical_schema
-from router.constraint.json_text import JsonTextError, read_json
+from router.constraint.json_text import JsonTextError, parse_json
 
 DEFAULT_MAX_WHITESPACE = 8
 MAX_WHITESPACE = 64
@@ -86,7 +86,7 @@ def _grammar(source: ConstraintSource) -> str:
         case "json_object":
             return _json_grammar({"type": "object"}, source.max_whitespace)
         case "json_schema":
-            return _json_grammar(with_any_of(canonical_schema(read_json(source.texts[0]))), source.max_whitespace)
+            return _json_grammar(with_any_of(canonical_schema(parse_json(source.texts[0]))), source.max_whitespace)
         case "choice":
             return canonical_grammar("lark_grammar", _choice(source.texts))
         case "regex":

@@ -95,7 +95,7 @@ def processor_time(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def answer(compiler: Compiler, source: str) -> str:
+def answer_constraint(compiler: Compiler, source: str) -> str:
     """Returns the answer to one constraint as JSON text."""
     try:
         with processor_time(MAX_COMPILE_S):
@@ -126,7 +126,7 @@ def main() -> None:
     compiler = Compiler()
     try:
         while (source := read_frame(sys.stdin.buffer)) is not None:
-            sys.stdout.buffer.write(frame(answer(compiler, source)))
+            sys.stdout.buffer.write(frame(answer_constraint(compiler, source)))
             sys.stdout.buffer.flush()
     except MemoryError:
         os._exit(OUT_OF_MEMORY)

@@ -29,7 +29,7 @@ Send = Callable[[grpc_service_pb2.ModelInferResponse], Awaitable[None]]
 
 
 @dataclass(slots=True)
-class Row:
+class OutputRow:
     """What no response has carried yet of a choice; the sum of its log probabilities is of all that any has carried."""
 
     text: bytes
@@ -60,7 +60,7 @@ class Responder:
         self._wanted = wanted
         self._send = send
         self._num_prompt_tokens = 0
-        self._rows = [Row(wanted.prompt) for _ in range(wanted.num_choices)]
+        self._rows = [OutputRow(wanted.prompt) for _ in range(wanted.num_choices)]
 
     async def write(self, event: inference_pb2.StreamEvent) -> None:
         """Takes the next event of the request."""

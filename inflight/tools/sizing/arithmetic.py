@@ -85,7 +85,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class TrafficDemand:
     """The demand of the traffic by Little's law. `ttft_ms` excludes waiting."""
 
     seat_time_s: float
@@ -132,7 +132,7 @@ def seats_at_max_utilization(num_blocks: int, tokens_per_block: int, traffic: Tr
     return SeatsHeld(mean, num_blocks // mean, p95, num_blocks // p95)
 
 
-def demand_of(traffic: Traffic, speed: Speed, seats_per_replica: int) -> Demand | None:
+def demand_of(traffic: Traffic, speed: Speed, seats_per_replica: int) -> TrafficDemand | None:
     """Returns what the traffic needs; None if its rate is unknown.
 
     Little's law: seats busy = arrivals per second × seconds on a seat. Arrivals at random (Poisson) make the number of
@@ -144,7 +144,7 @@ def demand_of(traffic: Traffic, speed: Speed, seats_per_replica: int) -> Demand 
     seat_time_s = (prefill_steps + max(0, traffic.output_tokens - 1)) * speed.step_ms / 1000
     busy = traffic.requests_per_s * seat_time_s
     needed = max(1, math.ceil(busy + SURE_DEVIATIONS * math.sqrt(busy)))
-    return Demand(
+    return TrafficDemand(
         seat_time_s=seat_time_s,
         seats_busy=busy,
         seats_needed=needed,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from inflight.tools.sizing.arithmetic import GIBIBYTE, Demand, Machine, Pool, SeatsHeld, Speed, Traffic
+from inflight.tools.sizing.arithmetic import GIBIBYTE, Machine, Pool, SeatsHeld, Speed, Traffic, TrafficDemand
 from inflight.tools.sizing.model_shape import ModelShape
 
 EXACT, COMPUTED, MEASURED, ESTIMATED = "exact", "computed", "measured", "estimated"
@@ -36,7 +36,7 @@ class Sizing:
     policy: str
     seats_per_replica: int
     speed: Speed | None
-    demand: Demand | None
+    demand: TrafficDemand | None
     is_pool_given: bool = False
     measured_at: str = ""
 

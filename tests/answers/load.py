@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import grpc
 
 from bench.chaos.load import MAX_RETRY_S, STREAM_TIMEOUT_S
 from inflight import AsyncClient
+from inflight.aio_stream import AsyncStream
 from inflight.errors import InflightError
+from inflight.events import Completion
 from tests.answers.schemas import QUESTIONS
 from tests.answers.verdict import Verdict, judge
 
@@ -65,17 +68,16 @@ class Answers:
         question = QUESTIONS[number % len(QUESTIONS)]
         while True:
             stream = self.client.generate(
-                chat=question.text,
+                question.text,
                 json_schema=question.schema,
                 temperature=TEMPERATURE,
                 max_tokens=MAX_TOKENS,
                 seed=number,
             )
             try:
-                async with asyncio.timeout(STREAM_TIMEOUT_S), stream:
-                    completion = await stream.result()
+                completion = await _result(stream)
             except TimeoutError:
-                return Verdict.FAILED, "its stream did not end"
+                return Verdict.FAILED, "its stream stood still"
             except InflightError as error:
                 if stream.request_id is not None or not is_refusal(error):
                     return Verdict.FAILED, str(error)
@@ -85,6 +87,15 @@ class Answers:
                 self.num_tokens += completion.usage.output_tokens
                 self.num_resumed += bool(stream.num_resumes)
                 return judge(question.schema, completion)
+
+
+async def _result(stream: AsyncStream) -> Completion:
+    """Reads to the end. Raises `TimeoutError` if nothing comes for longer than any recovery takes."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(STREAM_TIMEOUT_S) as silence, stream, aclosing(stream.events()) as events:
+        async for _ in events:
+            silence.reschedule(loop.time() + STREAM_TIMEOUT_S)
+    return stream.transcript.result()
 
 
 def is_refusal(error: InflightError) -> bool:

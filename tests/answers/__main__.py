@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--count", type=int, default=2000, metavar="N", help="requests; default: 2000")
     given, others = parser.parse_known_args(argv)
     # Faults go on until the last answer.
-    options = parse_options(["--run-dir", "run/answers", "--seconds", "inf", "--seats", "16", *others])
+    options = parse_options(["--run-dir", "run/answers", "--seconds", "inf", "--seats", "32", *others])
     console = Console()
     console.print(f"seed {options.seed}", highlight=False)
     with setting_of(options) as setting:

@@ -47,7 +47,7 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu reports audit clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
+.PHONY: help setup clients demo up test test-all mutations test-gpu lint format protos sync-client chaos answers soak bench bench-host bench-peers bench-soak bench-admission bench-scheduling bench-gpu reports audit clean pictures docs docs-links docs-reference bench-openai loadgen evaluator
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -67,6 +67,7 @@ help:
 	@echo "make docs-reference  write the pages again that are made from settings, commands and .proto files"
 	@echo "make docs-links  ask whether addresses that the pages name are there (needs the internet)"
 	@echo "make chaos   kill, stop and cut off the processes of a system under load; SECONDS=600 SEED=1, ARGS=\"--model tiny\""
+	@echo "make answers   2,000 answers under forty JSON schemas, each validated, a third during chaos; SEED=1, ARGS=\"--count 400\""
 	@echo "make pictures  take the pictures of the docs again, of a stack under load and of a scene, in Chromium"
 	@echo "make soak    full load with cancellations and vanishing clients, and whether anything grows; SECONDS=3600"
 	@echo "make bench   in-flight against static batching; ARGS=\"--workload mixed …\""
@@ -164,6 +165,9 @@ soak: setup
 
 chaos: setup
 	@$(BIN)/python -m bench.chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+answers: setup
+	@$(BIN)/python -m tests.answers $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: setup
 	@$(BIN)/inflight bench $(ARGS)

@@ -19,7 +19,8 @@ NEAR_TIE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Greedy output of transformers, and the gap between the two largest logits at each position."""
+    """Greedy output of transformers, and at each position the gap between the two largest logits, as the options
+    changed them."""
 
     output_ids: list[int]
     gaps: list[float]
@@ -50,30 +51,31 @@ def generate_together(
     return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
 
 
-def generate_alone(network: Any, prompt: list[int], num_tokens: int) -> Reference:
-    """Greedy `generate` of transformers."""
+def generate_alone(network: Any, prompt: list[int], num_tokens: int, **options: Any) -> Reference:
+    """Greedy `generate` of transformers: `num_tokens` tokens, unless the options have an `eos_token_id`."""
     with torch.inference_mode():
         result = network.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             do_sample=False,
             max_new_tokens=num_tokens,
-            eos_token_id=None,
             pad_token_id=0,
-            output_logits=True,
+            output_scores=True,
             return_dict_in_generate=True,
+            **{"min_new_tokens": None, "eos_token_id": None} | options,
         )
-    tops = [logits[0].topk(2).values for logits in result.logits]
+    tops = [scores[0].topk(2).values for scores in result.scores]
     return Reference(result.sequences[0, len(prompt) :].tolist(), [float(top[0] - top[1]) for top in tops])
 
 
 def assert_same(output_ids: list[int], reference: Reference) -> None:
     """Compares outputs up to the first near tie of the reference."""
-    assert len(output_ids) == len(reference.output_ids)
-    for ours, theirs, gap in zip(output_ids, reference.output_ids, reference.gaps, strict=True):
+    for position, (ours, theirs) in enumerate(zip(output_ids, reference.output_ids, strict=False)):
         if ours != theirs:
-            assert gap < NEAR_TIE, f"{ours} instead of {theirs}, which leads by {gap}"
+            gap = reference.gaps[position]
+            assert gap < NEAR_TIE, f"token {position} is {ours}, the reference has {theirs} by {gap}"
             return
+    assert len(output_ids) == len(reference.output_ids)
 
 
 def _plan_row(sequence: Sequence, chunk_tokens: int) -> PlanRow:

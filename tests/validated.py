@@ -9,6 +9,23 @@ from router.api.validation import validate_generate
 from router.request.spec import GenerateSpec, ModelLimits
 
 SEED = 4711
+# A value that has an effect for every parameter that may have one.
+ALL_SAMPLING = types_pb2.SamplingParams(
+    temperature=0.5,
+    top_k=4,
+    top_p=0.5,
+    min_p=0.25,
+    typical_p=1.0,
+    presence_penalty=-0.5,
+    frequency_penalty=0.5,
+    repetition_penalty=1.25,
+    seed=7,
+    logit_bias={1: 2.0, 3: -100.0},
+    allowed_token_ids=[0, 1, 2, 3],
+    bad_words=["t1 t2", "t4"],
+    no_repeat_ngram_size=3,
+    bad_word_ids=[types_pb2.TokenSequence(ids=[2, 2])],
+)
 
 
 def limits_of(**changes: Any) -> ModelLimits:

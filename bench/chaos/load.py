@@ -67,6 +67,18 @@ class Load:
     num_begun: int = 0
     is_stopping: bool = False
 
+    @property
+    def num_under_way(self) -> int:
+        return len(self.under_way)
+
+    @property
+    def num_ended(self) -> int:
+        return len(self.sent)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(sent.failed for sent in self.sent)
+
     async def run(self, num_clients: int) -> None:
         """Sends until `stop`."""
         async with asyncio.TaskGroup() as group:

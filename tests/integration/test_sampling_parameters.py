@@ -15,29 +15,13 @@ from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from tests.cluster import Cluster, run_cluster
 from tests.integration.test_requests import collect, rest
 from tests.integration.test_resuming import NUM_TOKENS, Client, request_of
-
-ASKED = types_pb2.SamplingParams(
-    temperature=0.5,
-    top_k=4,
-    top_p=0.5,
-    min_p=0.25,
-    typical_p=1.0,
-    presence_penalty=-0.5,
-    frequency_penalty=0.5,
-    repetition_penalty=1.25,
-    seed=7,
-    logit_bias={1: 2.0, 3: -100.0},
-    allowed_token_ids=[0, 1, 2, 3],
-    bad_words=["t1 t2", "t4"],
-    no_repeat_ngram_size=3,
-    bad_word_ids=[types_pb2.TokenSequence(ids=[2, 2])],
-)
+from tests.validated import ALL_SAMPLING
 
 
 def shown() -> types_pb2.SamplingParams:
     """The parameters with the token sequences of the words."""
     expected = types_pb2.SamplingParams()
-    expected.CopyFrom(ASKED)
+    expected.CopyFrom(ALL_SAMPLING)
     expected.bad_word_ids.add(ids=[1, 2])
     expected.bad_word_ids.add(ids=[4])
     return expected
@@ -59,7 +43,7 @@ def submits(monkeypatch: pytest.MonkeyPatch) -> list[executor_pb2.Submit]:
 async def begun(cluster: Cluster, num_tokens: int) -> tuple[Client, Any]:
     """A request with all parameters that has brought so many tokens, and stands still."""
     client, request = Client(), request_of()
-    request.sampling.CopyFrom(ASKED)
+    request.sampling.CopyFrom(ALL_SAMPLING)
     for executor in cluster.executors:
         executor.brake.hold()
         executor.brake.permit(num_tokens + 1)
@@ -102,7 +86,7 @@ async def test_router_that_takes_a_request_over_shows_the_same_parameters(
 
 async def test_repeat_with_an_idempotency_key_needs_the_same_parameters(redis_url: str, pool: str) -> None:
     request = request_of(idempotency_key="k")
-    request.sampling.CopyFrom(ASKED)
+    request.sampling.CopyFrom(ALL_SAMPLING)
     other = inference_pb2.GenerateRequest()
     other.CopyFrom(request)
     other.sampling.logit_bias[1] = 1.0

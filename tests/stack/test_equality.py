@@ -1,7 +1,7 @@
 """Tokens depend on the prompt, the output so far, the parameters and the seed, and on nothing else.
 
-Random requests over all features of the logits stage give the same tokens alone, among others, and with executors that
-are killed. The model is small and computed in float32. tests/unit/test_overlap_exactness.py preempts sequences.
+Random requests over all features of the logits stage give the same tokens alone, among others, preempted every few
+tokens, and with executors that are killed. The model is small and computed in float32.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,24 @@ from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
 from inflight.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
+OnToken = Callable[[str], None]
+"""Called with the id of the executor for each delta."""
+
 NUM_REQUESTS = 200
 BATCH = 32
+# The executor that is preempted has so many seats and waits so long before each step: a request that takes all seats
+# passes the ledger in a few steps.
+FEW_SEATS = 8
+STEP_MS = 20
 # Token ids of the tiny model: 256 bytes and the end.
 NUM_IDS = 256
 COMMON = ("--dtype", "float32", "--num-threads", "1", "--max-num-tokens", "128")
+FEW_BLOCKS = (
+    *("--max-num-sequences", str(FEW_SEATS)),
+    *("--batch-scheduler-policy", "max_utilization"),
+    *("--max-tokens-in-paged-kv-cache", "640"),
+)
+PACED = (sys.executable, "-m", "bench.fleet.paced", str(STEP_MS))
 SCHEMAS = (
     '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}}, '
     '"required": ["name", "age"], "additionalProperties": false}',
@@ -43,6 +57,7 @@ class Answer:
 
     token_ids: tuple[int, ...]
     end: str
+    num_preemptions: int = field(default=0, compare=False)
 
 
 def random_request(rng: random.Random) -> inference_pb2.GenerateRequest:
@@ -50,7 +65,7 @@ def random_request(rng: random.Random) -> inference_pb2.GenerateRequest:
         text=rng.choice(PROMPTS) * rng.randint(1, 3),
         sampling=random_sampling(rng),
         stopping=types_pb2.StoppingParams(
-            max_tokens=rng.randint(4, 40),
+            max_tokens=rng.randint(4, 60),
             min_tokens=rng.choice((0, 0, 3)),
             stop_token_ids=rng.sample(range(NUM_IDS), rng.choice((0, 0, 4))),
         ),
@@ -114,10 +129,43 @@ class Kill:
         self.killed = executor_id
 
 
-async def answer(address: str, request: inference_pb2.GenerateRequest, kill: Kill | None = None) -> Answer:
+@dataclass(slots=True)
+class Rush:
+    """Sends requests of a higher class that take all seats, each after a token per seat since the one before."""
+
+    num_seats: int
+    num_tokens: int = 0
+    num_sent: int = 0
+    due: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_token(self, executor_id: str) -> None:
+        self.num_tokens += 1
+        if self.num_tokens >= self.num_seats:
+            self.due.set()
+
+    async def run(self, address: str) -> None:
+        """Sends until it is cancelled."""
+        request = inference_pb2.GenerateRequest(
+            text="a",
+            n=self.num_seats,
+            stopping=types_pb2.StoppingParams(max_tokens=1),
+            priority=types_pb2.PRIORITY_CLASS_INTERACTIVE,
+        )
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            while True:
+                await self.due.wait()
+                async for _ in stub.Generate(request):
+                    pass
+                self.num_sent += 1
+                self.num_tokens = 0
+                self.due.clear()
+
+
+async def answer(address: str, request: inference_pb2.GenerateRequest, on_token: OnToken | None = None) -> Answer:
     """Reads a request to its end. Offsets must have no gap and no repetition."""
     ids: list[int] = []
-    end, executor_id = "", ""
+    end, executor_id, num_preemptions = "", "", 0
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         try:
@@ -128,23 +176,25 @@ async def answer(address: str, request: inference_pb2.GenerateRequest, kill: Kil
                 elif event.WhichOneof("event") == "delta":
                     assert event.delta.offset == len(ids)
                     ids.extend(event.delta.token_ids)
-                    if kill is not None:
-                        kill.on_token(executor_id)
+                    if on_token is not None:
+                        on_token(executor_id)
+                elif event.WhichOneof("event") == "notice":
+                    num_preemptions += event.notice.kind == inference_pb2.Notice.KIND_PAUSED
                 elif event.WhichOneof("event") == "finished":
                     end = types_pb2.FinishReason.Name(event.finished.reason)
         except grpc.aio.AioRpcError as error:
             end = f"{error.code().name}: {error.details()}"
-    return Answer(tuple(ids), end)
+    return Answer(tuple(ids), end, num_preemptions)
 
 
 async def answers(
-    address: str, requests: Sequence[inference_pb2.GenerateRequest], num_at_once: int, kill: Kill | None = None
+    address: str, requests: Sequence[inference_pb2.GenerateRequest], num_at_once: int, on_token: OnToken | None = None
 ) -> list[Answer]:
     room = asyncio.Semaphore(num_at_once)
 
     async def one(request: inference_pb2.GenerateRequest) -> Answer:
         async with room:
-            return await answer(address, request, kill)
+            return await answer(address, request, on_token)
 
     return await asyncio.gather(*(one(request) for request in requests))
 
@@ -156,23 +206,18 @@ def differences(answers: list[Answer], expected: list[Answer]) -> dict[int, tupl
 
 
 @pytest.mark.timeout(600)
-async def test_random_requests_get_the_same_tokens_alone_in_a_batch_and_after_failures(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_random_requests_get_the_same_tokens_in_every_circumstance(tiny_model: Path, tmp_path: Path) -> None:
     rng = random.Random(14)
     requests = [random_request(rng) for _ in range(NUM_REQUESTS)]
     async with AsyncExitStack() as stacks:
 
-        async def start(name: str, *args: str, executors: int = 1) -> str:
-            options = StackOptions(
-                executors=executors,
-                model=str(tiny_model),
-                executor_args=(*COMMON, *args),
-                # More than executors die. A request may be placed on one that is dying and then on the next that dies.
-                router_args=("--max-attempts", "3"),
-                run_dir=tmp_path / name,
-            )
-            return (await stacks.enter_async_context(LocalStack(options))).address
+        async def start(name: str, *args: str, **options: Any) -> str:
+            arguments: dict[str, Any] = {
+                "model": str(tiny_model),
+                "executor_args": (*COMMON, *args),
+                "run_dir": tmp_path / name,
+            }
+            return (await stacks.enter_async_context(LocalStack(StackOptions(**arguments, **options)))).address
 
         # Given the tokens of each request alone
         roomy = await start("roomy", "--max-num-sequences", str(BATCH))
@@ -180,11 +225,23 @@ async def test_random_requests_get_the_same_tokens_alone_in_a_batch_and_after_fa
         assert sum(len(one.token_ids) > 0 for one in alone) > 0.9 * NUM_REQUESTS
         # Then 32 at once get the same
         assert differences(await answers(roomy, requests, BATCH), alone) == {}
+        # And those that are preempted every few tokens
+        small = await start("small", *FEW_BLOCKS, router_args=("--preempt-for-priority",), program=PACED)
+        rush = Rush(FEW_SEATS)
+        rushing = asyncio.create_task(rush.run(small))
+        preempted = await answers(small, requests, BATCH, rush.on_token)
+        rushing.cancel()
+        await asyncio.wait([rushing])
+        assert differences(preempted, alone) == {}
+        assert sum(one.num_preemptions for one in preempted) >= NUM_REQUESTS / 2
         # And those whose executors are killed, one after the other
-        failing = await start("failing", "--max-num-sequences", str(BATCH // 2), executors=3)
+        # More attempts than executors die: a request may be placed on one that is dying and then on the next that dies.
+        patient = ("--max-attempts", "3")
+        failing = await start("failing", "--max-num-sequences", str(BATCH // 2), executors=3, router_args=patient)
         one_third = NUM_REQUESTS // 3
         kills = (Kill(tmp_path / "failing"), Kill(tmp_path / "failing"), None)
         for third, kill in enumerate(kills):
             some = slice(third * one_third, (third + 1) * one_third)
-            assert differences(await answers(failing, requests[some], BATCH, kill), alone[some]) == {}
+            answered = await answers(failing, requests[some], BATCH, kill.on_token if kill else None)
+            assert differences(answered, alone[some]) == {}
         assert len({kill.killed for kill in kills if kill}) == 2

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from inflight import AsyncClient
 from inflight.local.stack import LocalStack
-from tests.stack.reference import assert_same_greedy, generate, load_reference
+from tests.greedy import assert_same, generate_alone
+from tests.stack.reference import load_reference
 
 SHARED_TEXT = (
     "The city bus stops at every corner. At each stop some passengers get off and others board, and the driver never "
@@ -78,11 +79,11 @@ async def test_mixed_company_gets_the_tokens_of_transformers_generate(
         capacity = await first.capacity()
     assert all(executor.num_steps > 0 for executor in capacity.executors), "both executors got work"
     for i, (prompt_ids, length, answer) in enumerate(zip(ids, lengths, answers, strict=True)):
-        expected = await asyncio.to_thread(generate, reference, list(prompt_ids), length)
+        expected = await asyncio.to_thread(generate_alone, reference, list(prompt_ids), length)
         if i % 8 == 7:
             assert len(answer) >= length // 2
             expected = type(expected)(expected.output_ids[: len(answer)], expected.gaps)
-        assert_same_greedy(answer, expected)
+        assert_same(answer, expected)
 
 
 @pytest.mark.timeout(600)
@@ -125,8 +126,8 @@ async def test_penalties_and_bans_give_the_tokens_of_transformers_generate(
             )
         )
     for prompt_ids, (_, theirs), answer in zip(prompts, asked, answers, strict=True):
-        expected = await asyncio.to_thread(generate, reference, list(prompt_ids), num_tokens, **theirs)
-        assert_same_greedy(answer, expected)
+        expected = await asyncio.to_thread(generate_alone, reference, list(prompt_ids), num_tokens, **theirs)
+        assert_same(answer, expected)
     assert answers != list(plain)
 
 

@@ -16,8 +16,8 @@ from bench.fleet.tiny_model import write_tiny_model
 from inflight import AsyncClient
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
+from tests.greedy import Reference, assert_same, generate_alone
 from tests.stack.conftest import EXECUTOR_ARGS
-from tests.stack.reference import Generation, assert_same_greedy
 
 NUM_TOKENS = 40
 PROMPT = [7, 8, 9, 7, 8]
@@ -50,21 +50,8 @@ def reference(folder: Path) -> PreTrainedModel:
     return model
 
 
-def generated(model: PreTrainedModel, **parameters: Any) -> Generation:
-    """Greedy generation. The gaps are those after the changes of the logits."""
-    with torch.inference_mode():
-        result = model.generate(  # type: ignore[operator]
-            torch.tensor([PROMPT]),
-            attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
-            do_sample=False,
-            max_new_tokens=NUM_TOKENS,
-            pad_token_id=0,
-            output_scores=True,
-            return_dict_in_generate=True,
-            **parameters,
-        )
-    tops = [torch.topk(scores[0], 2).values for scores in result.scores]
-    return Generation(result.sequences[0, len(PROMPT) :].tolist(), [float(top[0] - top[1]) for top in tops])
+def generated(model: PreTrainedModel, **options: Any) -> Reference:
+    return generate_alone(model, PROMPT, NUM_TOKENS, **options)
 
 
 async def answer(address: str, **options: Any) -> list[int]:
@@ -79,7 +66,7 @@ async def answer(address: str, **options: Any) -> list[int]:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_defaults_of_the_model_apply_as_in_transformers(address: str, reference: PreTrainedModel) -> None:
     ids = await answer(address)
-    assert_same_greedy(ids, generated(reference, eos_token_id=None))
+    assert_same(ids, generated(reference))
     assert 40 not in ids
 
 
@@ -107,7 +94,7 @@ async def test_values_of_a_request_replace_the_models(
     address: str, reference: PreTrainedModel, asked: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     ids = await answer(address, **asked)
-    assert_same_greedy(ids, generated(reference, eos_token_id=None, **theirs))
+    assert_same(ids, generated(reference, **theirs))
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -115,5 +102,5 @@ async def test_end_is_produced_behind_the_minimum_however_likely_it_is(
     address: str, reference: PreTrainedModel
 ) -> None:
     ids = await answer(address, ignore_eos=False, min_tokens=20, logit_bias={END: 100})
-    assert_same_greedy(ids, generated(reference, min_new_tokens=20, sequence_bias={(END,): 100.0}))
+    assert_same(ids, generated(reference, min_new_tokens=20, eos_token_id=END, sequence_bias={(END,): 100.0}))
     assert (len(ids), ids.index(END)) == (21, 20)

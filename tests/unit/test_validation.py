@@ -11,7 +11,7 @@ from common.errors import Reason, RequestError
 from inflight.v1 import inference_pb2, types_pb2
 from router.api.validation import MAX_DEADLINE_S, validate_generate
 from router.request.spec import ChatPrompt, ChoiceCounts, ModelLimits, ResolvedSampling, TextPrompt, TokenPrompt
-from tests.validated import SEED, limits_of, validated
+from tests.validated import ALL_SAMPLING, SEED, limits_of, validated
 
 
 def refused_fields(limits: ModelLimits | None = None, **fields: Any) -> list[str]:
@@ -65,25 +65,11 @@ def test_every_default_of_the_generation_config_applies_until_a_request_replaces
 
 
 def test_all_sampling_parameters_reach_the_executor() -> None:
-    asked = types_pb2.SamplingParams(
-        temperature=0.5,
-        top_k=3,
-        top_p=0.5,
-        min_p=0.25,
-        typical_p=1,
-        presence_penalty=-2,
-        frequency_penalty=2,
-        repetition_penalty=1.5,
-        seed=9,
-        logit_bias={999: -100, 0: 100},
-        allowed_token_ids=[999, 1],
-        bad_words=["x"],
-        no_repeat_ngram_size=2,
-        bad_word_ids=[types_pb2.TokenSequence(ids=[1, 2])],
-    )
-    assert {field.name for field, _ in asked.ListFields()} == {field.name for field in asked.DESCRIPTOR.fields}
-    request = inference_pb2.GenerateRequest(text="hi", sampling=asked)
-    assert validate_generate(request, limits_of(), lambda: SEED).sampling.to_proto() == asked
+    assert {field.name for field, _ in ALL_SAMPLING.ListFields()} == {
+        field.name for field in ALL_SAMPLING.DESCRIPTOR.fields
+    }
+    request = inference_pb2.GenerateRequest(text="hi", sampling=ALL_SAMPLING)
+    assert validate_generate(request, limits_of(), lambda: SEED).sampling.to_proto() == ALL_SAMPLING
 
 
 def test_resolved_sampling_names_every_value_on_the_wire() -> None:

@@ -1,0 +1,127 @@
+"""Faults that come one after the other while a system is under load."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rich.console import Console
+
+from bench.chaos.gaps import Window
+from bench.chaos.inject import inject
+from bench.chaos.options import ChaosOptions
+from bench.chaos.schedule import Fault, faults
+from bench.chaos.setting import Setting
+from bench.fleet.fleet import Fleet, running_fleet
+from bench.fleet.fork_server import ForkServer
+from bench.fleet.health import Observer
+from inflight import AsyncClient
+
+
+class Streams(Protocol):
+    """The streams of a load, for the lines about faults."""
+
+    @property
+    def num_under_way(self) -> int: ...
+    @property
+    def num_ended(self) -> int: ...
+    @property
+    def num_failed(self) -> int: ...
+
+
+@dataclass(slots=True)
+class ChaosRun:
+    """A run under way, and what has come of it so far."""
+
+    options: ChaosOptions
+    setting: Setting
+    console: Console
+    windows: list[Window] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
+
+    def say(self, text: str) -> None:
+        """A line with the time since the load began."""
+        self.console.print(
+            f"{time.monotonic() - self.began_s:7.1f} s  {text}", markup=False, highlight=False, soft_wrap=True
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """The processes, a client of their routers, and what asks for their health."""
+
+    fleet: Fleet
+    client: AsyncClient
+    observer: Observer
+
+
+@asynccontextmanager
+async def running_system(run: ChaosRun) -> AsyncIterator[System]:
+    """Runs the system of a chaos run, whole when the block begins."""
+    options = run.options
+    run.say(f"starting {options.routers} routers and {options.executors} executors with {run.setting.pool}")
+    async with (
+        _fork_server(options) as fork_server,
+        running_fleet(run.setting.stack, fork_server) as fleet,
+        AsyncClient(*fleet.addresses) as client,
+        Observer(fleet, run.setting.pool) as observer,
+    ):
+        await observer.wait_until_whole(options.recovery_timeout_s)
+        yield System(fleet, client, observer)
+
+
+@asynccontextmanager
+async def _fork_server(options: ChaosOptions) -> AsyncIterator[ForkServer | None]:
+    """What processes are copies of, where they are to be."""
+    if not options.copies:
+        yield None
+        return
+    options.run_dir.mkdir(parents=True, exist_ok=True)
+    async with ForkServer(options.run_dir / "fork-server.log") as fork_server:
+        yield fork_server
+
+
+async def disturb(run: ChaosRun, system: System, streams: Streams) -> None:
+    """Injects faults until the time is over and the system is whole again."""
+    options = run.options
+    ends_s = time.monotonic() + options.seconds
+    schedule = faults(options.seed, options.kinds, options.routers, options.executors)
+
+    async def one_at_a_time() -> None:
+        for fault in schedule:
+            left_s = ends_s - time.monotonic()
+            if left_s <= fault.calm_s:
+                await asyncio.sleep(max(0.0, left_s))
+                return
+            await asyncio.sleep(fault.calm_s)
+            await _one_fault(run, system, streams, fault)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(options.overlap):
+            group.create_task(one_at_a_time())
+
+
+async def _one_fault(run: ChaosRun, system: System, streams: Streams, fault: Fault) -> None:
+    """Makes it happen and waits until the system is whole again."""
+    began_s = time.monotonic()
+    run.say(f"{fault.number:3d}. {fault.kind.value}: {fault.target}, {streams.num_under_way} streams under way")
+    window = Window(fault, began_s, began_s, None)
+    run.windows.append(window)
+    at = len(run.windows) - 1
+    await inject(system.fleet, fault)
+    over_s = time.monotonic()
+    try:
+        await system.observer.wait_until_whole(run.options.recovery_timeout_s)
+    except TimeoutError:
+        run.say(f"{fault.number:3d}. not whole after {run.options.recovery_timeout_s:g} s")
+        run.windows[at] = Window(fault, began_s, over_s, None)
+        return
+    run.windows[at] = Window(fault, began_s, over_s, time.monotonic())
+    failed = f", {streams.num_failed} failed" if streams.num_failed else ""
+    run.say(
+        f"{fault.number:3d}. whole after {time.monotonic() - began_s:.1f} s; {streams.num_ended} streams ended{failed}"
+    )

@@ -145,7 +145,8 @@ class Guide:
         return self._matcher
 
     def mask(self, raw: Mask, output: npt.NDArray[np.int32]) -> Mask:
-        """Returns the mask for the next token from the matcher's, which is at least as long."""
+        """Returns the mask for the next token from the matcher's, which is at least as long. The result may share its
+        memory."""
         assert self._matcher is not None
         if self._matcher.is_error():
             # The mask of a matcher that failed allows the end of the sequence.
@@ -154,7 +155,7 @@ class Guide:
                 self._constraint.error = _reason(self._matcher)
                 return np.zeros(self._num_words, np.int32)
             raw = recovered
-        allowed = raw[: self._num_words].copy()
+        allowed = raw[: self._num_words]
         text = allowed if self._allowed is None else allowed & self._allowed
         banned = self._banned(len(output))
         choices = [text] if banned is None else [text & ~banned, text]
@@ -186,7 +187,7 @@ class Guide:
 
 
 class MaskFiller:
-    """Computes the masks of a step's rows in a thread of its own, while the forward pass runs."""
+    """Computes the masks of a step's rows: in a thread of its own while the forward pass runs, or at once."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -216,7 +217,9 @@ class MaskFiller:
             self._executor = LLExecutor(self._num_threads)
         self._executor.unsafe_compute_mask_ptr(matchers, scratch.ctypes.data, 4 * num_words, len(scratch))
         for (row, guide, _), raw in zip(open_rows, scratch, strict=False):
-            row.mask = guide.mask(raw, row.output)
+            assert row.mask is not None
+            # Its address stays the same: to ask for one takes longer than to copy a mask.
+            row.mask[:] = guide.mask(raw, row.output)
 
     def close(self) -> None:
         """Ends the thread."""

@@ -111,6 +111,7 @@ async def _work(router: RouterApp, settings: RouterSettings) -> None:
         tasks.create_task(router.admission.follow(), name="admission file")
         tasks.create_task(router.authentication.follow(), name="authentication")
         tasks.create_task(router.tokens.run(), name="resume secret")
+        tasks.create_task(router.service.warm_up(), name="constraints")
         if router.sampler is not None:
             tasks.create_task(router.sampler.run(), name="board history")
         for files in router.certificates:

@@ -3,9 +3,11 @@
     python -m bench.engine.constrained [--seats 32] [--tokens 64] [--rounds 5]
 
 The variants run in turn on the same model in the same process, so that a disturbance of the machine affects all of
-them. `plain` rows have no processors. `processed` rows have a bias of 0, so that they are sampled in the same way as
-constrained rows: the difference to these is the cost of the masks alone. Every row samples at temperature 1 and runs
-to its last token. A first mask is the time from a grammar that was never seen to the mask of its first token.
+them. `plain` rows have no processors. `processed` rows have a bias of 0: the difference to `constrained` rows is the
+cost of the masks alone. `one costly` has plain rows and one whose grammar is ambiguous, so that each mask takes longer
+than the one before, until its row is ended. Every other row samples at temperature 1 and runs to its last token. The
+longest pause is the longest time between the tokens of two steps. A first mask is the time from a grammar that was
+never seen to the mask of its first token.
 """
 
 from __future__ import annotations
@@ -44,10 +46,11 @@ from executor.scheduler.sequence import (
     Stopping,
 )
 
-VARIANTS = ("plain", "processed", "constrained")
+VARIANTS = ("plain", "processed", "constrained", "one costly")
 PROMPT_TOKENS = 16
 NUM_FIRST_MASKS = 200
 WHITESPACE = r"[ \n]{0,8}"
+AMBIGUOUS = 'start: s\ns: s s | "a" | "b" | s s s\n'
 
 
 def schema(number: int) -> dict[str, object]:
@@ -75,10 +78,11 @@ def constraint_of(text: str, eos_token_ids: SequenceOf[int]) -> Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Wall and processor seconds of a run."""
+    """Wall and processor seconds of a run, and the longest pause between the tokens of two steps."""
 
     wall_s: float
     cpu_s: float
+    longest_s: float
 
 
 class Seats:
@@ -114,19 +118,26 @@ class Seats:
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         engine.start()
         num_left = len(sequences)
+        times_s = []
         while num_left:
-            for event in outputs.get().finished:
-                assert event.reason is FinishReason.LENGTH, event.error
+            output = outputs.get()
+            if len(output.tokens):
+                times_s.append(time.perf_counter())
+            for event in output.finished:
+                is_costly = variant == "one costly" and event.sequence is sequences[0]
+                assert event.reason is FinishReason.LENGTH or is_costly, event.error
                 num_left -= 1
-        cost = Cost(time.perf_counter() - began_s, time.process_time() - began_cpu_s)
+        wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+        cost = Cost(wall_s, cpu_s, float(np.diff(times_s).max()))
         engine.stop()
         runner.close()
         return cost
 
     def _sequence(self, variant: str, index: int, seed: int) -> Sequence:
         constraint = None
-        if variant == "constrained":
-            constraint = constraint_of(grammar(index % 8), self._model.description.eos_token_ids)
+        if variant == "constrained" or (variant == "one costly" and index == 0):
+            text = grammar(index % 8) if variant == "constrained" else LLMatcher.grammar_from_lark(AMBIGUOUS)
+            constraint = constraint_of(text, self._model.description.eos_token_ids)
             constraint.compiled = self._compiler.compile(constraint).result()
         return Sequence(
             f"r{index}",
@@ -166,7 +177,8 @@ def in_turn(seats: Seats, number: int) -> dict[str, Cost]:
 
 
 def table_of(costs: SequenceOf[dict[str, Cost]], num_tokens: int) -> Table:
-    """Returns speed and ratios. `least` compares the least processor time of all rounds: other processes add to it."""
+    """Returns speed and ratios. `least` compares the least processor time of all rounds: other processes add to it. The
+    longest pause is that of the round where it was shortest, for the same reason."""
     rows = []
     for variant in VARIANTS:
         speeds = [num_tokens / one[variant].wall_s for one in costs]
@@ -174,17 +186,21 @@ def table_of(costs: SequenceOf[dict[str, Cost]], num_tokens: int) -> Table:
         cpu_ratios = [one["plain"].cpu_s / one[variant].cpu_s for one in costs]
         least = min(one["plain"].cpu_s for one in costs) / min(one[variant].cpu_s for one in costs)
         medians = (float(np.median(values)) for values in (speeds, ratios, cpu_ratios))
-        rows.append([variant, *(f"{value:.3g}" for value in (*medians, least))])
-    return Table(["rows", "tokens/s", "of plain, wall", "of plain, processor", "least"], rows)
+        longest_ms = 1000 * min(one[variant].longest_s for one in costs)
+        rows.append([variant, *(f"{value:.3g}" for value in (*medians, least, longest_ms))])
+    return Table(["rows", "tokens/s", "of plain, wall", "of plain, processor", "least", "longest pause ms"], rows)
 
 
 def main(argv: SequenceOf[str] | None = None) -> int:
     """Prints the cost of the variants, their ratios by round, and the latency of first masks."""
     parser = model_parser("The cost of constrained output.", ["bfloat16", "float32"], rounds=5)
+    parser.add_argument(
+        "--threads", type=int, default=num_usable_cores(), help="of the forward pass; default: all cores"
+    )
     parser.add_argument("--seats", type=int, default=32, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=64, help="output tokens of a seat; default: %(default)s")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(num_usable_cores())
+    torch.set_num_threads(arguments.threads)
     source = resolve_model(arguments.model)
     model = PagedModel.load(source, dtype_name=arguments.dtype, weight_dtype=arguments.weight_dtype)
     description = model.description

@@ -14,13 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from bench.engine.model_steps import BLOCK_SIZE, model_parser
+from bench.engine.model_steps import BLOCK_SIZE, load_native_model, model_parser
 from bench.engine.native_step import StepShape, batch_of, blocks_of
 from bench.report.table import Table
-from common.machine import num_usable_cores
-from common.model_source import resolve_model
 from executor.logits.row import LogitsRow
 from executor.model.model import PagedModel
 from executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling
@@ -118,15 +115,8 @@ def main(argv: Sequence[str]) -> int:
     """Measures and prints; returns the exit code."""
     parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=30)
     options = parser.parse_args(argv)
-    torch.set_num_threads(num_usable_cores())
-    model = PagedModel.load(
-        resolve_model(options.model),
-        dtype_name=options.dtype,
-        backend_name="cpu",
-        weight_dtype=options.weight_dtype,
-    )
-    if model.native is None:
-        print("this model has no forward pass of our own", file=sys.stderr)
+    model = load_native_model(options)
+    if model is None:
         return 1
     batch = batch_of(SHAPE)
     model.allocate_kv(SHAPE.num_sequences * blocks_of(SHAPE), BLOCK_SIZE)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
+import torch
+
+from common.machine import num_usable_cores
+from common.model_source import resolve_model
+from executor.model.model import PagedModel
 from executor.scheduler.sequence import Sampling, Stopping
 from executor.scheduler.sequence import Sequence as TokenSequence
 
@@ -32,3 +38,20 @@ def model_parser(doc: str | None, dtypes: Sequence[str], rounds: int) -> argpars
     add("--weight-dtype", default="auto", choices=["auto", "int8"], help="default: auto")
     add("--rounds", type=int, default=rounds, help="times that each shape is measured; default: %(default)s")
     return parser
+
+
+def load_native_model(options: argparse.Namespace, instructions: str = "auto") -> PagedModel | None:
+    """Loads the model that the flags of `model_parser` name, for every core; prints why if it has no native forward
+    pass."""
+    torch.set_num_threads(num_usable_cores())
+    model = PagedModel.load(
+        resolve_model(options.model),
+        dtype_name=options.dtype,
+        backend_name="cpu",
+        weight_dtype=options.weight_dtype,
+        instructions=instructions,
+    )
+    if model.native is None:
+        print("this model has no forward pass of our own", file=sys.stderr)
+        return None
+    return model

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bench.engine.model_steps import BLOCK_SIZE, greedy_sequence, made_up_ids, model_parser
+from bench.engine.model_steps import BLOCK_SIZE, greedy_sequence, load_native_model, made_up_ids, model_parser
 from bench.report.table import Table, shown
-from common.machine import num_usable_cores
-from common.model_source import resolve_model
 from executor.checkpoint.decoder_weights import DecoderShape
 from executor.cpu.decoder import PARTS, NativeDecoder
 from executor.model.model import PagedModel
@@ -168,17 +166,10 @@ def main(argv: Sequence[str]) -> int:
     parser = model_parser(__doc__, ["bfloat16", "float32"], rounds=30)
     parser.add_argument("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
     options = parser.parse_args(argv)
-    torch.set_num_threads(num_usable_cores())
-    model = PagedModel.load(
-        resolve_model(options.model),
-        dtype_name=options.dtype,
-        backend_name="cpu",
-        weight_dtype=options.weight_dtype,
-        instructions=options.cpu_isa,
-    )
-    if model.native is None:
-        print("this model has no forward pass of our own", file=sys.stderr)
+    model = load_native_model(options, options.cpu_isa)
+    if model is None:
         return 1
+    assert model.native is not None
     limits = measure_limits(model.native, model.dtype)
     measured = measure_steps(model, SHAPES, options.rounds)
     print(f"- {model.dtype_name}, weights: {options.weight_dtype}; {model.backend_reason}")

@@ -18,6 +18,7 @@ are empty, the row has no token, which ends its sequence with an error.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,8 +49,16 @@ NUM_COMPILERS = 2
 # reason that it gives besides is the same for all failures.
 LEXER_ERROR = "lexer error"
 REFUSED = "doesn't satisfy the grammar"
+TOO_COMPLEX = "the grammar of the constraint is too complex to continue this output"
 # Newest states of a row of which the scheduler can learn whether the grammar accepts.
 NUM_STATES_KEPT = 8
+# Processor time of a mask, or of some tokens, that counts for nothing, and what a row may take beyond that in all. The
+# limits of llguidance are counts, and in an ambiguous grammar each thing that is counted takes more time the longer the
+# output is.
+FREE_S = 0.005
+MAX_SLOW_S = 0.25
+# Tokens that are consumed at once, which holds the interpreter's lock.
+MAX_TOKENS_AT_ONCE = 64
 # A compiled grammar whose shared lexer is full is compiled again: once by another row, once by this one.
 MAX_RENEWALS = 2
 
@@ -109,6 +118,7 @@ class Guide:
         self._matcher: LLMatcher | None = None
         self._num_consumed = 0
         self._has_ended = False
+        self._slow_s = 0.0
 
     @cached_property
     def _ends(self) -> Mask:
@@ -136,7 +146,7 @@ class Guide:
         if token_ids and token_ids[-1] in self._constraint.eos_token_ids:
             self._has_ended = True
             return None
-        if token_ids and not self._matcher.consume_tokens(token_ids) and _has_full_lexer(self._matcher):
+        if not self._consume(token_ids) and _has_full_lexer(self._matcher):
             self._recover(output)
         accepts = self._constraint.accepts
         accepts[len(output)] = not self._matcher.is_error() and self._matcher.is_accepting()
@@ -144,8 +154,28 @@ class Guide:
         accepts.pop(len(output) - NUM_STATES_KEPT, None)
         return self._matcher
 
+    def _consume(self, token_ids: list[int]) -> bool:
+        assert self._matcher is not None
+        for start in range(0, len(token_ids), MAX_TOKENS_AT_ONCE):
+            began_s = time.thread_time()
+            is_allowed = self._matcher.consume_tokens(token_ids[start : start + MAX_TOKENS_AT_ONCE])
+            self.took(time.thread_time() - began_s)
+            if not is_allowed or self.is_too_slow:
+                return is_allowed
+        return True
+
+    def took(self, seconds: float) -> None:
+        """Counts the processor time of a mask or of some tokens."""
+        self._slow_s += max(0.0, seconds - FREE_S)
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether masks and tokens have taken more than they may, which ends the sequence."""
+        return self._slow_s > MAX_SLOW_S
+
     def mask(self, raw: Mask, output: npt.NDArray[np.int32]) -> Mask:
-        """Returns the mask for the next token from the matcher's, which is at least as long."""
+        """Returns the mask for the next token from the matcher's, which is at least as long. The result may share its
+        memory."""
         assert self._matcher is not None
         if self._matcher.is_error():
             # The mask of a matcher that failed allows the end of the sequence.
@@ -154,7 +184,10 @@ class Guide:
                 self._constraint.error = _reason(self._matcher)
                 return np.zeros(self._num_words, np.int32)
             raw = recovered
-        allowed = raw[: self._num_words].copy()
+        if self.is_too_slow:
+            self._constraint.error = TOO_COMPLEX
+            return np.zeros(self._num_words, np.int32)
+        allowed = raw[: self._num_words]
         text = allowed if self._allowed is None else allowed & self._allowed
         banned = self._banned(len(output))
         choices = [text] if banned is None else [text & ~banned, text]
@@ -186,7 +219,7 @@ class Guide:
 
 
 class MaskFiller:
-    """Computes the masks of a step's rows in a thread of its own, while the forward pass runs."""
+    """Computes the masks of a step's rows: in a thread of its own while the forward pass runs, or at once."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -194,6 +227,8 @@ class MaskFiller:
         self._executor: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._scratch = np.zeros((0, 0), np.int32)
+        # Whether the masks of a step are measured one by one, because those of the previous one took long.
+        self._measures = False
 
     def start(self, rows: Sequence[LogitsRow]) -> Callable[[], None]:
         """Begins to fill the masks. Returns what waits until they are filled, and raises what went wrong."""
@@ -210,13 +245,30 @@ class MaskFiller:
         num_words = -(-max(guide.compiled.vocabulary_size for _, guide, _ in open_rows) // MASK_BITS)
         if self._scratch.shape[0] < len(open_rows) or self._scratch.shape[1] != num_words:
             self._scratch = np.zeros((len(open_rows), num_words), np.int32)
-        scratch = self._scratch
-        matchers = [(matcher, i) for i, (_, _, matcher) in enumerate(open_rows)]
+        began_s = time.perf_counter()
+        if self._measures:
+            self._compute_one_by_one([(guide, matcher) for _, guide, matcher in open_rows])
+        else:
+            self._compute([matcher for _, _, matcher in open_rows])
+        # It may be that this thread had to wait, so no row ends for that.
+        self._measures = time.perf_counter() - began_s > FREE_S
+        for (row, guide, _), raw in zip(open_rows, self._scratch, strict=False):
+            assert row.mask is not None
+            # Its address stays the same: to ask for one takes longer than to copy a mask.
+            row.mask[:] = guide.mask(raw, row.output)
+
+    def _compute(self, matchers: Sequence[LLMatcher]) -> None:
         if self._executor is None:
             self._executor = LLExecutor(self._num_threads)
-        self._executor.unsafe_compute_mask_ptr(matchers, scratch.ctypes.data, 4 * num_words, len(scratch))
-        for (row, guide, _), raw in zip(open_rows, scratch, strict=False):
-            row.mask = guide.mask(raw, row.output)
+        rows = [(matcher, i) for i, matcher in enumerate(matchers)]
+        num_rows, num_words = self._scratch.shape
+        self._executor.unsafe_compute_mask_ptr(rows, self._scratch.ctypes.data, 4 * num_words, num_rows)
+
+    def _compute_one_by_one(self, rows: Sequence[tuple[Guide, LLMatcher]]) -> None:
+        for (guide, matcher), raw in zip(rows, self._scratch, strict=False):
+            began_s = time.thread_time()
+            matcher.unsafe_compute_mask_ptr(raw.ctypes.data, raw.nbytes)
+            guide.took(time.thread_time() - began_s)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -321,7 +373,7 @@ def _reason(failed: LLMatcher) -> str:
     """Returns why no token can follow. llguidance's own text would quote the output."""
     if REFUSED in failed.get_error():
         return "the output so far does not satisfy the grammar of the constraint"
-    return "the grammar of the constraint is too complex to continue this output"
+    return TOO_COMPLEX
 
 
 def _first_line(text: str) -> str:

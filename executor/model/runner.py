@@ -12,10 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from common.machine import num_usable_cores
 from executor.attention.host_tier import open_host_tier
 from executor.engine.runner import PendingStep, token_ids_of
 from executor.logits.grammar import MaskFiller
@@ -98,6 +100,9 @@ class ModelRunner:
         self._packer = StepPacker(limits.num_seat_rows, -(-limits.context_length // block_size), block_size)
         self._columns = SamplingColumns(limits.num_seat_rows, model.description.vocabulary_size)
         self._masks = MaskFiller(torch.get_num_threads())
+        # Threads of a forward pass wait for each other. Where they occupy every core, a thread beside them would stop
+        # all of them as long as it runs, so masks are then computed by as many threads after the pass.
+        self._overlaps_masks = model.device.type == "cuda" or torch.get_num_threads() < num_usable_cores()
         self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
@@ -158,8 +163,8 @@ class ModelRunner:
             self._host_tier.swap(step.swaps_out, step.swaps_in)
         if constrained := step.sampling.constrained():
             # The masks depend on the previous step's tokens, not on this one's logits.
-            are_filled = self._masks.start(constrained)
-            sampled_ids, step.reported = self._model.step(batch, step.sampling, are_filled)
+            fill = self._masks.start(constrained) if self._overlaps_masks else partial(self._masks.fill, constrained)
+            sampled_ids, step.reported = self._model.step(batch, step.sampling, fill)
         else:
             sampled_ids, step.reported = self._model.step(batch, step.sampling)
         if step.sampling.processed:

@@ -1,8 +1,9 @@
 // The logits stage of one row, as in executor/logits/reference.py, whose torch code is the reference: bit by bit the same
 // float32 results, so that a token does not depend on the backend.
 //
-// A change looks only at the row's own ids, and the mask at every logit. A NaN stays one: the sampler never chooses it.
-// Nothing is allocated. An id outside the vocabulary is ignored.
+// A change looks only at the row's own ids. The mask is applied by the sampler where it looks for the largest logits, so
+// that ids that are not allowed are never read. A NaN stays one: the sampler never chooses it. Nothing is allocated. An
+// id outside the vocabulary is ignored.
 
 #pragma once
 
@@ -30,11 +31,18 @@ struct LogitsRow {
     bool counts_ids() const {
         return repetition_penalty != 1.0f || frequency_penalty != 0.0f || presence_penalty != 0.0f;
     }
+
+    // Bit i says whether id `64 * group + i` is allowed.
+    uint64_t allowed_of_64(int64_t group) const {
+        if (mask == nullptr) return ~uint64_t{0};
+        return (uint64_t)word_of_mask(2 * group) | (uint64_t)word_of_mask(2 * group + 1) << 32;
+    }
+
+  private:
+    uint32_t word_of_mask(int64_t index) const { return index < num_mask_words ? (uint32_t)mask[index] : 0; }
 };
 
 namespace logits {
-
-constexpr int MASK_BITS = 32;
 
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
@@ -100,27 +108,6 @@ inline void ban_ngrams(Row& row, const int32_t* ids, int64_t count, int64_t size
     }
 }
 
-inline void apply_mask(Row& row, const int32_t* mask, int64_t num_words) {
-    for (int64_t start = 0; start < row.size; start += MASK_BITS) {
-        const int64_t index = start / MASK_BITS;
-        const uint32_t word = index < num_words ? (uint32_t)mask[index] : 0;
-        if (word == 0xffffffffu) continue;
-        float* const some = row.logits + start;
-        if (row.size - start >= MASK_BITS) {
-            int excluded = 0;
-            for (int bit = 0; bit < MASK_BITS; ++bit) {
-                const bool is_allowed = (word >> bit & 1) != 0;
-                excluded |= !is_allowed & (some[bit] > NOTHING);
-                some[bit] = is_allowed ? some[bit] : NOTHING;
-            }
-            row.excludes |= excluded != 0;
-        } else {
-            for (int bit = 0; bit < row.size - start; ++bit)
-                if ((word >> bit & 1) == 0) row.ban(start + bit);
-        }
-    }
-}
-
 // Not inlined, so that denormals are kept during all of it.
 __attribute__((noinline)) inline void change(Row& row, const LogitsRow& of) {
     add_bias(row, of);
@@ -130,10 +117,9 @@ __attribute__((noinline)) inline void change(Row& row, const LogitsRow& of) {
                         of.presence_penalty);
     ban_words(row, of);
     ban_ngrams(row, of.ids, of.num_ids, of.ngram_size);
-    if (of.mask != nullptr) apply_mask(row, of.mask, of.num_mask_words);
 }
 
-// Changes the logits in place, and returns whether a usable one was banned. `counts[size]` is all 0 before and after; it
+// Changes the logits in place except for the mask, and returns whether a usable one was banned. `counts[size]` is all 0 before and after; it
 // may be null unless the row counts ids.
 inline bool process(float* logits, int64_t size, const LogitsRow& of, int32_t* counts) {
     const KeepDenormals keep_denormals;

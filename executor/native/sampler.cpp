@@ -116,6 +116,8 @@ int64_t inflight_process_row(float* row, int64_t vocabulary_size, const LogitsRo
         std::vector<int32_t> counts(vocabulary_size);
         const FlushDenormals as_in_a_pool;
         logits::process(row, vocabulary_size, *processed, counts.data());
+        for (int64_t id = 0; id < vocabulary_size; ++id)
+            if ((processed->allowed_of_64(id / 64) >> id % 64 & 1) == 0) row[id] = sampling::NOTHING;
     });
 }
 

@@ -1,8 +1,9 @@
 // Sampling of the next token of one row of logits, as in executor/step/sampling.py, whose torch code is the reference.
 //
-// A row that has any changes of its logits gets them first (logits.h). It is sampled in groups of 64 ids. Random words come from Philox4x32-10, 16 counters for a group, and most
-// groups end there: an upper bound of the noise, taken from the exponent of the uniform number, already shows that no
-// token of the group can win. The few that might are computed exactly, in double precision rounded to float, so that
+// A row that has any changes of its logits gets them first (logits.h). It is sampled in groups of 64 ids. A group of
+// which the row's mask allows nothing is not read. Random words come from Philox4x32-10, 16 counters for a group, and
+// most groups end there: an upper bound of the noise, taken from the exponent of the uniform number, already shows that
+// no token of the group can win. The few that might are computed exactly, in double precision rounded to float, so that
 // the result is the same on every processor. top_k and top_p search for the smallest value that is kept, not for an
 // order: with the largest value of every group known, only groups that reach into the top are read.
 //
@@ -66,17 +67,47 @@ inline Values as_groups(float* logits, int64_t size, Scratch& scratch) {
     return {logits, scratch.tail, scratch.maxima.data(), num_whole, num_groups, 1.0f};
 }
 
-// Fills in the maxima and returns the first group that has the largest.
-inline int64_t find_maxima(const Values& values) {
+inline float maximum_of(const float* group) {
+    Floats largest = all(NOTHING);
+    for (int v = 0; v < GROUP_VECTORS; ++v) largest = larger(load(group + v * WIDTH), largest);
+    return largest_of(largest);
+}
+
+// Returns the largest number whose bit in `allowed` is set, and writes -inf for those whose bit is not. A group whose
+// maximum is -inf is not written: no other function reads it.
+inline float maximum_of_allowed(float* group, uint64_t allowed) {
+    if (allowed == 0) return NOTHING;
+    Words lanes;
+    for (int lane = 0; lane < WIDTH; ++lane) lanes[lane] = lane;
+    Floats kept[GROUP_VECTORS], largest = all(NOTHING);
+    for (int v = 0; v < GROUP_VECTORS; ++v) {
+        const Words bits = (Words{} + (uint32_t)(allowed >> v * WIDTH)) >> lanes & 1u;
+        kept[v] = (bits != 0u) ? load(group + v * WIDTH) : all(NOTHING);
+        largest = larger(kept[v], largest);
+    }
+    const float maximum = largest_of(largest);
+    if (maximum > NOTHING)
+        for (int v = 0; v < GROUP_VECTORS; ++v) store(group + v * WIDTH, kept[v]);
+    return maximum;
+}
+
+// Fills in the maxima of what the row's mask allows, and returns the first group that has the largest.
+inline int64_t find_maxima(const Values& values, const LogitsRow* processed) {
     int64_t first = 0;
     for (int64_t i = 0; i < values.num_groups; ++i) {
-        const float* group = values.group(i);
-        Floats largest = all(NOTHING);
-        for (int v = 0; v < GROUP_VECTORS; ++v) largest = larger(load(group + v * WIDTH), largest);
-        values.maxima[i] = largest_of(largest);
+        const uint64_t allowed = processed == nullptr ? ~uint64_t{0} : processed->allowed_of_64(i);
+        float* const group = values.group(i);
+        values.maxima[i] = ~allowed == 0 ? maximum_of(group) : maximum_of_allowed(group, allowed);
         if (values.maxima[i] > values.maxima[first]) first = i;
     }
     return first;
+}
+
+// Returns whether there was a usable logit, of a row of which none is left. The mask has written to no group of it.
+inline bool has_usable(const Values& values) {
+    for (int64_t i = 0; i < values.num_groups; ++i)
+        if (maximum_of(values.group(i)) > NOTHING) return true;
+    return false;
 }
 
 // ---- min_p, top_k and top_p ----
@@ -245,7 +276,8 @@ inline Edge find_top_p(const Values& values, float largest, double top_p, Scratc
 // then on the values in memory are not divided.
 inline void keep(Values& values, Edge edge) {
     for (int64_t i = 0; i < values.num_groups; ++i) {
-        if (!(values.maxima[i] >= edge.value)) {
+        // The edge may be -inf.
+        if (values.maxima[i] == NOTHING || !(values.maxima[i] >= edge.value)) {
             values.maxima[i] = NOTHING;
             continue;
         }
@@ -337,7 +369,7 @@ inline bool changes_logits(const SampleRow& row, int64_t vocabulary_size) {
     return row.processed != nullptr || row.num_banned > 0 || (row.temperature > 0 && restricts(row, vocabulary_size));
 }
 
-// Sets banned logits to -inf after the row's other changes. Returns whether a usable one was banned.
+// Sets banned logits to -inf after the row's other changes, without its mask. Returns whether a usable one was banned.
 inline bool change_logits(float* logits, int64_t vocabulary_size, const SampleRow& row, Scratch& scratch) {
     bool excludes = false;
     if (row.processed != nullptr)
@@ -354,9 +386,9 @@ inline bool change_logits(float* logits, int64_t vocabulary_size, const SampleRo
 inline int64_t sample_row(float* logits, int64_t vocabulary_size, const SampleRow& row, Scratch& scratch) {
     const bool excludes = change_logits(logits, vocabulary_size, row, scratch);
     Values values = as_groups(logits, vocabulary_size, scratch);
-    const int64_t first = find_maxima(values);
+    const int64_t first = find_maxima(values, row.processed);
     const float largest = values.maxima[first];
-    if (largest == NOTHING) return excludes ? ALL_EXCLUDED : NO_TOKEN;
+    if (largest == NOTHING) return excludes || has_usable(values) ? ALL_EXCLUDED : NO_TOKEN;
     const float* group = values.group(first);
     const int64_t greedy = first * GROUP + (std::find(group, group + GROUP, largest) - group);
     // A temperature near 0 may take even the largest out of float's range.

@@ -96,13 +96,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._admission = admission
         self._claims = ResumeAuthorizer(pools, tokens)
         self._tokenizing = Tokenizing()
+        self._constraining = Constraining()
         self._preparation = RequestPreparation(
-            settings, admission, tokens, self._tokenizing, Constraining(), self._tracer
+            settings, admission, tokens, self._tokenizing, self._constraining, self._tracer
         )
         self._is_draining = False
         self._num_streams = 0
         self._no_stream = asyncio.Event()
         self._no_stream.set()
+
+    async def warm_up(self) -> None:
+        """Starts what the first constraint would wait for."""
+        try:
+            await self._constraining.start_process()
+        except OSError as error:
+            log.warning("no process that compiles constraints could be started; the first one tries again: %s", error)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests from now on, ends those that wait, and gives running ones `timeout_s` seconds to end.

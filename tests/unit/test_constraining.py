@@ -70,6 +70,14 @@ async def test_processes_start_with_the_first_constraint_and_answers_are_remembe
     assert (len(processes), len(CountedProcess.asked)) == (1, 2)
 
 
+async def test_process_started_before_the_first_constraint_compiles_it(processes: list[CountedProcess]) -> None:
+    constraining = Constraining(CountedProcess)
+    await constraining.start_process()
+    assert len(processes) == 1
+    assert await constraining.grammar(schema({"type": "null"}), "t")
+    assert len(processes) == 1
+
+
 async def test_equal_constraints_that_come_together_are_compiled_once(processes: list[CountedProcess]) -> None:
     constraining, source = Constraining(CountedProcess), schema({"type": "object"})
     grammars = await asyncio.gather(*(constraining.grammar(source, f"t{i}") for i in range(20)))

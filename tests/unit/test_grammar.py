@@ -51,6 +51,7 @@ PERSON = schema_grammar(
     }
 )
 LARK = LLMatcher.grammar_from_lark('start: "a" (part ",")* part\npart: "b" | "ab" | "1"~2..3 | "(" part ")"\n')
+AMBIGUOUS = LLMatcher.grammar_from_lark('start: s\ns: s s | "a" | "b" | s s s\n')
 
 
 def make_row(
@@ -258,6 +259,49 @@ def test_grammar_that_is_too_complex_says_so(filler: MaskFiller, monkeypatch: py
     form.compiled.matcher = LLMatcher(small_llguidance(), form.grammar, log_level=0, limits=few)
     assert allowed_ids(filler, make_row(form, [TEXTS.index("a")])) == set()
     assert "too complex" in form.error
+
+
+def test_row_whose_masks_take_too_long_ends_and_others_go_on(
+    filler: MaskFiller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an ambiguous grammar, each mask of which takes longer than the one before.
+    forms = [constraint(AMBIGUOUS), constraint(regex_grammar("a+"))]
+    rows = [make_row(form, max_tokens=1000) for form in forms]
+    monkeypatch.setattr(grammar_module, "FREE_S", 0.0)
+    monkeypatch.setattr(grammar_module, "MAX_SLOW_S", 0.05)
+    for _ in range(1000):
+        filler.fill(rows)
+        masks = [row.mask for row in rows if row.mask is not None]
+        assert masks[1].any()
+        if not masks[0].any():
+            break
+        for row in rows:
+            row.append(TEXTS.index("a"))
+        # The other row's masks are as fast as any, but there are many of them.
+        rows[1] = make_row(forms[1], [TEXTS.index("a")])
+    assert "too complex" in forms[0].error
+    assert forms[1].error == ""
+
+
+def test_long_output_that_takes_too_long_is_not_consumed_to_its_end(
+    filler: MaskFiller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = constraint(AMBIGUOUS)
+    monkeypatch.setattr(grammar_module, "FREE_S", 0.0)
+    monkeypatch.setattr(grammar_module, "MAX_SLOW_S", 0.0)
+    assert allowed_ids(filler, make_row(form, [TEXTS.index("a")] * 100_000, max_tokens=100_001)) == set()
+    assert "too complex" in form.error
+
+
+def test_measured_masks_are_those_of_the_others(filler: MaskFiller, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, other = (constraint(regex_grammar("(ab|ac)+d?")) for _ in range(2))
+    outputs: list[int] = []
+    monkeypatch.setattr(grammar_module, "FREE_S", -1.0)
+    monkeypatch.setattr(grammar_module, "MAX_SLOW_S", float("inf"))
+    for letter in "abacab":
+        filler.fill([make_row(form, outputs)])  # the next one is measured
+        assert allowed_ids(filler, make_row(form, outputs)) == allowed_ids(MaskFiller(1), make_row(other, outputs))
+        outputs.append(TEXTS.index(letter))
 
 
 def test_cache_is_bounded_by_number_and_bytes() -> None:
